@@ -1,0 +1,37 @@
+"""fedtrain: one training engine, four ways to exchange."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .errors import FedtrainError
+    from .training.partition import partition
+    from .training.task import Task
+    from .update import Arena, Schema, Update
+
+# Loaded on first use, so that `import fedtrain` takes milliseconds and pulls in neither torch nor grpc.
+_HOME = {
+    "Arena": "update",
+    "Config": "config",
+    "FedtrainError": "errors",
+    "Schema": "update",
+    "Task": "training.task",
+    "Update": "update",
+    "partition": "training.partition",
+}
+
+__all__ = ["Arena", "Config", "FedtrainError", "Schema", "Task", "Update", "partition"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fedtrain' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,317 @@
+"""fedtrain.toml -> frozen dataclasses.
+
+One file serves every mode. `--set train.lr=0.01` and FEDTRAIN_TRAIN__LR=0.01 override it, in that order of
+strength. A key that nobody reads is an error that names the nearest one that exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Seconds(float):
+    """A duration; in files "500ms", "30s", "10m", "2h" or a plain number of seconds."""
+
+    UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+    @classmethod
+    def parse(cls, value: object) -> Seconds:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return cls(value)
+        match = re.fullmatch(r"\s*([\d.]+)\s*(ms|s|m|h|d)\s*", str(value))
+        if match is None:
+            raise ValueError(f'{value!r} is not a duration; write "500ms", "30s", "10m", "2h" or seconds')
+        return cls(float(match[1]) * cls.UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class Run:
+    task: str = "task:Task"  # module:Class, the module beside this file
+    name: str = "run"
+    rounds: int = 10
+    seed: int = 0
+    dir: str = "runs"  # where run directories are made, relative to this file
+
+    def __post_init__(self) -> None:
+        require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name), "run.name",
+                f"{self.name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")  # fmt: skip
+        require(":" in self.task, "run.task", f'{self.task!r} must be "module:Class", as in "task:Heart"')
+        require(self.rounds >= 1, "run.rounds", f"{self.rounds} must be at least 1")
+        require(0 <= self.seed < 2**63, "run.seed", f"{self.seed} must be between 0 and 2^63-1")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a site trains. Everything here but device and threads must be the same at all sites."""
+
+    local_epochs: int = 1
+    local_steps: int = 0  # optimizer steps a round; 0: local_epochs decides
+    batch_size: int = 32  # 0: the whole local dataset in one batch
+    optimizer: str = "sgd"  # sgd | adam | adamw, unless the task has its own optimizer()
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0  # bound on the gradient's norm a step; 0: none
+    accumulate: int = 1  # batches summed into one optimizer step
+    precision: str = "fp32"  # fp32 | bf16 | fp16 autocast
+    drop_last: bool = False
+    eval_batch_size: int = 256
+    device: str = "auto"  # auto | cpu | cuda | cuda:1
+    threads: int = 1  # CPU threads; equal counts give equal bits
+
+    def __post_init__(self) -> None:
+        require(self.local_epochs >= 1, "train.local_epochs", f"{self.local_epochs} must be at least 1")
+        require(self.local_steps >= 0, "train.local_steps", f"{self.local_steps} must be 0 or more")
+        require(self.batch_size >= 0, "train.batch_size", f"{self.batch_size} must be 0 (all) or more")
+        require(self.lr > 0, "train.lr", f"{self.lr} must be positive")
+        require(self.accumulate >= 1, "train.accumulate", f"{self.accumulate} must be at least 1")
+        require(self.clip_norm >= 0, "train.clip_norm", f"{self.clip_norm} must be 0 (off) or positive")
+        require(self.threads >= 1, "train.threads", f"{self.threads} must be at least 1")
+        require(self.eval_batch_size >= 1, "train.eval_batch_size", "must be at least 1")
+        one_of("train.precision", self.precision, ("fp32", "bf16", "fp16"))
+        one_of("train.optimizer", self.optimizer, ("sgd", "adam", "adamw"))
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """Who takes part in a round, and how the global model moves. Other keys are the strategy's own fields."""
+
+    kind: str = "fedavg"
+    min_sites: int = 2  # a round needs this many valid updates
+    fraction: float = 1.0  # of the joined sites, sampled each round
+    round_deadline: Seconds = Seconds(600)
+    attempts: int = 3  # times a round is tried before the run stops
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.min_sites >= 1, "strategy.min_sites", f"{self.min_sites} must be at least 1")
+        require(0 < self.fraction <= 1, "strategy.fraction", f"{self.fraction} must be in (0, 1]")
+        require(self.round_deadline > 0, "strategy.round_deadline", "must be positive")
+        require(self.attempts >= 1, "strategy.attempts", "must be at least 1")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every: int = 1  # rounds between evaluations; the last round is always evaluated; 0: never
+    metric: str = "loss"  # decides early stop and the best model
+    mode: str = "auto"  # min | max | auto (min for *loss* and *error*)
+    patience: int = 0  # evaluations without improvement before the run stops; 0: never
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "evaluate.every", f"{self.every} must be 0 (never) or more")
+        require(self.patience >= 0, "evaluate.patience", f"{self.patience} must be 0 (off) or more")
+        one_of("evaluate.mode", self.mode, ("auto", "min", "max"))
+
+    def better(self, new: float, old: float | None) -> bool:
+        lower = self.mode == "min" or (
+            self.mode == "auto" and any(word in self.metric for word in ("loss", "error", "perplexity"))
+        )
+        if new != new:  # NaN is never better
+            return False
+        return old is None or (new < old - self.min_delta if lower else new > old + self.min_delta)
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """What an update may be before it is refused (S16-S19)."""
+
+    max_examples: float = 1e9  # a claimed sample count above this is refused
+    max_norm: float = 0.0  # L2 norm of delta; 0: no bound
+
+    def __post_init__(self) -> None:
+        require(self.max_examples > 0, "limits.max_examples", "must be positive")
+        require(self.max_norm >= 0, "limits.max_norm", "must be 0 (off) or positive")
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Where the aggregator is. The three time settings: heartbeat, idle, strategy.round_deadline."""
+
+    listen: str = "127.0.0.1:8440"
+    address: str = ""  # what sites connect to; empty: the same as listen
+    certs: str = "certs"  # directory made by `fedtrain certs`, relative to this file
+    heartbeat: Seconds = Seconds(5)
+    idle: Seconds = Seconds(30)  # a lost site is waited for this long within a round
+
+    def __post_init__(self) -> None:
+        for name in ("listen", "address"):
+            value = getattr(self, name)
+            require(not value or re.fullmatch(r"\[?[^\s/]+\]?:\d+", value), f"network.{name}",
+                    f'{value!r} must be "host:port"')  # fmt: skip
+        require(self.heartbeat >= 1, "network.heartbeat", "must be at least 1s")
+        require(self.idle > 0, "network.idle", "must be positive")
+
+
+@dataclass(frozen=True)
+class SimulateConfig:
+    sites: int = 10  # when the task names no natural sites
+    partition: str = "iid"  # iid | dirichlet:0.3 | shards:2 | quantity:0.5
+    workers: int = 0  # processes; 0: one a core
+    engine: str = "loop"  # loop (the federation's bits) | vmap (many small sites at once)
+
+    def __post_init__(self) -> None:
+        require(self.sites >= 1, "simulate.sites", f"{self.sites} must be at least 1")
+        require(self.workers >= 0, "simulate.workers", f"{self.workers} must be 0 (one a core) or more")
+        one_of("simulate.engine", self.engine, ("loop", "vmap"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of fedtrain.toml. `root` is the folder that it lies in."""
+
+    run: Run = field(default_factory=Run)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
+    root: Path = Path()
+
+    @classmethod
+    def load(
+        cls,
+        path: Path | str = "fedtrain.toml",
+        sets: Iterable[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> Config:
+        """Read the file, then the environment, then `sets` ("train.lr=0.01")."""
+        path = Path(path)
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path} does not exist. `fedtrain new NAME` makes a project; --config FILE names another file."
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise ConfigError(f"{path}: {e}") from None
+        for name, value in (os.environ if env is None else env).items():
+            if name.startswith("FEDTRAIN_") and "__" in name:
+                put(table, name.removeprefix("FEDTRAIN_").lower().replace("__", "."), value, name)
+        for item in sets:
+            key, equals, value = item.partition("=")
+            if not equals:
+                raise ConfigError(f"--set {item}: write --set section.key=value, as in --set train.lr=0.01")
+            put(table, key.strip(), value.strip(), f"--set {item}")
+        return cls.of(table, root=path.resolve().parent)
+
+    @classmethod
+    def of(cls, table: dict[str, Any], root: Path | str = ".") -> Config:
+        table = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in table.items()}
+        strategy = table.get("strategy", {})
+        if isinstance(strategy, dict) and "options" not in strategy:
+            own = {f.name for f in fields(StrategyConfig)}
+            strategy["options"] = {k: strategy.pop(k) for k in list(strategy) if k not in own}
+        if "root" in table:
+            raise ConfigError("root: unknown section; it is the folder of the file itself")
+        return build(cls, {**table, "root": str(Path(root).resolve())}, "")
+
+    def agreed(self) -> dict[str, str]:
+        """What every participant must have alike for the numbers to mean the same: key -> value as text."""
+        local = {"device", "threads", "eval_batch_size"}
+        pairs = {f"train.{f.name}": getattr(self.train, f.name)
+                 for f in fields(self.train) if f.name not in local}  # fmt: skip
+        pairs |= {f"strategy.{k}": v for k, v in self.strategy.options.items()}
+        pairs |= {"run.name": self.run.name, "run.seed": self.run.seed, "run.task": self.run.task,
+                  "strategy.kind": self.strategy.kind}  # fmt: skip
+        return {k: repr(v) for k, v in sorted(pairs.items())}
+
+    def digest(self) -> str:
+        """SHA-256 over `agreed()`."""
+        return hashlib.sha256(msgspec.json.encode(self.agreed())).hexdigest()
+
+    def table(self) -> dict[str, Any]:
+        """Plain values of every section, defaults included, for the run directory."""
+        sections = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "root"}
+        return {
+            name: {f.name: _plain(getattr(section, f.name)) for f in fields(section)}
+            for name, section in sections.items()
+        }
+
+    @property
+    def run_dir(self) -> Path:
+        return self.root / self.run.dir / self.run.name
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Seconds) else value
+
+
+def build(cls: type[T], table: object, where: str) -> T:
+    """A frozen dataclass from a TOML table; every mistake is a ConfigError that says what to change."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: expected a table [{where}], got {table!r}")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # cls is always a dataclass
+    types = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        path = f"{where}.{key}" if where else key
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            what = "key" if where else "section"
+            hint = f"Did you mean {where + '.' if where else ''}{near[0]}?" if near else (
+                f"Known here: {', '.join(n for n in known if n != 'root')}.")  # fmt: skip
+            raise ConfigError(f"{path}: unknown {what}. {hint}")
+        if is_dataclass(types[key]):
+            values[key] = build(types[key], value, path)  # type: ignore[arg-type]  # narrowed by is_dataclass
+        else:
+            values[key] = _convert(value, types[key], path)
+    for name, f in known.items():
+        if name not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise ConfigError(f"{where}.{name}: is required")
+    return cls(**values)
+
+
+def _convert(value: object, kind: Any, path: str) -> Any:
+    def hook(kind: type, value: object) -> object:
+        return Seconds.parse(value) if kind is Seconds else kind(value)
+
+    try:
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        return msgspec.convert(value, kind, dec_hook=hook)
+    except (msgspec.ValidationError, ValueError) as e:
+        raise ConfigError(f"{path} = {value!r}: {e}") from None
+
+
+def put(table: dict[str, Any], key: str, value: str, source: str) -> None:
+    """Override one key with text, read as a TOML value where it is one and as a plain string where not."""
+    section, dot, name = key.partition(".")
+    if not dot:
+        raise ConfigError(f"{source}: name a key as section.key, as in train.lr")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    target = table.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise ConfigError(f"{source}: {section} is not a section")
+    target[name] = parsed
+
+
+def require(condition: object, key: str, message: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}: {message}")
+
+
+def one_of(key: str, value: str, choices: Iterable[str]) -> None:
+    choices = tuple(choices)
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key}: {value!r} is not one of {', '.join(choices)}.{hint}")

@@ -1,0 +1,65 @@
+"""Every error that fedtrain raises on purpose.
+
+FedtrainError
+  ConfigError        the user's files, flags or task; the message says what to change
+  StoreError         the run's directory is damaged, on a network disk, or in use
+  CertificateError   a certificate or key is missing, expired, or of the wrong role
+  ConnectError       the other end cannot be reached or will not talk to us; says why
+    JoinRefused      aggregator and site do not agree on task, model, config or version
+  TaskError          the user's task raised; carries its type and place, never its data
+  RoundError         a round could not be finished; the global weights are unchanged
+    TooFewSites      fewer valid replies than min_sites
+  BadUpdate          an update was refused and named; the round goes on with the others
+  WireError          bytes that are not ours: unknown frame, wrong size, wrong digest
+"""
+
+
+class FedtrainError(Exception):
+    """Base of every error that fedtrain raises on purpose."""
+
+
+class ConfigError(FedtrainError):
+    """The user's configuration, flags or task file; the message says what to change."""
+
+
+class StoreError(FedtrainError):
+    """The run directory cannot be used as it is."""
+
+
+class CertificateError(FedtrainError):
+    """A certificate or key is missing, expired, or issued for another role or name."""
+
+
+class ConnectError(FedtrainError):
+    """The other end cannot be reached, or refused us; the message is one line for a person."""
+
+
+class JoinRefused(ConnectError):
+    """Both ends talk, but disagree on what to train; retrying changes nothing."""
+
+
+class TaskError(FedtrainError):
+    """The user's task raised while loading, training or evaluating."""
+
+
+class RoundError(FedtrainError):
+    """A round could not be finished; the global weights are unchanged."""
+
+
+class TooFewSites(RoundError):
+    """Fewer valid replies than a round needs."""
+
+    def __init__(self, stage: str, have: int, need: int) -> None:
+        super().__init__(
+            f"{stage}: {have} sites replied, {need} are needed. "
+            f"Lower strategy.min_sites, raise strategy.round_deadline, or start more sites."
+        )
+        self.have, self.need = have, need
+
+
+class BadUpdate(FedtrainError):
+    """One site's update cannot be used; it is quarantined and named, the round goes on."""
+
+
+class WireError(FedtrainError):
+    """Bytes that do not follow the protocol."""

@@ -1,0 +1,366 @@
+"""What travels between a site and whoever averages it: models as arenas, and the messages that carry them.
+
+An **arena** is a whole model in one contiguous block of bytes. Inside it there is one section per dtype;
+inside a section first the trained parameters, then frozen parameters and buffers, each in state_dict
+order. So "all trained float32 coordinates" is one slice, a strategy steps on it as one vector, and an
+optimizer may too. The **schema** says what lies where; its digest is agreed once, at joining.
+
+This file imports torch only where a tensor is really asked for: a site's supervisor process moves
+arenas as files and never loads torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .errors import BadUpdate, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SiteId = str
+Metrics = dict[str, tuple[float, float]]  # name -> (sum, count), so that averages over sites are exact
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+ALIGN = 64  # bytes; each section starts on a cache line
+MAX_TENSORS = 100_000
+MAX_RANK = 16
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from what it is for, as in seed_of(run_seed, round, site): the same on every machine,
+    whatever ran before it."""
+    text = "\x1f".join(str(p) for p in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trained: bool  # a parameter with requires_grad: strategies step on it; the rest moves by plain mean
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}{'' if self.trained else ' (buffer)'}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """All coordinates of one dtype: `trained` of them first, then the rest."""
+
+    dtype: str
+    offset: int  # bytes from the start of the arena
+    numel: int
+    trained: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+class Schema(msgspec.Struct, frozen=True, dict=True):
+    """Names, shapes and dtypes of a model, in arena order. Two models agree when their digests do."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Schema:
+        """The schema of a module. Tied weights appear once, under their first name."""
+        specs = [
+            TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad)
+            for name, t in unique_tensors(model).items()
+        ]
+        for spec in specs:
+            if spec.dtype not in ITEM_BYTES:
+                raise ConfigError(
+                    f"{spec.name} has dtype {spec.dtype}, which cannot travel. "
+                    f"Use one of {', '.join(ITEM_BYTES)}, or keep it out of state_dict (persistent=False)."
+                )
+        order = list(dict.fromkeys(s.dtype for s in specs))
+        return cls(tuple(sorted(specs, key=lambda s: (order.index(s.dtype), not s.trained))))
+
+    def check(self) -> None:
+        """Refuse a schema off the wire that could not be a model, before anything is allocated."""
+        if len(self.tensors) > MAX_TENSORS:
+            raise BadUpdate(f"{len(self.tensors)} tensors, at most {MAX_TENSORS} are allowed")
+        for s in self.tensors:
+            if s.dtype not in ITEM_BYTES:
+                raise BadUpdate(f"{s.name[:80]}: unknown dtype {s.dtype[:20]}")
+            if len(s.shape) > MAX_RANK or any(d < 0 for d in s.shape):
+                raise BadUpdate(f"{s.name[:80]}: impossible shape {s.shape[:MAX_RANK]}")
+
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        found: dict[str, list[TensorSpec]] = {}
+        for s in self.tensors:
+            found.setdefault(s.dtype, []).append(s)
+        sections, offset = [], 0
+        for dtype, specs in found.items():
+            numel = sum(s.numel for s in specs)
+            sections.append(Section(dtype, offset, numel, sum(s.numel for s in specs if s.trained)))
+            offset += -(-numel * ITEM_BYTES[dtype] // ALIGN) * ALIGN
+        return tuple(sections)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the arena, the padding between sections included."""
+        return max((s.offset + -(-s.nbytes // ALIGN) * ALIGN for s in self.sections), default=0)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(s.numel for s in self.tensors)
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
+    def difference(self, other: Schema) -> str | None:
+        """The first thing in which `other` differs, for a person; None when they agree."""
+        if self.digest == other.digest:
+            return None
+        mine, theirs = ({s.name: s for s in schema.tensors} for schema in (self, other))
+        for name in sorted(mine.keys() - theirs.keys()):
+            return f"{mine[name]} is missing there"
+        for name in sorted(theirs.keys() - mine.keys()):
+            return f"{theirs[name]} is not in the model here"
+        for name, spec in mine.items():
+            if spec != theirs[name]:
+                return f"{spec} here is {theirs[name]} there"
+        return "the same tensors stand in another order"
+
+
+def unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """state_dict's tensors, in its order, each once."""
+    seen: set[int] = set()
+    found = {}
+    for name, t in model.state_dict(keep_vars=True).items():
+        if id(t) not in seen:
+            seen.add(id(t))
+            found[name] = t
+    return found
+
+
+class AnyArena:
+    """A model's bytes, wherever they lie. `chunk` is how aggregation reads them."""
+
+    schema: Schema
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the bytes, as hex."""
+        raise NotImplementedError("a subclass's")
+
+    def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
+        """Coordinates [start, stop) of one section, 1-D, read-only."""
+        raise NotImplementedError("a subclass's")
+
+
+class Arena(AnyArena):
+    """A model's bytes in memory: `data` is a torch uint8 tensor [schema.nbytes]."""
+
+    def __init__(self, schema: Schema, data: torch.Tensor) -> None:
+        assert data.numel() == schema.nbytes, (data.numel(), schema.nbytes)
+        self.schema, self.data = schema, data
+        self._digest: str | None = None
+
+    @classmethod
+    def zeros(cls, schema: Schema, device: str = "cpu") -> Arena:
+        import torch
+
+        return cls(schema, torch.zeros(schema.nbytes, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def wrap(cls, schema: Schema, buffer: Any) -> Arena:
+        """Look at bytes that somebody else owns (a memory map, a shared block), without a copy."""
+        import torch
+
+        if schema.nbytes == 0:
+            return cls.zeros(schema)
+        return cls(schema, torch.frombuffer(buffer, dtype=torch.uint8, count=schema.nbytes))
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Arena:
+        """A copy of the module's parameters and buffers."""
+        import torch
+
+        arena = cls.zeros(Schema.of(model))
+        with torch.no_grad():
+            views, tensors = arena.views(), unique_tensors(model)
+            for name, view in views.items():
+                view.copy_(tensors[name])
+        return arena
+
+    def flat(self, section: Section) -> torch.Tensor:
+        """One section as a 1-D tensor of its dtype; a view."""
+        import torch
+
+        return self.data[section.offset : section.offset + section.nbytes].view(getattr(torch, section.dtype))
+
+    def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
+        return self.flat(section)[start:stop]
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Every tensor by name, in its shape; views, no copy."""
+        found, at = {}, {s.dtype: 0 for s in self.schema.sections}
+        flat = {s.dtype: self.flat(s) for s in self.schema.sections}
+        for spec in self.schema.tensors:
+            start = at[spec.dtype]
+            found[spec.name] = flat[spec.dtype][start : start + spec.numel].view(spec.shape)
+            at[spec.dtype] = start + spec.numel
+        return found
+
+    def bind(self, model: nn.Module) -> None:
+        """Make the module's parameters and buffers views of this arena: from here on, training writes here.
+
+        The module keeps its Parameter objects (optimizers and tied weights stay valid) and takes the
+        arena's present values.
+        """
+        views = self.views()
+        for name, t in unique_tensors(model).items():
+            t.data = views[name]
+
+    def copy_(self, other: Arena) -> Arena:
+        self.data.copy_(other.data)
+        self._digest = None
+        return self
+
+    def clone(self) -> Arena:
+        return Arena(self.schema, self.data.clone())
+
+    @property
+    def payload(self) -> memoryview:
+        """The bytes themselves, for a socket or a file; no copy (CPU only)."""
+        return memoryview(self.data.numpy())
+
+    @property
+    def digest(self) -> str:
+        # An arena is written once (by training or a strategy's step) and then only read, so this is kept.
+        if self._digest is None:
+            self._digest = hashlib.sha256(self.payload).hexdigest()
+        return self._digest
+
+
+class ArenaFile(AnyArena):
+    """A model's bytes in a file, read chunk by chunk, so that a hundred of them need no memory."""
+
+    def __init__(self, schema: Schema, path: Path, digest: str = "") -> None:
+        self.schema, self.path, self._digest = schema, path, digest
+        self._file: Any = None
+
+    @property
+    def digest(self) -> str:
+        if not self._digest:
+            with self.path.open("rb") as f:
+                self._digest = hashlib.file_digest(f, "sha256").hexdigest()
+        return self._digest
+
+    def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        if self._file is None:
+            self._file = self.path.open("rb", buffering=0)
+        size = ITEM_BYTES[section.dtype]
+        if stop <= start:
+            return torch.empty(0, dtype=getattr(torch, section.dtype))
+        buffer = bytearray((stop - start) * size)
+        got = os.preadv(self._file.fileno(), [buffer], section.offset + start * size)
+        if got != len(buffer):
+            raise BadUpdate(f"{self.path.name}: {got} bytes at coordinate {start}, expected {len(buffer)}")
+        return torch.frombuffer(buffer, dtype=getattr(torch, section.dtype))
+
+    def load(self) -> Arena:
+        import torch
+
+        data = torch.empty(self.schema.nbytes, dtype=torch.uint8)
+        with self.path.open("rb", buffering=0) as f:
+            view, got = memoryview(data.numpy()), 0
+            while got < len(view) and (n := f.readinto(view[got:])):
+                got += n
+        if got != self.schema.nbytes:
+            raise BadUpdate(f"{self.path.name}: {got} bytes, expected {self.schema.nbytes}")
+        arena = Arena(self.schema, data)
+        arena._digest = self._digest or None
+        return arena
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def chunks(section: Section, size: int = 1 << 18) -> Iterator[tuple[int, int]]:
+    """[start, stop) ranges that cover a section; the default keeps a few of them in a core's cache."""
+    for start in range(0, section.numel, size):
+        yield start, min(start + size, section.numel)
+
+
+# --- Messages. An AnyArena in a message travels beside its header as bytes with a digest.
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of what is exchanged. On the wire a message is its header; its arenas follow as bytes."""
+
+
+class Request(Message, frozen=True, kw_only=True, tag=True):
+    """From the coordinator. `id` = run/round/attempt/kind: a retry, a replay, a duplicate counts once."""
+
+    id: str
+
+
+class Train(Request, frozen=True, kw_only=True, tag=True):
+    round: int
+    weights: AnyArena
+
+
+class Evaluate(Request, frozen=True, kw_only=True, tag=True):
+    round: int
+    weights: AnyArena
+
+
+class Update(Message, frozen=True, kw_only=True, tag=True):
+    """One site's contribution: how far its weights moved, and how much it counts."""
+
+    delta: AnyArena  # local weights - global weights; integers too
+    num_examples: float  # examples (or tokens) trained on: the weight in the mean
+    metrics: Metrics = {}
+
+
+class Evaluation(Message, frozen=True, kw_only=True, tag=True):
+    metrics: Metrics
+
+
+class Failure(Message, frozen=True, kw_only=True, tag=True):
+    """A site could not do what it was asked; `reason` is one line without data values (S35)."""
+
+    reason: str
+
+
+Reply = Update | Evaluation | Failure
+
+
+def averages(metrics: Mapping[SiteId, Metrics]) -> dict[str, float]:
+    """Exact averages over sites: Σ sum / Σ count, each name over the sites that report it, in site order."""
+    total: dict[str, tuple[float, float]] = {}
+    for site in sorted(metrics):
+        for name, (value, count) in metrics[site].items():
+            have = total.get(name, (0.0, 0.0))
+            total[name] = (have[0] + value, have[1] + count)
+    return {name: value / count for name, (value, count) in total.items() if count}
