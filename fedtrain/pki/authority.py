@@ -1,0 +1,289 @@
+"""The authority of one federation: a root that can be kept offline, one issuing CA, leaves of days.
+
+    ca/root.pem  ca/root.key.pem            10 years; the key is needed only to renew the issuing CA
+    ca/issuing.pem  ca/issuing.key.pem      1 year; may sign only names under <federation>.fedtrain
+    aggregator/  sites/NAME/                key.pem (0600), cert.pem (leaf + issuing), root.pem
+
+Each leaf folder stands alone: copied to where it is used, it is all that TLS needs there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from ..errors import CertificateError, ConfigError
+from .identity import USAGE, check_label, dns_name
+
+PublicKey = ec.EllipticCurvePublicKey
+
+ROOT_LIFE = timedelta(days=3650)
+ISSUING_LIFE = timedelta(days=365)
+CLOCK_SKEW = timedelta(minutes=5)  # a certificate is valid at once, on a machine whose clock is a little slow
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Who signs: a CA's certificate, its key, and the root that is at the top."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+    root: x509.Certificate
+
+    @classmethod
+    def load(cls, certs_dir: Path) -> Authority:
+        """The issuing CA under `certs_dir`."""
+        ca = Path(certs_dir) / "ca"
+        if not (ca / "issuing.pem").exists():
+            raise ConfigError(
+                f"{ca} holds no certificate authority. Make it once per federation: fedtrain certs init"
+            )
+        return cls(
+            _load_certificate(ca / "issuing.pem"),
+            _load_key(ca / "issuing.key.pem"),
+            _load_certificate(ca / "root.pem"),
+        )
+
+    @property
+    def federation(self) -> str:
+        """The one that this authority may sign for: its name constraint says so."""
+        constraints = self.certificate.extensions.get_extension_for_class(x509.NameConstraints).value
+        subtrees = constraints.permitted_subtrees or []
+        return str(subtrees[0].value).removesuffix(".fedtrain")
+
+
+def init(certs_dir: Path, federation: str = "fedtrain", *, now: datetime | None = None) -> Path:
+    """Make the root and the issuing CA, or only a new issuing CA under a root that is there; returns ca/.
+
+    An existing authority is never overwritten: every certificate in the field would stop working.
+    """
+    check_label("federation", federation)
+    ca, now = Path(certs_dir) / "ca", now or datetime.now(UTC)
+    if (ca / "issuing.pem").exists():
+        raise ConfigError(
+            f"{ca} already holds a certificate authority, which is never overwritten. Use it: fedtrain certs "
+            f"issue NAME. To renew its issuing CA, move issuing.pem and issuing.key.pem away, then run "
+            f"this again. For another federation, choose another directory."
+        )
+    ca.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not (ca / "root.pem").exists():
+        _make_root(ca, federation, now)
+    elif not (ca / "root.key.pem").exists():
+        raise ConfigError(f"{ca}: bring root.key.pem back from where it is kept; it signs the new issuing CA")
+    _make_issuing(ca, federation, now)
+    return ca
+
+
+def issue(
+    certs_dir: Path,
+    role: str,
+    name: str = "aggregator",
+    *,
+    days: float = 30,
+    csr: bytes | None = None,
+    now: datetime | None = None,
+) -> Path:
+    """Make, or renew, the folder of the aggregator or of one site; returns it. No other folder is touched.
+
+    Renewing keeps the key, so that a process that reads the folder meanwhile never sees a key and a
+    certificate that do not match; delete key.pem first to change it. With `csr` (PEM) the key stays
+    where it was made: only the request's public key is used, role and name are decided here.
+    """
+    certs_dir, now = Path(certs_dir), now or datetime.now(UTC)
+    if days <= 0:
+        raise ConfigError(f"days: {days} must be positive")
+    if role not in USAGE:
+        raise ConfigError(f"role: {role!r} is neither 'aggregator' nor 'site'")
+    authority = Authority.load(certs_dir)
+    dns = dns_name(role, name, authority.federation)
+    end = authority.certificate.not_valid_after_utc
+    if now >= end:
+        raise CertificateError(
+            f"the issuing CA in {certs_dir / 'ca'} expired on {end:%Y-%m-%d}. Move issuing.pem and "
+            f"issuing.key.pem away and run fedtrain certs init: it makes a new one under the same root."
+        )
+    folder = certs_dir / "aggregator" if role == "aggregator" else certs_dir / "sites" / name
+    key = _own_key(folder) if csr is None else None
+    public = key.public_key() if key else _requested_key(csr or b"", folder)
+    certificate = sign(
+        authority,
+        public,
+        name if role == "site" else "aggregator",
+        dns=[dns],
+        usages=[USAGE[role]],
+        not_before=now - CLOCK_SKEW,
+        not_after=min(now + timedelta(days=days), end),
+    )
+    return save(folder, certificate, authority, key)
+
+
+def sign(
+    authority: Authority,
+    public: PublicKey,
+    common_name: str,
+    *,
+    dns: Iterable[str],
+    usages: Iterable[x509.ObjectIdentifier],
+    not_before: datetime,
+    not_after: datetime,
+) -> x509.Certificate:
+    """A leaf that says just this. `issue` decides what is right; a security test asks for what is wrong."""
+    return (
+        _certificate(common_name, public, authority.certificate.subject, not_before, not_after)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(d) for d in dns]), critical=False)
+        .add_extension(_signed_by(authority.certificate), critical=False)
+        .sign(authority.key, hashes.SHA256())
+    )
+
+
+def save(
+    folder: Path,
+    certificate: x509.Certificate,
+    authority: Authority,
+    key: ec.EllipticCurvePrivateKey | None = None,
+) -> Path:
+    """Write a leaf's folder, each file at once; without `key`, the one that lies there stays."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if key is not None:
+        _write(folder / "key.pem", _pem(key), 0o600)
+    _write(folder / "root.pem", _pem(authority.root))
+    _write(folder / "cert.pem", _pem(certificate) + _pem(authority.certificate))
+    return folder
+
+
+def _make_root(ca: Path, federation: str, now: datetime) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = f"{federation} root"
+    certificate = (
+        _certificate(name, key.public_key(), _name(name), now - CLOCK_SKEW, now + ROOT_LIFE)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=1), critical=True)
+        .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    _write(ca / "root.key.pem", _pem(key), 0o600)
+    _write(ca / "root.pem", _pem(certificate))
+
+
+def _make_issuing(ca: Path, federation: str, now: datetime) -> None:
+    root, root_key = _load_certificate(ca / "root.pem"), _load_key(ca / "root.key.pem")
+    key = ec.generate_private_key(ec.SECP256R1())
+    end = min(now + ISSUING_LIFE, root.not_valid_after_utc)
+    certificate = (
+        _certificate(f"{federation} issuing CA", key.public_key(), root.subject, now - CLOCK_SKEW, end)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .add_extension(x509.NameConstraints([x509.DNSName(f"{federation}.fedtrain")], None), critical=True)
+        .add_extension(_signed_by(root), critical=False)
+        .sign(root_key, hashes.SHA256())
+    )
+    _write(ca / "issuing.key.pem", _pem(key), 0o600)
+    _write(ca / "issuing.pem", _pem(certificate))
+
+
+def _certificate(
+    common_name: str, public: PublicKey, issuer: x509.Name, not_before: datetime, not_after: datetime
+) -> x509.CertificateBuilder:
+    """What all certificates have."""
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_name(common_name))
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(not_before)
+        .not_valid_after(not_after)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _signed_by(issuer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    key_id = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(key_id)
+
+
+def _key_usage(
+    *, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
+) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=key_cert_sign,
+        crl_sign=crl_sign,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _own_key(folder: Path) -> ec.EllipticCurvePrivateKey:
+    """The folder's key, or a new one."""
+    path = folder / "key.pem"
+    return _load_key(path) if path.exists() else ec.generate_private_key(ec.SECP256R1())
+
+
+def _requested_key(csr: bytes, folder: Path) -> PublicKey:
+    """The public key of a signing request that proves possession of its private half."""
+    try:
+        request = x509.load_pem_x509_csr(csr)
+        public, signed = request.public_key(), request.is_signature_valid
+    except (ValueError, UnsupportedAlgorithm):
+        raise ConfigError("csr: not a PEM certificate signing request") from None
+    if not signed or not isinstance(public, ec.EllipticCurvePublicKey):
+        raise ConfigError("csr: use an elliptic-curve key (P-256) and sign the request with it")
+    if (folder / "key.pem").exists() and _load_key(folder / "key.pem").public_key() != public:
+        raise ConfigError(f"csr: {folder / 'key.pem'} is another key than the request's; delete it first")
+    return public
+
+
+def _load_certificate(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as e:
+        raise CertificateError(f"{path}: not a readable PEM certificate ({e})") from None
+
+
+def _load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as e:
+        raise CertificateError(f"{path}: not a readable, unencrypted PEM private key ({e})") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise CertificateError(f"{path}: not an elliptic-curve key")
+    return key
+
+
+def _pem(thing: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
+    if isinstance(thing, x509.Certificate):
+        return thing.public_bytes(serialization.Encoding.PEM)
+    return thing.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Replace a file in one step; a key is never readable by others, not even for a moment."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+    with os.fdopen(fd, "wb") as f:
+        os.fchmod(fd, mode)  # whatever the umask, or a file that an interrupted run left
+        f.write(data)
+        os.fsync(fd)
+    os.replace(temporary, path)

@@ -1,0 +1,192 @@
+"""A certificate read: role, name and federation are its one DNS name, and nothing else is believed.
+
+    aggregator.<federation>.fedtrain      may serve only   (EKU serverAuth)
+    <name>.site.<federation>.fedtrain     may call only    (EKU clientAuth)
+
+So a site that pins `aggregator_target` cannot be fooled by another site's certificate of the same
+authority (S4), and an aggregator that reads `identity_of` on every call knows who is calling (S5).
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from ..errors import CertificateError, ConfigError
+
+Role = Literal["aggregator", "site"]
+
+LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"  # one part of a DNS name
+NAMES = {
+    "aggregator": re.compile(rf"aggregator\.(?P<federation>{LABEL})\.fedtrain"),
+    "site": re.compile(rf"(?P<name>{LABEL})\.site\.(?P<federation>{LABEL})\.fedtrain"),
+}
+USAGE = {"aggregator": ExtendedKeyUsageOID.SERVER_AUTH, "site": ExtendedKeyUsageOID.CLIENT_AUTH}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a certificate proves."""
+
+    role: str  # aggregator | site
+    name: str  # "aggregator", or the site's
+    federation: str
+    serial: str  # hex, as `openssl x509 -serial` prints it
+    not_after: datetime  # UTC
+
+    def __str__(self) -> str:
+        return dns_name(self.role, self.name, self.federation)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A folder made by `issue`, checked: what one end of a TLS connection needs, all PEM."""
+
+    key: bytes
+    chain: bytes  # leaf, then issuing CA
+    root: bytes
+    identity: Identity
+
+    @classmethod
+    def load(cls, folder: Path, now: datetime | None = None) -> Credentials:
+        """Read and check a folder; a CertificateError says what is wrong with which file, and what to do."""
+        folder, now = Path(folder), now or datetime.now(UTC)
+        key, chain, root = (_read(folder / name) for name in ("key.pem", "cert.pem", "root.pem"))
+        mode = stat.S_IMODE((folder / "key.pem").stat().st_mode)
+        if mode & 0o077:
+            path = folder / "key.pem"
+            raise CertificateError(f"{path} can be read by others (mode {mode:04o}): chmod 600 {path}")
+        identity = identity_of(chain)
+        leaf, *above = _certificates(chain, folder / "cert.pem")
+        _check_key(key, leaf, folder)
+        _check_chain([leaf, *above, *_certificates(root, folder / "root.pem")[:1]], folder)
+        _check_dates(leaf, identity, folder, now)
+        return cls(key, chain, root, identity)
+
+
+def identity_of(pem: bytes) -> Identity:
+    """Whose certificate this is (of a chain: its first). Strict: exactly one name, ours, with its own usage.
+
+    It says nothing about who signed it or whether it has expired: the TLS handshake does that.
+    """
+    leaf = _certificates(pem, None)[0]
+    try:
+        names = list(leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+        usages = list(leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as e:
+        raise CertificateError(f"not a fedtrain certificate: {e}") from None
+    if len(names) != 1 or not isinstance(names[0], x509.DNSName):
+        raise CertificateError(f"a certificate has {len(names)} names; exactly one DNS name is allowed")
+    dns = names[0].value
+    role, match = next(((r, m) for r, name in NAMES.items() if (m := name.fullmatch(dns))), (None, None))
+    if role is None or match is None:
+        raise CertificateError(
+            f"{dns[:120]!r} is neither aggregator.FEDERATION.fedtrain nor NAME.site.FEDERATION.fedtrain"
+        )
+    if usages != [USAGE[role]]:
+        raise CertificateError(
+            f"{dns} may be used for {', '.join(u._name for u in usages)}; {role} certificates "
+            f"are for {USAGE[role]._name} only"
+        )
+    return Identity(
+        role=role,
+        name=match.groupdict().get("name", "aggregator"),
+        federation=match["federation"],
+        serial=serial_hex(leaf),
+        not_after=leaf.not_valid_after_utc,
+    )
+
+
+def aggregator_target(federation: str) -> str:
+    """The name that a site demands of the aggregator's certificate, wherever it is reached."""
+    return f"aggregator.{federation}.fedtrain"
+
+
+def dns_name(role: str, name: str, federation: str) -> str:
+    """The one name in a certificate; a ConfigError says what a name may look like."""
+    check_label("federation", federation)
+    if role == "aggregator":
+        return aggregator_target(federation)
+    assert role == "site", role
+    check_label("site", name)
+    if name == "aggregator":
+        raise ConfigError('"aggregator" is the aggregator\'s own name: choose another for the site')
+    return f"{name}.site.{federation}.fedtrain"
+
+
+def check_label(what: str, label: str) -> None:
+    if not re.fullmatch(LABEL, label):
+        raise ConfigError(
+            f"{what} name {label[:80]!r}: use 1 to 63 of a-z, 0-9 and '-', not '-' first or last, "
+            f'as in "st-mary-2"'
+        )
+
+
+def serial_hex(certificate: x509.Certificate) -> str:
+    digits = f"{certificate.serial_number:X}"
+    return digits.zfill(len(digits) + len(digits) % 2)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CertificateError(
+            f"{path} does not exist. `fedtrain certs init`, then `fedtrain certs issue NAME`, make it; "
+            f"a site gets its folder from whoever runs the aggregator."
+        ) from None
+    except OSError as e:
+        raise CertificateError(f"{path} cannot be read: {e.strerror}") from None
+
+
+def _certificates(pem: bytes, path: Path | None) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError:
+        raise CertificateError(f"{path or 'these bytes'}: not a PEM certificate") from None
+
+
+def _check_key(key: bytes, leaf: x509.Certificate, folder: Path) -> None:
+    try:
+        public = serialization.load_pem_private_key(key, password=None).public_key()
+    except (ValueError, TypeError):
+        raise CertificateError(f"{folder / 'key.pem'}: not an unencrypted PEM private key") from None
+    if public != leaf.public_key():
+        raise CertificateError(
+            f"{folder}: key.pem and cert.pem do not belong together. Copy the whole folder again."
+        )
+
+
+def _check_chain(chain: list[x509.Certificate], folder: Path) -> None:
+    """Each is signed by the next. A folder with files of two authorities would only fail in the handshake."""
+    for below, above in pairwise(chain):
+        try:
+            below.verify_directly_issued_by(above)
+        except (ValueError, TypeError, InvalidSignature):
+            raise CertificateError(
+                f"{folder}: cert.pem was not signed under root.pem. Copy both from the same authority."
+            ) from None
+
+
+def _check_dates(leaf: x509.Certificate, identity: Identity, folder: Path, now: datetime) -> None:
+    start, end = leaf.not_valid_before_utc, leaf.not_valid_after_utc
+    valid = (
+        f"valid from {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}, and now it is {now:%Y-%m-%d %H:%M} UTC"
+    )
+    if now > end:
+        raise CertificateError(
+            f"{folder / 'cert.pem'} has expired: {valid}. Renew it with "
+            f"`fedtrain certs issue {identity.name}` where the authority is, and copy its cert.pem here."
+        )
+    if now < start:
+        raise CertificateError(f"{folder / 'cert.pem'} is not valid yet: {valid}. Set this machine's clock.")
