@@ -245,7 +245,15 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
+        """The aggregator's; a run name has neither '@' nor '+', so the three kinds never meet."""
         return self.root / self.run.dir / self.run.name
+
+    @property
+    def simulate_dir(self) -> Path:
+        return self.root / self.run.dir / f"{self.run.name}+simulate"
+
+    def site_dir(self, site: str) -> Path:
+        return self.root / self.run.dir / f"{self.run.name}@{site}"
 
 
 def _plain(value: Any) -> Any:

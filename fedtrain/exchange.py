@@ -15,6 +15,12 @@ from .update import Reply, Request, SiteId
 class Cohort(Protocol):
     """The sites that can be asked."""
 
+    bytes_in: int  # model bytes received and sent so far, for the log
+    bytes_out: int
+
+    async def members(self, at_least: int) -> list[SiteId]:
+        """The sites that have joined, sorted; waits until there are `at_least` so many."""
+
     def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncIterator[tuple[SiteId, Reply]]:

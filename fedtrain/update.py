@@ -208,6 +208,19 @@ class Arena(AnyArena):
                 view.copy_(tensors[name])
         return arena
 
+    @classmethod
+    def pack(cls, tensors: Mapping[str, torch.Tensor]) -> Arena:
+        """A copy of named tensors that are no module's, such as a strategy's state."""
+        specs = tuple(
+            TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), False)
+            for name, t in tensors.items()
+        )
+        order = list(dict.fromkeys(s.dtype for s in specs))
+        arena = cls.zeros(Schema(tuple(sorted(specs, key=lambda s: order.index(s.dtype)))))
+        for name, view in arena.views().items():
+            view.copy_(tensors[name])
+        return arena
+
     def flat(self, section: Section) -> torch.Tensor:
         """One section as a 1-D tensor of its dtype; a view."""
         import torch

@@ -1,0 +1,167 @@
+"""`fedtrain site NAME`: joins the aggregator, trains when asked, answers each request once.
+
+This process is the supervisor: it holds the key, the connection and the ledger, and loads no torch. The
+task's code, the data and the GPU are in a trainer process that never sees the key. Either may be killed:
+the supervisor starts another trainer, and a restarted supervisor finds its finished replies in the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from .. import __version__
+from ..config import Config
+from ..errors import CertificateError, TaskError
+from ..pki import Credentials, aggregator_target
+from ..store import Ledger
+from ..transport.grpc import SiteLink
+from ..transport.tls import Tls
+from ..update import ArenaFile, Evaluate, Evaluation, Failure, Reply, Request, Schema, SiteId, Train, Update
+from ..wire import PROTOCOL, decode, encode
+from ..wire.codec import fetch_list
+from ..wire.frames import Hello
+
+Emit = Callable[..., None]
+REQUESTS = Train | Evaluate
+TRAINER_TRIES = 3  # a trainer that is killed is started again this often for one request
+
+
+class Trains(Protocol):
+    """What a site needs of its trainer process; see trainer.Trainer."""
+
+    async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update: ...
+    async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation: ...
+    async def close(self) -> None: ...
+
+
+class Site:
+    """Answers requests: from the ledger when the answer is known, else by its trainer."""
+
+    def __init__(
+        self,
+        name: SiteId,
+        schema: Schema,
+        ledger: Ledger,
+        trainer: Trains,
+        restart: Callable[[], Any],
+        say: Callable[[str], None] = lambda state: None,
+    ) -> None:
+        """`restart` is awaited for a new trainer when one has died; `say` tells people what goes on."""
+        self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
+        self._restart, self._say = restart, say
+        self._under_way: tuple[str, asyncio.Task[Reply]] | None = None
+
+    async def answer(self, request: Request) -> Reply:
+        """The reply to a request. The same question again, in another attempt say, gets the same reply."""
+        assert isinstance(request, Train | Evaluate), request
+        key = f"{type(request).__name__}/{request.round}/{request.weights.digest}"
+        if body := self._ledger.get(key):
+            self._say("uploading")
+            return self._remembered(body)
+        if self._under_way is None or self._under_way[0] != key:
+            await self._stop_work()
+            self._under_way = (key, asyncio.create_task(self._work(key, request)))
+        return await asyncio.shield(self._under_way[1])
+
+    async def close(self) -> None:
+        await self._stop_work()
+        await self._trainer.close()
+
+    async def _stop_work(self) -> None:
+        if self._under_way and not self._under_way[1].done():
+            self._under_way[1].cancel()
+            await asyncio.gather(self._under_way[1], return_exceptions=True)
+        self._under_way = None
+
+    async def _work(self, key: str, request: Train | Evaluate) -> Reply:
+        weights = request.weights
+        if difference := self._schema.difference(weights.schema):
+            return Failure(reason=f"the aggregator's model is not this site's: {difference}")
+        assert isinstance(weights, ArenaFile)
+        self._ledger.inbox.keep_only([weights.digest])
+        for attempt in range(TRAINER_TRIES):
+            try:
+                return await self._ask_trainer(key, request, weights)
+            except TaskError as e:
+                if not getattr(e, "died", False) or attempt == TRAINER_TRIES - 1:
+                    return Failure(reason=str(e))
+                self._trainer = await self._restart()
+        raise AssertionError("unreachable")
+
+    async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Reply:
+        if isinstance(request, Evaluate):
+            self._say("evaluating")
+            return await self._trainer.evaluate(self._name, request.round, weights)
+        self._say("training")
+        out = self._ledger.folder / "delta.new"
+        update = await self._trainer.train(self._name, request.round, weights, out)
+        path = self._ledger.outbox.path(update.delta.digest)
+        os.replace(out, path)
+        kept = msgspec.structs.replace(update, delta=ArenaFile(self._schema, path, update.delta.digest))
+        self._ledger.put(key, encode(kept), [kept.delta.digest])
+        self._say("uploading")
+        return kept
+
+    def _remembered(self, body: bytes) -> Reply:
+        reply: Reply = decode(body, Reply)
+        for arena in fetch_list(reply):
+            arena.path = self._ledger.outbox.path(arena.digest)
+        return reply
+
+
+async def run(config: Config, name: SiteId, *, data_dir: Path | None = None, emit: Emit) -> str:
+    """Serve until the run is over; returns why it ended. JoinRefused when both ends disagree."""
+    from .trainer import Trainer
+
+    credentials = Credentials.load(config.root / config.network.certs / "sites" / name)
+    if credentials.identity.role != "site" or credentials.identity.name != name:
+        raise CertificateError(
+            f"the certificate is {credentials.identity.name}'s, not {name}'s. "
+            f"Start `fedtrain site {credentials.identity.name}`, or issue one for {name}."
+        )
+    ledger = Ledger(config.site_dir(name))
+
+    async def start() -> Trainer:
+        return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
+
+    emit("notice", text=f"{name}: loading the task")
+    try:
+        trainer = await start()
+        link = SiteLink(
+            address=config.network.address or config.network.listen,
+            tls=Tls(credentials.key, credentials.chain, credentials.root),
+            target=aggregator_target(credentials.identity.federation),
+            inbox=ledger.inbox,
+            requests=REQUESTS,
+            heartbeat_s=config.network.heartbeat,
+            emit=emit,
+        )
+
+        def say(state: str) -> None:
+            link.status(state)
+            emit("site_state", site=name, state=state)
+
+        about = trainer.description
+        site = Site(name, about.schema, ledger, trainer, start, say)
+        hello = Hello(
+            protocol=PROTOCOL,
+            version=__version__,
+            task_digest=about.task_digest,
+            schema=about.schema,
+            agreed=config.agreed(),
+            examples=await trainer.examples(name),
+        )
+        try:
+            reason = await link.serve(hello, site.answer)
+        finally:
+            await site.close()
+        emit("run_finished", round=None, reason=reason, model=None)
+        return reason
+    finally:
+        ledger.close()

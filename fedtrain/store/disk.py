@@ -1,0 +1,78 @@
+"""The few things that a directory must be, and how bytes get onto it whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from ..errors import StoreError
+
+# SQLite's locks and its shared-memory WAL index do not work over these: https://www.sqlite.org/faq.html#q5
+NETWORK = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs",
+    "ncpfs", "davfs", "9p", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "fuse.ceph",
+}  # fmt: skip
+WRITE_BYTES = 8 << 20  # per write call, so that a signal or another thread gets its turn
+
+
+def refuse_network_disk(path: Path, mountinfo: str | None = None) -> None:
+    """StoreError when `path` lies on a network filesystem. `mountinfo` is /proc/self/mountinfo's text."""
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text()
+        except OSError:
+            return  # no /proc: not Linux, nothing to ask
+    here, best, kind = path.resolve(), -1, ""
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        mount = Path(left.split()[4].replace("\\040", " "))
+        if here.is_relative_to(mount) and len(mount.parts) >= best:
+            best, kind = len(mount.parts), right.split()[0]
+    if kind in NETWORK:
+        raise StoreError(
+            f"{path} is on {kind}, a network filesystem: the run's database would lock or be damaged there. "
+            f"Set run.dir to a folder on a local disk and copy results away with `fedtrain export`."
+        )
+
+
+def lock(folder: Path) -> IO[str]:
+    """Hold the folder for this process until the returned file is closed; a second one is told who has it."""
+    file = (folder / "lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise StoreError(
+            f"{folder} is in use by process {holder}. Wait for it, stop it, or give this run another run.name."
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def write_whole(path: Path, data: memoryview | bytes, *, durable: bool) -> None:
+    """The file appears with all of `data` or not at all, whenever the process dies."""
+    partial = path.with_name(path.name + ".new")
+    with partial.open("wb", buffering=0) as f:
+        view, at = memoryview(data), 0
+        while at < len(view):
+            at += f.write(view[at : at + WRITE_BYTES])
+        if durable:
+            os.fsync(f.fileno())
+    partial.replace(path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

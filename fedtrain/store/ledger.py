@@ -1,0 +1,55 @@
+"""What a site remembers: the replies it has finished, so that none is worked out twice.
+
+    runs/heart@cleveland/
+      ledger.db    SQLite: reply headers by what they answer
+      inbox/       the global models being trained on, by digest (see spool.py)
+      outbox/      finished updates, by digest
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+from .disk import lock, refuse_network_disk
+from .spool import Spool
+
+TABLE = "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, body BLOB NOT NULL, digests TEXT NOT NULL)"
+KEEP = 4  # newest replies: this round's and, for an aggregator that was restarted, the one's before
+
+
+class Ledger:
+    """One site's directory for one run; held by one process at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        refuse_network_disk(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = lock(folder)
+        self.folder, self.inbox, self.outbox = folder, Spool(folder / "inbox"), Spool(folder / "outbox")
+        self._db = sqlite3.connect(folder / "ledger.db", isolation_level=None)
+        # A power cut may lose the newest reply: it is then trained again, to the same bits.
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute(TABLE)
+
+    def get(self, key: str) -> bytes | None:
+        """The header of the finished reply, when all the bytes it names are still here."""
+        row = self._db.execute("SELECT body, digests FROM replies WHERE key = ?", (key,)).fetchone()
+        if row is None or not all(self.outbox.has(digest) for digest in row[1].split()):
+            return None
+        return bytes(row[0])
+
+    def put(self, key: str, body: bytes, digests: Iterable[str]) -> None:
+        """Remember a reply whose bytes are in the outbox; the oldest ones are forgotten."""
+        self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", (key, body, " ".join(digests)))
+        self._db.execute(
+            "DELETE FROM replies WHERE rowid NOT IN (SELECT rowid FROM replies ORDER BY rowid DESC LIMIT ?)",
+            (KEEP,),
+        )
+        rows = self._db.execute("SELECT digests FROM replies")
+        self.outbox.keep_only(digest for (digests,) in rows for digest in digests.split())
+
+    def close(self) -> None:
+        self._db.close()
+        self._lock.close()

@@ -1,0 +1,293 @@
+"""The run directory of whoever coordinates: every committed round, whole or not at all.
+
+    runs/heart/
+      run.db         SQLite (WAL): what the run is, its rounds, its plan for the round under way
+      blobs/         models and strategy states under their SHA-256, written before the row that names them
+      inbox/         updates of the round under way (see spool.py)
+      events.jsonl   what happened, for people (tracking/)
+
+A round's row is its commit. A crash at any instant leaves the last row's round: its blobs were complete
+before it, and nothing that an older row needs is removed until after it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import StoreError
+from ..update import Arena, ArenaFile, Schema, SiteId
+from .disk import lock, refuse_network_disk, write_whole
+from .spool import Spool
+
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 1
+TABLES = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS rounds (
+  round INTEGER PRIMARY KEY, weights TEXT NOT NULL, state TEXT, state_schema TEXT,
+  record TEXT NOT NULL, committed_at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS evaluations (
+  round INTEGER PRIMARY KEY, metrics TEXT NOT NULL, best INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS plan (round INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, sites TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sites (name TEXT PRIMARY KEY, examples REAL);
+"""
+KEEP = 2  # newest rounds whose weights stay, beside the best one's
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that the next round starts from."""
+
+    round: int  # rounds done
+    weights: Arena
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A committed round, without its tensors."""
+
+    round: int
+    weights: str  # digest
+    committed_at: float  # seconds since 1970, for people
+    record: dict[str, Any]  # loss, sites, seconds, ...
+    metrics: dict[str, float] | None  # of its evaluation, when there was one
+    best: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who was asked for the round under way: fixed before the first request goes out."""
+
+    round: int
+    attempt: int
+    sites: list[SiteId]
+
+
+class RunStore:
+    """One run's directory. The writer holds its lock; readers open it read-only, beside a live run too."""
+
+    def __init__(self, folder: Path, *, read_only: bool = False, durable: bool = True) -> None:
+        """`durable` waits for the disk at each commit, so that a power cut loses nothing either."""
+        self.folder, self._durable, self._lock = folder, durable, None
+        if read_only:
+            if not (folder / "run.db").exists():
+                raise StoreError(f"{folder} is not a run directory. `fedtrain runs` lists those that are.")
+            self._db = sqlite3.connect(f"file:{folder / 'run.db'}?mode=ro", uri=True)
+        else:
+            refuse_network_disk(folder)
+            (folder / "blobs").mkdir(parents=True, exist_ok=True)
+            self._lock = lock(folder)
+            self._db = sqlite3.connect(folder / "run.db", isolation_level=None)
+            try:
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'OFF'}")
+                self._db.executescript(TABLES)
+            except sqlite3.DatabaseError as e:
+                raise StoreError(
+                    f"{folder / 'run.db'} is damaged ({e}). Move {folder} away to start the run anew."
+                ) from None
+        self.blobs = folder / "blobs"
+
+    @property
+    def inbox(self) -> Spool:
+        return Spool(self.folder / "inbox")
+
+    def close(self) -> None:
+        self._db.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    # --- what the run is
+
+    def meta(self) -> dict[str, Any]:
+        return {k: msgspec.json.decode(v) for k, v in self._db.execute("SELECT key, value FROM meta")}
+
+    def begin(self, schema: Schema, agreed: Mapping[str, str], **meta: Any) -> None:
+        """Say what this run is, or check that it is the one begun here."""
+        have = self.meta()
+        if not have:
+            have = {"version": VERSION, "schema": schema, "agreed": dict(agreed), **meta}
+            with self._transaction():
+                self._db.executemany(
+                    "INSERT INTO meta VALUES (?, ?)",
+                    [(k, msgspec.json.encode(v).decode()) for k, v in have.items()],
+                )
+            return
+        if have["version"] != VERSION:
+            raise StoreError(
+                f"{self.folder} has store version {have['version']}; this fedtrain has {VERSION}."
+            )
+        changed = [k for k in sorted({*have["agreed"], *agreed}) if have["agreed"].get(k) != agreed.get(k)]
+        if changed:
+            was = ", ".join(f"{k} was {have['agreed'].get(k)}, is {agreed.get(k)}" for k in changed[:3])
+            raise StoreError(
+                f"{self.folder} holds a run of another configuration: {was}. "
+                f"Change it back, or give the new run its own run.name."
+            )
+        if difference := msgspec.convert(have["schema"], Schema).difference(schema):
+            raise StoreError(
+                f"{self.folder} holds a run of another model: {difference}. Give the new run its own run.name."
+            )
+        if have.get("task_digest") != meta.get("task_digest"):
+            raise StoreError(
+                f"{self.folder} was begun with another version of the task's code. "
+                f"Restore it, or give the new run its own run.name."
+            )
+
+    # --- committed rounds
+
+    def commit(self, checkpoint: Checkpoint, record: Mapping[str, Any]) -> None:
+        """Make a round the last one. Before this returns the round before it is; after it, this one."""
+        weights = self._put(checkpoint.weights)
+        state = state_schema = None
+        if checkpoint.state:
+            packed = Arena.pack(checkpoint.state)
+            state, state_schema = self._put(packed), msgspec.json.encode(packed.schema).decode()
+        with self._transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, ?)",
+                (checkpoint.round, weights, state, state_schema,
+                 msgspec.json.encode(dict(record)).decode(), time.time()),
+            )  # fmt: skip
+            self._db.execute("DELETE FROM plan WHERE round <= ?", (checkpoint.round,))
+        self._sweep()
+
+    def latest(self, warn: Any = None) -> Checkpoint | None:
+        """The newest round whose bytes are whole; `warn(line)` hears of damaged ones that were passed over."""
+        rows = self._db.execute("SELECT round FROM rounds ORDER BY round DESC").fetchall()
+        for i, (number,) in enumerate(rows):
+            try:
+                checkpoint = self.load(number)
+            except StoreError as e:
+                if i >= KEEP - 1 or i == len(rows) - 1:
+                    raise
+                if warn is not None:
+                    warn(f"{e} Going on from the round before it.")
+                continue
+            if i and self._lock is not None:
+                with self._transaction():
+                    self._db.execute("DELETE FROM rounds WHERE round > ?", (number,))
+                    self._db.execute("DELETE FROM evaluations WHERE round > ?", (number,))
+            return checkpoint
+        return None
+
+    def load(self, number: int) -> Checkpoint:
+        """A committed round whose weights are still kept; its digests are checked."""
+        row = self._db.execute(
+            "SELECT weights, state, state_schema FROM rounds WHERE round = ?", (number,)
+        ).fetchone()
+        if row is None:
+            raise StoreError(f"{self.folder} has no round {number}.")
+        weights, state, state_schema = row
+        schema = msgspec.convert(self.meta()["schema"], Schema)
+        tensors = {}
+        if state is not None:
+            packed = msgspec.json.decode(state_schema, type=Schema)
+            tensors = {n: t.clone() for n, t in self._get(packed, state, number).views().items()}
+        return Checkpoint(number, self._get(schema, weights, number), tensors)
+
+    def rounds(self) -> list[Round]:
+        """Every committed round, oldest first."""
+        rows = self._db.execute(
+            "SELECT r.round, r.weights, r.committed_at, r.record, e.metrics, e.best FROM rounds r "
+            "LEFT JOIN evaluations e ON e.round = r.round ORDER BY r.round"
+        )
+        return [
+            Round(n, w, at, msgspec.json.decode(record), metrics and msgspec.json.decode(metrics), bool(best))
+            for n, w, at, record, metrics, best in rows
+        ]
+
+    @property
+    def best_round(self) -> int | None:
+        row = self._db.execute("SELECT MAX(round) FROM evaluations WHERE best").fetchone()
+        return row[0] if row else None
+
+    def evaluated(self, number: int, metrics: Mapping[str, float], *, best: bool) -> None:
+        """Keep a round's evaluation; a `best` round keeps its weights until a better one comes."""
+        with self._transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)",
+                (number, msgspec.json.encode(dict(metrics)).decode(), best),
+            )
+
+    # --- the round under way
+
+    def plan(self, number: int) -> Plan | None:
+        row = self._db.execute("SELECT round, attempt, sites FROM plan WHERE round = ?", (number,)).fetchone()
+        return Plan(row[0], row[1], msgspec.json.decode(row[2])) if row else None
+
+    def set_plan(self, plan: Plan) -> None:
+        with self._transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO plan VALUES (?, ?, ?)",
+                (plan.round, plan.attempt, msgspec.json.encode(plan.sites).decode()),
+            )
+
+    def joined(self) -> dict[SiteId, float | None]:
+        """Every site that ever joined this run, with the examples it registered."""
+        return dict(self._db.execute("SELECT name, examples FROM sites ORDER BY name"))
+
+    def join(self, site: SiteId, examples: float | None) -> None:
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO sites VALUES (?, ?)", (site, examples))
+
+    # --- bytes
+
+    def _put(self, arena: Arena) -> str:
+        path = self.blobs / arena.digest
+        if not path.exists():
+            write_whole(path, arena.payload, durable=self._durable)
+        return arena.digest
+
+    def _get(self, schema: Schema, digest: str, number: int) -> Arena:
+        path = self.blobs / digest
+        if not path.exists():
+            raise StoreError(
+                f"round {number} of {self.folder} is not kept (only the best and the last {KEEP} are)."
+            )
+        if path.stat().st_size != schema.nbytes:
+            raise StoreError(f"round {number} of {self.folder} is damaged: {path.stat().st_size} bytes.")
+        arena = ArenaFile(schema, path).load()
+        if arena.digest != digest:
+            raise StoreError(f"round {number} of {self.folder} is damaged: its digest is not {digest[:12]}….")
+        return arena
+
+    def _sweep(self) -> None:
+        """Remove the blobs that no kept round names."""
+        rows = self._db.execute(
+            "SELECT weights, state FROM rounds WHERE round IN "
+            "(SELECT round FROM rounds ORDER BY round DESC LIMIT ?) OR round = ?",
+            (KEEP, self.best_round if self.best_round is not None else -1),
+        )
+        keep = {digest for row in rows for digest in row if digest}
+        for path in self.blobs.iterdir():
+            if path.name not in keep:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._db)
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK when the block raises."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._db.execute("ROLLBACK" if kind else "COMMIT")

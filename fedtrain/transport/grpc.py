@@ -1,0 +1,564 @@
+"""The star seam over gRPC with mutual TLS. The site opens the only connection; nothing is ever polled.
+
+Both ends are in this file: `GrpcCohort` is the aggregator's, `SiteLink` the site's. A site holds one
+Session open; the aggregator writes an Ask into it, the site Downloads the model that the Ask names, and
+Uploads its reply. Each transfer is chunked, has a digest, and goes on from where it broke. A request stays
+open until it is answered or its deadline passes, across lost connections: whoever reconnects is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import grpc
+import grpc.aio
+
+from ..errors import BadUpdate, CertificateError, ConnectError, JoinRefused, WireError
+from ..update import AnyArena, Arena, ArenaFile, Failure, Reply, Request, SiteId
+from ..wire.codec import arenas, decode, encode, fetch_list
+from ..wire.frames import (
+    CHUNK_BYTES,
+    MESSAGE_BYTES,
+    Ask,
+    Cancel,
+    Fetch,
+    Finished,
+    FromAggregator,
+    FromSite,
+    Hello,
+    Note,
+    Offer,
+    Refused,
+    Resume,
+    Status,
+    Stored,
+    UploadAnswer,
+    Welcome,
+)
+from .tls import Tls, explain
+
+SERVICE = "fedtrain.Star"
+HELLO_S = 10.0  # a connection that has not said Hello by then is closed
+END = grpc.aio.EOF
+
+Emit = Callable[..., None]
+
+
+class Arriving(Protocol):
+    """One transfer being received; see store.spool."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def whole(self) -> bool: ...
+    def write(self, chunk: bytes) -> None: ...
+    def finish(self) -> Path: ...
+    def close(self) -> None: ...
+
+
+class Inbox(Protocol):
+    """Where received bytes are kept by their digest."""
+
+    def receive(self, digest: str, nbytes: int) -> Arriving: ...
+
+
+def channel_options(heartbeat_s: float) -> list[tuple[str, int]]:
+    """gRPC core settings of both ends. Names are dotted; core ignores one that it does not know."""
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
+        ("grpc.http2.max_frame_size", CHUNK_BYTES),  # 1.4 times faster than the default of 16 KiB
+        ("grpc.keepalive_time_ms", int(heartbeat_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(heartbeat_s * 3000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ]
+
+
+# --- the aggregator's end
+
+
+@dataclass
+class Session:
+    """One joined site's open stream. None in the outbox closes it."""
+
+    outbox: asyncio.Queue[FromAggregator | None] = field(default_factory=asyncio.Queue)
+
+
+@dataclass
+class Pending:
+    """A request without its reply yet."""
+
+    request: Request
+    ask: Ask
+    arrivals: asyncio.Queue[tuple[SiteId, Reply | None]]
+    upload: asyncio.Task[None] | None = None
+
+
+class GrpcCohort:
+    """The sites that have joined over mutual TLS. Implements exchange.Cohort."""
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        tls: Tls,
+        identify: Callable[[bytes], SiteId],
+        welcome: Callable[[SiteId, Hello], None],
+        admit: Callable[[SiteId, Request, Reply], None],
+        inbox: Inbox,
+        heartbeat_s: float = 5.0,
+        idle_s: float = 30.0,
+        emit: Emit = lambda kind, **fields: None,
+    ) -> None:
+        """`identify` gives a site's name from its certificate, or raises CertificateError; `welcome` raises
+        JoinRefused when the site does not fit; `admit` raises BadUpdate for a reply whose header alone
+        shows that it cannot be used, before one of its bytes is accepted."""
+        self._listen, self._tls, self._welcome, self._admit = listen, tls, welcome, admit
+        self._identify = lru_cache(maxsize=4096)(identify)
+        self._inbox, self._heartbeat_s, self._idle_s, self._emit = inbox, heartbeat_s, idle_s, emit
+        self._sessions: dict[SiteId, Session] = {}
+        self._pending: dict[tuple[SiteId, str], Pending] = {}
+        self._joined = asyncio.Condition()
+        self._finished: str | None = None
+        self.bytes_in = self.bytes_out = 0
+        self.port = 0
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(
+            options=[
+                *channel_options(self._heartbeat_s),
+                # without these, core cancels calls above 1,000 at a thundering start
+                ("grpc.server.max_pending_requests", 20_000),
+                ("grpc.server.max_pending_requests_hard_limit", 40_000),
+                ("grpc.max_metadata_size", 16 << 10),
+                ("grpc.so_reuseport", 0),  # a second aggregator on the port is an error, not a coin toss
+            ]
+        )
+        handlers = {
+            "Session": grpc.stream_stream_rpc_method_handler(self._session),
+            "Download": grpc.unary_stream_rpc_method_handler(self._download),
+            "Upload": grpc.stream_stream_rpc_method_handler(self._upload),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        try:
+            self.port = self._server.add_secure_port(self._listen, self._tls.server())
+        except RuntimeError:
+            raise ConnectError(
+                f"cannot listen on {self._listen}: the port is in use or not ours. Change network.listen."
+            ) from None
+        await self._server.start()
+
+    async def stop(self, reason: str | None = None) -> None:
+        """Close; with a `reason`, tell the sites first that the run is over and they may leave."""
+        self._finished = reason
+        for session in self._sessions.values():
+            if reason is not None:
+                session.outbox.put_nowait(Finished(reason=reason))
+            session.outbox.put_nowait(None)
+        await self._server.stop(grace=2.0 if reason is not None else None)
+
+    async def members(self, at_least: int) -> list[SiteId]:
+        async with self._joined:
+            await self._joined.wait_for(lambda: len(self._sessions) >= at_least)
+        return sorted(self._sessions)
+
+    def tell(self, site: SiteId, line: str) -> None:
+        if session := self._sessions.get(site):
+            session.outbox.put_nowait(Note(line=line))
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncIterator[tuple[SiteId, Reply]]:
+        arrivals: asyncio.Queue[tuple[SiteId, Reply | None]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + deadline_s
+        asks: dict[int, Ask] = {}  # one request object for many sites is encoded once
+        waiting = set(requests)
+        for site, request in requests.items():
+            if id(request) not in asks:
+                asks[id(request)] = Ask(body=await asyncio.to_thread(encode, request))
+            self._pending[site, request.id] = pending = Pending(request, asks[id(request)], arrivals)
+            if session := self._sessions.get(site):
+                session.outbox.put_nowait(pending.ask)
+            else:
+                self._give_up_later(site)
+        try:
+            while waiting:
+                try:
+                    async with asyncio.timeout_at(until):
+                        site, reply = await arrivals.get()
+                except TimeoutError:
+                    return
+                waiting.discard(site)
+                if reply is not None:
+                    yield site, reply
+        finally:
+            for site, request in requests.items():
+                left = self._pending.pop((site, request.id), None)
+                if left and left.upload:
+                    left.upload.cancel()
+                if site in waiting and (session := self._sessions.get(site)):
+                    session.outbox.put_nowait(Cancel(id=request.id))
+
+    def _give_up_later(self, site: SiteId) -> None:
+        """After the idle time, a site that is still away is not waited for in this exchange."""
+
+        def give_up() -> None:
+            if site not in self._sessions:
+                for (name, _), pending in self._pending.items():
+                    if name == site:
+                        pending.arrivals.put_nowait((site, None))
+
+        asyncio.get_running_loop().call_later(self._idle_s, give_up)
+
+    async def _peer(self, context: grpc.aio.ServicerContext) -> SiteId:
+        """Who calls: the name in the certificate of this very connection, asked on every call (S5)."""
+        pem = context.auth_context().get("x509_pem_cert", [b""])[0]
+        try:
+            return self._identify(pem)
+        except CertificateError as e:
+            self._emit("join_refused", site="?", reason=str(e))
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(e))
+            raise
+
+    async def _session(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        site = await self._peer(context)
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = decode(_bytes(await context.read()), Hello)
+            self._welcome(site, hello)
+        except (TimeoutError, WireError, BadUpdate, JoinRefused) as e:
+            reason = str(e) or f"no Hello within {HELLO_S:g} s"
+            self._emit("join_refused", site=site, reason=reason)
+            await context.write(encode(Refused(reason=reason, final=isinstance(e, JoinRefused))))
+            return
+        if self._finished is not None:
+            await context.write(encode(Finished(reason=self._finished)))
+            return
+        session = Session()
+        if before := self._sessions.get(site):  # it came back before its loss was noticed
+            before.outbox.put_nowait(None)
+        self._sessions[site] = session
+        session.outbox.put_nowait(Welcome(heartbeat_s=self._heartbeat_s))
+        for (name, _id), pending in self._pending.items():
+            if name == site:
+                session.outbox.put_nowait(pending.ask)
+        self._emit("site_joined", site=site)
+        async with self._joined:
+            self._joined.notify_all()
+        reading = asyncio.create_task(self._read(site, session, context))
+        try:
+            while (frame := await session.outbox.get()) is not None:
+                await context.write(encode(frame))
+        finally:
+            reading.cancel()
+            if self._sessions.get(site) is session:
+                del self._sessions[site]
+                self._give_up_later(site)
+                self._emit("site_lost", site=site, reason="disconnected")
+
+    async def _read(self, site: SiteId, session: Session, context: grpc.aio.ServicerContext) -> None:
+        """What a site says on its own; the end of its stream ends the session."""
+        try:
+            while (data := await context.read()) is not END:
+                frame: FromSite = decode(_bytes(data), FromSite)
+                if isinstance(frame, Status):
+                    self._emit("site_state", site=site, state=frame.state[:64])
+        except (WireError, grpc.RpcError) as e:
+            self._emit("notice", text=f"{site}: {str(e)[:200]}")
+        finally:
+            session.outbox.put_nowait(None)
+
+    async def _download(self, body: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        site = await self._peer(context)
+        try:
+            fetch = decode(body, Fetch)
+        except WireError as e:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(e))
+            return
+        arena = self._offered(site, fetch.digest)
+        if arena is None or not 0 <= fetch.offset <= arena.schema.nbytes:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no request that is open for this site names it")
+            return
+        for offset in range(fetch.offset, arena.schema.nbytes, CHUNK_BYTES):
+            chunk = await read_chunk(arena, offset)
+            self.bytes_out += len(chunk)
+            yield chunk
+
+    def _offered(self, site: SiteId, digest: str) -> AnyArena | None:
+        for (name, _), pending in self._pending.items():
+            if name == site:
+                for arena in arenas(pending.request):
+                    if arena.digest == digest:
+                        return arena
+        return None
+
+    async def _upload(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        site = await self._peer(context)
+        try:
+            offer = decode(_bytes(await context.read()), Offer)
+        except WireError as e:
+            self._emit("update_refused", site=site, round=None, reason=str(e))
+            await context.write(encode(Refused(reason=str(e))))
+            return
+        pending = self._pending.get((site, offer.id))
+        if pending is None:
+            reason = f"no request {offer.id[:80]} is open for {site}: late, answered already, or another's"
+            self._emit("update_refused", site=site, round=None, reason=reason)
+            await context.write(encode(Refused(reason=reason)))
+            return
+        if pending.upload is not None:  # the same site again, over a new connection
+            pending.upload.cancel()
+        pending.upload = cast("asyncio.Task[None]", asyncio.current_task())
+        try:
+            reply: Reply = decode(offer.body, Reply)
+            self._admit(site, pending.request, reply)
+            for arena in fetch_list(reply):
+                await self._receive(arena, context)
+        except (BadUpdate, WireError) as e:
+            if isinstance(e, Broken):
+                self._emit("notice", text=f"{site}: upload broke off, {e}; it may go on from there")
+                return
+            if self._pending.pop((site, offer.id), None):
+                pending.arrivals.put_nowait((site, Failure(reason=str(e))))
+            await context.write(encode(Refused(reason=str(e))))
+            return
+        finally:
+            if pending.upload is asyncio.current_task():
+                pending.upload = None
+        if self._pending.pop((site, offer.id), None) is pending:
+            pending.arrivals.put_nowait((site, reply))
+        await context.write(encode(Stored()))
+
+    async def _receive(self, arena: ArenaFile, context: grpc.aio.ServicerContext) -> None:
+        arriving = await asyncio.to_thread(self._inbox.receive, arena.digest, arena.schema.nbytes)
+        try:
+            await context.write(encode(Resume(digest=arena.digest, offset=arriving.offset)))
+            while not arriving.whole:
+                chunk = await context.read()
+                if chunk is END:
+                    raise Broken(f"{arriving.offset} of {arriving.nbytes} bytes arrived")
+                self.bytes_in += len(_bytes(chunk))
+                await asyncio.to_thread(arriving.write, chunk)
+            arena.path = await asyncio.to_thread(arriving.finish)
+        finally:
+            arriving.close()
+
+
+class Broken(WireError):
+    """A transfer ended early; what arrived is kept."""
+
+
+def _bytes(data: Any) -> bytes:
+    if not isinstance(data, bytes):
+        raise WireError("the stream ended before it said what it wants")
+    return data
+
+
+async def read_chunk(arena: AnyArena, offset: int) -> bytes:
+    """The bytes of an arena from `offset`, one chunk of them."""
+    if isinstance(arena, Arena):
+        return bytes(arena.payload[offset : offset + CHUNK_BYTES])
+    assert isinstance(arena, ArenaFile)
+
+    def read() -> bytes:
+        with arena.path.open("rb", buffering=0) as f:
+            f.seek(offset)
+            return f.read(CHUNK_BYTES)
+
+    return await asyncio.to_thread(read)
+
+
+# --- the site's end
+
+Answer = Callable[[Request], Awaitable[Reply]]
+
+
+class SiteLink:
+    """A site's connection: joins, is asked, answers; and comes back for ever until the run is over."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        tls: Tls,
+        target: str,
+        inbox: Inbox,
+        requests: type | Any,
+        heartbeat_s: float = 5.0,
+        emit: Emit = lambda kind, **fields: None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`target` is the name that the aggregator's certificate must carry, whatever its address (S4);
+        `requests` the message types that this site takes."""
+        self._address, self._tls, self._target, self._inbox = address, tls, target, inbox
+        self._requests, self._heartbeat_s, self._emit = requests, heartbeat_s, emit
+        self._sleep, self._jitter = sleep, jitter
+        self._channel: grpc.aio.Channel | None = None
+        self._connected = asyncio.Event()
+        self._work: tuple[str, asyncio.Task[None]] | None = None
+        self._call: Any = None
+        self._joined = False
+
+    async def serve(self, hello: Hello, answer: Answer) -> str:
+        """Answer requests until the aggregator says that the run is over; returns its reason.
+
+        JoinRefused when both ends disagree. Any other trouble is told once and tried again, after 0.2 s
+        at first and then ever more slowly up to 15 s, with jitter, so that a restarted aggregator is not
+        stormed.
+        """
+        wait_s, told = 0.2, ""
+        try:
+            while True:
+                self._joined = False
+                try:
+                    return await self._session(hello, answer)
+                except ConnectError as e:
+                    if isinstance(e, JoinRefused):
+                        raise
+                    if self._joined:
+                        wait_s, told = 0.2, ""
+                    if str(e) != told:
+                        self._emit("site_lost", site="aggregator", reason=str(e))
+                        told = str(e)
+                await self._sleep(wait_s * (0.5 + self._jitter()))
+                wait_s = min(wait_s * 1.7, 15.0)
+        finally:
+            self._drop_work()
+
+    def status(self, state: str) -> None:
+        """Tell the aggregator what is going on here; best effort."""
+        if self._call is not None:
+            self._outbox.put_nowait(Status(state=state))
+
+    async def _session(self, hello: Hello, answer: Answer) -> str:
+        options: list[tuple[str, Any]] = [
+            *channel_options(self._heartbeat_s),
+            ("grpc.ssl_target_name_override", self._target),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        async with grpc.aio.secure_channel(self._address, self._tls.channel(), options=options) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Session")()
+            self._outbox: asyncio.Queue[Status] = asyncio.Queue()
+            writing: asyncio.Task[None] | None = None
+            try:
+                await call.write(encode(hello))
+                while (data := await call.read()) is not END:
+                    frame: FromAggregator = decode(_bytes(data), FromAggregator)
+                    match frame:
+                        case Welcome():
+                            self._joined, self._channel, self._call = True, channel, call
+                            self._connected.set()
+                            writing = asyncio.create_task(self._write(call))
+                            self._emit("site_joined", site="aggregator")
+                        case Ask(body=body):
+                            self._take(decode(body, self._requests), answer)
+                        case Cancel(id=id):
+                            if self._work and self._work[0] == id:
+                                self._drop_work()
+                        case Note(line=line):
+                            self._emit("notice", text=line)
+                        case Finished(reason=reason):
+                            return reason
+                        case Refused(reason=reason, final=final):
+                            raise (JoinRefused if final else ConnectError)(reason)
+                raise ConnectError(explain(call.details() or "socket closed", self._address))
+            except grpc.aio.AioRpcError as e:
+                raise ConnectError(explain(e.details() or "", self._address)) from None
+            except grpc.aio.UsageError:
+                raise ConnectError(f"{self._address}: the aggregator closed the connection.") from None
+            except WireError as e:
+                raise ConnectError(f"{self._address}: {e}. Do both ends run the same fedtrain?") from None
+            finally:
+                self._call = None
+                self._connected.clear()
+                if writing:
+                    writing.cancel()
+
+    async def _write(self, call: Any) -> None:
+        with suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            while True:
+                await call.write(encode(await self._outbox.get()))
+
+    def _take(self, request: Request, answer: Answer) -> None:
+        """Start on a request, unless it is under way; one that came before it is moot."""
+        if self._work and self._work[0] == request.id and not self._work[1].done():
+            return
+        self._drop_work()
+        self._work = (request.id, asyncio.create_task(self._reply(request, answer)))
+
+    def _drop_work(self) -> None:
+        if self._work:
+            self._work[1].cancel()
+            self._work = None
+
+    async def _reply(self, request: Request, answer: Answer) -> None:
+        """Fetch what the request names, do it, bring the reply; a lost connection is waited for."""
+        reply: Reply | None = None
+        wait_s = 0.1
+        while True:
+            await self._connected.wait()
+            channel = self._channel
+            assert channel is not None
+            try:
+                if reply is None:
+                    for arena in fetch_list(request):
+                        await self._fetch(channel, arena)
+                    reply = await answer(request)
+                await self._offer(channel, request, reply)
+                return
+            except grpc.aio.AioRpcError as e:
+                if e.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAUTHENTICATED):
+                    self._emit("notice", text=f"{request.id}: {e.details()}")
+                    return
+            except Broken:
+                pass
+            except WireError as e:
+                self._emit("notice", text=f"{request.id}: {e}")
+            await self._sleep(wait_s * (0.5 + self._jitter()))
+            wait_s = min(wait_s * 2, 5.0)
+
+    async def _fetch(self, channel: grpc.aio.Channel, arena: ArenaFile) -> None:
+        arriving = await asyncio.to_thread(self._inbox.receive, arena.digest, arena.schema.nbytes)
+        try:
+            if not arriving.whole:
+                fetch = encode(Fetch(digest=arena.digest, offset=arriving.offset))
+                async for chunk in channel.unary_stream(f"/{SERVICE}/Download")(fetch):
+                    await asyncio.to_thread(arriving.write, chunk)
+            arena.path = await asyncio.to_thread(arriving.finish)
+        finally:
+            arriving.close()
+
+    async def _offer(self, channel: grpc.aio.Channel, request: Request, reply: Reply) -> None:
+        offered = {arena.digest: arena for arena in arenas(reply)}
+        call = channel.stream_stream(f"/{SERVICE}/Upload")()
+        await call.write(encode(Offer(id=request.id, body=encode(reply))))
+        while True:
+            data = await call.read()
+            if data is END:
+                raise Broken("the upload ended without an answer")
+            answer: UploadAnswer = decode(_bytes(data), UploadAnswer)
+            match answer:
+                case Resume(digest=digest, offset=offset):
+                    arena = offered[digest]
+                    for at in range(offset, arena.schema.nbytes, CHUNK_BYTES):
+                        await call.write(await read_chunk(arena, at))
+                case Stored():
+                    await call.done_writing()
+                    return
+                case Refused(reason=reason):
+                    self._emit("update_refused", site="here", round=None, reason=reason)
+                    await call.done_writing()
+                    return

@@ -1,0 +1,58 @@
+"""Messages and frames <-> bytes. What cannot be decoded to the type that is due is a WireError."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import BadUpdate, WireError
+from ..update import AnyArena, ArenaFile, Schema
+from .frames import MESSAGE_BYTES
+
+UNFETCHED = Path()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message's header. Its arenas are named by digest and schema; their bytes travel beside it."""
+    body = msgspec.msgpack.encode(message, enc_hook=_name_arena)
+    if len(body) > MESSAGE_BYTES:
+        raise WireError(f"a header of {len(body)} bytes is over the limit of {MESSAGE_BYTES}")
+    return body
+
+
+def decode(body: bytes, kind: Any) -> Any:
+    """The message, checked against `kind`. Its arenas are ArenaFiles whose bytes are still to be fetched."""
+    if len(body) > MESSAGE_BYTES:
+        raise WireError(f"a frame of {len(body)} bytes is over the limit of {MESSAGE_BYTES}")
+    try:
+        return msgspec.msgpack.decode(body, type=kind, dec_hook=_see_arena)
+    except (msgspec.DecodeError, RecursionError, OverflowError, BadUpdate) as e:
+        raise WireError(f"not a valid frame: {str(e)[:200]}") from None
+
+
+def fetch_list(message: msgspec.Struct) -> list[ArenaFile]:
+    """The arenas that a decoded message names; the transport fills in their paths."""
+    values = (getattr(message, name) for name in message.__struct_fields__)
+    return [value for value in values if isinstance(value, ArenaFile)]
+
+
+def arenas(message: msgspec.Struct) -> list[AnyArena]:
+    """The arenas of a message about to be sent."""
+    values = (getattr(message, name) for name in message.__struct_fields__)
+    return [value for value in values if isinstance(value, AnyArena)]
+
+
+def _name_arena(value: object) -> object:
+    if isinstance(value, AnyArena):
+        return (value.digest, value.schema)
+    raise TypeError(f"{type(value).__name__} cannot travel")
+
+
+def _see_arena(kind: type, value: Any) -> object:
+    if kind is not AnyArena:
+        raise TypeError(f"{kind.__name__} cannot travel")
+    digest, schema = msgspec.convert(value, tuple[str, Schema])
+    schema.check()
+    return ArenaFile(schema, UNFETCHED, digest)

@@ -1,0 +1,99 @@
+"""The frames between a site and an aggregator, and how they are laid out.
+
+Each frame is a msgspec struct in MessagePack: typed, checked while it is decoded, and unable to name code.
+A model's bytes never stand in a frame; they follow as raw chunks in a stream of their own:
+
+  Session   Hello, Status... -> Welcome | Refused, Ask..., Cancel..., Note..., Finished
+  Download  Fetch -> chunks                                the model that an Ask names, from any offset
+  Upload    Offer, chunks... -> Resume, Stored | Refused   a reply's header, then the bytes it names
+
+Only the site opens connections. Its name is its certificate's: no frame carries one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..update import Schema
+
+PROTOCOL = 1  # both ends must say the same
+CHUNK_BYTES = 1 << 20
+MESSAGE_BYTES = 4 << 20  # no frame or chunk is larger; gRPC refuses it before reading it
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of what a session carries."""
+
+
+class Hello(Frame, frozen=True, kw_only=True, tag=True):
+    """The site's first frame: all that both ends must have alike before any data moves."""
+
+    protocol: int
+    version: str  # of fedtrain, for the message when protocols differ
+    task_digest: str
+    schema: Schema
+    agreed: dict[str, str]  # Config.agreed()
+    examples: float | None = None  # of the site's data; later claims may not exceed it
+
+
+class Status(Frame, frozen=True, kw_only=True, tag=True):
+    """What the site is doing, for the table that people watch."""
+
+    state: str
+
+
+class Welcome(Frame, frozen=True, kw_only=True, tag=True):
+    heartbeat_s: float
+
+
+class Refused(Frame, frozen=True, kw_only=True, tag=True):
+    """No, and why, in one line; `final` when asking again changes nothing."""
+
+    reason: str
+    final: bool = False
+
+
+class Ask(Frame, frozen=True, kw_only=True, tag=True):
+    body: bytes  # a Request, encoded by codec.encode
+
+
+class Cancel(Frame, frozen=True, kw_only=True, tag=True):
+    """The round of this request is over; stop working on it."""
+
+    id: str
+
+
+class Note(Frame, frozen=True, kw_only=True, tag=True):
+    line: str
+
+
+class Finished(Frame, frozen=True, kw_only=True, tag=True):
+    """The run is over; there is no need to reconnect."""
+
+    reason: str
+
+
+class Fetch(Frame, frozen=True, kw_only=True, tag=True):
+    digest: str
+    offset: int
+
+
+class Offer(Frame, frozen=True, kw_only=True, tag=True):
+    id: str  # of the request that this answers
+    body: bytes  # a Reply, encoded by codec.encode
+
+
+class Resume(Frame, frozen=True, kw_only=True, tag=True):
+    """Send the bytes with this digest, from this offset on."""
+
+    digest: str
+    offset: int
+
+
+class Stored(Frame, frozen=True, kw_only=True, tag=True):
+    """The reply is whole and kept."""
+
+
+FromSite = Hello | Status
+FromAggregator = Welcome | Refused | Ask | Cancel | Note | Finished
+UploadAnswer = Resume | Stored | Refused

@@ -1,0 +1,115 @@
+"""A small real federation for tests: certificates, an aggregator's cohort, sites over loopback mTLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedtrain.config import LimitsConfig
+from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issue
+from fedtrain.runtime import checks
+from fedtrain.store import Spool
+from fedtrain.transport.grpc import GrpcCohort, SiteLink
+from fedtrain.transport.tls import Tls
+from fedtrain.update import Arena, Evaluate, Reply, Request, Schema, TensorSpec, Train, Update
+from fedtrain.wire.frames import PROTOCOL, Hello
+
+REQUESTS = Train | Evaluate
+
+
+def certificates(folder: Path, *sites: str) -> Path:
+    init(folder)
+    issue(folder, "aggregator")
+    for site in sites:
+        issue(folder, "site", site)
+    return folder
+
+
+def tls(folder: Path) -> Tls:
+    c = Credentials.load(folder)
+    return Tls(c.key, c.chain, c.root)
+
+
+def random_arena(numel: int, seed: int, dtype: str = "float32") -> Arena:
+    arena = Arena.zeros(Schema((TensorSpec("w", (numel,), dtype, True),)))
+    for section in arena.schema.sections:
+        flat = arena.flat(section)
+        flat.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(seed)))
+    return arena
+
+
+@dataclass
+class Aggregator:
+    cohort: GrpcCohort
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for k, fields in self.events if k == kind]
+
+
+@contextlib.asynccontextmanager
+async def aggregator(
+    certs: Path, folder: Path, schema: Schema, *, port: int = 0, limits: LimitsConfig | None = None, **options: Any
+) -> AsyncIterator[Aggregator]:
+    events: list[tuple[str, dict[str, Any]]] = []
+    limits = limits or LimitsConfig()
+    cohort = GrpcCohort(
+        listen=f"127.0.0.1:{port}",
+        tls=tls(certs / "aggregator"),
+        identify=lambda pem: identity_of(pem).name,
+        welcome=options.pop("welcome", lambda site, hello: None),
+        admit=lambda site, request, reply: checks.admit(request, reply, schema, limits, None),
+        inbox=Spool(folder / "inbox"),
+        emit=lambda kind, **fields: events.append((kind, fields)),
+        **options,
+    )
+    await cohort.start()
+    try:
+        yield Aggregator(cohort, events)
+    finally:
+        await cohort.stop("over")
+
+
+def link(certs: Path, site: str, port: int, folder: Path, **options: Any) -> SiteLink:
+    return SiteLink(
+        address=f"127.0.0.1:{port}",
+        tls=options.pop("tls", None) or tls(certs / "sites" / site),
+        target=options.pop("target", aggregator_target("fedtrain")),
+        inbox=Spool(folder / site),
+        requests=REQUESTS,
+        **options,
+    )
+
+
+def hello(schema: Schema, **fields: Any) -> Hello:
+    return Hello(**{"protocol": PROTOCOL, "version": "test", "task_digest": "t", "schema": schema, "agreed": {}} | fields)
+
+
+@contextlib.asynccontextmanager
+async def sites(
+    links: dict[str, SiteLink], schema: Schema, answer: Callable[[str], Callable[[Request], Awaitable[Reply]]]
+) -> AsyncIterator[list[asyncio.Task[str]]]:
+    tasks = [asyncio.create_task(each.serve(hello(schema), answer(name))) for name, each in links.items()]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def echo_plus(seed: int) -> Callable[[Request], Awaitable[Reply]]:
+    """Answers Train with a delta made from the seed, after reading the weights to their last byte."""
+
+    async def answer(request: Request) -> Reply:
+        assert isinstance(request, Train)
+        weights = request.weights.load()
+        return Update(delta=random_arena(weights.schema.numel, seed, weights.schema.sections[0].dtype), num_examples=1.0 + seed)
+
+    return answer

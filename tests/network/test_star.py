@@ -1,0 +1,48 @@
+"""The star seam over real gRPC, real certificates, real sockets on loopback."""
+
+import asyncio
+
+import pytest
+
+from fedtrain.update import ArenaFile, Train, Update
+from tests.federation import aggregator, certificates, echo_plus, link, random_arena, sites
+
+NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    return certificates(tmp_path_factory.mktemp("certs"), *NAMES)
+
+
+def bounded(coroutine, seconds=60):
+    async def run():
+        async with asyncio.timeout(seconds):
+            return await coroutine
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_what_sites_send_is_what_the_aggregator_gets(certs, tmp_path, dtype):
+    weights = random_arena(1_500_000, 99, dtype)
+
+    async def main():
+        async with aggregator(certs, tmp_path, weights.schema) as agg:
+            links = {n: link(certs, n, agg.cohort.port, tmp_path) for n in NAMES}
+            async with sites(links, weights.schema, lambda n: echo_plus(NAMES.index(n))):
+                assert await agg.cohort.members(3) == NAMES
+                request = Train(id="r/0/0/train", round=0, weights=weights)
+                got = {}
+                async for site, reply in agg.cohort.exchange(dict.fromkeys(NAMES, request), 30):
+                    got[site] = reply
+                return got
+
+    got = bounded(main())
+    assert sorted(got) == NAMES
+    for i, name in enumerate(NAMES):
+        assert isinstance(got[name], Update)
+        assert isinstance(got[name].delta, ArenaFile)
+        assert got[name].delta.digest == random_arena(1_500_000, i, dtype).digest
+        assert got[name].delta.load().digest == got[name].delta.digest
+        assert got[name].num_examples == 1.0 + i
