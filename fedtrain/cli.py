@@ -1,0 +1,384 @@
+"""The commands, in the order in which a user meets them.
+
+Each command imports what it needs when it runs, so that `fedtrain --help` waits for nothing. An error that
+is the user's to act on is one line on stderr; --traceback, or FEDTRAIN_DEBUG=1, shows where it came from.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import __version__
+from .errors import ConfigError, FedtrainError
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .tracking.runs import Summary
+
+QUICK_START = """\b
+Quick start:
+  fedtrain new heart && cd heart       a project that runs as it is
+  fedtrain simulate                    all its sites on this machine
+  fedtrain certs init && fedtrain certs issue aggregator site-1 site-2
+  fedtrain aggregator                  in one terminal
+  fedtrain site site-1                 in a second one; site-2 in a third
+"""
+
+
+class Stopped(SystemExit):
+    """SIGTERM."""
+
+
+class Command(click.Command):
+    """A command whose errors are one readable line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(
+                ["--traceback"], is_flag=True, envvar="FEDTRAIN_DEBUG", help="Show where an error came from."
+            )
+        )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        traceback = ctx.params.pop("traceback")
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of our output has gone; click ends quietly
+            raise
+        except (FedtrainError, OSError) as e:
+            if traceback:
+                raise
+            click.secho(f"fedtrain: {e}", fg="red", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("Interrupted. The same command goes on from the last committed round.", err=True)
+            ctx.exit(130)
+        except Stopped:
+            click.echo("Stopped. The same command goes on from the last committed round.", err=True)
+            ctx.exit(143)
+
+
+class Commands(click.Group):
+    """Commands in the order in which they are written below."""
+
+    command_class = Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=Commands, invoke_without_command=True, epilog=QUICK_START)
+@click.version_option(__version__, message="fedtrain %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Train one model on data that stays where it is: simulated here, or at real sites over mutual TLS."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main() -> None:
+    """The `fedtrain` command."""
+    signal.signal(signal.SIGTERM, _stop)
+    cli(prog_name="fedtrain")
+
+
+def _stop(*_: object) -> None:
+    raise Stopped(143)
+
+
+# --- what commands share
+
+
+def with_config(command: Callable[..., None]) -> Callable[..., None]:
+    """--config and --set, read into the command's `config`."""
+
+    @click.option(
+        "--config",
+        "file",
+        type=click.Path(path_type=Path),
+        default="fedtrain.toml",
+        show_default=True,
+        metavar="FILE",
+        help="The project's settings.",
+    )
+    @click.option(
+        "--set", "sets", multiple=True, metavar="KEY=VALUE",
+        help="Override a setting, as in --set train.lr=0.01; may be repeated.",
+    )  # fmt: skip
+    @functools.wraps(command)
+    def read_first(file: Path, sets: tuple[str, ...], **arguments: Any) -> None:
+        from .config import Config
+
+        command(config=Config.load(file, sets), **arguments)
+
+    return read_first
+
+
+as_json = click.option("--json", "json", is_flag=True, help="Print JSON, one object a line, for a program.")
+
+
+@contextmanager
+def shown(run_dir: Path, *, json: bool, plain: bool = False) -> Iterator[Callable[..., None]]:
+    """An emit() whose events go to the run directory and to the screen."""
+    from .tracking import EventLog
+    from .tracking.live import screen
+
+    with EventLog(run_dir) as log, screen(json=json, plain=plain) as show:
+        log.subscribe(show)
+        yield log.emit
+
+
+def drive(work: Coroutine[Any, Any, Any]) -> None:
+    """Run to the end. Ctrl-C and SIGTERM cancel the work, which then cleans up behind itself."""
+    import asyncio
+
+    stopped = False
+
+    async def until_told_to_stop() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        await work
+
+    try:
+        asyncio.run(until_told_to_stop())
+    except asyncio.CancelledError:
+        if stopped:
+            raise Stopped(143) from None
+        raise
+
+
+# --- a project, on one machine
+
+
+@cli.command()
+@click.argument("folder", metavar="NAME", type=click.Path(path_type=Path))
+def new(folder: Path) -> None:
+    """Make a folder with a small project that runs as it is."""
+    name = folder.resolve().name
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) is None:
+        raise ConfigError(f"{name!r} cannot name a project: use 1 to 64 letters, digits, '.', '_' or '-'.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty. Choose another name, or empty it first.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for template in sorted((Path(__file__).parent / "templates" / "project").iterdir()):
+        if template.is_file():
+            text = template.read_text(encoding="utf-8").replace("PROJECT", name)
+            to = folder / {"gitignore": ".gitignore"}.get(template.name, template.name)
+            to.write_text(text, encoding="utf-8")
+    click.echo(f"{folder} is ready. Next: cd {folder} && fedtrain simulate")
+
+
+@cli.command()
+@with_config
+@as_json
+@click.option("--debug", metavar="SITE", help="Train this site in this process, so that breakpoint() works.")
+@click.option("--fresh", is_flag=True, help="Forget the earlier rounds of this simulation and start over.")
+@click.option(
+    "--partition-png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="First draw to FILE which site has how much of which label.",
+)  # fmt: skip
+def simulate(config: Config, json: bool, debug: str | None, fresh: bool, partition_png: Path | None) -> None:
+    """Train with all sites simulated on this machine."""
+    from .runtime import simulation
+
+    if partition_png is not None:
+        simulation.draw_partition(config, partition_png)
+    with shown(config.simulate_dir, json=json, plain=debug is not None) as emit:
+        drive(simulation.simulate(config, emit=emit, debug=debug, fresh=fresh))
+
+
+# --- across machines
+
+
+@cli.group(cls=Commands)
+def certs() -> None:
+    """Make the certificates of the aggregator and the sites."""
+
+
+@certs.command("init")
+@with_config
+@click.option("--federation", metavar="NAME", help="Who belongs together; without it, the run's name.")
+def certs_init(config: Config, federation: str | None) -> None:
+    """Make the federation's certificate authority, once."""
+    from . import pki
+
+    label = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")
+    folder = pki.init(config.root / config.network.certs, federation or label)
+    click.echo(f"{_short(folder)} holds the authority of {federation or label}; it stays here, and secret.")
+    click.echo("Next: fedtrain certs issue aggregator site-1 site-2")
+
+
+@certs.command("issue")
+@with_config
+@click.argument("names", metavar="[aggregator] [SITE]...", nargs=-1, required=True)
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=30, show_default=True,
+              help="How long they are valid.")  # fmt: skip
+@click.option("--csr", type=click.File("rb"), metavar="FILE",
+              help="Sign this request (PEM) of one site, whose key then never leaves it.")  # fmt: skip
+def certs_issue(config: Config, names: tuple[str, ...], days: float, csr: Any) -> None:
+    """Make, or renew, certificates: "aggregator" is the aggregator's, any other name a site's."""
+    from . import pki
+
+    if csr is not None and len(names) > 1:
+        raise click.UsageError("--csr is one site's: name just that site.")
+    request = None if csr is None else csr.read()
+    for name in names:
+        role = "aggregator" if name == "aggregator" else "site"
+        folder = pki.issue(config.root / config.network.certs, role, name, days=days, csr=request)
+        what = "holds the certificate" if request else "holds key and certificate"
+        click.echo(f"{_short(folder)} {what} of {name}")
+
+
+@cli.command()
+@with_config
+@as_json
+def aggregator(config: Config, json: bool) -> None:
+    """Wait for the sites and train with them, round by round."""
+    from .runtime import federated
+
+    with shown(config.run_dir, json=json) as emit:
+        drive(federated.serve(config, emit=emit))
+
+
+@cli.command()
+@click.argument("name")
+@with_config
+@as_json
+@click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              metavar="DIR", help="Where this site's data is.")  # fmt: skip
+def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
+    """Join the aggregator as NAME; train on the data here."""
+    from .runtime import site
+
+    with shown(config.site_dir(name), json=json) as emit:
+        drive(site.run(config, name, data_dir=data_dir, emit=emit))
+
+
+# --- looking at runs
+
+
+@cli.command()
+@click.argument("run", required=False)
+@with_config
+@as_json
+def watch(config: Config, run: str | None, json: bool) -> None:
+    """Follow a run (without RUN, the newest) until it finishes."""
+    from .tracking import events
+    from .tracking.live import screen
+
+    run_dir = _run_dir(config, run)
+    with screen(json=json) as show:
+        finished, idle, told = False, 0, False
+        for event in events.follow(run_dir):
+            if event is not None:
+                show(event)
+                finished = isinstance(event, events.RunFinished) or (
+                    finished and not isinstance(event, events.RunStarted)
+                )
+                idle, told = 0, False
+            elif finished:
+                return
+            elif not events.running(run_dir):
+                idle += 1  # once may be the instant before its last line
+                if idle > 1 and not told and not json:
+                    show(events.Notice(time.time(), "no process works on this run; waiting for it to go on"))
+                    told = True
+
+
+@cli.command()
+@with_config
+@as_json
+def runs(config: Config, json: bool) -> None:
+    """List the runs of this project, the newest last."""
+    import msgspec
+
+    from .tracking.runs import summaries
+
+    found = summaries(config.root / config.run.dir)
+    if json:
+        for summary in found:
+            click.echo(msgspec.json.encode(summary))
+    elif found:
+        _columns([("RUN", "STATE", "ROUND", "LOSS", "EVALUATED", "BEST", "UPDATED"), *map(_row, found)])
+    else:
+        click.echo(f"No run in {_short(config.root / config.run.dir)} yet. Start one: fedtrain simulate")
+
+
+def which_round(_: object, __: object, value: str | None) -> Any:
+    if value is None or value == "best":
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is neither a round's number nor best")
+    return int(value)
+
+
+@cli.command()
+@click.argument("run", required=False)
+@with_config
+@as_json
+@click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="The folder to write to; without it, RUN-model.")  # fmt: skip
+@click.option("--round", "round_", metavar="N|best", callback=which_round,
+              help="Which round; without it, the last.")  # fmt: skip
+def export(config: Config, run: str | None, json: bool, out: Path | None, round_: Any) -> None:
+    """Write a run's model as safetensors, with a model card."""
+    from .tracking.export import export
+
+    run_dir = _run_dir(config, run)
+    folder = export(run_dir, out or Path(f"{run_dir.name}-model"), round_)
+    if json:
+        import msgspec
+
+        click.echo(msgspec.json.format((folder / "model.json").read_bytes(), indent=-1))
+    else:
+        click.echo(f"{folder} holds " + ", ".join(sorted(path.name for path in folder.iterdir())))
+
+
+def _run_dir(config: Config, run: str | None) -> Path:
+    from .tracking.runs import find, newest
+
+    folder = config.root / config.run.dir
+    return newest(folder) if run is None else find(folder, run)
+
+
+def _row(s: Summary) -> tuple[str, ...]:
+    from .tracking.live import averages, number
+
+    best = "" if s.best_round is None else f"{number(s.best_value)} in round {s.best_round}"
+    updated = "" if s.updated is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(s.updated))
+    loss = "" if s.loss is None else number(s.loss)
+    return (s.run, s.state, f"{s.round}/{s.rounds}", loss, averages(s.metrics), best, updated)
+
+
+def _columns(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    for row in rows:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        click.echo(text if len(text) <= room else text[: room - 1] + "…")
+
+
+def _short(path: Path) -> str:
+    """Relative to where the user is, when it lies there."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

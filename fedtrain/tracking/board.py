@@ -1,0 +1,165 @@
+"""The state of a run, folded from its events: what `live`, `watch` and `runs` look at. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from ..update import SiteId
+from . import events as e
+from .events import Averages, Event
+
+RECENT = 10  # rounds that the ETA is drawn from
+
+
+@dataclass
+class SiteRow:
+    """One site, as last heard of."""
+
+    state: str = "waiting"  # waiting | training | uploading | evaluating | done | lost | refused
+    round: int | None = None
+    num_examples: float | None = None
+    loss: float | None = None
+    reason: str = ""  # why it is lost or refused
+
+
+@dataclass(frozen=True)
+class RoundRow:
+    """One committed round."""
+
+    round: int
+    loss: float | None  # in training
+    metrics: Averages  # its evaluation's; empty when it had none
+    seconds: float | None
+    sites: int
+    bytes_in: int
+    bytes_out: int
+
+
+@dataclass
+class Board:
+    """A run at a glance."""
+
+    run: str = ""
+    mode: str = ""
+    rounds: int = 0  # planned
+    config_digest: str = ""
+    started: float | None = None  # when its last process began
+    updated: float | None = None  # the last event's time
+    round: int = 0  # committed
+    under_way: int | None = None  # the round being tried
+    attempt: int = 1
+    asked: int = 0  # sites in that round
+    need: int | None = None  # sites that the next round waits for
+    sites: dict[SiteId, SiteRow] = field(default_factory=dict)
+    history: dict[int, RoundRow] = field(default_factory=dict)
+    best: e.Best | None = None
+    finished: e.RunFinished | None = None
+    notices: deque[str] = field(default_factory=lambda: deque(maxlen=3))
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # commit to commit
+    _mark: float | None = None  # when the time of the next round began to count
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Board:
+        board = cls()
+        for event in events:
+            board.add(event)
+        return board
+
+    @property
+    def last(self) -> RoundRow | None:
+        return self.history.get(self.round)
+
+    @property
+    def metrics(self) -> Averages:
+        """The newest evaluation's averages."""
+        return next((row.metrics for row in reversed(self.history.values()) if row.metrics), {})
+
+    @property
+    def waiting(self) -> tuple[int, int] | None:
+        """(have, need) while too few sites are here; in the middle of a run, as a rule, none is missing."""
+        have = sum(row.state not in ("lost", "refused") for row in self.sites.values())
+        return (have, self.need) if self.need is not None and have < self.need else None
+
+    def eta_s(self, now: float) -> float | None:
+        """Seconds to the last round at the pace of the recent ones; None before there is a pace."""
+        if not self._paces or self.finished is not None:
+            return None
+        pace = sum(self._paces) / len(self._paces)
+        since = 0.0 if self._mark is None else max(0.0, now - self._mark)
+        return max(0.0, pace * (self.rounds - self.round) - min(since, pace))
+
+    def add(self, event: Event) -> None:
+        """Take one event in, in the order in which they were written."""
+        self.updated = event.time
+        match event:
+            case e.RunStarted():
+                self._start(event)
+            case e.Waiting():
+                self.need = event.need if self.mode != "simulate" else None
+                if self.waiting is not None:
+                    self._mark = None
+            case e.SiteJoined():
+                self._site(event.site, "waiting")
+            case e.SiteLost():
+                self._site(event.site, "lost").reason = event.reason
+            case e.JoinRefused():
+                self._site(event.site, "refused").reason = event.reason
+            case e.RoundStarted():
+                self.need, self.under_way, self.attempt = None, event.round, event.attempt
+                self.asked = len(event.sites)
+                if self._mark is None:
+                    self._mark = event.time
+                for site in event.sites:
+                    self._site(site, "training", event.round)
+            case e.SiteState():
+                self._site(event.site, event.state, event.round)
+            case e.UpdateReceived():
+                site_row = self._site(event.site, "done", event.round)
+                site_row.num_examples, site_row.loss = event.num_examples, event.loss
+            case e.UpdateRefused():
+                self._site(event.site, "refused", event.round).reason = event.reason
+            case e.RoundFailed():
+                self.under_way = None
+                self.notices.append(f"round {event.round}, attempt {event.attempt} failed: {event.reason}")
+            case e.RoundCommitted():
+                self._commit(event)
+            case e.Evaluated():
+                if row := self.history.get(event.round):
+                    self.history[event.round] = replace(row, metrics=event.metrics)
+            case e.Best():
+                self.best = event
+            case e.Notice():
+                self.notices.append(event.text)
+            case e.RunFinished():
+                self.finished, self.under_way, self.need = event, None, None
+
+    def _start(self, event: e.RunStarted) -> None:
+        self.run, self.mode, self.rounds = event.run, event.mode, event.rounds
+        self.config_digest, self.started = event.config_digest, event.time
+        self.round, self.under_way = event.resumed_from or 0, None
+        self.need = self.finished = None
+        self.history = {n: row for n, row in self.history.items() if n <= self.round}
+        if self.best is not None and self.best.round > self.round:
+            self.best = None
+        self.sites.clear()
+        self.notices.clear()
+        self._paces.clear()
+        self._mark = None
+
+    def _commit(self, event: e.RoundCommitted) -> None:
+        self.round, self.under_way = event.round, None
+        self.history[event.round] = RoundRow(
+            event.round, event.loss, {}, event.seconds, event.sites, event.bytes_in, event.bytes_out
+        )
+        if self._mark is not None:
+            self._paces.append(event.time - self._mark)
+        self._mark = event.time
+
+    def _site(self, site: SiteId, state: str, round: int | None = None) -> SiteRow:
+        row = self.sites.setdefault(site, SiteRow())
+        row.state, row.reason = state, ""
+        if round is not None:
+            row.round = round
+        return row

@@ -1,0 +1,143 @@
+"""A round's model as files that need no fedtrain: safetensors, and what it is in words and in JSON.
+
+    model.safetensors   every tensor under its state_dict name
+    model.json          round, sites, digests, metrics, the SHA-256 of model.safetensors
+    MODEL_CARD.md       the same for a reader
+
+The same round gives the same bytes, each time. Tied weights stand once, under their first name, as
+`safetensors.torch.load_model(model, "model.safetensors")` expects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from .. import __version__
+from ..errors import StoreError
+from ..store import RunStore
+from .live import number
+
+
+def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None) -> Path:
+    """Write the model of a round (None: the last) into the folder `out`, and return it.
+
+    Each file appears whole; a program that waits for model.json finds the other two there.
+    """
+    store = RunStore(run_dir, read_only=True)
+    try:
+        chosen = _choose(store, round)
+        row = next(r for r in store.rounds() if r.round == chosen)
+        meta, sites, weights = store.meta(), sorted(store.joined()), store.load(chosen).weights
+    finally:
+        store.close()
+    out.mkdir(parents=True, exist_ok=True)
+    sha256 = _replace(out / "model.safetensors", lambda path: _save(path, weights.views()))
+    about = {
+        "run": meta.get("run", run_dir.name),
+        "round": chosen,
+        "best": row.best,
+        "sites": sites,  # names, of all that joined
+        "updates": row.record.get("sites"),  # how many are in this round
+        "metrics": row.metrics or {},
+        "training_loss": row.record.get("loss"),
+        "parameters": weights.schema.numel,
+        "config": meta.get("agreed", {}),
+        "config_digest": hashlib.sha256(msgspec.json.encode(meta.get("agreed", {}))).hexdigest(),
+        "task_digest": meta.get("task_digest"),
+        "schema_digest": weights.schema.digest,
+        "weights_digest": weights.digest,
+        "sha256": sha256,
+        "fedtrain": __version__,
+    }
+    _replace(out / "MODEL_CARD.md", lambda path: path.write_text(_card(about), encoding="utf-8"))
+    text = msgspec.json.format(msgspec.json.encode(about), indent=2) + b"\n"
+    _replace(out / "model.json", lambda path: path.write_bytes(text))
+    return out
+
+
+def _choose(store: RunStore, round: int | Literal["best"] | None) -> int:
+    if round == "best":
+        if store.best_round is None:
+            raise StoreError(
+                f"{store.folder} has no best round: no evaluation gave evaluate.metric's metric. "
+                f"Export the last round without --round."
+            )
+        return store.best_round
+    done = [r.round for r in store.rounds()]
+    if not done or (done == [0] and round is None):  # round 0 is the untrained model
+        raise StoreError(f"{store.folder} has no model yet. Let the run finish its first round.")
+    if round is not None and round not in done:
+        raise StoreError(f"{store.folder} has no round {round}; its last one is {done[-1]}.")
+    return done[-1] if round is None else round
+
+
+def _save(path: Path, tensors: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> str:
+    """Let `write` make the file beside its place, put it there in one step; returns its SHA-256."""
+    partial = path.with_name(f".{path.name}.new")
+    write(partial)
+    with partial.open("rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+        os.fsync(f.fileno())
+    partial.replace(path)
+    return digest
+
+
+def _card(about: dict[str, Any]) -> str:
+    best = ", the best by its evaluation" if about["best"] else ""
+    updates = "untrained" if not about["round"] else f"the mean of {about['updates']} sites' updates"
+    names = ", ".join(about["sites"])
+    return f"""# {about["run"]}, round {about["round"]}
+
+Trained with fedtrain {about["fedtrain"]}: round {about["round"]}{best}; {updates}.
+{about["parameters"]:,} parameters and buffer values. The training data stayed at the sites{
+        ": " * bool(names)
+    }{names}.
+
+## Evaluation at the sites
+
+{_table("metric", "average", {k: number(v) for k, v in about["metrics"].items()})}
+
+## Load it
+
+```python
+from safetensors.torch import load_model
+
+model = ...  # what the task's model() returns
+load_model(model, "model.safetensors")
+```
+
+## What it was trained with
+
+{_table("setting", "value", {k: f"`{v}`" for k, v in about["config"].items()})}
+
+{
+        _table(
+            "SHA-256 of",
+            "",
+            {
+                "model.safetensors": f"`{about['sha256']}`",
+                "config": f"`{about['config_digest']}`",
+                "task code": f"`{about['task_digest']}`",
+                "model schema": f"`{about['schema_digest']}`",
+            },
+        )
+    }
+"""
+
+
+def _table(left: str, right: str, rows: dict[str, str]) -> str:
+    if not rows:
+        return "None."
+    return "\n".join([f"| {left} | {right} |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())])

@@ -1,0 +1,310 @@
+"""A run on a screen, as it happens: a live table on a terminal, plain lines elsewhere, JSON for programs."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from . import events as e
+from .board import Board, SiteRow
+from .events import Averages, Event, encode, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+FEW_SITES = 8  # up to so many in a round, plain text has a line for each update
+REFRESHES = 4  # of the live table, a second
+SPARKS = "▁▂▃▄▅▆▇█"
+# What a person looks for first, when not all sites fit on the screen.
+ORDER = ("refused", "lost", "uploading", "training", "evaluating", "waiting", "done")
+COLORS = {"refused": "red", "lost": "red", "uploading": "cyan", "training": "yellow",
+          "evaluating": "magenta", "done": "green"}  # fmt: skip
+
+
+class Screen(AbstractContextManager["Screen"], Protocol):
+    """Shows each event that it is called with; a context manager, so that a terminal is left in order."""
+
+    def __call__(self, event: Event) -> None: ...
+
+
+def screen(*, json: bool = False, plain: bool = False, out: IO[str] | None = None) -> Screen:
+    """What suits where the output goes; `plain` also on a terminal, for a debugger's sake."""
+    out = sys.stdout if out is None else out
+    if json:
+        return JsonLines(out)
+    if plain or not out.isatty() or os.environ.get("TERM") == "dumb":
+        return Plain(out)
+    return LiveTable(out)
+
+
+class JsonLines(Screen):
+    """Each event as it stands in events.jsonl."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+
+    def __call__(self, event: Event) -> None:
+        print(encode(event).decode(), file=self._out, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Plain(Screen):
+    """One line an event, for logs and pipes."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out, self._board = out, Board()
+
+    def __call__(self, event: Event) -> None:
+        self._board.add(event)
+        if text := line(event, self._board):
+            clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+            print(f"{clock}  {printable(text)}", file=self._out, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class LiveTable(Screen):
+    """Round, loss, metrics, ETA and each site's state, redrawn in place a few times a second."""
+
+    def __init__(
+        self, out: IO[str], console: Console | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._board, self._clock = Board(), clock
+        self._lock = threading.Lock()  # rich redraws from a thread of its own
+        self._console = console or Console(file=out)
+        self._live = Live(
+            get_renderable=self._draw,
+            console=self._console,
+            refresh_per_second=REFRESHES,
+            redirect_stderr=False,
+        )
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._board.add(event)
+
+    def __enter__(self) -> LiveTable:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def _draw(self) -> RenderableType:
+        with self._lock:
+            return table(self._board, self._clock(), self._console.width, self._console.height)
+
+
+# --- one event as a line
+
+
+def line(event: Event, board: Board) -> str | None:
+    """An event for a log, `board` having taken it in; None for what would only repeat another line."""
+    match event:
+        case e.RunStarted():
+            again = f", going on after round {event.resumed_from}" if event.resumed_from else ""
+            who = f", {_sites(event.sites)}" if event.sites else ""
+            config = f", config {event.config_digest[:12]}" if event.config_digest else ""
+            return f"run {event.run} ({event.mode}): {event.rounds} rounds{who}{config}{again}"
+        case e.Waiting():
+            return _waiting(board) if board.waiting is not None else None
+        case e.SiteJoined():
+            return f"{event.site} joined" + (f"; {_waiting(board)}" if board.waiting else "")
+        case e.SiteLost():
+            return f"{event.site} lost{_because(event.reason)}"
+        case e.JoinRefused():
+            return f"{event.site} may not join{_because(event.reason)}"
+        case e.RoundStarted():
+            again = f", attempt {event.attempt}" if event.attempt > 1 else ""
+            return f"{_round(event.round, board)}started: {_sites(len(event.sites))}{again}"
+        case e.SiteState():
+            mine = board.mode in ("site", "") and event.state in ("training", "uploading", "evaluating")
+            return f"{_round(event.round, board)}{event.state}" if mine else None
+        case e.UpdateReceived():
+            if board.asked > FEW_SITES:
+                return None
+            examples = "" if event.num_examples is None else f"{event.num_examples:g} examples, "
+            loss = "" if event.loss is None else f"loss {number(event.loss)}, "
+            return (
+                f"{_round(event.round, board)}update from {event.site}: {examples}{loss}{size(event.nbytes)}"
+            )
+        case e.UpdateRefused():
+            return f"{_round(event.round, board)}update from {event.site} refused{_because(event.reason)}"
+        case e.RoundFailed():
+            return f"{_round(event.round, board)}failed, attempt {event.attempt}{_because(event.reason)}"
+        case e.RoundCommitted():
+            parts = [f"{_round(event.round, board)}done: {_sites(event.sites)}"]
+            parts += [averages({"loss": event.loss, **event.metrics})]
+            parts += [duration(event.seconds)] if event.seconds is not None else []
+            eta = board.eta_s(event.time)
+            parts += [f"ETA {duration(eta)}"] if eta else []
+            return "  ".join(p for p in parts if p)
+        case e.Evaluated():
+            return f"{_round(event.round, board)}evaluated: {averages(event.metrics)}"
+        case e.Best():
+            return f"{_round(event.round, board)}is the best so far: {event.metric} {number(event.value)}"
+        case e.Notice():
+            return event.text
+        case e.RunFinished():
+            after = "" if event.round is None else f" after round {event.round}"
+            model = f"; model in {event.model}" if event.model else ""
+            return f"run {board.run} finished{after}{_because(event.reason)}{model}"
+    return None
+
+
+def _round(number: int | None, board: Board) -> str:
+    if number is None:
+        return ""
+    return f"round {number}/{board.rounds}: " if board.rounds else f"round {number}: "
+
+
+def _waiting(board: Board) -> str:
+    have, need = board.waiting or (0, 0)
+    return f"waiting for sites: {have} of {need}"
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _sites(n: int) -> str:
+    return f"{n} site{'' if n == 1 else 's'}"
+
+
+def number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}" if abs(value) < 0.01 and value else f"{value:.4f}"
+
+
+def averages(metrics: Averages) -> str:
+    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items() if value is not None)
+
+
+def size(nbytes: int) -> str:
+    amount, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000 or unit == "GB":
+            break
+        amount /= 1000
+    return f"{amount:.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return f"{days}d {h}h" if days else f"{hours}h {m:02}m" if hours else f"{m}m {s:02}s"
+
+
+# --- the whole board as a table
+
+
+def table(board: Board, now: float, width: int, height: int) -> RenderableType:
+    """The board as rich draws it, never taller than `height`."""
+    from rich.console import Group
+    from rich.text import Text
+
+    def text(line: str, style: str = "") -> Text:
+        return Text(printable(line), style, no_wrap=True, overflow="ellipsis")
+
+    parts: list[Any] = [_headline(board, now, width), text(_numbers(board))]
+    notices = [text(f"• {notice}", "yellow") for notice in board.notices]
+    if board.sites:
+        parts.append(_site_table(board, room=max(3, height - len(notices) - 6)))
+    return Group(*parts, *notices)
+
+
+def _headline(board: Board, now: float, width: int) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text.assemble((printable(board.run) or "…", "bold"), f"  {board.mode}  {_progress(board)}")
+    eta = board.eta_s(now)
+    right = f"ETA {duration(eta)}" if eta else ""
+    if board.finished is not None and board.started is not None:
+        right = f"in {duration(board.finished.time - board.started)}"
+    grid = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=max(1, board.rounds), completed=board.round, width=max(10, min(40, width - 60)))
+    grid.add_row(title, bar, right)
+    return grid
+
+
+def _progress(board: Board) -> str:
+    done = f"round {board.round}/{board.rounds}"
+    if board.finished is not None:
+        return f"{done}  finished{_because(printable(board.finished.reason))}"
+    if board.waiting is not None:
+        return f"{done}  {_waiting(board)}"
+    if board.under_way is not None:
+        again = f" (attempt {board.attempt})" if board.attempt > 1 else ""
+        return f"{done}  training {board.under_way}{again}"
+    return done
+
+
+def _numbers(board: Board) -> str:
+    parts = []
+    if (row := board.last) is not None:
+        parts += [averages({"loss": row.loss})]
+    if board.metrics:
+        parts += ["evaluated: " + averages(board.metrics)]
+    if board.best is not None:
+        parts += [f"best {board.best.metric} {number(board.best.value)} in round {board.best.round}"]
+    parts += [sparkline([r.loss for r in list(board.history.values())[-30:]])]
+    return "   ".join(p for p in parts if p)
+
+
+def sparkline(values: list[float | None]) -> str:
+    """A row of bars, the lowest value the shortest; nothing for fewer than two values."""
+    known = [v for v in values if v is not None and math.isfinite(v)]
+    if len(known) < 2:
+        return ""
+    low, span = min(known), max(known) - min(known) or 1.0
+    return "".join(SPARKS[round((v - low) / span * (len(SPARKS) - 1))] for v in known)
+
+
+def _site_table(board: Board, room: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, justify in (("site", "left"), ("state", "left"), ("round", "right"), ("examples", "right"),
+                          ("loss", "right"), ("", "left")):  # fmt: skip
+        found.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]  # a str, not its literal
+    shown, more = choose(board.sites, room)
+    for site, row in shown:
+        style = COLORS.get(row.state, "")
+        examples = "" if row.num_examples is None else f"{row.num_examples:g}"
+        loss = "" if row.loss is None else number(row.loss)
+        round_ = "" if row.round is None else str(row.round)
+        found.add_row(printable(site), Text(row.state, style), round_, examples, loss, printable(row.reason))
+    if more:
+        found.add_row(Text(more, "dim"))
+    return found
+
+
+def choose(sites: dict[str, SiteRow], room: int) -> tuple[list[tuple[str, SiteRow]], str]:
+    """The rows that fit, those that need a person first, and a line that counts the others."""
+    if len(sites) <= room:
+        return sorted(sites.items()), ""
+    rank = {state: i for i, state in enumerate(ORDER)}
+    by_need = sorted(sites.items(), key=lambda s: (rank.get(s[1].state, len(rank)), s[0]))
+    shown, rest = by_need[: room - 1], by_need[room - 1 :]
+    counts = Counter(row.state for _, row in rest)
+    return shown, f"and {len(rest)} more: " + ", ".join(f"{n} {state}" for state, n in counts.items())

@@ -1,0 +1,77 @@
+"""Which runs a folder holds, from their events alone: a look never touches a run's database or its lock."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..errors import ConfigError
+from .board import Board
+from .events import Averages, events_file, read, running
+
+State = Literal["running", "finished", "stopped"]  # stopped: the same command goes on
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """One line of `fedtrain runs`; with --json as it stands here."""
+
+    run: str  # the folder's name
+    mode: str
+    state: State
+    round: int  # committed
+    rounds: int  # planned
+    loss: float | None
+    metrics: Averages
+    best_round: int | None
+    best_value: float | None
+    started: float | None  # seconds since 1970
+    updated: float | None
+    dir: str
+
+
+def summaries(runs_dir: Path) -> list[Summary]:
+    """Every run in the folder, the last one written to last."""
+    found = [_summary(path.parent) for path in runs_dir.glob("*/events.jsonl")]
+    return sorted(found, key=lambda s: (s.updated or 0, s.run))
+
+
+def _summary(run_dir: Path) -> Summary:
+    alive = running(run_dir)  # asked first: a run that finishes meanwhile is finished, never stopped
+    board = Board.of(read(run_dir))
+    state: State = "finished" if board.finished else "running" if alive else "stopped"
+    return Summary(
+        run=run_dir.name,
+        mode=board.mode,
+        state=state,
+        round=board.round,
+        rounds=board.rounds,
+        loss=board.last.loss if board.last else None,
+        metrics=board.metrics,
+        best_round=board.best.round if board.best else None,
+        best_value=board.best.value if board.best else None,
+        started=board.started,
+        updated=board.updated,
+        dir=str(run_dir),
+    )
+
+
+def find(runs_dir: Path, name: str) -> Path:
+    """The directory of a run that was named by a person: its folder's name, without +simulate, or a path."""
+    for path in (runs_dir / name, runs_dir / f"{name}+simulate", Path(name)):
+        if events_file(path).exists():
+            return path
+    there = [path.parent.name for path in runs_dir.glob("*/events.jsonl")]
+    near = difflib.get_close_matches(name, there, n=1)
+    hint = f"Did you mean {near[0]}?" if near else "`fedtrain runs` lists those that are there."
+    raise ConfigError(f"{runs_dir} has no run {name!r}. {hint}")
+
+
+def newest(runs_dir: Path) -> Path:
+    """The run that was written to last."""
+    files = sorted(runs_dir.glob("*/events.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise ConfigError(f"{runs_dir} has no run yet. Start one: fedtrain simulate")
+    return files[-1].parent
