@@ -23,10 +23,11 @@ from .errors import ConfigError
 T = TypeVar("T")
 
 
+UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
+
+
 class Seconds(float):
     """A duration; in files "500ms", "30s", "10m", "2h" or a plain number of seconds."""
-
-    UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
     @classmethod
     def parse(cls, value: object) -> Seconds:
@@ -35,7 +36,7 @@ class Seconds(float):
         match = re.fullmatch(r"\s*([\d.]+)\s*(ms|s|m|h|d)\s*", str(value))
         if match is None:
             raise ValueError(f'{value!r} is not a duration; write "500ms", "30s", "10m", "2h" or seconds')
-        return cls(float(match[1]) * cls.UNITS[match[2]])
+        return cls(float(match[1]) * UNITS[match[2]])
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Config:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
-                f"{path} does not exist. `fedtrain new NAME` makes a project; --config FILE names another file."
+                f"{path} does not exist. `fedtrain new NAME` makes a project; --config FILE names another."
             ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}: {e}") from None
@@ -276,7 +277,7 @@ def build(cls: type[T], table: object, where: str) -> T:
                 f"Known here: {', '.join(n for n in known if n != 'root')}.")  # fmt: skip
             raise ConfigError(f"{path}: unknown {what}. {hint}")
         if is_dataclass(types[key]):
-            values[key] = build(types[key], value, path)  # type: ignore[arg-type]  # narrowed by is_dataclass
+            values[key] = build(types[key], value, path)
         else:
             values[key] = _convert(value, types[key], path)
     for name, f in known.items():

@@ -6,7 +6,7 @@ that is given a cohort (a round, an evaluation, secure aggregation) can't tell w
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
 from .update import Reply, Request, SiteId
@@ -23,7 +23,7 @@ class Cohort(Protocol):
 
     def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
-    ) -> AsyncIterator[tuple[SiteId, Reply]]:
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
         """Send each site its request; yield (site, reply) as replies come, until all came or the deadline.
 
         A site that stays silent, or is lost for longer than the idle time, simply does not appear.
@@ -42,8 +42,8 @@ async def gather(
 
 
 async def in_order(
-    replies: AsyncIterator[tuple[SiteId, Reply]], sites: list[SiteId]
-) -> AsyncIterator[tuple[SiteId, Reply]]:
+    replies: AsyncGenerator[tuple[SiteId, Reply], None], sites: list[SiteId]
+) -> AsyncGenerator[tuple[SiteId, Reply], None]:
     """The same replies in the order of `sites`: an early one waits (spooled or shared) for its turn.
 
     A float sum folded in this order has the same bits whatever the order of arrival.

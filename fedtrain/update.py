@@ -261,7 +261,7 @@ class Arena(AnyArena):
     @property
     def payload(self) -> memoryview:
         """The bytes themselves, for a socket or a file; no copy (CPU only)."""
-        return memoryview(self.data.numpy())
+        return memoryview(self.data.numpy().data)
 
     @property
     def digest(self) -> str:
@@ -304,7 +304,7 @@ class ArenaFile(AnyArena):
 
         data = torch.empty(self.schema.nbytes, dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as f:
-            view, got = memoryview(data.numpy()), 0
+            view, got = data.numpy().data, 0
             while got < len(view) and (n := f.readinto(view[got:])):
                 got += n
         if got != self.schema.nbytes:

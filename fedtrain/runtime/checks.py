@@ -45,10 +45,10 @@ def admit(
             if difference := schema.difference(delta.schema):
                 raise BadUpdate(f"the update does not fit the model: {difference}")
             if not (math.isfinite(claimed) and claimed > 0):
-                raise BadUpdate(f"claims {claimed:g} training examples; it must be a positive number")
+                raise BadUpdate(f"claims {claimed:g} examples; it must be a positive number")
             if claimed > limits.max_examples:
                 raise BadUpdate(
-                    f"claims {claimed:g} training examples, over limits.max_examples = {limits.max_examples:g}"
+                    f"claims {claimed:g} examples, over limits.max_examples = {limits.max_examples:g}"
                 )
             if examples is not None and claimed > examples:
                 raise BadUpdate(
@@ -60,7 +60,7 @@ def admit(
 
 
 def inspect(update: Update, limits: LimitsConfig) -> float:
-    """The L2 norm of an update's float coordinates; BadUpdate when one is NaN or Inf, or it is over the bound."""
+    """The L2 norm of an update's floats; BadUpdate when one is NaN or Inf, or the norm over its bound."""
     square = 0.0
     for section in update.delta.schema.sections:
         if section.dtype in FLOATS:

@@ -12,7 +12,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,17 +71,21 @@ async def run(
     *,
     evaluate_at: Sequence[SiteId] | None = None,
 ) -> Result:
-    """Rounds until config.run.rounds, an early stop, or TooFewSites. `store` holds at least the initial model.
+    """Rounds until config.run.rounds, an early stop, or TooFewSites; `store` holds the initial model.
 
     `evaluate_at`: who evaluates, when it is not every member (a simulation evaluates pooled data once).
     """
     checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
     assert checkpoint is not None, "the initial model is committed before the first round"
     emit(
-        "run_started", run=config.run.name, mode="simulate" if store.folder == config.simulate_dir else "federated",
-        rounds=config.run.rounds, sites=len(store.joined()), config_digest=config.digest(),
+        "run_started",
+        run=config.run.name,
+        mode="simulate" if store.folder == config.simulate_dir else "federated",
+        rounds=config.run.rounds,
+        sites=len(store.joined()),
+        config_digest=config.digest(),
         resumed_from=checkpoint.round or None,
-    )  # fmt: skip
+    )
     while True:
         if _evaluation_is_due(config, store, checkpoint.round):
             await _evaluate(config, cohort, store, checkpoint, emit, evaluate_at)
@@ -163,10 +167,14 @@ async def federated_round(
 
 
 async def _checked(
-    replies: AsyncIterator[tuple[SiteId, Reply]], cohort: Cohort, config: Config, number: int, emit: Emit
-) -> AsyncIterator[tuple[SiteId, Reply]]:
+    replies: AsyncGenerator[tuple[SiteId, Reply], None],
+    cohort: Cohort,
+    config: Config,
+    number: int,
+    emit: Emit,
+) -> AsyncGenerator[tuple[SiteId, Reply], None]:
     """The good updates, as they come. A bad one is named here and at its site, and the round goes on."""
-    async with aclosing(replies) as replies:  # type: ignore[type-var]  # an async generator, by the seam
+    async with aclosing(replies):
         async for site, reply in replies:
             try:
                 if isinstance(reply, Failure):
@@ -196,13 +204,13 @@ async def _evaluate(
     emit: Emit,
     evaluate_at: Sequence[SiteId] | None,
 ) -> None:
-    """Ask for (sum, count) pairs of the present model; their averages decide the best model and early stop."""
+    """Ask for (sum, count) pairs; their averages decide which model is the best and when to stop early."""
     number = checkpoint.round
     sites = list(evaluate_at or await cohort.members(config.strategy.min_sites))
     request = Evaluate(id=f"{config.run.name}/{number}/0/evaluate", round=number, weights=checkpoint.weights)
     by_site: dict[SiteId, Metrics] = {}
     replies = cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
-    async with aclosing(replies) as replies:  # type: ignore[type-var]  # an async generator, by the seam
+    async with aclosing(replies):
         async for site, reply in replies:
             if isinstance(reply, Evaluation):
                 by_site[site] = reply.metrics
@@ -224,7 +232,7 @@ def _commit(store: RunStore, checkpoint: Checkpoint, record: dict[str, Any]) -> 
 
 
 def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:
-    """The sites of a round, sorted: drawn by (seed, round, attempt), so a repeated round asks the same ones."""
+    """The sites of a round, sorted; drawn by (seed, round, attempt), so a repeated round asks the same."""
     members = sorted(members)
     count = max(config.strategy.min_sites, round(config.strategy.fraction * len(members)))
     if count >= len(members):
@@ -325,16 +333,16 @@ def agree(site: SiteId, hello: Hello, config: Config, schema: Schema, task_diges
     """JoinRefused, in one line that reads well at both ends, unless both would train the same thing."""
     if hello.protocol != PROTOCOL:
         raise JoinRefused(
-            f"{site} speaks protocol {hello.protocol} (fedtrain {hello.version[:20]}), the aggregator {PROTOCOL} "
-            f"(fedtrain {__version__}). Install the same fedtrain at both."
+            f"{site} speaks protocol {hello.protocol} (fedtrain {hello.version[:20]}), the aggregator "
+            f"{PROTOCOL} (fedtrain {__version__}). Install the same fedtrain at both."
         )
     mine = config.agreed()
     for key in sorted({*mine, *hello.agreed}):
         here, there = mine.get(key), hello.agreed.get(key)
         if here != there:
             raise JoinRefused(
-                f"{site} and the aggregator differ in {key[:64]}: {str(there)[:64]} at the site, {str(here)[:64]} "
-                f"at the aggregator. Use the same fedtrain.toml at both."
+                f"{site} and the aggregator differ in {key[:64]}: {str(there)[:64]} at the site, "
+                f"{str(here)[:64]} at the aggregator. Use the same fedtrain.toml at both."
             )
     if hello.task_digest != task_digest:
         raise JoinRefused(

@@ -104,7 +104,7 @@ class Site:
         path = self._ledger.outbox.path(update.delta.digest)
         os.replace(out, path)
         kept = msgspec.structs.replace(update, delta=ArenaFile(self._schema, path, update.delta.digest))
-        self._ledger.put(key, encode(kept), [kept.delta.digest])
+        self._ledger.put(key, encode(kept), kept.delta.digest, self._schema.nbytes)
         self._say("uploading")
         return kept
 

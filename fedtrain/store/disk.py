@@ -47,7 +47,7 @@ def lock(folder: Path) -> IO[str]:
         holder = file.read().strip() or "unknown"
         file.close()
         raise StoreError(
-            f"{folder} is in use by process {holder}. Wait for it, stop it, or give this run another run.name."
+            f"{folder} is in use by process {holder}. Wait for it, stop it, or use another run.name."
         ) from None
     file.truncate(0)
     file.write(str(os.getpid()))

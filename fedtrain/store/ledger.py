@@ -1,21 +1,21 @@
 """What a site remembers: the replies it has finished, so that none is worked out twice.
 
-    runs/heart@cleveland/
-      ledger.db    SQLite: reply headers by what they answer
-      inbox/       the global models being trained on, by digest (see spool.py)
-      outbox/      finished updates, by digest
+runs/heart@cleveland/
+  ledger.db    SQLite: reply headers by what they answer
+  inbox/       the global models being trained on, by digest (see spool.py)
+  outbox/      finished updates, by digest
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
 from pathlib import Path
 
 from .disk import lock, refuse_network_disk
 from .spool import Spool
 
-TABLE = "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, body BLOB NOT NULL, digests TEXT NOT NULL)"
+TABLE = """CREATE TABLE IF NOT EXISTS replies (
+  key TEXT PRIMARY KEY, body BLOB NOT NULL, digest TEXT, nbytes INTEGER)"""
 KEEP = 4  # newest replies: this round's and, for an aggregator that was restarted, the one's before
 
 
@@ -34,21 +34,20 @@ class Ledger:
         self._db.execute(TABLE)
 
     def get(self, key: str) -> bytes | None:
-        """The header of the finished reply, when all the bytes it names are still here."""
-        row = self._db.execute("SELECT body, digests FROM replies WHERE key = ?", (key,)).fetchone()
-        if row is None or not all(self.outbox.has(digest) for digest in row[1].split()):
+        """The header of the finished reply, when the bytes it names are still here."""
+        row = self._db.execute("SELECT body, digest, nbytes FROM replies WHERE key = ?", (key,)).fetchone()
+        if row is None or not self.outbox.has(row[1], row[2]):
             return None
         return bytes(row[0])
 
-    def put(self, key: str, body: bytes, digests: Iterable[str]) -> None:
+    def put(self, key: str, body: bytes, digest: str, nbytes: int) -> None:
         """Remember a reply whose bytes are in the outbox; the oldest ones are forgotten."""
-        self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", (key, body, " ".join(digests)))
+        self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (key, body, digest, nbytes))
         self._db.execute(
             "DELETE FROM replies WHERE rowid NOT IN (SELECT rowid FROM replies ORDER BY rowid DESC LIMIT ?)",
             (KEEP,),
         )
-        rows = self._db.execute("SELECT digests FROM replies")
-        self.outbox.keep_only(digest for (digests,) in rows for digest in digests.split())
+        self.outbox.keep_only(digest for (digest,) in self._db.execute("SELECT digest FROM replies"))
 
     def close(self) -> None:
         self._db.close()

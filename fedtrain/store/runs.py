@@ -137,7 +137,7 @@ class RunStore:
             )
         if difference := msgspec.convert(have["schema"], Schema).difference(schema):
             raise StoreError(
-                f"{self.folder} holds a run of another model: {difference}. Give the new run its own run.name."
+                f"{self.folder} holds a run of another model: {difference}. Use another run.name."
             )
         if have.get("task_digest") != meta.get("task_digest"):
             raise StoreError(
@@ -164,7 +164,7 @@ class RunStore:
         self._sweep()
 
     def latest(self, warn: Any = None) -> Checkpoint | None:
-        """The newest round whose bytes are whole; `warn(line)` hears of damaged ones that were passed over."""
+        """The newest round whose bytes are whole; `warn(line)` hears of damaged ones passed over."""
         rows = self._db.execute("SELECT round FROM rounds ORDER BY round DESC").fetchall()
         for i, (number,) in enumerate(rows):
             try:

@@ -30,8 +30,9 @@ class Spool:
             raise WireError(f"{digest[:80]!r} is not a SHA-256 digest")
         return self.folder / digest
 
-    def has(self, digest: str) -> bool:
-        return self.path(digest).exists()
+    def has(self, digest: str, nbytes: int) -> bool:
+        path = self.path(digest)
+        return path.exists() and path.stat().st_size == nbytes
 
     def receive(self, digest: str, nbytes: int) -> Arriving:
         """Open a transfer; `.offset` says how many of its bytes are here already."""

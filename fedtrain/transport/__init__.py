@@ -1,0 +1,6 @@
+"""Bytes between named peers. Knows no strategy and no round."""
+
+import os
+
+# Core writes every failed handshake to stderr; tls.explain says it once, in a line that a person can act on.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from inspect import isawaitable
 
 from ..update import Reply, Request, SiteId
@@ -27,7 +27,7 @@ class LocalCohort:
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
-    ) -> AsyncIterator[tuple[SiteId, Reply]]:
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
         for site, request in requests.items():
             if not self._loses(site, request):
                 reply = self._handlers[site](request)

@@ -1,4 +1,4 @@
-"""Mutual TLS for gRPC: always on, TLS 1.2 or newer, both ends with certificates of the federation's own CA."""
+"""Mutual TLS for gRPC: always on, TLS 1.2 or newer, both certificates from the federation's own CA."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ class Tls:
         return grpc.ssl_channel_credentials(self.root, self.key, self.chain)
 
 
-def explain(details: str, address: str) -> str:
-    """What gRPC says about a failed connection, in one line that a person can act on."""
+def explain(details: str, address: str, joined: bool = False) -> str:
+    """What gRPC says about a failed connection, in one line that a person can act on.
+
+    With TLS 1.3 a server that refuses our certificate just closes, right after our side of the handshake.
+    """
     text = details.lower()
     if "connection refused" in text:
         return f"{address}: nothing listens there yet (connection refused). Is the aggregator started?"
-    if "certificate_verify_failed" in text or "peer name" in text or "certificate verify failed" in text:
+    if "certificate_verify_failed" in text or "verification check failed" in text:
         if "expired" in text:
             return f"{address}: its certificate has expired. Renew it with `fedtrain certs issue aggregator`."
         if "not yet valid" in text:
@@ -42,14 +45,15 @@ def explain(details: str, address: str) -> str:
             f"{address}: its certificate is not this federation's aggregator's. "
             f"Check network.address, and that both ends have certificates of the same CA."
         )
-    if "alert" in text or "handshake failed" in text or "ssl_error" in text:
+    closed = any(words in text for words in ("socket closed", "connection reset", "goaway", "broken pipe"))
+    if "alert" in text or "handshake failed" in text or (closed and not joined):
         return (
             f"{address}: it refused our certificate in the TLS handshake (another CA's, expired, or not a "
-            f"site's). Ask for a new one: `fedtrain certs issue NAME`."
+            f"site's). If it is not just stopping, ask for a new one: `fedtrain certs issue NAME`."
         )
     if "dns" in text or "name resolution" in text or "address family" in text:
         return f"{address}: the host name cannot be resolved. Check network.address."
-    if "socket closed" in text or "connection reset" in text or "goaway" in text:
+    if closed:
         return f"{address}: the aggregator closed the connection."
     if "deadline" in text or "timed out" in text or "timeout" in text:
         return f"{address}: no answer (a firewall between here and there?)."
