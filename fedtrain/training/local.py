@@ -1,0 +1,279 @@
+"""How one site trains in one round: the loop that every mode runs.
+
+The model's tensors are views of one arena, so loading the global weights is one copy, the local
+optimizer steps on one vector per dtype, and the delta is one subtraction.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count, islice
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..config import TrainConfig
+from ..errors import ConfigError, TaskError
+from ..update import FLOATS, Arena, Metrics, Schema, SiteId, Update, seed_of, unique_tensors
+from .examples import Examples, Stream, examples_of, move
+from .optimizers import clip, optimizer_of
+from .task import Batch, Task, checked, examples_in, folder_of, mean_and_weight, user_code
+
+# A strategy's site half, (gradient, weights, start) -> None: changes the gradient in place.
+Correct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+FP16_SCALE = 2.0**16  # where fp16 loss scaling begins; halved while a gradient overflows
+MOVES = (*FLOATS, "int64", "int32", "int16", "int8")  # has differences; bool and uint8 stay as they are
+
+
+class _Buffer(NamedTuple):
+    module: nn.Module
+    name: str
+    tensor: torch.Tensor  # a view of the arena where the buffer is persistent
+    first: torch.Tensor | None  # its first value where it is not, and so never travels
+
+
+class Engine:
+    """One model, reused for every site and round that this process trains.
+
+    What a round gives depends on the weights, the data and (run_seed, round, site) alone, never on what
+    the engine trained before.
+    """
+
+    def __init__(
+        self, task: Task, config: TrainConfig, run_seed: int, correct: Correct | None = None
+    ) -> None:
+        torch.set_num_threads(config.threads)
+        self.task, self.config, self.run_seed, self.correct = task, config, run_seed, correct
+        self.device = device_of(config.device)
+        self._order = torch.Generator()  # of shuffles
+        self.model = self._build().to(self.device)
+        self.local = Arena.of(self.model)
+        self.local.data = self.local.data.to(self.device)
+        self.local.bind(self.model)
+        self.model.train()
+
+        self._folder = folder_of(task)
+        self._autocast: AbstractContextManager[Any] = nullcontext()
+        if config.precision != "fp32":
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
+            self._autocast = torch.autocast(self.device.type, dtype=dtype)
+        self._sections = [s for s in self.schema.sections if s.dtype in FLOATS and s.trained]
+        self._weights = self._trained(self.local)
+        slope = Arena.zeros(self.schema, str(self.device))
+        self._gradients = self._trained(slope)
+        # Each parameter's .grad is a piece of the flat gradient, for backward() to add into.
+        named, pieces = unique_tensors(self.model), slope.views()
+        self._lent = {name: pieces[name] for name, p in named.items() if p.requires_grad}
+        for name, piece in self._lent.items():
+            named[name].grad = piece
+        self._parameters = [cast(nn.Parameter, named[name]) for name in self._lent]
+        self._buffers = [
+            _Buffer(
+                module, name, buffer, buffer.clone() if name in module._non_persistent_buffers_set else None
+            )
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @property
+    def schema(self) -> Schema:
+        return self.local.schema
+
+    def initial(self) -> Arena:
+        """The weights that a run starts from: equal at all sites."""
+        return Arena.of(self._build())
+
+    def train(self, site: SiteId, dataset: Any, round: int, weights: Arena, out: Arena) -> Update:
+        """Train on the site's examples from the global `weights`; `out` receives local - global."""
+        self._seed(seed_of(self.run_seed, round, site))
+        self.load(weights)
+        start = weights if weights.data.device == self.local.data.device else self.local.clone()
+        if not self.model.training:
+            self.model.train()
+        with user_code(self._folder, f"site {site}, round {round}"):
+            examples = examples_of(dataset)
+            loss, weight, seen = self._steps(examples, self._trained(start))
+        if not seen:
+            raise TaskError(f"site {site} has no examples: data({site!r}) is empty")
+        self._gather_buffers()
+        self._subtract(start, out)
+        # The size of the dataset, in units of the loss's weight: not how often it was passed over.
+        num_examples = examples.count * (weight / seen)
+        return Update(delta=out, num_examples=num_examples, metrics={"loss": (loss, weight)})
+
+    def evaluate(self, dataset: Any, weights: Arena) -> Metrics:
+        """What the task's evaluate() gives, summed over the dataset; the loss is always among it."""
+        self._seed(seed_of(self.run_seed, "evaluate"))
+        self.load(weights)
+        self.model.eval()
+        total: Metrics = {}
+        with user_code(self._folder, "evaluation"), torch.no_grad():
+            for batch in examples_of(dataset).batches(self.config.eval_batch_size, False, None):
+                for name, (value, number) in self._measure(self._here(batch)).items():
+                    have = total.get(name, (0.0, 0.0))
+                    total[name] = (have[0] + value, have[1] + number)
+        return total or {"loss": (0.0, 0.0)}
+
+    # --- One round
+
+    def _steps(self, examples: Examples, start: list[torch.Tensor]) -> tuple[float, float, float]:
+        """Every optimizer step of the round. Returns Σ loss, Σ weight, and how many examples they saw."""
+        config = self.config
+        theirs = self.task.optimizer(self._parameters)
+        ours = optimizer_of(config)
+        states = [ours.init(w) for w in self._weights] if theirs is None else []
+        scale = FP16_SCALE if config.precision == "fp16" else 1.0
+        losses: list[torch.Tensor] = []  # read once, at the end: a GPU is not waited for in between
+        loss_weights: list[float] = []
+        seen = 0
+        steps = 0
+        for group in islice(self._groups(examples), config.local_steps or None):
+            while True:
+                means, weights = self._gradient(group, scale)
+                if scale == 1.0 or all(bool(g.isfinite().all()) for g in self._gradients):
+                    break
+                scale /= 2  # the step is taken again, not skipped
+            losses += means
+            loss_weights += weights
+            seen += sum(map(examples_in, group))
+            if not self._weights or not any(weights):
+                continue
+            if config.clip_norm:
+                clip(self._gradients, config.clip_norm)
+            if self.correct is not None:
+                for gradient, present, begun in zip(self._gradients, self._weights, start, strict=True):
+                    self.correct(gradient, present, begun)
+            steps += 1
+            if theirs is not None:
+                theirs.step()
+            else:
+                for present, gradient, state in zip(self._weights, self._gradients, states, strict=True):
+                    ours.step(present, gradient, state, steps)
+        if any(p.grad is not piece for p, piece in zip(self._parameters, self._lent.values(), strict=True)):
+            raise TaskError(
+                "the task replaced its parameters' .grad (zero_grad() in loss()?); leave it to us"
+            )
+        values = torch.stack(losses).tolist() if losses else []
+        return math.fsum(map(float.__mul__, values, loss_weights)), math.fsum(loss_weights), float(seen)
+
+    def _groups(self, examples: Examples) -> Iterator[list[Batch]]:
+        """The batches of each optimizer step: `accumulate` of them, fewer at the end of an epoch."""
+        config = self.config
+        for epoch in count() if config.local_steps else range(config.local_epochs):
+            batches = map(
+                self._here, examples.batches(config.batch_size, config.drop_last, self._permutation)
+            )
+            empty = True
+            while group := list(islice(batches, config.accumulate)):
+                empty = False
+                yield group
+            if empty and (epoch == 0 or isinstance(examples, Stream)):
+                return  # no examples, or an iterator that gives its batches only once
+
+    def _gradient(self, group: list[Batch], scale: float) -> tuple[list[torch.Tensor], list[float]]:
+        """The gradient of (Σ loss sums) / (Σ weights) over the group, left in self._gradients.
+
+        So accumulating over ragged batches, or over sums of tokens, is exactly the one large batch.
+        Returns each batch's mean loss and weight.
+        """
+        for gradient in self._gradients:
+            gradient.zero_()
+        means, weights = [], []
+        for batch in group:
+            with self._autocast:
+                mean, weight = mean_and_weight(self.task.loss(self.model, batch), batch)
+            means.append(mean.detach())
+            weights.append(weight)
+            if self._weights:
+                objective = mean if len(group) == 1 else mean * weight
+                (objective if scale == 1.0 else objective * scale).backward()  # type: ignore[no-untyped-call]
+        divisor = scale if len(group) == 1 else scale * sum(weights)
+        if divisor not in (0.0, 1.0):
+            for gradient in self._gradients:
+                gradient.div_(divisor)
+        return means, weights
+
+    def _measure(self, batch: Batch) -> Metrics:
+        with self._autocast:
+            metrics = checked(self.task.evaluate(self.model, batch))
+            if "loss" not in metrics:
+                mean, weight = mean_and_weight(self.task.loss(self.model, batch), batch)
+                metrics["loss"] = (float(mean) * weight, weight)
+        return metrics
+
+    # --- The model, its arena, its seeds
+
+    def _build(self) -> nn.Module:
+        self._seed(seed_of(self.run_seed, "init"))
+        with user_code(folder_of(self.task), "model()"):
+            model = self.task.model()
+        if not isinstance(model, nn.Module):
+            raise TaskError(f"model() returned a {type(model).__name__}, not a torch.nn.Module")
+        return model
+
+    def _seed(self, seed: int) -> None:
+        # Not torch.manual_seed: it looks for every kind of accelerator, and takes 194 µs of a 400 µs round.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        self._order.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFF_FFFF)  # the legacy one, which datasets and augmentations draw from
+
+    def _permutation(self, examples: int) -> torch.Tensor:
+        return torch.randperm(examples, generator=self._order)
+
+    def _here(self, batch: Batch) -> Batch:
+        return batch if self.device.type == "cpu" else move(batch, self.device)
+
+    def _trained(self, arena: Arena) -> list[torch.Tensor]:
+        """All trained coordinates, one vector per float dtype; views."""
+        return [arena.flat(section)[: section.trained] for section in self._sections]
+
+    def load(self, weights: Arena) -> None:
+        """The global weights, and buffers as the model was built with: nothing of an earlier site stays."""
+        self.local.copy_(weights)
+        for buffer in self._buffers:
+            buffer.module._buffers[buffer.name] = buffer.tensor
+            if buffer.first is not None:
+                buffer.tensor.copy_(buffer.first)
+
+    def _gather_buffers(self) -> None:
+        """Buffers that forward() replaced, rather than wrote into, go back to their place in the arena."""
+        for buffer in self._buffers:
+            present = buffer.module._buffers[buffer.name]
+            if present is not None and present is not buffer.tensor:
+                buffer.tensor.copy_(present)
+
+    def _subtract(self, start: Arena, out: Arena) -> None:
+        for section in self.schema.sections:
+            local, begun, delta = (arena.flat(section) for arena in (self.local, start, out))
+            if section.dtype not in MOVES:
+                delta.zero_()
+            elif delta.device == local.device:
+                torch.sub(local, begun, out=delta)
+            else:
+                delta.copy_(local - begun)
+        out._digest = None
+
+
+def device_of(name: str) -> torch.device:
+    """train.device as torch knows it; "auto" is the first GPU, or else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"train.device: {name!r} is not a device. Use auto, cpu, cuda or cuda:1.") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"train.device: {name} is not here; this machine has {torch.cuda.device_count()} GPUs."
+        )
+    return device

@@ -1,0 +1,243 @@
+"""One pool of examples dealt to many sites, for simulation: iid, skewed by label, or skewed by size.
+
+    iid            equal shares at random
+    dirichlet:0.3  each label's examples are spread by Dirichlet(0.3); smaller is more skewed
+    shards:2       sorted by label, each site gets 2 of the pieces (McMahan et al. 2017)
+    quantity:0.5   random examples, shares of the pool by Dirichlet(0.5)
+
+Every example goes to exactly one site, and every site has at least one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config import SimulateConfig
+from ..errors import ConfigError, TaskError
+from ..update import seed_of
+from .task import Task, folder_of, user_code
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Indices = npt.NDArray[np.int64]
+
+KINDS = {"iid": None, "dirichlet": 0.3, "shards": 2.0, "quantity": 0.5}  # name -> an example of its number
+
+
+def parse(spec: str) -> tuple[str, float]:
+    """("dirichlet", 0.3) of "dirichlet:0.3"; 0 where the kind has no number."""
+    kind, colon, number = spec.partition(":")
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"simulate.partition: {spec!r} is not one of {', '.join(KINDS)}.{hint}")
+    example = KINDS[kind]
+    if example is None:
+        if colon:
+            raise ConfigError(f'simulate.partition: {spec!r}: {kind} takes no number, write "{kind}"')
+        return kind, 0.0
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf") or (kind == "shards" and value != int(value)):
+        sort = "whole number" if kind == "shards" else "number"
+        raise ConfigError(f'simulate.partition: {spec!r} needs a positive {sort}, as in "{kind}:{example:g}"')
+    return kind, value
+
+
+def partition(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: int) -> list[Indices]:
+    """The indices of each site's examples, ascending, given all labels (or their number, where it suffices)."""
+    import numpy as np
+
+    kind, value = parse(spec)
+    by_label = kind in ("dirichlet", "shards")
+    if isinstance(labels, int) and by_label:
+        raise ConfigError(f"simulate.partition: {spec!r} needs the labels, not only how many there are")
+    count = labels if isinstance(labels, int) else len(labels)
+    pieces = sites * int(value) if kind == "shards" else sites
+    if sites < 1 or count < pieces:
+        raise ConfigError(
+            f"simulate.partition: {count} examples can't be dealt to {sites} sites as {spec!r}, "
+            f"at least {max(pieces, 1)} are needed. Lower simulate.sites."
+        )
+    # RandomState, for its streams are frozen: a partition stays the same whatever numpy comes.
+    rng = np.random.RandomState(np.random.MT19937(seed))
+    if kind == "iid":
+        parts = np.array_split(rng.permutation(count), sites)
+    elif kind == "quantity":
+        parts = _cut(rng.permutation(count), _shares(rng, value, sites))
+    elif kind == "shards":
+        order = rng.permutation(count)
+        order = order[np.argsort(_codes(labels)[order], kind="stable")]
+        shards = np.array_split(order, pieces)
+        dealt = rng.permutation(pieces).reshape(sites, -1)
+        parts = [np.concatenate([shards[i] for i in row]) for row in dealt]
+    else:
+        codes = _codes(labels)
+        mine: list[list[Indices]] = [[] for _ in range(sites)]
+        for label in range(codes.max() + 1):
+            cut = _cut(rng.permutation(np.flatnonzero(codes == label)), _shares(rng, value, sites))
+            for have, more in zip(mine, cut, strict=True):
+                have.append(more)
+        parts = [np.concatenate(have) for have in mine]
+    return [np.sort(part).astype(np.int64) for part in _fill(parts)]
+
+
+def _shares(rng: np.random.RandomState, alpha: float, sites: int) -> npt.NDArray[np.float64]:
+    """Dirichlet(alpha), drawn as logarithms of gammas: for a small alpha the gammas themselves are all 0."""
+    import numpy as np
+
+    logs = np.log(rng.gamma(alpha + 1, size=sites)) + np.log1p(-rng.random_sample(sites)) / alpha
+    shares: npt.NDArray[np.float64] = np.exp(logs - logs.max())
+    shares /= shares.sum()
+    return shares
+
+
+def _cut(order: Indices, shares: npt.NDArray[np.float64]) -> list[Indices]:
+    import numpy as np
+
+    return np.split(order, np.rint(np.cumsum(shares)[:-1] * len(order)).astype(int))
+
+
+def _fill(parts: list[Indices]) -> list[Indices]:
+    """Each empty part gets one example of the part that is largest then."""
+    sizes = [(-len(p), i) for i, p in enumerate(parts)]
+    heapq.heapify(sizes)
+    for i, part in enumerate(parts):
+        if len(part) == 0:
+            _, largest = heapq.heappop(sizes)
+            parts[i], parts[largest] = parts[largest][-1:], parts[largest][:-1]
+            heapq.heappush(sizes, (-len(parts[largest]), largest))
+    return parts
+
+
+def _codes(labels: Any) -> Indices:
+    """Labels as 0, 1, 2, ... in their sorted order."""
+    import numpy as np
+
+    values = np.asarray(labels)
+    if values.ndim != 1 or values.dtype.kind == "f":
+        raise ConfigError(
+            f"simulate.partition: labels of shape {values.shape} and type {values.dtype} are not classes. "
+            f'Use "iid" or "quantity:0.5".'
+        )
+    return np.unique(values, return_inverse=True)[1].astype(np.int64)
+
+
+def labels_of(data: Any) -> Any:
+    """The label of every example: data()'s .targets or last tensor, or else read one by one."""
+    import numpy as np
+    from torch.utils.data import Subset
+
+    from .examples import Items, Tensors, examples_of
+
+    for name in ("targets", "labels"):
+        if (known := getattr(data, name, None)) is not None:
+            return np.asarray(known)
+    if isinstance(data, Subset):
+        return labels_of(data.dataset)[np.asarray(data.indices)]
+    if isinstance(data, dict):
+        for name in ("label", "labels", "target", "y"):
+            if name in data:
+                return np.asarray(data[name])
+    examples = examples_of(data)
+    if isinstance(examples, Tensors) and len(examples.columns) > 1:
+        return examples.columns[-1].cpu().numpy()
+    if isinstance(examples, Items) and examples.count and isinstance(data[0], tuple | list):
+        return np.asarray([int(data[i][-1]) for i in range(examples.count)])
+    raise ConfigError(
+        f"simulate.partition: data() returned a {type(data).__name__} without labels to go by. "
+        f'Give it .targets, or use "iid" or "quantity:0.5".'
+    )
+
+
+def site_names(count: int) -> list[str]:
+    """site-1, site-2, ... padded with zeros, so that sorted order is the order of numbers."""
+    return [f"site-{i:0{len(str(count))}d}" for i in range(1, count + 1)]
+
+
+class SimulatedSites:
+    """Who has what in a simulation: the task's natural sites, or its one pool dealt out.
+
+    A task without sites() is asked once, for the first site, and what it returns is the pool.
+    """
+
+    def __init__(self, task: Task, simulate: SimulateConfig, seed: int) -> None:
+        self.task, self.simulate, self.seed = task, simulate, seed
+        with user_code(folder_of(task), "sites()"):
+            natural = task.sites()
+        if natural is not None and (not natural or len(set(natural)) < len(natural)):
+            raise TaskError("sites() must return at least one name, and each name once")
+        self.natural = natural is not None
+        self.names = sorted(natural) if natural is not None else site_names(simulate.sites)
+
+    def data(self, site: str) -> Any:
+        """The site's training examples."""
+        if self.natural:
+            with user_code(folder_of(self.task), f"data({site!r})"):
+                return self.task.data(site)
+        from .examples import subset
+
+        return subset(self._pool, self.parts[site])
+
+    def eval_data(self) -> dict[str, Any]:
+        """What to evaluate on: each natural site's own set, or the one set of the pool, as "central"."""
+        sites = self.names if self.natural else self.names[:1]
+        if not self.natural and type(self.task).eval_data is Task.eval_data:
+            return {"central": self._pool}
+        with user_code(folder_of(self.task), "eval_data()"):
+            found = {site: self.task.eval_data(site) for site in sites}
+        return found if self.natural else {"central": found[sites[0]]}
+
+    @cached_property
+    def parts(self) -> dict[str, Indices]:
+        """Of a partitioned simulation: each site's indices in the pool."""
+        spec = self.simulate.partition
+        kind, _ = parse(spec)
+        if kind in ("dirichlet", "shards"):
+            labels = labels_of(self._pool)
+        else:
+            from .examples import examples_of
+
+            labels = examples_of(self._pool).count
+        parts = partition(labels, spec, len(self.names), seed_of(self.seed, "partition"))
+        return dict(zip(self.names, parts, strict=True))
+
+    @cached_property
+    def _pool(self) -> Any:
+        with user_code(folder_of(self.task), f"data({self.names[0]!r})"):
+            return self.task.data(self.names[0])
+
+
+def draw(labels: Any, parts: Mapping[str, Indices], path: Path) -> None:
+    """A picture of how many examples of each class every site has, one bar a site."""
+    import numpy as np
+
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError("Drawing a partition needs matplotlib: pip install fedtrain[report]") from None
+    codes = _codes(labels)
+    classes = np.unique(np.asarray(labels))
+    counts = np.stack([np.bincount(codes[part], minlength=len(classes)) for part in parts.values()])
+    figure = Figure(figsize=(min(24.0, 2.5 + 0.3 * len(parts)), 4), layout="constrained")
+    axes = figure.add_subplot()
+    bottom = np.zeros(len(parts))
+    for label, number in zip(classes, counts.T, strict=True):
+        axes.bar(np.arange(len(parts)), number, bottom=bottom, width=0.85, label=str(label))
+        bottom += number
+    names = list(parts)
+    shown = range(0, len(parts), -(-len(parts) // 40))
+    axes.set_xticks(shown, [names[i] for i in shown], rotation=90, fontsize=7)
+    axes.set_ylabel("examples")
+    if len(classes) <= 20:
+        axes.legend(title="class", fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,250 @@
+"""The user's one file: a subclass of Task with a model, data and a loss, the same in all four modes.
+
+Nothing here imports torch, so that a site's supervisor can read a task's digest, and refuse it, without
+running a line of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, FedtrainError, TaskError
+from ..update import Metrics
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Batch = Any  # what loss() and evaluate() are given: a tuple or dict of tensors, first dimension the examples
+
+
+class Task:
+    """What to train. Subclass it in task.py; override model, data and loss, and the others where needed."""
+
+    data_dir: Path = Path("data")  # <project>/data unless site.toml or --data says otherwise
+
+    def model(self) -> nn.Module:
+        """A fresh model. Called under a seed that is the same at every site."""
+        raise NotImplementedError
+
+    def data(self, site: str) -> Any:
+        """The examples of this site: a Dataset, a tuple or dict of tensors, or an iterable of ready batches.
+
+        Whoever returns batches (a DataLoader, say) decides their size and order; batch_size and drop_last
+        do not apply to them.
+        """
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The mean loss of a batch as a scalar, or (sum, weight) where items weigh differently (tokens)."""
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Any, Any]]:
+        """Each metric as (sum, count), so that averages over batches and sites are exact."""
+        mean, weight = mean_and_weight(self.loss(model, batch), batch)
+        return {"loss": (float(mean) * weight, weight)}
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """The local optimizer, made fresh each round; None: the one that train.optimizer names."""
+        return None
+
+    def eval_data(self, site: str) -> Any:
+        """What to evaluate on; the training data unless overridden."""
+        return self.data(site)
+
+    def sites(self) -> list[str] | None:
+        """The natural sites of the data, for simulation; None: the data is one pool, to be partitioned."""
+        return None
+
+
+REQUIRED = ("model", "data", "loss")
+
+
+def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
+    """The task that "module:Class" names, module.py (or a package) lying in `root`.
+
+    `root` goes to the front of sys.path, so that the task can import what lies beside it.
+    """
+    root = root.resolve()
+    module_name, class_name = _split(spec)
+    for name, file in sources(spec, root).items():
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded is not None and Path(loaded).resolve() != file:
+            del sys.modules[name]  # of another project, loaded earlier in this process
+    if sys.path[:1] != [str(root)]:
+        sys.path.insert(0, str(root))
+    importlib.invalidate_caches()
+    with user_code(root):
+        module = importlib.import_module(module_name)
+    found = getattr(module, class_name, None)
+    if found is None:
+        tasks = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task)]
+        raise ConfigError(
+            f"run.task: {module_name} has no class {class_name!r}.{_nearest(class_name, tasks)}"
+        )
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise ConfigError(
+            f"run.task: {spec} is not a fedtrain.Task. Write class {class_name}(fedtrain.Task)."
+        )
+    missing = [name for name in REQUIRED if getattr(found, name) is getattr(Task, name)]
+    if missing:
+        raise ConfigError(f"run.task: {spec} does not define {', '.join(f'{name}()' for name in missing)}.")
+    with user_code(root):
+        task = found.__new__(found)
+        task.data_dir = data_dir or root / "data"  # set first, so that its __init__ may read it
+        task.__init__()  # type: ignore[misc]
+    return task
+
+
+def task_digest(spec: str, root: Path) -> str:
+    """SHA-256 over the task's source: its module and every module in `root` that it imports, by relative
+    path and bytes. Found by reading, not by importing: a site can refuse code that never ran."""
+    root = root.resolve()
+    digest = hashlib.sha256()
+    for name, file in sorted((f.relative_to(root).as_posix(), f) for f in sources(spec, root).values()):
+        content = file.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
+
+
+def sources(spec: str, root: Path) -> dict[str, Path]:
+    """Module name -> file, for the task's module and all that its import statements reach within `root`.
+
+    Imports inside functions count; importlib.import_module("...") can't be seen.
+    """
+    root = root.resolve()
+    module_name, _ = _split(spec)
+    top = module_name.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        raise ConfigError(f"run.task: {top}.py has the name of one of Python's own modules. Rename it.")
+    found: dict[str, Path] = {}
+    todo = [module_name]
+    while todo:
+        name = todo.pop()
+        file = _file_of(name, root)
+        if name in found or file is None:
+            continue
+        found[name] = file
+        todo += _parents(name)
+        todo += _imports(name, file)
+    if module_name not in found:
+        here = [f.stem for f in sorted(root.glob("*.py"))]
+        file = root.joinpath(*module_name.split("."))
+        raise ConfigError(f"run.task: {file}.py does not exist.{_nearest(module_name, here)}")
+    return found
+
+
+def _split(spec: str) -> tuple[str, str]:
+    module, _, name = spec.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise ConfigError(f'run.task: {spec!r} must be "module:Class", as in "task:Heart"')
+    return module, name
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" Found here: {', '.join(known)}." if known else ""
+
+
+def _file_of(module: str, root: Path) -> Path | None:
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top == __name__.partition(".")[0]:
+        return None
+    path = root.joinpath(*module.split("."))
+    for file in (path / "__init__.py", path.with_name(path.name + ".py")):
+        if file.is_file():
+            return file
+    return None
+
+
+def _parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _imports(module: str, file: Path) -> list[str]:
+    """Every module that the file may import, by absolute name."""
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as e:
+        raise TaskError(f"SyntaxError in {file.name}:{e.lineno}") from None
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                names += [*_parents(alias.name), alias.name]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join(part for part in (*above, node.module or "") if part)
+            names += [*_parents(base), base, *(f"{base}.{a.name}".lstrip(".") for a in node.names)]
+    return names
+
+
+@contextmanager
+def user_code(folder: Path, during: str = "") -> Iterator[None]:
+    """The one place where any exception is caught: the user's code may raise whatever it likes.
+
+    It becomes a TaskError with the type and the place. The message stays out, for it may quote data, and
+    this one travels (S35); the exception itself is chained, for the person at the site.
+    """
+    try:
+        yield
+    except FedtrainError:
+        raise
+    except Exception as e:
+        what = type(e).__name__
+        if isinstance(e, ModuleNotFoundError) and e.name:
+            what += f" (no module named {e.name!r})"
+        raise TaskError(f"{what} in {_place(e, folder)}{during and f', {during}'}") from e
+
+
+def _place(error: BaseException, folder: Path) -> str:
+    """file:line of the innermost frame in the user's own folder."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, line in reversed(frames):
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(folder) and "site-packages" not in file.parts:
+            return f"{file.relative_to(folder).as_posix()}:{line}, in {frame.f_code.co_name}"
+    frame, line = frames[-1]
+    return f"{Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
+
+
+def folder_of(task: Task) -> Path:
+    """Where the task's source lies."""
+    file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
+    return Path(file).parent if file else Path.cwd()
+
+
+def examples_in(batch: Batch) -> int:
+    """How many examples a batch holds: the first dimension of its first tensor."""
+    while not hasattr(batch, "shape"):
+        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
+    return int(batch.shape[0])
+
+
+def mean_and_weight(loss: Any, batch: Batch) -> tuple[torch.Tensor, float]:
+    """What loss() returned, either form, as (mean, weight); a batch without weight has its sum for a mean."""
+    if isinstance(loss, tuple):
+        total, weight = loss[0], float(loss[1])
+        return (total / weight if weight else total), weight
+    return loss, float(examples_in(batch))
+
+
+def checked(metrics: Mapping[str, tuple[Any, Any]]) -> Metrics:
+    """What evaluate() returned, as floats."""
+    try:
+        return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
+    except (TypeError, ValueError, AttributeError):
+        raise TaskError('evaluate() must return {"name": (sum, count)}, each a number') from None
