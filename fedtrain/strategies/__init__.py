@@ -1,0 +1,79 @@
+"""How the global model moves, one file a strategy. A new one is its file and its line in STRATEGIES."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import config
+from ..errors import ConfigError
+from .base import Strategy, corrects, server_step, state_init
+from .fedadagrad import FedAdagrad
+from .fedadam import FedAdam
+from .fedavg import FedAvg
+from .fedavgm import FedAvgM
+from .fedprox import FedProx
+from .fedyogi import FedYogi
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "fedadagrad": FedAdagrad,
+    "fedadam": FedAdam,
+    "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "fedprox": FedProx,
+    "fedyogi": FedYogi,
+}
+
+__all__ = ["STRATEGIES", "Strategy", "build", "corrects", "server_step", "state_init"]
+
+
+def build(kind: str, options: Mapping[str, Any], root: Path | None = None) -> Strategy:
+    """The strategy that [strategy] describes: its kind, and the keys that are the strategy's own fields.
+
+    A kind "module:Class" is the user's own, and module.py lies in `root`, beside the task.
+    """
+    if ":" in kind:
+        cls = _own(kind, root)
+    else:
+        config.one_of("strategy.kind", kind, STRATEGIES)
+        cls = STRATEGIES[kind]
+    for name in options:
+        if name not in _options(cls):
+            raise ConfigError(f"strategy.{name}: {kind} has no such option. {_hint(cls, name)}")
+    return config.build(cls, dict(options), "strategy")
+
+
+def _own(kind: str, root: Path | None) -> type[Strategy]:
+    module_name, _, name = kind.partition(":")
+    if root is not None and str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    try:
+        cls = getattr(importlib.import_module(module_name), name, None)
+    except ModuleNotFoundError as e:
+        raise ConfigError(
+            f"strategy.kind: {kind!r}: there is no module {e.name!r} in {root or 'sys.path'}."
+        ) from None
+    if not (isinstance(cls, type) and issubclass(cls, Strategy) and is_dataclass(cls)):
+        raise ConfigError(
+            f"strategy.kind: {kind!r} is not a strategy. "
+            f"Write @dataclass(frozen=True) class {name}(fedtrain.strategies.Strategy) in {module_name}.py."
+        )
+    return cls
+
+
+def _options(cls: type[Strategy]) -> list[str]:
+    return [f.name for f in fields(cls)]  # type: ignore[arg-type]  # each is a dataclass
+
+
+def _hint(cls: type[Strategy], name: str) -> str:
+    everywhere = [f.name for f in fields(config.StrategyConfig) if f.name != "options"]
+    if near := difflib.get_close_matches(name, _options(cls) + everywhere, n=1):
+        return f"Did you mean strategy.{near[0]}?"
+    if having := [kind for kind, other in STRATEGIES.items() if name in _options(other)]:
+        return f'strategy.kind = "{having[0]}" has it.'
+    return f"It has {', '.join(_options(cls)) or 'none of its own'}."

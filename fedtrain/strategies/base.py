@@ -1,8 +1,18 @@
-"""What a strategy is: the server's optimizer and the site's gradient correction, in one frozen dataclass."""
+"""What a strategy is: the server's optimizer and the site's gradient correction, in one frozen dataclass.
+
+A custom one is a frozen dataclass that derives from Strategy:
+
+    @dataclass(frozen=True)
+    class Half(Strategy):
+        def step(self, weights, state, mean_delta):
+            return weights + 0.5 * mean_delta, state
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from ..update import FLOATS, Arena
 
 if TYPE_CHECKING:
     import torch
@@ -11,7 +21,7 @@ if TYPE_CHECKING:
     State = dict[str, torch.Tensor]  # what lives between rounds; {} when nothing does
 
 
-class Strategy(Protocol):
+class Strategy:
     """How the global weights move, given the mean of the sites' deltas.
 
     Its fields are its configuration; all that changes from round to round is in the state, so that a
@@ -20,9 +30,15 @@ class Strategy(Protocol):
 
     def init(self, weights: Vector) -> State:
         """The state before round 0."""
+        return {}
 
     def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
-        """New weights and state; the arguments are left as they are."""
+        """New weights and new state.
+
+        `weights` is a copy, the step's own to change in place and return. `state` and `mean_delta` are
+        others': until the round commits, the old state is the one that counts.
+        """
+        raise NotImplementedError("a strategy says how it steps")
 
     def correct(self, gradient: Vector, weights: Vector, start: Vector) -> None:
         """The site's half: change `gradient` in place, before each local optimizer step.
@@ -30,3 +46,48 @@ class Strategy(Protocol):
         `weights` are the site's present ones, `start` the global ones that the round began with. Only
         called when the class overrides it (`corrects` says so); the base does nothing.
         """
+
+
+def corrects(strategy: Strategy) -> bool:
+    """Whether the strategy has a site's half at all; local training skips the call where not."""
+    return type(strategy).correct is not Strategy.correct
+
+
+def state_init(strategy: Strategy, weights: Arena) -> State:
+    """The whole model's state before round 0: the strategy's own, named "<dtype>/<name>"."""
+    return {
+        f"{section.dtype}/{name}": tensor
+        for section in weights.schema.sections
+        if section.trained
+        for name, tensor in strategy.init(_wide(weights.flat(section)[: section.trained])).items()
+    }
+
+
+def server_step(strategy: Strategy, weights: Arena, state: State, mean: Arena) -> tuple[Arena, State]:
+    """The next global model and state; the arguments stay as they are.
+
+    The strategy steps on the trained coordinates; 16-bit floats are stepped in float32 and rounded once.
+    Frozen parameters, BatchNorm's statistics and integers move by the plain mean delta; booleans and bytes,
+    which have no differences, stay as they are.
+    """
+    new, new_state = weights.clone(), dict[str, "torch.Tensor"]()
+    for section in weights.schema.sections:
+        if section.dtype in ("bool", "uint8"):
+            continue
+        vector, delta = new.flat(section), mean.flat(section)
+        trained = section.trained if section.dtype in FLOATS else 0
+        vector[trained:].add_(delta[trained:])
+        if not trained:
+            continue
+        own = f"{section.dtype}/"
+        before = {name.removeprefix(own): t for name, t in state.items() if name.startswith(own)}
+        stepped, after = strategy.step(_wide(vector[:trained]), before, _wide(delta[:trained]))
+        if stepped.data_ptr() != vector.data_ptr():
+            vector[:trained].copy_(stepped)
+        new_state |= {own + name: t for name, t in after.items()}
+    return new, new_state
+
+
+def _wide(vector: Vector) -> Vector:
+    """The vector itself where it is float32 or float64, a float32 copy where it is narrower."""
+    return vector if vector.element_size() >= 4 else vector.float()

@@ -1,0 +1,100 @@
+"""The weighted mean of the sites' deltas: Σ wᵢΔᵢ / Σ wᵢ, the same bits from memory and from files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from ..errors import RoundError
+from ..update import Arena, Schema, Section, Update, chunks
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightedMean:
+    """A fold over updates that holds one float64 sum, however many sites there are.
+
+    Per coordinate: each product and each sum is rounded to float64 once, in the order in which the updates
+    are given, and the result to its own dtype once (to 16 bits by way of float32). So the bits depend on
+    that order (give site order, see exchange.in_order) and on nothing else: not on arrival, chunks, threads
+    or vector width.
+    """
+
+    linear: ClassVar[bool] = True
+
+    def __init__(self, schema: Schema) -> None:
+        import torch
+
+        self._schema, self._total, self._folded = schema, 0.0, 0
+        self._sums = {s: torch.zeros(s.numel, dtype=torch.float64) for s in moving(schema)}
+        self._scratch = torch.empty(_longest(schema), dtype=torch.float64)
+
+    def add(self, update: Update) -> None:
+        """Fold the next update in; its delta is not needed any more after this."""
+        for section, total in self._sums.items():
+            for start, stop in chunks(section):
+                _fold(
+                    total[start:stop],
+                    update.delta.chunk(section, start, stop),
+                    update.num_examples,
+                    self._scratch,
+                )
+        self._total += update.num_examples
+        self._folded += 1
+
+    def result(self) -> Arena:
+        """The mean so far."""
+        check_total(self._total, self._folded)
+        mean = Arena.zeros(self._schema)
+        for section, total in self._sums.items():
+            for start, stop in chunks(section):
+                _round(total[start:stop] / self._total, mean.chunk(section, start, stop))
+        return mean
+
+    @staticmethod
+    def combine(schema: Schema, updates: Sequence[Update]) -> Arena:
+        """The mean of updates that lie in files, chunk by chunk: memory is the result and a few chunks."""
+        import torch
+
+        total = 0.0
+        for update in updates:
+            total += update.num_examples  # not sum(), which rounds in another way from Python 3.12 on
+        check_total(total, len(updates))
+        mean, size = Arena.zeros(schema), _longest(schema)
+        sums, scratch = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
+        for section in moving(schema):
+            for start, stop in chunks(section):
+                part = sums[: stop - start].zero_()
+                for update in updates:
+                    _fold(part, update.delta.chunk(section, start, stop), update.num_examples, scratch)
+                _round(part.div_(total), mean.chunk(section, start, stop))
+        return mean
+
+
+def moving(schema: Schema) -> list[Section]:
+    """The sections that a round can change: booleans and bytes have no differences, so their deltas are 0."""
+    return [s for s in schema.sections if s.dtype not in ("bool", "uint8")]
+
+
+def check_total(total: float, count: int) -> None:
+    if not total > 0:
+        raise RoundError(
+            f"{count} updates weigh {total:g} examples together, so they have no mean. "
+            f"Do the sites' data() give any examples?"
+        )
+
+
+def _fold(total: torch.Tensor, delta: torch.Tensor, weight: float, scratch: torch.Tensor) -> None:
+    """total += weight · delta. Two operations, because a fused one rounds once in vector code and twice in
+    the tail, and the bits would tell where a chunk ends."""
+    total.add_(scratch[: delta.numel()].copy_(delta).mul_(weight))
+
+
+def _round(mean: torch.Tensor, out: torch.Tensor) -> None:
+    """Into the dtype of `out`; integers to the nearest, halves to even. `mean` is overwritten."""
+    out.copy_(mean if out.is_floating_point() else mean.round_())
+
+
+def _longest(schema: Schema) -> int:
+    return max((stop - start for s in schema.sections for start, stop in chunks(s)), default=0)

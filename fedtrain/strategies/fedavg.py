@@ -1,0 +1,19 @@
+"""FedAvg: the global weights move by the mean of the sites' deltas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Strategy
+
+if TYPE_CHECKING:
+    from .base import State, Vector
+
+
+@dataclass(frozen=True)
+class FedAvg(Strategy):
+    """Federated averaging (McMahan et al. 2017, Algorithm 1)."""
+
+    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
+        return weights.add_(mean_delta), state

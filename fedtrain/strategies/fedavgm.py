@@ -1,0 +1,37 @@
+"""FedAvgM: momentum at the server. With Nesterov's look-ahead it is DiLoCo's outer optimizer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config import require
+from .base import Strategy
+
+if TYPE_CHECKING:
+    from .base import State, Vector
+
+
+@dataclass(frozen=True)
+class FedAvgM(Strategy):
+    """v ← βv + Δ, w ← w + ηv (Hsu et al. 2019, §3.3, where η is 1); nesterov: w ← w + η(βv + Δ)."""
+
+    server_lr: float = 1.0
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        require(0 < self.server_lr < math.inf, "strategy.server_lr", f"{self.server_lr} must be positive")
+        require(0 <= self.momentum < 1, "strategy.momentum", f"{self.momentum} must be in [0, 1)")
+
+    def init(self, weights: Vector) -> State:
+        return {"momentum": weights.new_zeros(weights.shape)}
+
+    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
+        v = (state["momentum"] * self.momentum).add_(mean_delta)
+        if self.nesterov:
+            weights.add_(mean_delta, alpha=self.server_lr).add_(v, alpha=self.server_lr * self.momentum)
+        else:
+            weights.add_(v, alpha=self.server_lr)
+        return weights, {"momentum": v}

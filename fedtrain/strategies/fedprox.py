@@ -1,0 +1,29 @@
+"""FedProx: each site is held near the global model by a proximal term in its loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config import require
+from .base import Strategy
+
+if TYPE_CHECKING:
+    from .base import State, Vector
+
+
+@dataclass(frozen=True)
+class FedProx(Strategy):
+    """Sites minimise F(w) + μ/2 ‖w − w_t‖²; the server averages (Li et al. 2020, Algorithm 2)."""
+
+    mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(0 <= self.mu < math.inf, "strategy.mu", f"{self.mu} must be 0 or more")
+
+    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
+        return weights.add_(mean_delta), state
+
+    def correct(self, gradient: Vector, weights: Vector, start: Vector) -> None:
+        gradient.add_(weights - start, alpha=self.mu)
