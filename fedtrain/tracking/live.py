@@ -224,10 +224,12 @@ def table(board: Board, now: float, width: int, height: int) -> RenderableType:
         return Text(printable(line), style, no_wrap=True, overflow="ellipsis")
 
     parts: list[Any] = [_headline(board, now, width), text(_numbers(board))]
-    notices = [text(f"• {notice}", "yellow") for notice in board.notices]
+    foot = [text(f"• {notice}", "yellow") for notice in board.notices]
+    if board.finished is not None:
+        foot.append(text(line(board.finished, board) or "", "green"))
     if board.sites:
-        parts.append(_site_table(board, room=max(3, height - len(notices) - 6)))
-    return Group(*parts, *notices)
+        parts.append(_site_table(board, room=max(3, height - len(foot) - 4)))
+    return Group(*parts, *foot)
 
 
 def _headline(board: Board, now: float, width: int) -> RenderableType:
@@ -235,27 +237,27 @@ def _headline(board: Board, now: float, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    title = Text.assemble((printable(board.run) or "…", "bold"), f"  {board.mode}  {_progress(board)}")
-    eta = board.eta_s(now)
-    right = f"ETA {duration(eta)}" if eta else ""
-    if board.finished is not None and board.started is not None:
-        right = f"in {duration(board.finished.time - board.started)}"
+    where = f"  {board.mode}  round {board.round}/{board.rounds}"
     grid = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=max(1, board.rounds), completed=board.round, width=max(10, min(40, width - 60)))
-    grid.add_row(title, bar, right)
+    for _ in range(3):
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+    grid.add_row(
+        Text.assemble((printable(board.run) or "…", "bold"), where),
+        ProgressBar(total=max(1, board.rounds), completed=board.round, width=max(5, min(40, width - 60))),
+        _doing(board, now),
+    )
     return grid
 
 
-def _progress(board: Board) -> str:
-    done = f"round {board.round}/{board.rounds}"
+def _doing(board: Board, now: float) -> str:
     if board.finished is not None:
-        return f"{done}  finished{_because(printable(board.finished.reason))}"
+        return f"in {duration(board.finished.time - (board.started or board.finished.time))}"
     if board.waiting is not None:
-        return f"{done}  {_waiting(board)}"
-    if board.under_way is not None:
-        again = f" (attempt {board.attempt})" if board.attempt > 1 else ""
-        return f"{done}  training {board.under_way}{again}"
-    return done
+        return _waiting(board)
+    again = f", attempt {board.attempt}" if board.attempt > 1 else ""
+    doing = f"training round {board.under_way}{again}" if board.under_way is not None else ""
+    eta = board.eta_s(now)
+    return "  ".join(part for part in (doing, f"ETA {duration(eta)}" if eta else "") if part)
 
 
 def _numbers(board: Board) -> str:

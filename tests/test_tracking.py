@@ -1,0 +1,524 @@
+"""Events, the board they fold into, and what a person or a program sees of them."""
+
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import islice
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedtrain.errors import ConfigError, TooFewSites
+from fedtrain.tracking import Board, EventLog, events, live, runs
+from fedtrain.tracking.board import SiteRow
+
+STORY = [
+    ("run_started", {"run": "heart", "mode": "federated", "rounds": 4, "config_digest": "ab" * 32}),
+    ("waiting", {"need": 2}),
+    ("site_joined", {"site": "basel"}),
+    ("site_joined", {"site": "bern"}),
+    ("round_started", {"round": 1, "attempt": 1, "sites": ["basel", "bern"]}),
+    ("update_received", {"round": 1, "site": "basel", "num_examples": 120, "loss": 0.7, "nbytes": 4000}),
+    ("update_received", {"round": 1, "site": "bern", "num_examples": 80, "loss": 0.5, "nbytes": 4000}),
+    ("round_committed", {"round": 1, "loss": 0.62, "metrics": {"loss": 0.62}, "seconds": 1.5, "sites": 2}),
+    ("evaluated", {"round": 1, "metrics": {"loss": 0.6, "accuracy": 0.75}, "by_site": {}}),
+    ("best", {"round": 1, "metric": "accuracy", "value": 0.75}),
+    ("round_started", {"round": 2, "attempt": 1, "sites": ["basel", "bern"]}),
+    ("site_lost", {"site": "bern", "reason": "disconnected"}),
+    ("round_failed", {"round": 2, "attempt": 1, "reason": "1 sites replied, 2 are needed"}),
+]
+
+
+class Ticks:
+    """A clock that moves by one second each time that it is asked."""
+
+    def __init__(self, start=1000.0):
+        self.now = start
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+def write(run_dir, story=STORY, *subscribers, clock=None):
+    with EventLog(run_dir, *subscribers, clock=clock or Ticks()) as log:
+        for kind, fields in story:
+            log.emit(kind, **fields)
+
+
+def told(story=STORY):
+    """The board after a story, without a file between."""
+    board, clock = Board(), Ticks()
+    for kind, fields in story:
+        board.add(events.KINDS[kind](clock(), **fields))
+    return board
+
+
+# --- the file
+
+
+def test_what_is_emitted_is_what_is_read(tmp_path):
+    heard = []
+    write(tmp_path, STORY, heard.append)
+    assert list(events.read(tmp_path)) == heard
+    assert [type(e).__struct_config__.tag for e in heard] == [kind for kind, _ in STORY]
+
+
+def test_each_line_is_a_json_object_with_time_and_kind(tmp_path):
+    write(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == [kind for kind, _ in STORY]
+    assert lines[5] | {"time": 0} == {"time": 0, "kind": "update_received", **STORY[5][1]}
+
+
+def test_every_kind_says_what_it_means():
+    assert all(kind.__doc__ and "\n" not in kind.__doc__ for kind in events.KINDS.values())
+
+
+def test_an_event_with_an_unknown_kind_or_field_is_our_own_bug(tmp_path):
+    with EventLog(tmp_path) as log:
+        with pytest.raises(KeyError):
+            log.emit("round_begun", round=1)
+        with pytest.raises(AssertionError):
+            log.emit("notice", text="hello", patient="x")
+
+
+def test_no_file_is_made_before_the_first_event(tmp_path):
+    with EventLog(tmp_path / "run") as log:
+        assert not (tmp_path / "run").exists()
+        log.emit("notice", text="now")
+    assert (tmp_path / "run" / "events.jsonl").exists()
+
+
+def test_a_run_begun_anew_in_a_new_folder_gets_a_new_file(tmp_path):
+    with EventLog(tmp_path / "run") as log:
+        log.emit("notice", text="of the old run")
+        (tmp_path / "run" / "events.jsonl").unlink()  # simulate --fresh
+        log.emit("run_started", run="heart", mode="simulate", rounds=1)
+    assert [type(e) for e in events.read(tmp_path / "run")] == [events.RunStarted]
+
+
+@given(cut=st.integers(1, 60))
+def test_a_torn_last_line_is_passed_over_and_healed_by_the_next_writer(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("torn")
+    write(folder)
+    path = folder / "events.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    kept = list(events.read(folder))
+    assert len(kept) == len(STORY) - 1
+    write(folder, [("notice", {"text": "again"})])
+    assert list(events.read(folder))[:-1] == kept
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_a_torn_line_longer_than_one_look_back_is_healed(tmp_path):
+    write(tmp_path)
+    whole = (tmp_path / "events.jsonl").read_bytes()
+    (tmp_path / "events.jsonl").write_bytes(whole + b"x" * 200_000)
+    write(tmp_path, [])
+    with EventLog(tmp_path, clock=Ticks()) as log:
+        log.emit("notice", text="again")
+    assert (tmp_path / "events.jsonl").read_bytes().startswith(whole + b'{"kind":"notice"')
+
+
+def test_kill_9_loses_no_event_that_was_emitted(tmp_path):
+    code = f"""
+        from pathlib import Path
+        from fedtrain.tracking import EventLog
+        log = EventLog(Path({str(tmp_path)!r}))
+        for i in range(10**9):
+            log.emit("notice", text=str(i))
+            print(i, flush=True)
+    """
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    printed = list(islice(child.stdout, 50))
+    assert events.running(tmp_path)
+    child.send_signal(signal.SIGKILL)
+    printed += child.stdout
+    child.wait()
+    child.stdout.close()
+    kept = [e.text for e in events.read(tmp_path)]
+    printed = [line.strip() for line in printed if line.endswith("\n")]
+    assert kept[: len(printed)] == printed
+    assert not events.running(tmp_path)
+
+
+def test_lines_of_a_newer_fedtrain_are_passed_over(tmp_path):
+    write(tmp_path)
+    with (tmp_path / "events.jsonl").open("a") as f:
+        f.write('{"time": 1, "kind": "from_the_future", "x": 1}\n')
+        f.write('{"time": 2, "kind": "notice", "text": "known", "colour": "blue"}\n')
+    *_, last = events.read(tmp_path)
+    assert len(list(events.read(tmp_path))) == len(STORY) + 1
+    assert last == events.Notice(2, "known")
+
+
+def test_a_number_that_json_does_not_have_is_read_as_none(tmp_path):
+    write(tmp_path, [("round_committed", {"round": 1, "loss": float("nan"), "metrics": {"a": float("inf")}})])
+    (event,) = events.read(tmp_path)
+    assert (event.loss, event.metrics) == (None, {"a": None})
+
+
+def test_text_from_elsewhere_is_one_bounded_line_that_cannot_steer_a_terminal(tmp_path):
+    write(tmp_path, [("site_lost", {"site": "bern", "reason": "a\x1b[2J\nb" + "x" * 10_000})])
+    (event,) = events.read(tmp_path)
+    assert event.reason.startswith("a [2J b")
+    assert len(event.reason) == events.TEXT_CHARS
+    assert event.reason.isprintable()
+
+
+def test_a_run_that_ends_by_an_error_tells_those_who_follow_but_not_its_own_screen(tmp_path):
+    def fail_after_an_event(heard):
+        with EventLog(tmp_path, heard.append) as log:
+            log.emit("notice", text="begin")
+            raise TooFewSites("round 1", 1, 2)
+
+    heard = []
+    with pytest.raises(TooFewSites):
+        fail_after_an_event(heard)
+    assert [e.text for e in events.read(tmp_path)][1].startswith("stopped: round 1: 1 sites replied")
+    assert len(heard) == 1
+
+
+# --- following
+
+
+def following(run_dir):
+    """A follower that never sleeps, and its next event."""
+    return events.follow(run_dir, sleep=lambda s: None)
+
+
+def until_idle(follower):
+    found = []
+    for event in follower:
+        if event is None:
+            return found
+        found.append(event)
+
+
+def test_a_follower_reads_each_event_once_as_it_is_written(tmp_path):
+    follower = following(tmp_path)
+    assert until_idle(follower) == []  # before there is a file
+    write(tmp_path, STORY[:3])
+    assert len(until_idle(follower)) == 3
+    assert until_idle(follower) == []
+    write(tmp_path, STORY[3:])
+    assert len(until_idle(follower)) == len(STORY) - 3
+
+
+def test_a_follower_waits_for_a_line_to_be_whole(tmp_path):
+    write(tmp_path)
+    path, follower = tmp_path / "events.jsonl", following(tmp_path)
+    until_idle(follower)
+    with path.open("ab", buffering=0) as f:
+        f.write(b'{"time": 5, "kind": "no')
+        assert until_idle(follower) == []
+        f.write(b'tice", "text": "whole"}\n')
+    assert until_idle(follower) == [events.Notice(5, "whole")]
+
+
+def test_a_follower_goes_on_over_a_torn_line_that_was_healed(tmp_path):
+    write(tmp_path)
+    follower = following(tmp_path)
+    until_idle(follower)
+    with (tmp_path / "events.jsonl").open("ab") as f:
+        f.write(b'{"time": 5, "ki')
+    assert until_idle(follower) == []
+    write(tmp_path, [("notice", {"text": "again"})])
+    assert [e.text for e in until_idle(follower)] == ["again"]
+
+
+def test_a_follower_starts_over_with_a_file_made_anew(tmp_path):
+    write(tmp_path)
+    follower = following(tmp_path)
+    until_idle(follower)
+    (tmp_path / "events.jsonl").unlink()
+    write(tmp_path, [*STORY, *STORY], clock=Ticks(5000))  # longer than what was read
+    assert len(until_idle(follower)) == 2 * len(STORY)
+
+
+# --- the board
+
+
+def test_the_board_shows_where_a_run_is():
+    board = told(STORY[:8])
+    assert (board.run, board.mode, board.round, board.rounds) == ("heart", "federated", 1, 4)
+    assert board.last.loss == 0.62
+    assert board.sites["basel"] == SiteRow("done", 1, 120, 0.7)
+
+
+def test_the_board_shows_who_is_missing_and_why():
+    board = told()
+    assert board.sites["bern"].state == "lost"
+    assert board.sites["bern"].reason == "disconnected"
+    assert board.under_way is None
+    assert board.notices[-1].startswith("round 2, attempt 1 failed")
+
+
+def test_waiting_counts_the_sites_that_are_here():
+    assert told(STORY[:2]).waiting == (0, 2)
+    assert told(STORY[:3]).waiting == (1, 2)
+    assert told(STORY[:4]).waiting is None
+    assert told([*STORY, ("waiting", {"need": 2})]).waiting == (1, 2)
+
+
+def test_metrics_are_the_newest_evaluations_and_loss_is_of_training():
+    board = told([*STORY, ("round_committed", {"round": 2, "loss": 0.4})])
+    assert board.metrics == {"loss": 0.6, "accuracy": 0.75}
+    assert board.last.loss == 0.4
+
+
+def test_a_restart_takes_back_what_was_not_committed():
+    again = ("run_started", {"run": "heart", "mode": "federated", "rounds": 4, "resumed_from": 1})
+    board = told(
+        [*STORY, ("round_committed", {"round": 2}), ("best", {"round": 2, "metric": "a", "value": 1}), again]
+    )
+    assert board.round == 1
+    assert list(board.history) == [1]
+    assert board.best is None
+    assert board.finished is None
+
+
+def test_a_run_begun_anew_starts_from_an_empty_board():
+    board = told([*STORY, STORY[0]])
+    assert (board.round, board.history, board.sites) == (0, {}, {})
+
+
+def test_a_refused_site_is_shown_until_it_takes_part_again():
+    refused = ("update_refused", {"round": 2, "site": "bern", "reason": "NaN in fc.weight"})
+    board = told([*STORY, refused])
+    assert (board.sites["bern"].state, board.sites["bern"].reason) == ("refused", "NaN in fc.weight")
+    board.add(events.RoundStarted(0, 3, 1, ["bern"]))
+    assert (board.sites["bern"].state, board.sites["bern"].reason) == ("training", "")
+
+
+def test_eta_is_the_pace_of_the_last_rounds_times_the_rounds_left():
+    board = Board()
+    board.add(events.RunStarted(0, "r", "simulate", 10))
+    assert board.eta_s(0) is None
+    for n in (1, 2, 3):
+        board.add(events.RoundStarted(n * 10 - 10, n, 1, ["a"]))
+        board.add(events.RoundCommitted(n * 10, n))
+    assert board.eta_s(30) == 70
+    assert board.eta_s(34) == 66
+    assert board.eta_s(1000) == 60  # a round that takes longer than the others is not yet a trend
+    board.add(events.RunFinished(1000, 10))
+    assert board.eta_s(1000) is None
+
+
+def test_the_time_spent_waiting_for_sites_is_no_part_of_the_pace():
+    board = Board()
+    board.add(events.RunStarted(0, "r", "federated", 3))
+    board.add(events.Waiting(0, 1))
+    board.add(events.SiteJoined(1000, "a"))
+    board.add(events.RoundStarted(1000, 1, 1, ["a"]))
+    board.add(events.RoundCommitted(1010, 1))
+    assert board.eta_s(1010) == 20
+
+
+counts, averages = st.integers(0, 2**40), st.dictionaries(st.text(), st.none() | st.floats())
+BY_TYPE = {
+    int: counts, int | None: st.none() | counts,
+    float: st.floats(0, 4e9), float | None: st.none() | st.floats(),
+    str: st.text(), str | None: st.none() | st.text(), list[str]: st.lists(st.text()),
+    events.Averages: averages, dict[str, events.Averages]: st.dictionaries(st.text(), averages, max_size=2),
+}  # fmt: skip
+any_event = st.one_of(
+    *(
+        st.builds(
+            kind,
+            **{
+                name: BY_TYPE[hint]
+                for name, hint in get_type_hints(kind).items()
+                if name in kind.__struct_fields__
+            },
+        )
+        for kind in events.KINDS.values()
+    )
+)
+
+
+@given(st.lists(any_event, max_size=12))
+def test_no_sequence_of_events_breaks_board_line_or_file(story):
+    board = Board()
+    for event in story:
+        board.add(event)
+        live.line(event, board)
+        assert events.decode(events.encode(event)) is not None
+    board.eta_s(0.0)
+
+
+# --- screens
+
+
+def text_of(story=STORY, **kinds):
+    out = io.StringIO()
+    with live.screen(out=out, **kinds) as show:
+        for kind, fields in story:
+            show(events.KINDS[kind](0.0, **fields))
+    return out.getvalue()
+
+
+def test_plain_text_has_one_readable_line_an_event():
+    lines = [line[10:] for line in text_of().splitlines()]
+    assert lines == [
+        "run heart (federated): 4 rounds, config abababababab",
+        "waiting for sites: 0 of 2",
+        "basel joined; waiting for sites: 1 of 2",
+        "bern joined",
+        "round 1/4: started: 2 sites",
+        "round 1/4: update from basel: 120 examples, loss 0.7000, 4.0 kB",
+        "round 1/4: update from bern: 80 examples, loss 0.5000, 4.0 kB",
+        "round 1/4: done: 2 sites  loss 0.6200  1.5 s",
+        "round 1/4: evaluated: loss 0.6000  accuracy 0.7500",
+        "round 1/4: is the best so far: accuracy 0.7500",
+        "round 2/4: started: 2 sites",
+        "bern lost: disconnected",
+        "round 2/4: failed, attempt 1: 1 sites replied, 2 are needed",
+    ]
+
+
+def test_plain_text_counts_updates_instead_of_listing_a_hundred():
+    sites = [f"site-{i}" for i in range(100)]
+    story = [STORY[0], ("round_started", {"round": 1, "sites": sites})]
+    story += [("update_received", {"round": 1, "site": site}) for site in sites]
+    assert len(text_of(story).splitlines()) == 2
+
+
+def test_json_lines_are_those_of_the_file(tmp_path):
+    out = io.StringIO()
+    write(tmp_path, STORY, live.screen(json=True, out=out))
+    assert out.getvalue() == (tmp_path / "events.jsonl").read_text()
+
+
+def test_where_there_is_no_terminal_rich_is_never_loaded():
+    code = (
+        "import sys, io; from fedtrain.tracking import live, events;"
+        "s = live.screen(out=io.StringIO()); s(events.Notice(0, 'x')); print('rich' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
+
+
+def drawn(board, width=100, height=24, now=2000.0):
+    from rich.console import Console
+
+    console = Console(width=width, height=height, file=io.StringIO())
+    console.print(live.table(board, now, width, height))
+    return console.file.getvalue()
+
+
+def test_the_live_table_shows_round_loss_metrics_best_and_each_site():
+    text = drawn(told())
+    for words in ("heart", "round 1/4", "loss 0.6200", "accuracy 0.7500", "best accuracy 0.7500 in round 1"):
+        assert words in text
+    assert [line.split()[:2] for line in text.splitlines() if line.startswith("b")] == [
+        ["basel", "training"], ["bern", "lost"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("height", [10, 24, 60])
+def test_the_live_table_fits_the_screen_and_shows_trouble_first(height):
+    sites = [f"site-{i:03}" for i in range(300)]
+    story = [STORY[0], ("round_started", {"round": 1, "sites": sites})]
+    story += [("site_lost", {"site": "site-250", "reason": "idle"}), *[("notice", {"text": "x" * 500})] * 5]
+    text = drawn(told(story), height=height).splitlines()
+    assert len(text) <= height
+    assert max(map(len, text)) <= 100
+    assert "site-250" in text[3]
+    assert any(line.startswith("and ") and "training" in line for line in text)
+
+
+def test_the_live_table_leaves_the_terminal_in_order():
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=24)
+    with live.LiveTable(out, console, clock=lambda: 2000.0) as show:
+        for kind, fields in STORY:
+            show(events.KINDS[kind](0.0, **fields))
+        show(events.RunFinished(9.0, 4, "rounds done", "runs/heart/model"))
+    assert out.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert "rounds done" in out.getvalue()
+    assert "runs/heart/model" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.05, "50 ms"), (2.04, "2.0 s"), (100, "1m 40s"), (3725, "1h 02m"), (200_000, "2d 7h")],
+)
+def test_durations_read_well(value, text):
+    assert live.duration(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (999, "999 B"), (1234, "1.2 kB"), (250e6, "250 MB"), (4e12, "4000 GB")]
+)
+def test_sizes_read_well(value, text):
+    assert live.size(int(value)) == text
+
+
+def test_a_sparkline_falls_with_the_loss():
+    assert live.sparkline([1.0, None, 0.5, float("nan"), 0.0]) == "█▅▁"
+    assert live.sparkline([1.0]) == ""
+
+
+# --- lists of runs
+
+
+def test_runs_are_listed_as_running_finished_or_stopped(tmp_path):
+    write(tmp_path / "heart", clock=Ticks(10))
+    write(tmp_path / "heart+simulate", [*STORY[:9], ("run_finished", {"round": 4})], clock=Ticks(100))
+    with EventLog(tmp_path / "digits", clock=Ticks(1000)) as log:
+        log.emit(STORY[0][0], **STORY[0][1])
+        found = runs.summaries(tmp_path)
+    assert [(s.run, s.state, s.round) for s in found] == [
+        ("heart", "stopped", 1), ("heart+simulate", "finished", 1), ("digits", "running", 0)]  # fmt: skip
+    assert found[0].metrics == {"loss": 0.6, "accuracy": 0.75}
+    assert (found[0].best_round, found[0].best_value) == (1, 0.75)
+
+
+def test_asking_whether_a_run_is_alive_never_hinders_it(tmp_path):
+    write(tmp_path)
+    held = os.open(tmp_path / "events.jsonl", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_SH)  # as a running process does
+    try:
+        assert events.running(tmp_path)
+        write(tmp_path, [("notice", {"text": "still writing"})])
+    finally:
+        os.close(held)
+    assert not events.running(tmp_path)
+
+
+def test_a_run_is_found_by_its_name_and_a_misspelt_one_is_named(tmp_path):
+    write(tmp_path / "heart+simulate")
+    assert runs.find(tmp_path, "heart") == tmp_path / "heart+simulate"
+    assert runs.find(Path("elsewhere"), str(tmp_path / "heart+simulate")) == tmp_path / "heart+simulate"
+    with pytest.raises(ConfigError, match=r"no run 'hart\+simulate'. Did you mean heart\+simulate\?"):
+        runs.find(tmp_path, "hart+simulate")
+
+
+def test_the_newest_run_is_the_one_written_to_last(tmp_path):
+    with pytest.raises(ConfigError, match="Start one: fedtrain simulate"):
+        runs.newest(tmp_path)
+    write(tmp_path / "a")
+    write(tmp_path / "b")
+    os.utime(tmp_path / "b" / "events.jsonl", (1, 1))
+    assert runs.newest(tmp_path) == tmp_path / "a"
+
+
+def test_a_summary_is_json_for_a_program(tmp_path):
+    import msgspec
+
+    write(tmp_path / "heart")
+    (summary,) = runs.summaries(tmp_path)
+    assert json.loads(msgspec.json.encode(summary))["state"] == "stopped"
+    assert summary.updated < time.time()
