@@ -1,0 +1,56 @@
+# Everything on a fresh Debian with Python 3.11:
+#   make demo    four hospitals train one model, as processes of their own over mutual TLS
+#   make test    all checks and tests, as CI runs them
+# Both first make what they need (.venv); a second time that takes no time.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+VALIDATORS := $(VENV)/validators
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check clean
+.DEFAULT_GOAL := test
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/heart/demo.py
+
+test: $(INSTALLED) $(VALIDATORS) check
+	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -m slow
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# torch first and by itself: 2.13.0 is the CPU build where one is provided; a plain `torch` would draw gigabytes of CUDA.
+$(INSTALLED): pyproject.toml
+	@"$(PYTHON)" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Python 3.11 or newer with its venv module is needed (found: $$("$(PYTHON)" --version 2>&1))." >&2; \
+	  echo "On Debian: apt-get install python3 python3-venv; or name another one: make PYTHON=/path/to/python3" >&2; \
+	  exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+# The validators of deployment/ that pip doesn't have. Where they can't be installed, their tests say so and are skipped.
+$(VALIDATORS): $(INSTALLED)
+	@missing=; \
+	command -v docker-compose >/dev/null || missing="$$missing docker-compose"; \
+	command -v systemd-analyze >/dev/null || missing="$$missing systemd"; \
+	command -v openssl >/dev/null || missing="$$missing openssl"; \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "apt-get install$$missing"; \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } \
+	    >$(VENV)/apt.log 2>&1 || { echo "That failed ($(VENV)/apt.log); the tests of$$missing will be skipped."; exit 0; }; \
+	elif [ -n "$$missing" ]; then \
+	  echo "Not here, so that their tests will be skipped:$$missing"; \
+	fi; \
+	touch $@
+
+clean:
+	rm -rf $(VENV) examples/*/runs examples/heart/site-data
