@@ -1,0 +1,353 @@
+"""`fedtrain simulate`: many sites on one machine, through the same rounds as a federation.
+
+Sites are trained by a pool of trainer processes, many to a message, and their deltas come back in shared
+memory. What a site sends depends on the weights, its data and (seed, round, site) alone, so neither the
+number of workers nor their speed changes a bit of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from ..config import Config
+from ..errors import ConfigError
+from ..exchange import Cohort
+from ..store import Checkpoint, RunStore
+from ..strategies import build, state_init
+from ..update import (
+    AnyArena,
+    Arena,
+    ArenaFile,
+    Evaluate,
+    Evaluation,
+    Failure,
+    Reply,
+    Request,
+    SiteId,
+    Train,
+    Update,
+)
+from .federated import Emit, Result, run
+from .trainer import Description, Failed, Trainer, TrainerDied, Workbench
+
+T = TypeVar("T")
+VMAP_SITES = 25  # a batch of the vmap engine; fixed, for its last bits depend on who is stacked with whom
+LOOP_SITES = 50  # a batch of the loop engine, at most
+BATCH_BYTES = 16 << 20  # of deltas in a batch, unless one is larger
+AHEAD = 3  # batches under way for each worker
+
+
+async def simulate(
+    config: Config,
+    *,
+    emit: Emit,
+    debug: SiteId | None = None,
+    fresh: bool = False,
+    workers: int | None = None,
+    data_dir: Path | None = None,
+) -> Result:
+    """Run the whole federation here, from the last committed round on, or from the first when `fresh`.
+
+    `debug` names a site that is trained in this very process, so that breakpoint() in the task works.
+    """
+    strategy = build(config.strategy.kind, config.strategy.options, config.root)
+    if fresh:
+        forget(config.simulate_dir)
+    store = RunStore(config.simulate_dir, durable=False)
+    try:
+        async with await PoolCohort.start(config, workers, store.folder, data_dir) as pool:
+            about = pool.description
+            enough_sites(config, len(about.sites))
+            store.begin(about.schema, agreed(config), run=config.run.name, task_digest=about.task_digest)
+            if store.latest() is None:
+                initial = await pool.initial()
+                store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+            cohort: Cohort = pool
+            if debug is not None:
+                cohort = InlineCohort(debug, Workbench(config, data_dir, simulated=True), pool)
+            result = await run(config, cohort, store, strategy, emit, evaluate_at=about.evaluators)
+        emit("run_finished", round=result.rounds, reason=result.reason)
+        return result
+    finally:
+        store.close()
+
+
+def forget(folder: Path) -> None:
+    """Remove a run directory, unless some process is at work in it."""
+    if folder.exists():
+        RunStore(folder, durable=False).close()
+        shutil.rmtree(folder)
+
+
+def enough_sites(config: Config, sites: int) -> None:
+    if sites < config.strategy.min_sites:
+        raise ConfigError(
+            f"strategy.min_sites: {config.strategy.min_sites}, but the simulation has {sites} sites. "
+            f"Lower it, or raise simulate.sites."
+        )
+
+
+def agreed(config: Config) -> dict[str, str]:
+    """What must not change between the rounds of one simulation."""
+    return config.agreed() | {
+        f"simulate.{key}": repr(getattr(config.simulate, key)) for key in ("sites", "partition", "engine")
+    }
+
+
+class PoolCohort:
+    """exchange.Cohort over trainer processes.
+
+    Replies come in the order of the requests, and there is no deadline: the result must not depend on how
+    fast the machine is. A few batches are under way at a time, so memory doesn't grow with the sites. An
+    update lies in shared memory, which is used again once nobody looks at it.
+    """
+
+    bytes_in = 0  # nothing crosses a network
+    bytes_out = 0
+
+    def __init__(
+        self,
+        config: Config,
+        trainers: list[Trainer],
+        start: Callable[[], Awaitable[Trainer]],
+        scratch: Path,
+        memory: Memory,
+    ) -> None:
+        """`start` makes another trainer, in the place of one that died."""
+        self._trainers, self._start, self._scratch, self._memory = trainers, start, scratch, memory
+        self.description: Description = trainers[0].description
+        self._vmap = config.simulate.engine == "vmap"
+        most, nbytes = VMAP_SITES if self._vmap else LOOP_SITES, self.description.schema.nbytes
+        self._batch_sites = max(1, min(most, BATCH_BYTES // max(1, nbytes)))  # at most
+        self._replacing = asyncio.Lock()
+        self._published: ArenaFile | None = None
+
+    @classmethod
+    async def start(
+        cls, config: Config, workers: int | None, scratch: Path, data_dir: Path | None = None
+    ) -> Self:
+        """A pool of `workers` processes, else simulate.workers, else one a core."""
+        memory = Memory()
+
+        async def start() -> Trainer:
+            return await Trainer.start(
+                config, data_dir=data_dir, scratch=scratch, simulated=True, pass_fds=memory.fds
+            )
+
+        count = workers or config.simulate.workers or len(os.sched_getaffinity(0))
+        started = await asyncio.gather(*(start() for _ in range(count)), return_exceptions=True)
+        trainers = [t for t in started if isinstance(t, Trainer)]
+        if errors := [e for e in started if isinstance(e, BaseException)]:
+            await asyncio.gather(*(trainer.close() for trainer in trainers))
+            memory.close()
+            raise errors[0]
+        return cls(config, trainers, start, scratch, memory)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(trainer.close() for trainer in self._trainers))
+        self._memory.close()
+
+    async def initial(self) -> Arena:
+        """The model before round 0."""
+        out = self._scratch / "initial"
+        arena = (await self._trainers[0].initial(out)).load()
+        out.unlink()
+        return arena
+
+    async def members(self, at_least: int) -> list[SiteId]:
+        return self.description.sites
+
+    def tell(self, site: SiteId, line: str) -> None:
+        """There is nobody at a simulated site; the run's own log has the line."""
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        if not requests:
+            return
+        request = next(iter(requests.values()))
+        assert all(r is request for r in requests.values()), "a simulation asks all its sites the same"
+        assert isinstance(request, Train | Evaluate), request
+        weights = self._publish(request.weights)
+        waiting = deque(self._batches(list(requests)))
+        under_way: deque[tuple[list[SiteId], asyncio.Task[list[Reply]]]] = deque()
+        work = self._train if isinstance(request, Train) else self._evaluate
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < AHEAD * len(self._trainers):
+                    sites = waiting.popleft()
+                    under_way.append((sites, asyncio.create_task(work(sites, request.round, weights))))
+                sites, task = under_way[0]
+                replies = await task
+                under_way.popleft()
+                for pair in zip(sites, replies, strict=True):
+                    yield pair
+        except asyncio.CancelledError:  # the whole run stops
+            for _, task in under_way:
+                task.cancel()
+            raise
+        finally:  # whoever wants no more replies leaves no trainer that still reads these weights
+            await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
+
+    def _batches(self, sites: list[SiteId]) -> list[list[SiteId]]:
+        """In order. The loop engine's are made small enough that every worker gets some."""
+        size = self._batch_sites
+        if not self._vmap:
+            size = min(size, -(-len(sites) // (AHEAD * len(self._trainers))))
+        return [sites[at : at + size] for at in range(0, len(sites), size)]
+
+    def _publish(self, weights: AnyArena) -> ArenaFile:
+        """Put the global weights where every trainer can map them, once for each new model."""
+        if isinstance(weights, ArenaFile):
+            return weights
+        assert isinstance(weights, Arena), weights
+        if self._published is None or self._published.digest != weights.digest:
+            self._published = self._memory.publish(weights)
+        return self._published
+
+    async def _train(self, sites: list[SiteId], round: int, weights: ArenaFile) -> list[Reply]:
+        import torch
+
+        schema = weights.schema
+        offset, block = self._memory.take(self._batch_sites * schema.nbytes)
+        slab = self._memory.slab
+        results = await self._at_a_trainer(lambda t: t.train_many(sites, round, weights, slab, offset))
+        rows = torch.frombuffer(block, dtype=torch.uint8).view(self._batch_sites, schema.nbytes).unbind()
+        return [
+            Failure(reason=r.reason)
+            if isinstance(r, Failed)
+            else Update(delta=Arena(schema, row), num_examples=r.num_examples, metrics=r.metrics)
+            for r, row in zip(results, rows, strict=False)
+        ]
+
+    async def _evaluate(self, sites: list[SiteId], round: int, weights: ArenaFile) -> list[Reply]:
+        results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights))
+        return [
+            Failure(reason=r.reason) if isinstance(r, Failed) else Evaluation(metrics=r.metrics)
+            for r in results
+        ]
+
+    async def _at_a_trainer(self, ask: Callable[[Trainer], Awaitable[T]]) -> T:
+        """Ask the least busy one. When it dies over it, ask a new one, once: the same work gives the same."""
+        trainer = min(self._trainers, key=lambda t: t.backlog)
+        try:
+            return await ask(trainer)
+        except TrainerDied:
+            async with self._replacing:
+                if trainer in self._trainers:
+                    self._trainers[self._trainers.index(trainer)] = await self._start()
+            return await ask(min(self._trainers, key=lambda t: t.backlog))
+
+
+class InlineCohort:
+    """One site in this process, where breakpoint() works; the others wherever they are."""
+
+    def __init__(self, site: SiteId, bench: Workbench, others: Cohort) -> None:
+        known = {*bench.description.sites, *bench.description.evaluators}
+        if site not in known:
+            raise ConfigError(
+                f"--debug {site}: there is no such site. There are {', '.join(sorted(known)[:10])}."
+            )
+        self._site, self._bench, self._others = site, bench, others
+        self.bytes_in = self.bytes_out = 0
+
+    async def members(self, at_least: int) -> list[SiteId]:
+        return await self._others.members(at_least)
+
+    def tell(self, site: SiteId, line: str) -> None:
+        self._others.tell(site, line)
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        rest = dict(requests)
+        request = rest.pop(self._site, None)
+        if request is not None:
+            assert isinstance(request, Train | Evaluate), request
+            assert isinstance(request.weights, Arena), request.weights
+            if isinstance(request, Train):
+                out = Arena.zeros(request.weights.schema)
+                yield self._site, self._bench.train(self._site, request.round, request.weights, out)
+            else:
+                yield self._site, self._bench.evaluate(self._site, request.round, request.weights)
+        async with aclosing(self._others.exchange(rest, deadline_s)) as replies:
+            async for pair in replies:
+                yield pair
+
+
+class Memory:
+    """What a pool shares: one file with the global weights, and a slab of blocks for deltas.
+
+    The files have no name, so nothing is left behind, whatever kills us. Trainers inherit them.
+    """
+
+    def __init__(self) -> None:
+        self.fds = _nameless(), _nameless()
+        self.weights, self.slab = (Path(f"/dev/fd/{fd}") for fd in self.fds)
+        self._free: list[tuple[int, mmap.mmap]] = []
+        self._end = 0
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+    def publish(self, weights: Arena) -> ArenaFile:
+        """Nobody may be at work with the model that was published before."""
+        at, payload = 0, weights.payload
+        while at < len(payload):
+            at += os.pwrite(self.fds[0], payload[at:], at)
+        return ArenaFile(weights.schema, self.weights, weights.digest)
+
+    def take(self, block_bytes: int) -> tuple[int, memoryview]:
+        """A block (all are of one size) and where it is in the slab. It is free again when the view, and
+        every tensor made from it, is gone."""
+        if not self._free:
+            size = -(-block_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            os.ftruncate(self.fds[1], self._end + size)
+            self._free.append((self._end, mmap.mmap(self.fds[1], size, offset=self._end)))
+            self._end += size
+        block = self._free.pop()
+        view = memoryview(block[1])[:block_bytes]
+        weakref.finalize(view, self._free.append, block)
+        return block[0], view
+
+
+def _nameless() -> int:
+    """A file in memory; where the system has no such thing, one on disk that is already unlinked."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fedtrain")
+    with tempfile.TemporaryFile() as f:
+        return os.dup(f.fileno())
+
+
+def draw_partition(config: Config, path: Path) -> None:
+    """A picture of how much of which label every simulated site has."""
+    import numpy as np
+
+    from ..training.partition import SimulatedSites, draw, labels_of
+    from ..training.task import load_task
+
+    sites = SimulatedSites(load_task(config.run.task, config.root), config.simulate, config.run.seed)
+    labels = [np.asarray(labels_of(sites.data(name))) for name in sites.names]
+    ends = np.cumsum([len(of_site) for of_site in labels])
+    parts = dict(zip(sites.names, np.split(np.arange(ends[-1]), ends[:-1]), strict=True))
+    draw(np.concatenate(labels), parts, path)

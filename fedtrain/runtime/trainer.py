@@ -1,0 +1,572 @@
+"""The trainer: a process with the task's code, the data and the GPUs, and without any key. Both its ends.
+
+`Trainer` is the end that asks: a site's supervisor has one, a simulation a pool of them. It imports no
+torch. `Workbench` is the end that works, in `python -m fedtrain.runtime.trainer FD`. Between them is a
+socketpair of length-prefixed msgpack; models go by file, or by slots of shared memory, never by message.
+A child whose parent is gone, for whatever reason, ends itself; so `kill -9` of either leaves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from ..config import Config
+from ..errors import ConfigError, FedtrainError, TaskError
+from ..update import Arena, ArenaFile, Evaluation, Metrics, Schema, SiteId, Update
+
+if TYPE_CHECKING:
+    import torch
+
+SECTIONS = ("run", "train", "strategy", "simulate")  # of fedtrain.toml; where keys lie is not among them
+DATASETS = 1024  # sites whose data a trainer keeps loaded, those used last
+DATA_BYTES = 2 << 30  # and of their tensors at most so much
+FRAME_BYTES = 1 << 28  # a longer frame is not ours
+ABANDONED_S = 5.0  # for a request that nobody waits for any more, before it is ended with the process
+CLOSE_S = 3.0  # for a child to leave by itself before it is killed
+
+
+# --- what is said; each frame is its length (u32) and one of these as msgpack
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    config: dict[str, Any]
+    root: str
+    data_dir: str | None
+    simulated: bool
+
+
+class Initial(msgspec.Struct, tag=True, array_like=True):
+    out: str
+
+
+class Examples(msgspec.Struct, tag=True, array_like=True):
+    site: SiteId
+
+
+class Place(msgspec.Struct, array_like=True):
+    """Where global weights lie; the digest tells one round's from the next in the same file."""
+
+    path: str
+    digest: str
+
+
+class TrainOne(msgspec.Struct, tag=True, array_like=True):
+    site: SiteId
+    round: int
+    weights: Place
+    out: str
+
+
+class TrainMany(msgspec.Struct, tag=True, array_like=True):
+    sites: list[SiteId]
+    round: int
+    weights: Place
+    slab: str  # a file of shared memory
+    offset: int  # bytes in it, from where the deltas lie one after the other
+
+
+class EvaluateMany(msgspec.Struct, tag=True, array_like=True):
+    sites: list[SiteId]
+    round: int
+    weights: Place
+
+
+class Description(msgspec.Struct, tag=True, array_like=True):
+    """What a trainer has loaded; of a simulation also who takes part, and who evaluates."""
+
+    schema: Schema
+    task_digest: str
+    sites: list[SiteId] = []
+    evaluators: list[SiteId] = []  # the sites, or "central" where they share one pool of data
+
+
+class Trained(msgspec.Struct, tag=True, array_like=True):
+    num_examples: float
+    metrics: Metrics
+    digest: str = ""  # of the delta, where it lies in a file of its own
+
+
+class Evaluated(msgspec.Struct, tag=True, array_like=True):
+    metrics: Metrics
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    reason: str
+    config: bool = False  # a ConfigError: the user's files, not the task's code
+
+
+class Done(msgspec.Struct, tag=True, array_like=True):
+    results: Sequence[Trained | Evaluated | Failed]
+
+
+class Counted(msgspec.Struct, tag=True, array_like=True):
+    examples: float | None
+
+
+class Saved(msgspec.Struct, tag=True, array_like=True):
+    digest: str
+
+
+Ask = Initial | Examples | TrainOne | TrainMany | EvaluateMany
+Answer = Description | Failed | Done | Counted | Saved
+
+_encoder = msgspec.msgpack.Encoder()
+_answers = msgspec.msgpack.Decoder(Answer)
+_asks = msgspec.msgpack.Decoder(Ask)
+
+
+def _frame(message: Start | Ask | Answer) -> bytes:
+    body = _encoder.encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+# --- the end that asks
+
+
+class TrainerDied(TaskError):
+    """The process ended in the middle of its work; another one may be started."""
+
+    died = True
+
+
+class Trainer:
+    """A trainer process. Requests are answered in the order in which they are made; several may wait."""
+
+    description: Description
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self._waiting: deque[asyncio.Future[Any]] = deque()
+        self._ended: TrainerDied | None = None
+        self._listening = asyncio.create_task(self._listen())
+        self._watching = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        *,
+        data_dir: Path | None = None,
+        scratch: Path,
+        log: Path | None = None,
+        simulated: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> Self:
+        """A process that has loaded the task; ConfigError or TaskError where it can't.
+
+        `scratch` is for its temporary files. What the task prints goes to `log`, else to our stderr.
+        A `simulated` one has the data of all sites, as [simulate] says; else it has what data(site) finds.
+        """
+        ours, theirs = socket.socketpair()
+        output = log.open("ab") if log is not None else None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", __name__, str(theirs.fileno()),
+                stdin=subprocess.DEVNULL, stdout=output or 2, stderr=output or 2,
+                pass_fds=(theirs.fileno(), *pass_fds), env=_environment(config, scratch),
+                start_new_session=True,  # Ctrl-C is the parent's to handle, and stop() ends the whole group
+            )  # fmt: skip
+        finally:
+            theirs.close()
+            if output is not None:
+                output.close()
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        trainer = cls(process, reader, writer)
+        table = {name: keys for name, keys in config.table().items() if name in SECTIONS}
+        start = Start(table, str(config.root), None if data_dir is None else str(data_dir), simulated)
+        try:
+            trainer.description = await trainer._ask(start)
+        except BaseException:
+            await trainer.stop()
+            raise
+        return trainer
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def backlog(self) -> int:
+        """Requests not answered yet."""
+        return len(self._waiting)
+
+    async def initial(self, out: Path) -> ArenaFile:
+        """The model before round 0, written to `out`."""
+        saved = await self._ask(Initial(str(out)))
+        return ArenaFile(self.description.schema, out, saved.digest)
+
+    async def examples(self, site: SiteId) -> float | None:
+        """How many examples the site has; None where only its training can tell."""
+        counted: Counted = await self._ask(Examples(site))
+        return counted.examples
+
+    async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update:
+        """Local training; the delta is written to `out`, whole or not at all."""
+        done = await self._ask(TrainOne(site, round, _place(weights), str(out)))
+        result = _good(done.results[0])
+        delta = ArenaFile(self.description.schema, out, result.digest)
+        return Update(delta=delta, num_examples=result.num_examples, metrics=result.metrics)
+
+    async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation:
+        done = await self._ask(EvaluateMany([site], round, _place(weights)))
+        return Evaluation(metrics=_good(done.results[0]).metrics)
+
+    async def train_many(
+        self, sites: list[SiteId], round: int, weights: ArenaFile, slab: Path, offset: int
+    ) -> list[Trained | Failed]:
+        """Local training of several sites; their deltas are written into the slab, one after the other."""
+        done = await self._ask(TrainMany(sites, round, _place(weights), str(slab), offset))
+        return done.results  # type: ignore[no-any-return]
+
+    async def evaluate_many(
+        self, sites: list[SiteId], round: int, weights: ArenaFile
+    ) -> list[Evaluated | Failed]:
+        done = await self._ask(EvaluateMany(sites, round, _place(weights)))
+        return done.results  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Let the process go; it is killed when it does not leave."""
+        self._writer.close()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._watching), CLOSE_S)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End the process and all that it started, now."""
+        self._kill()
+        self._writer.close()
+        await self._watching
+
+    async def _ask(self, message: Start | Ask) -> Any:
+        if self._ended is not None:
+            raise self._ended
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+        self._waiting.append(answer)
+        self._writer.write(_frame(message))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            loop.call_later(ABANDONED_S, self._give_up, answer)
+            raise
+
+    def _give_up(self, answer: asyncio.Future[Any]) -> None:
+        """A cancelled request is let finish, so that the process is kept, but not for ever."""
+        if answer in self._waiting:
+            self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _listen(self) -> None:
+        """Give each answer to whoever asked, until the other end is gone."""
+        while True:
+            try:
+                (nbytes,) = struct.unpack("<I", await self._reader.readexactly(4))
+                if nbytes > FRAME_BYTES:
+                    return
+                answer = _answers.decode(await self._reader.readexactly(nbytes))
+            except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+                return
+            asked = self._waiting.popleft()
+            if asked.done():  # nobody waits for it any more
+                continue
+            if isinstance(answer, Failed):
+                asked.set_exception((ConfigError if answer.config else TaskError)(answer.reason))
+            else:
+                asked.set_result(answer)
+
+    async def _watch(self) -> None:
+        """When the process ends, say so to everyone who still waits."""
+        status = await self._process.wait()
+        await asyncio.wait([self._listening], timeout=1)  # answers that it had sent before
+        self._listening.cancel()
+        self._writer.close()
+        self._ended = TrainerDied(f"the trainer process {_ending(status)}")
+        for asked in self._waiting:
+            if not asked.done():
+                asked.set_exception(self._ended)
+        self._waiting.clear()
+
+
+def _good(result: Any) -> Any:
+    if isinstance(result, Failed):
+        raise TaskError(result.reason)
+    return result
+
+
+def _place(weights: ArenaFile) -> Place:
+    return Place(str(weights.path), weights.digest)
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status}"
+    oom = ", often for want of memory" if -status == signal.SIGKILL else ""
+    return f"was ended by signal {-status} ({signal.Signals(-status).name}{oom})"
+
+
+def _environment(config: Config, scratch: Path) -> dict[str, str]:
+    """The child's: ours, less what names keys; fedtrain is found where we found it, whatever the folder."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("FEDTRAIN_", "GRPC_", "SSLKEYLOGFILE"))}
+    here = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [here, ours.get("PYTHONPATH", "")]))
+    threads = str(config.train.threads)
+    return ours | {
+        "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch.resolve()),
+        "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
+    }  # fmt: skip
+
+
+# --- the end that works
+
+
+class Workbench:
+    """The task, its engine, and the data of the sites used last. Needs no process: --debug has one inline."""
+
+    def __init__(self, config: Config, data_dir: Path | None = None, *, simulated: bool) -> None:
+        from .. import strategies
+        from ..training.local import Engine
+        from ..training.partition import SimulatedSites
+        from ..training.task import folder_of, load_task, task_digest
+        from ..training.vmapped import Vmapped
+
+        digest = task_digest(config.run.task, config.root)  # before a line of it runs
+        self._task = load_task(config.run.task, config.root, data_dir)
+        self._folder = folder_of(self._task)
+        self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
+        strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+        correct = strategy.correct if strategies.corrects(strategy) else None
+        self._engine = Engine(self._task, config.train, config.run.seed, correct)
+        stack = self._simulated is not None and config.simulate.engine == "vmap"
+        self._vmapped = Vmapped(self._engine) if stack else None
+        self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
+        self._data_bytes = 0
+        self._weights: tuple[Place, Arena] | None = None
+        self._slab: tuple[str, mmap.mmap] | None = None
+        self.description = Description(self._engine.schema, digest)
+        if self._simulated is not None:
+            names = self._simulated.names
+            self.description.sites = names
+            self.description.evaluators = names if self._simulated.natural else ["central"]
+
+    def train(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Update:
+        return self._engine.train(site, self._load("data", site), round, weights, out)
+
+    def evaluate(self, site: SiteId, round: int, weights: Arena) -> Evaluation:
+        return Evaluation(metrics=self._engine.evaluate(self._load("eval_data", site), weights))
+
+    def examples(self, site: SiteId) -> float | None:
+        from ..training.examples import Stream, examples_of
+
+        examples = examples_of(self._load("data", site))
+        return None if isinstance(examples, Stream) else float(examples.count)
+
+    def answer(self, ask: Ask) -> Answer:
+        match ask:
+            case Initial(out):
+                with _new_file(self.description.schema, Path(out)) as arena:
+                    return Saved(arena.copy_(self._engine.initial()).digest)
+            case Examples(site):
+                return Counted(self.examples(site))
+            case TrainOne(site, round, place, out):
+                weights = self._at(place)
+                with _new_file(self.description.schema, Path(out)) as arena:
+                    update = self.train(site, round, weights, arena)
+                    return Done([Trained(update.num_examples, update.metrics, arena.digest)])
+            case TrainMany(sites, round, place, slab, offset):
+                return Done(
+                    self._train_many(sites, round, self._at(place), self._block(slab, offset, len(sites)))
+                )
+            case EvaluateMany(sites, round, place):
+                weights = self._at(place)
+                return Done([self._evaluated(site, round, weights) for site in sites])
+
+    def _train_many(
+        self, sites: list[SiteId], round: int, weights: Arena, deltas: torch.Tensor
+    ) -> list[Trained | Failed]:
+        """`deltas` is uint8 [sites, schema.nbytes]."""
+        if self._vmapped is None:
+            schema = self.description.schema
+            outs = [Arena(schema, deltas[i]) for i in range(len(sites))]
+            return [self._trained(site, round, weights, out) for site, out in zip(sites, outs, strict=True)]
+        try:
+            pairs = [(site, self._load("data", site)) for site in sites]
+            updates = self._vmapped.train(pairs, round, weights, deltas)
+        except TaskError as e:
+            if len(sites) == 1:
+                return [_failed(e)]
+            # One by one, so that only those fail whose fault it is.
+            alone = [self._train_many([s], round, weights, deltas[i : i + 1]) for i, s in enumerate(sites)]
+            return [result for results in alone for result in results]
+        return [Trained(update.num_examples, update.metrics) for update in updates]
+
+    def _trained(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Trained | Failed:
+        try:
+            update = self.train(site, round, weights, out)
+        except TaskError as e:
+            return _failed(e)
+        return Trained(update.num_examples, update.metrics)
+
+    def _evaluated(self, site: SiteId, round: int, weights: Arena) -> Evaluated | Failed:
+        try:
+            return Evaluated(self.evaluate(site, round, weights).metrics)
+        except TaskError as e:
+            return _failed(e)
+
+    def _load(self, what: str, site: SiteId) -> Any:
+        """The site's data() or eval_data(), loaded once while it is among those used last."""
+        key = what, site
+        if key in self._data:
+            self._data.move_to_end(key)
+            return self._data[key][0]
+        loaded = self._fetch(what, site)
+        nbytes = _nbytes(loaded)
+        self._data[key] = loaded, nbytes
+        self._data_bytes += nbytes
+        while len(self._data) > 1 and (len(self._data) > DATASETS or self._data_bytes > DATA_BYTES):
+            _, (_, freed) = self._data.popitem(last=False)
+            self._data_bytes -= freed
+        return loaded
+
+    def _fetch(self, what: str, site: SiteId) -> Any:
+        from ..training.task import user_code
+
+        if self._simulated is not None:
+            if what == "data":
+                return self._simulated.data(site)
+            if not self._simulated.natural:
+                return self._simulated.eval_data()[site]
+        with user_code(self._folder, f"{what}({site!r})"):
+            return self._task.data(site) if what == "data" else self._task.eval_data(site)
+
+    def _at(self, place: Place) -> Arena:
+        """Global weights, looked at where they lie; writing to them would not reach the file."""
+        if self._weights is None or self._weights[0] != place:
+            with open(place.path, "rb") as f:
+                self._weights = (
+                    place,
+                    Arena.wrap(self.description.schema, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)),
+                )
+        return self._weights[1]
+
+    def _block(self, slab: str, offset: int, sites: int) -> torch.Tensor:
+        """uint8 [sites, schema.nbytes] of a slab, which grows now and then."""
+        import torch
+
+        nbytes = self.description.schema.nbytes
+        if self._slab is None or self._slab[0] != slab or len(self._slab[1]) < offset + sites * nbytes:
+            with open(slab, "r+b") as f:
+                self._slab = slab, mmap.mmap(f.fileno(), 0)
+        flat = torch.frombuffer(self._slab[1], dtype=torch.uint8, offset=offset, count=sites * nbytes)
+        return flat.view(sites, nbytes)
+
+
+def _nbytes(data: Any) -> int:
+    """Of data() as tensors; 0 of a Dataset, which may well lie on disk."""
+    from ..training.examples import Tensors, examples_of
+
+    examples = examples_of(data)
+    return sum(c.nbytes for c in examples.columns) if isinstance(examples, Tensors) else 0
+
+
+@contextmanager
+def _new_file(schema: Schema, path: Path) -> Iterator[Arena]:
+    """An arena that lies in a file: under its name with all that the block wrote, or not there at all."""
+    partial = path.with_name(path.name + ".new")
+    try:
+        with partial.open("w+b") as f:
+            f.truncate(schema.nbytes)
+            yield (
+                Arena.wrap(schema, mmap.mmap(f.fileno(), schema.nbytes))
+                if schema.nbytes
+                else Arena.zeros(schema)
+            )
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _failed(error: Exception) -> Failed:
+    """One line for whoever asked, without data values; the whole story is for the people here, on stderr."""
+    reason = str(error)
+    if not isinstance(error, FedtrainError):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+    if reason not in _told:
+        _told.add(reason)
+        traceback.print_exception(error)
+    return Failed(reason, isinstance(error, ConfigError))
+
+
+_told: set[str] = set()  # a thousand sites that fail alike are one traceback
+
+
+def _serve(channel: socket.socket) -> None:
+    """Load what Start names, then answer until the other end is gone."""
+    threading.Thread(target=_leave_with, args=(channel,), daemon=True).start()
+    stream = channel.makefile("rwb")
+
+    def frames() -> Iterator[bytes]:
+        while head := stream.read(4):
+            yield stream.read(struct.unpack("<I", head)[0])
+
+    def say(answer: Answer) -> None:
+        stream.write(_frame(answer))
+        stream.flush()
+
+    incoming = frames()
+    start = msgspec.msgpack.decode(next(incoming), type=Start)
+    try:
+        data_dir = Path(start.data_dir) if start.data_dir is not None else None
+        bench = Workbench(Config.of(start.config, start.root), data_dir, simulated=start.simulated)
+    except Exception as e:  # the user's imports and constructors run here
+        return say(_failed(e))
+    say(bench.description)
+    for body in incoming:
+        try:
+            answer = bench.answer(_asks.decode(body))
+        except Exception as e:  # torch and the user's code run here, and this process has to go on
+            answer = _failed(e)
+        say(answer)
+
+
+def _leave_with(channel: socket.socket) -> None:
+    """End this process, and all that it started, as soon as the other end is gone."""
+    poll = select.poll()
+    poll.register(channel, 0)  # hang-up is always reported
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
