@@ -1,0 +1,385 @@
+"""The commands, as a user and as a program meet them."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+import fedtrain
+from fedtrain import pki
+from fedtrain.cli import cli
+from fedtrain.errors import TooFewSites
+from fedtrain.runtime import federated, simulation, site
+from fedtrain.tracking import EventLog, events
+
+FEDTRAIN = [sys.executable, "-m", "fedtrain"]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    (tmp_path / "fedtrain.toml").write_text('[run]\nname = "heart"\nrounds = 2\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*args, **kinds):
+    return CliRunner().invoke(cli, [*args], prog_name="fedtrain", **kinds)
+
+
+def write_run(folder, *, finished=True):
+    with EventLog(folder) as log:
+        log.emit("run_started", run="heart", mode="simulate", rounds=2, sites=2)
+        log.emit("round_started", round=1, sites=["a", "b"])
+        log.emit("round_committed", round=1, loss=0.5, seconds=0.1, sites=2)
+        log.emit("evaluated", round=1, metrics={"accuracy": 0.75})
+        if finished:
+            log.emit("run_finished", round=1, reason="rounds done")
+
+
+# --- help, and what it costs
+
+
+def test_help_lists_the_commands_in_the_order_in_which_a_user_meets_them():
+    text = run("--help").output
+    assert re.findall(r"^  (\w+)  ", text, re.M) == [
+        "new", "simulate", "certs", "aggregator", "site", "watch", "runs", "export"]  # fmt: skip
+
+
+def test_without_a_command_there_is_help_with_a_quick_start_of_five_lines():
+    result = run()
+    assert result.exit_code == 0
+    assert len(result.output.split("Quick start:\n")[1].strip().splitlines()) == 5
+
+
+@pytest.mark.parametrize("command", [*cli.commands, "certs init", "certs issue"])
+def test_every_command_says_in_one_sentence_what_it_does(command):
+    result = run(*command.split(), "--help")
+    assert result.exit_code == 0
+    about = result.output.split("\n\n")[1]
+    assert about.strip().endswith(".")
+    assert "..." not in run("--help").output.split("Commands:")[1]  # none is cut off in the list
+
+
+def test_the_commands_load_nothing_heavy_until_they_run():
+    code = "import sys, fedtrain.cli; print(*{m.split('.')[0] for m in sys.modules})"
+    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert not loaded & {
+        "torch",
+        "numpy",
+        "grpc",
+        "cryptography",
+        "rich",
+        "msgspec",
+        "asyncio",
+        "safetensors",
+    }
+
+
+def test_help_is_there_within_a_few_starts_of_a_bare_interpreter():
+    def seconds(*args):
+        def once():
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *args], check=True, stdout=subprocess.DEVNULL)
+            return time.perf_counter() - began
+
+        return min(once() for _ in range(5))
+
+    assert seconds("-m", "fedtrain", "--help") < 15 * seconds("-c", "pass")
+
+
+def test_the_version_is_the_packages():
+    assert run("--version").output == f"fedtrain {fedtrain.__version__}\n"
+
+
+# --- errors
+
+
+def test_a_users_mistake_is_one_line_on_stderr_and_exit_code_1(project):
+    result = run("runs", "--set", "train.lrr=1")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "fedtrain: train.lrr: unknown key. Did you mean train.lr?\n"
+
+
+def test_wrong_usage_is_exit_code_2(project):
+    assert run("runs", "--jsn").exit_code == 2
+    assert run("simulat").exit_code == 2
+    assert run("site").exit_code == 2
+    assert run("export", "--round", "last").exit_code == 2
+
+
+def test_a_missing_project_says_how_to_make_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in (["simulate"], ["aggregator"], ["site", "bern"], ["runs"], ["watch"], ["certs", "init"]):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert "fedtrain new NAME" in result.stderr
+
+
+def test_a_traceback_is_there_for_the_asking(project):
+    def failing(*flags, **variables):
+        env = {**os.environ, **variables}
+        return subprocess.run(
+            [*FEDTRAIN, "export", *flags], capture_output=True, text=True, check=False, env=env
+        )
+
+    quiet, by_flag, by_variable = failing(), failing("--traceback"), failing(FEDTRAIN_DEBUG="1")
+    assert [r.returncode for r in (quiet, by_flag, by_variable)] == [1, 1, 1]
+    assert "Traceback" not in quiet.stderr
+    assert "Traceback" in by_flag.stderr
+    assert "Traceback" in by_variable.stderr
+
+
+def test_an_error_of_the_system_is_one_line_too(project, monkeypatch):
+    async def simulate(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(simulation, "simulate", simulate)
+    result = run("simulate")
+    assert (result.exit_code, result.stderr) == (1, "fedtrain: [Errno 28] No space left on device\n")
+
+
+def test_a_bug_of_ours_keeps_its_traceback(project, monkeypatch):
+    async def simulate(*_, **__):
+        raise KeyError("x")
+
+    monkeypatch.setattr(simulation, "simulate", simulate)
+    assert isinstance(run("simulate").exception, KeyError)
+
+
+# --- simulate, aggregator, site: what they hand on
+
+
+def a_mode(calls):
+    """Stands for a mode of the runtime: notes what it is given, and emits a short run."""
+
+    async def mode(config, *args, emit, **given):
+        calls.append(SimpleNamespace(config=config, args=args, **given))
+        emit("run_started", run=config.run.name, mode="simulate", rounds=config.run.rounds)
+        emit("round_committed", round=1, loss=0.5, sites=2)
+        emit("run_finished", round=1, reason="rounds done")
+
+    return mode
+
+
+def test_simulate_writes_its_events_into_its_own_run_directory(project, monkeypatch):
+    calls = []
+    monkeypatch.setattr(simulation, "simulate", a_mode(calls))
+    result = run("simulate", "--fresh", "--set", "train.lr=0.5")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "round 1/2: done: 2 sites  loss 0.5000" in result.stdout
+    assert (calls[0].fresh, calls[0].debug, calls[0].config.train.lr) == (True, None, 0.5)
+    assert len(list(events.read(project / "runs" / "heart+simulate"))) == 3
+
+
+def test_debug_names_the_site_to_train_in_this_process(project, monkeypatch):
+    calls = []
+    monkeypatch.setattr(simulation, "simulate", a_mode(calls))
+    assert run("simulate", "--debug", "bern").exit_code == 0
+    assert calls[0].debug == "bern"
+
+
+def test_json_prints_the_events_one_a_line(project, monkeypatch):
+    monkeypatch.setattr(simulation, "simulate", a_mode([]))
+    lines = [json.loads(line) for line in run("simulate", "--json").stdout.splitlines()]
+    assert [line["kind"] for line in lines] == ["run_started", "round_committed", "run_finished"]
+
+
+def test_aggregator_and_site_use_run_directories_of_their_own(project, monkeypatch):
+    calls = []
+    monkeypatch.setattr(federated, "serve", a_mode(calls))
+    monkeypatch.setattr(site, "run", a_mode(calls))
+    (project / "d").mkdir()
+    assert run("aggregator").exit_code == 0
+    assert run("site", "bern", "--data", "d").exit_code == 0
+    assert (calls[1].args, str(calls[1].data_dir)) == (("bern",), "d")
+    assert sorted(path.name for path in (project / "runs").iterdir()) == ["heart", "heart@bern"]
+
+
+def test_a_run_that_fails_says_why_here_and_in_its_events(project, monkeypatch):
+    async def serve(config, *, emit):
+        emit("run_started", run="heart", mode="federated", rounds=2)
+        raise TooFewSites("round 1", 1, 2)
+
+    monkeypatch.setattr(federated, "serve", serve)
+    result = run("aggregator")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("fedtrain: round 1: 1 sites replied, 2 are needed.")
+    assert "stopped: round 1" in list(events.read(project / "runs" / "heart"))[-1].text
+
+
+LONG_RUN = """
+import asyncio, sys
+from fedtrain import cli
+from fedtrain.runtime import federated
+
+async def serve(config, *, emit):
+    emit("run_started", run="heart", mode="federated", rounds=2)
+    try:
+        await asyncio.sleep(600)
+    finally:
+        emit("notice", text="cleaned up")
+
+federated.serve = serve
+sys.argv = ["fedtrain", "aggregator"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "line"), [(signal.SIGINT, 130, "Interrupted."), (signal.SIGTERM, 143, "Stopped.")]
+)
+def test_a_signal_ends_a_run_in_order_and_says_that_it_goes_on(project, sent, code, line):
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LONG_RUN)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert "run heart" in child.stdout.readline()
+    child.send_signal(sent)
+    out, err = child.communicate(timeout=60)
+    assert "cleaned up" in out
+    assert (child.returncode, err) == (
+        code, f"{line} The same command goes on from the last committed round.\n")  # fmt: skip
+
+
+# --- certs
+
+
+def test_certs_init_and_issue_make_what_aggregator_and_sites_load(project):
+    assert run("certs", "init").exit_code == 0
+    result = run("certs", "issue", "aggregator", "site-1", "site-2")
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) == 3
+    assert pki.Credentials.load(project / "certs" / "aggregator").identity.role == "aggregator"
+    for name in ("site-1", "site-2"):
+        identity = pki.Credentials.load(project / "certs" / "sites" / name).identity
+        assert (identity.role, identity.name, identity.federation) == ("site", name, "heart")
+
+
+def test_the_federations_name_is_the_runs_made_fit_or_the_one_given(project):
+    result = run("certs", "init", "--set", "run.name=Heart_v2.1")
+    assert "the authority of heart-v2-1" in result.output
+    result = run("certs", "init", "--federation", "swiss", "--set", "network.certs=other")
+    assert "the authority of swiss" in result.output
+    assert (project / "other" / "ca" / "issuing.pem").exists()
+
+
+def test_a_second_authority_never_replaces_the_first(project):
+    run("certs", "init")
+    result = run("certs", "init")
+    assert result.exit_code == 1
+    assert "never overwritten" in result.stderr
+
+
+def test_a_signing_request_is_for_one_site(project):
+    (project / "x.csr").write_text("")
+    assert run("certs", "issue", "site-1", "site-2", "--csr", "x.csr").exit_code == 2
+
+
+# --- watch, runs, export
+
+
+def test_watch_shows_a_finished_run_and_ends(project):
+    write_run(project / "runs" / "heart+simulate")
+    result = run("watch")
+    assert result.exit_code == 0
+    assert "round 1/2: done" in result.output
+    assert "finished after round 1: rounds done" in result.output.splitlines()[-1]
+
+
+def test_watch_follows_another_process_until_the_run_finishes(project):
+    folder = project / "runs" / "heart"
+    with EventLog(folder) as log:
+        log.emit("run_started", run="heart", mode="federated", rounds=2)
+        child = subprocess.Popen([*FEDTRAIN, "watch", "heart", "--json"], stdout=subprocess.PIPE, text=True)
+        assert json.loads(child.stdout.readline())["kind"] == "run_started"
+        log.emit("notice", text="now")
+        assert json.loads(child.stdout.readline())["text"] == "now"
+        log.emit("run_finished", round=2)
+        rest, _ = child.communicate(timeout=60)
+    assert json.loads(rest)["kind"] == "run_finished"
+    assert child.returncode == 0
+
+
+def test_watch_says_when_no_process_works_on_the_run_and_ends_on_ctrl_c(project):
+    write_run(project / "runs" / "heart", finished=False)
+    child = subprocess.Popen([*FEDTRAIN, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = iter(child.stdout.readline, "")
+    assert any("no process works on this run" in line for line in lines)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=60)
+    assert child.returncode == 130
+
+
+def test_watch_goes_on_when_a_finished_run_was_started_again(project, monkeypatch):
+    folder = project / "runs" / "heart"
+    write_run(folder)
+    with EventLog(folder) as log:
+        log.emit("run_started", run="heart", mode="federated", rounds=4, resumed_from=1)
+    monkeypatch.setattr(events, "follow", lambda _: iter([*events.read(folder), None, None, None]))
+    assert run("watch").output.splitlines()[-1].endswith("waiting for it to go on")
+
+
+def test_runs_lists_what_there_is_for_people_and_for_programs(project):
+    assert "No run in runs yet" in run("runs").output
+    assert run("runs", "--json").output == ""
+    write_run(project / "runs" / "heart+simulate")
+    write_run(project / "runs" / "heart", finished=False)
+    head, *rows = run("runs").output.splitlines()
+    assert head.split() == ["RUN", "STATE", "ROUND", "LOSS", "EVALUATED", "BEST", "UPDATED"]
+    assert [row.split()[:4] for row in rows] == [
+        ["heart+simulate", "finished", "1/2", "0.5000"], ["heart", "stopped", "1/2", "0.5000"]]  # fmt: skip
+    found = [json.loads(line) for line in run("runs", "--json").output.splitlines()]
+    assert [(r["run"], r["state"]) for r in found] == [("heart+simulate", "finished"), ("heart", "stopped")]
+    assert [r["metrics"] for r in found] == [{"accuracy": 0.75}] * 2
+
+
+def test_a_look_at_the_runs_opens_no_database(project):
+    write_run(project / "runs" / "heart")
+    (project / "runs" / "heart" / "run.db").write_bytes(b"not a database")
+    assert run("runs").exit_code == 0
+    assert run("watch").exit_code == 0
+
+
+def test_export_writes_the_named_run_and_says_where(project):
+    from .test_export import a_run
+
+    a_run(project / "runs" / "heart")
+    write_run(project / "runs" / "heart")
+    assert run("export").output == "heart-model holds MODEL_CARD.md, model.json, model.safetensors\n"
+    result = run("export", "heart", "-o", "out", "--round", "best", "--json")
+    about = json.loads(result.output)
+    assert about == json.loads((project / "out" / "model.json").read_text())
+    assert about["round"] == 2
+
+
+def test_an_unknown_run_is_told_the_nearest(project):
+    write_run(project / "runs" / "heart")
+    result = run("export", "hart")
+    assert result.exit_code == 1
+    assert "Did you mean heart?" in result.stderr
+
+
+def test_a_reader_that_has_gone_is_no_error(project):
+    write_run(project / "runs" / "heart")
+    line = f"{sys.executable} -m fedtrain runs --json | true"
+    result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert "Traceback" not in result.stderr
+
+
+def test_drive_passes_on_what_the_work_raises():
+    from fedtrain.cli import drive
+
+    async def cancelled_by_itself():
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        drive(cancelled_by_itself())

@@ -1,0 +1,117 @@
+"""`fedtrain new`: from nothing to a project that trains, without a network."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import fedtrain
+from fedtrain import Config
+from fedtrain.cli import cli
+
+ROOT = Path(fedtrain.__file__).parent.parent
+FILES = {"task.py", "fedtrain.toml", "README.md", ".gitignore"}
+
+
+def new(name):
+    return CliRunner().invoke(cli, ["new", str(name)])
+
+
+@pytest.fixture
+def project(tmp_path):
+    assert new(tmp_path / "heart").exit_code == 0
+    return tmp_path / "heart"
+
+
+def test_a_new_project_has_its_four_files_and_its_name(project):
+    assert {path.name for path in project.iterdir()} == FILES
+    assert Config.load(project / "fedtrain.toml", env={}).run.name == "heart"
+    assert not any("PROJECT" in path.read_text() for path in project.iterdir())
+
+
+def test_the_new_config_is_short_and_right_for_two_sites(project):
+    config = Config.load(project / "fedtrain.toml", env={})
+    assert (config.strategy.min_sites, config.run.rounds) == (2, 5)
+    assert len((project / "fedtrain.toml").read_text().splitlines()) <= 30
+
+
+def test_the_new_task_is_at_most_forty_lines_and_trains_as_it_is(project):
+    import torch
+
+    from fedtrain.training.task import load_task
+
+    source = (project / "task.py").read_text()
+    assert len(source.splitlines()) <= 40
+    assert ast.get_docstring(ast.parse(source))
+    config = Config.load(project / "fedtrain.toml", env={})
+    task = load_task(config.run.task, project)
+    assert task.sites() == ["site-1", "site-2"]
+    data = {site: task.data(site) for site in task.sites()}
+    assert not torch.equal(data["site-1"][0], data["site-2"][0])
+    assert torch.equal(data["site-1"][0], task.data("site-1")[0])  # the same in every process
+    model = task.model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.train.lr)
+    before = task.loss(model, data["site-1"]).item()
+    for _ in range(50):
+        optimizer.zero_grad()
+        task.loss(model, data["site-1"]).backward()
+        optimizer.step()
+    assert task.loss(model, data["site-1"]).item() < 0.8 * before
+    correct, count = task.evaluate(model, task.eval_data("site-2"))["accuracy"]
+    assert 0 <= correct <= count == 200
+
+
+def test_the_readme_names_every_command_that_a_two_site_run_needs(project):
+    readme = (project / "README.md").read_text()
+    for command in (
+        "simulate", "certs init", "certs issue aggregator site-1 site-2", "aggregator", "site site-1",
+        "site site-2", "watch", "export heart",
+    ):  # fmt: skip
+        assert f"\nfedtrain {command}" in readme
+
+
+def test_the_keys_of_the_new_project_never_get_into_git(project):
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    for secret in (
+        "certs/ca/root.key.pem",
+        "certs/sites/site-1/key.pem",
+        "data/patients.csv",
+        "runs/heart/run.db",
+    ):
+        subprocess.run(["git", "check-ignore", "-q", secret], cwd=project, check=True)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+    (tmp_path / "heart").mkdir()
+    (tmp_path / "heart" / "task.py").write_text("mine")
+    result = new(tmp_path / "heart")
+    assert result.exit_code == 1
+    assert "exists and is not empty" in result.stderr
+    assert (tmp_path / "heart" / "task.py").read_text() == "mine"
+
+
+def test_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "heart").mkdir()
+    assert new(tmp_path / "heart").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["-x", "my project", "a@b", "x" * 65])
+def test_a_name_that_cannot_be_a_runs_is_refused(tmp_path, name):
+    result = CliRunner().invoke(cli, ["new", "--", str(tmp_path / name)])
+    assert result.exit_code == 1
+    assert "letters, digits" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_wheel_carries_the_template(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    there = {name for name in zipfile.ZipFile(wheel).namelist() if "templates/" in name}
+    assert {Path(name).name for name in there} == {name.removeprefix(".") for name in FILES}
