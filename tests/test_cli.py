@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -383,3 +384,26 @@ def test_drive_passes_on_what_the_work_raises():
 
     with pytest.raises(asyncio.CancelledError):
         drive(cancelled_by_itself())
+
+
+# --- the page that describes them
+
+PAGE = (Path(fedtrain.__file__).parent.parent / "docs" / "cli.md").read_text()
+
+
+@pytest.mark.parametrize("path", [*(c for c in cli.commands if c != "certs"), "certs init", "certs issue"])
+def test_the_page_describes_every_command_with_its_options_and_an_example(path):
+    command = cli
+    for name in path.split():
+        command = command.commands[name]
+    section = re.split(r"^## ", PAGE.split(f"\n## fedtrain {path}", 1)[1], maxsplit=1, flags=re.M)[0]
+    assert f"\n```\nfedtrain {path}" in section
+    common = {"--config", "--set", "--json", "--traceback"}
+    for option in {o for p in command.params for o in p.opts if o.startswith("--")} - common - {"--out"}:
+        assert f"`{option} " in section or f"`{option}`" in section
+
+
+def test_the_page_lists_every_kind_of_event_with_its_fields():
+    for name, kind in events.KINDS.items():
+        fields = [field for field in kind.__struct_fields__ if field != "time"]
+        assert f"| `{name}` | {', '.join(fields)} |" in PAGE

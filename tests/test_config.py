@@ -1,6 +1,8 @@
 """fedtrain.toml: what it may say, what overrides it, and what everyone must have alike."""
 
 import dataclasses
+import re
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -303,3 +305,37 @@ def test_the_run_directories_of_the_roles_never_meet(tmp_path):
     assert config.run_dir == tmp_path / "out" / "heart"
     assert config.simulate_dir == tmp_path / "out" / "heart+simulate"
     assert config.site_dir("bern") == tmp_path / "out" / "heart@bern"
+
+
+# --- the page that describes it
+
+PAGE = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+ROWS = {
+    key: (agreed, default)
+    for key, agreed, default in re.findall(r"^\| `(\w+\.\w+)`( ●)? \| `(.*?)` \|", PAGE, re.M)
+}
+
+
+def test_the_page_describes_every_key_and_no_other():
+    assert list(ROWS) == KEYS
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_default_on_the_page_is_the_default(key):
+    value = tomllib.loads(f"value = {ROWS[key][1]}")["value"]
+    assert changed(key, value) == Config.of({})
+
+
+def test_the_page_marks_the_keys_that_all_must_have_alike():
+    marked = {key for key, (agreed, _) in ROWS.items() if agreed}
+    assert marked == {*Config().agreed(), "strategy.options"}
+
+
+def test_the_page_names_every_strategy_with_its_keys():
+    from fedtrain.strategies import STRATEGIES
+
+    for kind, strategy in STRATEGIES.items():
+        row = next(
+            line for line in PAGE.splitlines() if line.startswith("| ") and f"`{kind}`" in line.split("|")[1]
+        )
+        assert all(f"`{f.name} = " in row for f in dataclasses.fields(strategy))
