@@ -20,7 +20,7 @@ from torch import nn
 from ..config import TrainConfig
 from ..errors import ConfigError, TaskError
 from ..update import FLOATS, Arena, Metrics, Schema, SiteId, Update, seed_of, unique_tensors
-from .examples import Examples, Stream, examples_of, move
+from .examples import Examples, examples_of, move
 from .optimizers import clip, optimizer_of
 from .task import Batch, Task, checked, examples_in, folder_of, mean_and_weight, user_code
 
@@ -64,6 +64,7 @@ class Engine:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
             self._autocast = torch.autocast(self.device.type, dtype=dtype)
         self._sections = [s for s in self.schema.sections if s.dtype in FLOATS and s.trained]
+        self._flats = [self.local.flat(s) for s in self.schema.sections]
         self._weights = self._trained(self.local)
         slope = Arena.zeros(self.schema, str(self.device))
         self._gradients = self._trained(slope)
@@ -92,14 +93,12 @@ class Engine:
 
     def train(self, site: SiteId, dataset: Any, round: int, weights: Arena, out: Arena) -> Update:
         """Train on the site's examples from the global `weights`; `out` receives local - global."""
-        self._seed(seed_of(self.run_seed, round, site))
-        self.load(weights)
+        self.seed(round, site)
+        self.load(weights, training=True)
         start = weights if weights.data.device == self.local.data.device else self.local.clone()
-        if not self.model.training:
-            self.model.train()
         with user_code(self._folder, f"site {site}, round {round}"):
             examples = examples_of(dataset)
-            loss, weight, seen = self._steps(examples, self._trained(start))
+            loss, weight, seen = self._steps(examples, self._trained(start) if self.correct else [])
         if not seen:
             raise TaskError(f"site {site} has no examples: data({site!r}) is empty")
         self._gather_buffers()
@@ -110,9 +109,8 @@ class Engine:
 
     def evaluate(self, dataset: Any, weights: Arena) -> Metrics:
         """What the task's evaluate() gives, summed over the dataset; the loss is always among it."""
-        self._seed(seed_of(self.run_seed, "evaluate"))
-        self.load(weights)
-        self.model.eval()
+        self.seed("evaluate")
+        self.load(weights, training=False)
         total: Metrics = {}
         with user_code(self._folder, "evaluation"), torch.no_grad():
             for batch in examples_of(dataset).batches(self.config.eval_batch_size, False, None):
@@ -174,8 +172,10 @@ class Engine:
             while group := list(islice(batches, config.accumulate)):
                 empty = False
                 yield group
-            if empty and (epoch == 0 or isinstance(examples, Stream)):
-                return  # no examples, or an iterator that gives its batches only once
+            if empty and epoch == 0:
+                return
+            if empty:
+                raise TaskError("data() gave its batches only once: return a list or a DataLoader")
 
     def _gradient(self, group: list[Batch], scale: float) -> tuple[list[torch.Tensor], list[float]]:
         """The gradient of (Σ loss sums) / (Σ weights) over the group, left in self._gradients.
@@ -211,14 +211,16 @@ class Engine:
     # --- The model, its arena, its seeds
 
     def _build(self) -> nn.Module:
-        self._seed(seed_of(self.run_seed, "init"))
+        self.seed("init")
         with user_code(folder_of(self.task), "model()"):
             model = self.task.model()
         if not isinstance(model, nn.Module):
             raise TaskError(f"model() returned a {type(model).__name__}, not a torch.nn.Module")
         return model
 
-    def _seed(self, seed: int) -> None:
+    def seed(self, *purpose: object) -> None:
+        """Every source of random numbers that a task may draw from, by the run and what they are for."""
+        seed = seed_of(self.run_seed, *purpose)
         # Not torch.manual_seed: it looks for every kind of accelerator, and takes 194 µs of a 400 µs round.
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
@@ -237,9 +239,11 @@ class Engine:
         """All trained coordinates, one vector per float dtype; views."""
         return [arena.flat(section)[: section.trained] for section in self._sections]
 
-    def load(self, weights: Arena) -> None:
+    def load(self, weights: Arena, *, training: bool) -> None:
         """The global weights, and buffers as the model was built with: nothing of an earlier site stays."""
         self.local.copy_(weights)
+        if self.model.training != training:
+            self.model.train(training)
         for buffer in self._buffers:
             buffer.module._buffers[buffer.name] = buffer.tensor
             if buffer.first is not None:
@@ -253,14 +257,14 @@ class Engine:
                 buffer.tensor.copy_(present)
 
     def _subtract(self, start: Arena, out: Arena) -> None:
-        for section in self.schema.sections:
-            local, begun, delta = (arena.flat(section) for arena in (self.local, start, out))
+        for section, local in zip(self.schema.sections, self._flats, strict=True):
+            delta = out.flat(section)
             if section.dtype not in MOVES:
                 delta.zero_()
             elif delta.device == local.device:
-                torch.sub(local, begun, out=delta)
+                torch.sub(local, start.flat(section), out=delta)
             else:
-                delta.copy_(local - begun)
+                delta.copy_(local - start.flat(section))
         out._digest = None
 
 

@@ -54,7 +54,7 @@ def parse(spec: str) -> tuple[str, float]:
 
 
 def partition(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: int) -> list[Indices]:
-    """The indices of each site's examples, ascending, given all labels (or their number, where it suffices)."""
+    """The indices of each site's examples, ascending; `labels` may be their number where that suffices."""
     import numpy as np
 
     kind, value = parse(spec)

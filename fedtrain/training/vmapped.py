@@ -23,7 +23,8 @@ from .local import Engine
 from .optimizers import clip, optimizer_of
 from .task import Batch, Task, examples_in, folder_of, user_code
 
-CHUNK = 100  # sites at once: at 5,000 parameters their weights just fit a core's cache
+CHUNK = 100  # sites at once, at most; more would leave a core's cache without being cheaper to start
+CHUNK_BYTES = 32 << 20  # of their weights, at most
 
 
 class Vmapped:
@@ -37,8 +38,9 @@ class Vmapped:
         self._names = [f"model.{s.name}" for s in trained]
         self._shapes = [s.shape for s in trained]
         self._sizes = [s.numel for s in trained]
+        at_once = max(1, min(CHUNK, CHUNK_BYTES // max(1, engine.schema.nbytes)))
         # Arenas of the sites at work; what isn't trained is zero there, and stays so.
-        self._slab = torch.zeros(CHUNK, engine.schema.nbytes, dtype=torch.uint8, device=engine.device)
+        self._slab = torch.zeros(at_once, engine.schema.nbytes, dtype=torch.uint8, device=engine.device)
         gradient = grad_and_value(self._objective, has_aux=True)
         self._gradient_at = {  # [sites, n], or [n] at the first step, when all sites have the same weights
             2: vmap(gradient, in_dims=(0, 0)),
@@ -59,11 +61,11 @@ class Vmapped:
         engine = self.engine
         if isinstance(outs, torch.Tensor):
             outs = [Arena(engine.schema, row) for row in outs.unbind()]
-        engine.load(weights)
+        engine.load(weights, training=True)
         updates: dict[int, Update] = {}
         for bucket in _buckets(sites):
-            for at in range(0, len(bucket), CHUNK):
-                chunk = bucket[at : at + CHUNK]
+            for at in range(0, len(bucket), len(self._slab)):
+                chunk = bucket[at : at + len(self._slab)]
                 names = [sites[i][0] for i, _ in chunk]
                 deltas, losses, counts, seen = self._chunk([e for _, e in chunk], names, round)
                 for (i, e), delta, loss, count in zip(chunk, deltas, losses, counts, strict=True):
@@ -88,6 +90,7 @@ class Vmapped:
         state = optimizer.init(local)
         losses, counts = [], []
         seen = 0
+        engine.seed(round, *names)  # for a loss that draws from random or numpy; torch's is refused
         batches = islice(self._batches(examples, names, round), engine.config.local_steps or None)
         for step, (size, batch) in enumerate(batches, start=1):
             seen += size

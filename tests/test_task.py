@@ -1,0 +1,120 @@
+"""Finding the user's task, fingerprinting it, and saying what is wrong with it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedtrain.errors import ConfigError, TaskError
+from fedtrain.training.task import load_task, sources, task_digest, user_code
+
+TASK = """
+import fedtrain
+class Heart(fedtrain.Task):
+    def model(self): ...
+    def data(self, site): ...
+    def loss(self, model, batch): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_importing_the_task_base_loads_neither_torch_nor_numpy():
+    code = (
+        "import sys, fedtrain; fedtrain.Task; fedtrain.partition; print(*{'torch', 'numpy'} & {*sys.modules})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == ""
+
+
+def test_a_task_is_found_beside_its_config_and_knows_its_data_folder(tmp_path):
+    task = load_task("task:Heart", write(tmp_path, task=TASK))
+    assert type(task).__name__ == "Heart"
+    assert task.data_dir == tmp_path / "data"
+    assert load_task("task:Heart", tmp_path, Path("/elsewhere")).data_dir == Path("/elsewhere")
+
+
+def test_a_task_may_read_its_data_folder_while_it_is_made(tmp_path):
+    init = "    def __init__(self): self.seen = self.data_dir\n"
+    assert load_task("task:Heart", write(tmp_path, task=TASK + init)).seen == tmp_path / "data"
+
+
+def test_two_projects_in_one_process_do_not_mix_their_modules(tmp_path):
+    for name in ("one", "two"):
+        write(
+            tmp_path / name, task=TASK + "    import helper\n    who = helper.WHO\n", helper=f"WHO = {name!r}"
+        )
+    assert [load_task("task:Heart", tmp_path / name).who for name in ("one", "two", "one")] == [
+        "one",
+        "two",
+        "one",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("task", 'must be "module:Class"'),
+        ("tusk:Heart", "Did you mean 'task'?"),
+        ("task:Hart", "Did you mean 'Heart'?"),
+        ("task:fedtrain", "is not a fedtrain.Task"),
+        ("task:Half", "does not define data(), loss()"),
+        ("random:Heart", "one of Python's own"),
+    ],
+)
+def test_a_wrong_task_name_is_refused_with_what_to_change(tmp_path, spec, says):
+    half = "class Half(fedtrain.Task):\n    def model(self): ...\n"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_task(spec, write(tmp_path, task=TASK + half))
+
+
+def test_an_error_in_the_task_names_its_type_and_line_but_not_its_message(tmp_path):
+    write(tmp_path, task="import helper\n", helper="x = 1\nraise ValueError('patient 17')\n")
+    with pytest.raises(TaskError, match=r"^ValueError in helper\.py:2") as caught:
+        load_task("task:Heart", tmp_path)
+    assert "patient" not in str(caught.value)
+
+
+def test_a_syntax_error_and_a_missing_package_are_named(tmp_path):
+    with pytest.raises(TaskError, match=r"SyntaxError in task\.py:2"):
+        load_task("task:Heart", write(tmp_path, task="x = 1\ny = = 2\n"))
+    with pytest.raises(TaskError, match="no module named 'no_such_package'"):
+        load_task("task:Heart", write(tmp_path, task="import no_such_package\n"))
+
+
+def test_errors_of_fedtrain_pass_through_user_code_unchanged(tmp_path):
+    with pytest.raises(ConfigError, match="as it is"), user_code(tmp_path):
+        raise ConfigError("as it is")
+
+
+def test_the_digest_covers_all_that_the_task_imports_and_nothing_else(tmp_path):
+    imports = (
+        "import net.layers\nfrom net import heads\nimport torch, json\ndef later():\n    from lazy import x\n"
+    )
+    package = {"net/__init__": "", "net/layers": "from . import parts\n", "net/heads": "", "net/parts": ""}
+    write(tmp_path, task=imports + TASK, lazy="x = 1\n", unrelated="", json="", **package)
+    names = {"task", "net", "net.layers", "net.heads", "net.parts", "lazy"}
+    assert set(sources("task:Heart", tmp_path)) == names
+    before = task_digest("task:Heart", tmp_path)
+    write(tmp_path, unrelated="changed")
+    assert task_digest("task:Heart", tmp_path) == before
+    write(tmp_path, **{"net/parts": "# changed\n"})
+    assert task_digest("task:Heart", tmp_path) != before
+
+
+def test_the_digest_is_the_same_wherever_the_project_lies_and_runs_none_of_it(tmp_path):
+    one, two = (write(tmp_path / name, task=TASK + "raise SystemExit\n") for name in ("one", "two"))
+    assert task_digest("task:Heart", one) == task_digest("task:Other", two)

@@ -1,0 +1,161 @@
+"""Many sites at once, held against the loop in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedtrain import Arena, Task
+from fedtrain.config import TrainConfig
+from fedtrain.errors import ConfigError, TaskError
+from fedtrain.training.local import Engine
+from fedtrain.training.vmapped import CHUNK, Vmapped
+
+CONFIG = TrainConfig(lr=0.1, batch_size=8)
+
+
+class Small(Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Tokens(Small):
+    def loss(self, model, batch):
+        weight = 1.0 + batch[1]
+        return (F.cross_entropy(model(batch[0]), batch[1], reduction="none") * weight).sum(), weight.sum()
+
+
+class Tied(Small):
+    def model(self):
+        model = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)}).double()
+        model["b"].weight = model["a"].weight
+        model["a"].bias.requires_grad_(False)
+        return model
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model["b"](model["a"](batch[0]).relu()), batch[1])
+
+
+def examples(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 6, generator=g, dtype=torch.float64), torch.randint(0, 3, (n,), generator=g)
+
+
+SITES = [(f"site-{i}", examples(n, i)) for i, n in enumerate((5, 8, 21, 8, 5, 1, 21, 8))]
+
+
+def proximal(gradient, weights, start):
+    gradient.add_(weights - start, alpha=0.5)
+
+
+def both(task, config, correct=None, sites=SITES, round=2):
+    """The updates of the loop and of vmap, from the same weights."""
+    engine = Engine(task, config, 1, correct)
+    start = engine.initial()
+    looped = [engine.train(site, data, round, start, Arena.zeros(engine.schema)) for site, data in sites]
+    outs = [Arena.zeros(engine.schema) for _ in sites]
+    return looped, Vmapped(engine).train(sites, round, start, outs)
+
+
+@pytest.mark.parametrize("task", [Small(), Tokens(), Tied()])
+@pytest.mark.parametrize(
+    ("config", "correct"),
+    [
+        (CONFIG, None),
+        (replace(CONFIG, local_epochs=3, momentum=0.9, weight_decay=0.01), proximal),
+        (replace(CONFIG, local_epochs=2, batch_size=0, clip_norm=0.1), None),
+        (replace(CONFIG, local_steps=4, drop_last=True), None),
+        (replace(CONFIG, optimizer="adam", local_epochs=2), None),
+    ],
+)
+def test_many_sites_at_once_are_the_loop_one_by_one(task, config, correct):
+    for loop, vmapped in zip(*both(task, config, correct), strict=True):
+        for name, delta in loop.delta.views().items():
+            torch.testing.assert_close(vmapped.delta.views()[name], delta, rtol=0, atol=1e-12)
+        assert vmapped.num_examples == pytest.approx(loop.num_examples, abs=1e-12)
+        assert vmapped.metrics["loss"] == pytest.approx(loop.metrics["loss"], abs=1e-10)
+
+
+def test_more_sites_than_a_chunk_come_back_in_their_order():
+    sites = [(f"site-{i}", examples(3 + i % 2, i)) for i in range(2 * CHUNK + 50)]
+    for loop, vmapped in zip(*both(Small(), CONFIG, sites=sites), strict=True):
+        torch.testing.assert_close(
+            vmapped.delta.views()["0.weight"], loop.delta.views()["0.weight"], rtol=0, atol=1e-12
+        )
+
+
+def test_a_slab_of_memory_and_separate_arenas_receive_the_same_bytes():
+    engine = Engine(Small(), CONFIG, 1)
+    start, vmapped = engine.initial(), Vmapped(engine)
+    slab = torch.ones(len(SITES), engine.schema.nbytes, dtype=torch.uint8)
+    one = vmapped.train(SITES, 0, start, slab)
+    two = vmapped.train(SITES, 0, start, [Arena.zeros(engine.schema) for _ in SITES])
+    assert [u.delta.digest for u in one] == [u.delta.digest for u in two]
+    assert all(u.delta.data.data_ptr() == row.data_ptr() for u, row in zip(one, slab, strict=True))
+
+
+def test_which_other_sites_are_trained_beside_it_changes_a_site_by_rounding_only():
+    engine = Engine(Small(), CONFIG, 1)
+    start, vmapped = engine.initial(), Vmapped(engine)
+    everyone = vmapped.train(SITES, 0, start, [Arena.zeros(engine.schema) for _ in SITES])
+    alone = vmapped.train(SITES[2:3], 0, start, [Arena.zeros(engine.schema)])
+    a, b = (u.delta.views()["0.weight"] for u in (everyone[2], alone[0]))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+class Normed(Small):
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+
+
+class Dropped(Small):
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)).double()
+
+
+class Reading(Small):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss * loss.item()
+
+
+class Own(Small):
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+class Weightless(Tokens):
+    def loss(self, model, batch):
+        return super().loss(model, batch)[0] * 0, torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "why"),
+    [
+        (Small(), replace(CONFIG, precision="bf16"), "bf16"),
+        (Small(), replace(CONFIG, accumulate=2), "accumulate"),
+        (Normed(), CONFIG, "buffers"),
+        (Own(), CONFIG, "its own optimizer"),
+        (Dropped(), CONFIG, "RuntimeError in .* Random numbers"),
+        (Reading(), CONFIG, "RuntimeError in .*, in loss"),
+        (Weightless(), CONFIG, "without weight"),
+    ],
+)
+def test_what_vmap_cannot_do_is_refused_with_the_reason_and_the_way_out(task, config, why):
+    engine = Engine(task, config, 1)
+    outs = [Arena.zeros(engine.schema) for _ in SITES]
+    with pytest.raises(ConfigError, match=f'{why}.*simulate.engine = "loop"'):
+        Vmapped(engine).train(SITES, 0, engine.initial(), outs)
+
+
+def test_data_that_cannot_be_stacked_is_refused_and_a_site_without_any_is_named():
+    engine = Engine(Small(), CONFIG, 1)
+    with pytest.raises(ConfigError, match="only tensors can be stacked"):
+        Vmapped(engine).train([("a", [1, 2])], 0, engine.initial(), [Arena.zeros(engine.schema)])
+    with pytest.raises(TaskError, match="site a has no examples"):
+        Vmapped(engine).train([("a", examples(0, 0))], 0, engine.initial(), [Arena.zeros(engine.schema)])
