@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..aggregation import WeightedMean
+from ..aggregation import RULES, WeightedMean, aggregate
 from ..config import Config
 from ..errors import BadUpdate, CertificateError, JoinRefused, TooFewSites
 from ..exchange import Cohort, in_order
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
 from ..update import (
+    ArenaFile,
     Evaluate,
     Evaluation,
     Failure,
@@ -125,7 +126,9 @@ async def _train(
             members = await cohort.members(config.strategy.min_sites)
             plan = Plan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
-        await asyncio.to_thread(_commit, store, after, record)
+        await asyncio.to_thread(store.prepare, after)
+        store.commit(after, record)
+        store.inbox.keep_only(())
         emit("round_committed", round=after.round, **record)
         return after
 
@@ -140,19 +143,27 @@ async def federated_round(
         round=plan.round,
         weights=checkpoint.weights,
     )
-    mean, trained = WeightedMean(checkpoint.weights.schema), dict[SiteId, Metrics]()
+    schema, trained, spooled = checkpoint.weights.schema, dict[SiteId, Metrics](), list[Update]()
+    mean: WeightedMean | None = None
     replies = cohort.exchange(dict.fromkeys(plan.sites, request), config.strategy.round_deadline)
-    checked = _checked(replies, cohort, config, plan.round, emit)
+    checked = _checked(replies, request, cohort, config, emit)
     async with aclosing(in_order(checked, plan.sites)) as ordered:
         async for site, reply in ordered:
             if isinstance(reply, Update):
-                mean.add(reply)
                 trained[site] = reply.metrics
+                if isinstance(reply.delta, ArenaFile):
+                    spooled.append(reply)  # folded together below, chunk by chunk, from the disk
+                else:
+                    mean = mean or WeightedMean(schema)
+                    mean.add(reply)  # in shared memory that is needed again: folded now
     if len(trained) < config.strategy.min_sites:
         raise TooFewSites(f"round {plan.round}", len(trained), config.strategy.min_sites)
-    mean_delta = await asyncio.to_thread(mean.result)
+    if mean is None:
+        delta = await asyncio.to_thread(aggregate, RULES["mean"], schema, spooled)
+    else:
+        delta = await asyncio.to_thread(mean.result)
     weights, state = await asyncio.to_thread(
-        server_step, strategy, checkpoint.weights, checkpoint.state, mean_delta
+        server_step, strategy, checkpoint.weights, checkpoint.state, delta
     )
     metrics = averages(trained)
     record = {
@@ -168,9 +179,9 @@ async def federated_round(
 
 async def _checked(
     replies: AsyncGenerator[tuple[SiteId, Reply], None],
+    request: Train,
     cohort: Cohort,
     config: Config,
-    number: int,
     emit: Emit,
 ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
     """The good updates, as they come. A bad one is named here and at its site, and the round goes on."""
@@ -179,18 +190,19 @@ async def _checked(
             try:
                 if isinstance(reply, Failure):
                     raise BadUpdate(reply.reason)
+                checks.admit(request, reply, request.weights.schema, config.limits, None)
                 assert isinstance(reply, Update), reply
                 if reply.delta.schema.nbytes <= SMALL_BYTES:
                     checks.inspect(reply, config.limits)
                 else:
                     await asyncio.to_thread(checks.inspect, reply, config.limits)
             except BadUpdate as e:
-                emit("update_refused", round=number, site=site, reason=str(e))
-                cohort.tell(site, f"round {number}: the update was refused: {e}")
+                emit("update_refused", round=request.round, site=site, reason=str(e))
+                cohort.tell(site, f"round {request.round}: the update was refused: {e}")
                 continue
             value, count = reply.metrics.get("loss", (math.nan, 0.0))
             emit(
-                "update_received", round=number, site=site, num_examples=reply.num_examples,
+                "update_received", round=request.round, site=site, num_examples=reply.num_examples,
                 loss=value / count if count else None, nbytes=reply.delta.schema.nbytes,
             )  # fmt: skip
             yield site, reply
@@ -212,10 +224,14 @@ async def _evaluate(
     replies = cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
     async with aclosing(replies):
         async for site, reply in replies:
-            if isinstance(reply, Evaluation):
+            try:
+                if isinstance(reply, Failure):
+                    raise BadUpdate(reply.reason)
+                checks.admit(request, reply, request.weights.schema, config.limits, None)
+                assert isinstance(reply, Evaluation), reply
                 by_site[site] = reply.metrics
-            elif isinstance(reply, Failure):
-                emit("update_refused", round=number, site=site, reason=reply.reason)
+            except BadUpdate as e:
+                emit("update_refused", round=number, site=site, reason=str(e))
     metrics = averages(by_site)
     value = metrics.get(config.evaluate.metric)
     best = value is not None and config.evaluate.better(value, _best_value(config, store))
@@ -224,11 +240,6 @@ async def _evaluate(
     emit("evaluated", round=number, metrics=metrics, by_site=each)
     if best:
         emit("best", round=number, metric=config.evaluate.metric, value=value)
-
-
-def _commit(store: RunStore, checkpoint: Checkpoint, record: dict[str, Any]) -> None:
-    store.commit(checkpoint, record)
-    store.inbox.keep_only(())
 
 
 def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:

@@ -147,13 +147,19 @@ class RunStore:
 
     # --- committed rounds
 
+    def prepare(self, checkpoint: Checkpoint) -> tuple[str, Arena | None]:
+        """Bring a round's bytes onto the disk; from any thread. `commit` is quick after it."""
+        packed = Arena.pack(checkpoint.state) if checkpoint.state else None
+        if packed is not None:
+            self._put(packed)
+        return self._put(checkpoint.weights), packed
+
     def commit(self, checkpoint: Checkpoint, record: Mapping[str, Any]) -> None:
         """Make a round the last one. Before this returns the round before it is; after it, this one."""
-        weights = self._put(checkpoint.weights)
+        weights, packed = self.prepare(checkpoint)
         state = state_schema = None
-        if checkpoint.state:
-            packed = Arena.pack(checkpoint.state)
-            state, state_schema = self._put(packed), msgspec.json.encode(packed.schema).decode()
+        if packed is not None:
+            state, state_schema = packed.digest, msgspec.json.encode(packed.schema).decode()
         with self._transaction():
             self._db.execute(
                 "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, ?)",

@@ -1,0 +1,254 @@
+"""The round loop over cohorts in memory: who is asked, what is refused, what survives."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from fedtrain.config import Config
+from fedtrain.errors import StoreError, TooFewSites
+from fedtrain.runtime import federated
+from fedtrain.store import Checkpoint, RunStore
+from fedtrain.strategies import build, state_init
+from fedtrain.transport.memory import LocalCohort
+from fedtrain.update import Arena, Evaluate, Evaluation, Failure, Schema, TensorSpec, Train, Update, seed_of
+
+SCHEMA = Schema((TensorSpec("w", (6,), "float32", True), TensorSpec("seen", (2,), "float32", False)))
+SITES = ["a", "b", "c", "d", "e"]
+
+
+def arena(*values):
+    made = Arena.zeros(SCHEMA)
+    made.flat(SCHEMA.sections[0]).copy_(torch.tensor(values or [0.0] * 8))
+    return made
+
+
+def pull(site, seen=None):
+    """A site that moves halfway to its own optimum, with a little noise that depends on round and site."""
+    target = torch.arange(8.0) * (1 + SITES.index(site))
+
+    def handle(request):
+        if seen is not None:
+            seen.append((request.id, site))
+        weights = request.weights.chunk(SCHEMA.sections[0], 0, 8)
+        loss = float(((weights - target) ** 2).sum())
+        if isinstance(request, Evaluate):
+            return Evaluation(metrics={"loss": (loss, 1.0)})
+        noise = torch.Generator().manual_seed(seed_of("noise", request.round, site))
+        delta = arena(*((target - weights) / 2 + 0.01 * torch.randn(8, generator=noise)).tolist())
+        return Update(delta=delta, num_examples=1.0 + SITES.index(site), metrics={"loss": (loss, 1.0)})
+
+    return handle
+
+
+def config(tmp_path, **sections):
+    table = {
+        "run": {"name": "t", "rounds": 5, "seed": 3},
+        "strategy": {"kind": "fedavg", "min_sites": 3, "round_deadline": "5s"},
+    }
+    for name, keys in sections.items():
+        table[name] = {**table.get(name, {}), **keys}
+    return Config.of(table, root=tmp_path)
+
+
+class Events(list):
+    def __call__(self, kind, **fields):
+        self.append((kind, fields))
+
+    def of(self, kind):
+        return [fields for k, fields in self if k == kind]
+
+
+def run(cfg, cohort, events=None, store=None):
+    own = store is None
+    store = store or RunStore(cfg.run_dir)
+    strategy = build(cfg.strategy.kind, cfg.strategy.options)
+    try:
+        store.begin(SCHEMA, cfg.agreed(), task_digest="t")
+        if store.latest() is None:
+            store.commit(Checkpoint(0, arena(), state_init(strategy, arena())), {})
+        result = asyncio.run(
+            federated.run(cfg, cohort, store, strategy, events if events is not None else Events())
+        )
+        return result, store.latest()
+    finally:
+        if own:
+            store.close()
+
+
+def handlers(**changed):
+    return {site: pull(site) for site in SITES} | changed
+
+
+class Shuffled(LocalCohort):
+    """Replies in a seeded random order."""
+
+    def __init__(self, handlers, seed):
+        super().__init__(handlers)
+        self._random = random.Random(seed)
+
+    async def exchange(self, requests, deadline_s):
+        replies = [pair async for pair in super().exchange(requests, deadline_s)]
+        self._random.shuffle(replies)
+        for pair in replies:
+            yield pair
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "fedprox", "fedavgm", "fedadam", "fedyogi", "fedadagrad"])
+def test_the_order_of_arrival_changes_no_bit(tmp_path, kind):
+    digests = set()
+    for seed in range(3):
+        cfg = config(tmp_path / str(seed), strategy={"kind": kind})
+        digests.add(run(cfg, Shuffled(handlers(), seed))[1].weights.digest)
+    assert len(digests) == 1
+
+
+def test_a_round_is_the_weighted_mean_by_hand(tmp_path):
+    cfg = config(tmp_path, run={"rounds": 1})
+    after = run(cfg, LocalCohort(handlers()))[1].weights
+    deltas = [
+        pull(s)(Train(id="", round=0, weights=arena())).delta.flat(SCHEMA.sections[0]).double() for s in SITES
+    ]
+    mean = sum(w * d for w, d in zip((1, 2, 3, 4, 5), deltas, strict=True)) / 15
+    assert torch.equal(after.flat(SCHEMA.sections[0]), mean.float())
+
+
+def bad(values=None, schema=SCHEMA, examples=5.0):
+    def handle(request):
+        if isinstance(request, Evaluate):
+            return Evaluation(metrics={"loss": (1.0, 1.0)})
+        delta = Arena.zeros(schema)
+        if values is not None:
+            delta.flat(schema.sections[0])[: len(values)] = torch.tensor(values)
+        return Update(delta=delta, num_examples=examples)
+
+    return handle
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_s16_an_update_with_nan_or_inf_is_refused_and_named_and_the_round_completes(tmp_path, value):
+    events, cohort = Events(), LocalCohort(handlers(c=bad([0.0, value])))
+    _, after = run(config(tmp_path, run={"rounds": 1}), cohort, events)
+    without = run(
+        config(tmp_path / "x", run={"rounds": 1}),
+        LocalCohort({k: v for k, v in handlers().items() if k != "c"}),
+    )
+    assert after.weights.digest == without[1].weights.digest
+    assert events.of("update_refused") == [
+        {"round": 0, "site": "c", "reason": "w has 1 NaN or Inf of 6 values"}
+    ]
+    assert cohort.told == [("c", "round 0: the update was refused: w has 1 NaN or Inf of 6 values")]
+
+
+def test_finite_values_whose_squares_overflow_are_no_reason_to_refuse(tmp_path):
+    _, after = run(config(tmp_path, run={"rounds": 1}), LocalCohort(handlers(c=bad([3e38] * 6))))
+    assert torch.isfinite(after.weights.flat(SCHEMA.sections[0])).all()
+
+
+def test_s19_an_update_over_the_norm_bound_is_refused(tmp_path):
+    events = Events()
+    cfg = config(tmp_path, run={"rounds": 1}, limits={"max_norm": 1000.0})
+    run(cfg, LocalCohort(handlers(d=bad([1e4]))), events)
+    assert events.of("update_refused")[0]["reason"] == "its norm 1e+04 is over limits.max_norm = 1000"
+
+
+@pytest.mark.parametrize(
+    ("handler", "reason"),
+    [
+        (
+            bad(schema=Schema((TensorSpec("w", (1,), "float32", True), SCHEMA.tensors[1]))),
+            "does not fit the model",
+        ),
+        (bad(examples=1e12), "claims 1e+12 examples"),
+        (lambda request: Failure(reason="TaskError: disk full"), "disk full"),
+        (lambda request: Evaluation(metrics={}), "Evaluation does not answer Train"),
+    ],
+    ids=["shape-1", "examples", "failure", "other-reply"],
+)
+def test_what_the_wire_would_refuse_a_cohort_in_memory_refuses_too(tmp_path, handler, reason):
+    events = Events()
+    run(config(tmp_path, run={"rounds": 1}, evaluate={"every": 0}), LocalCohort(handlers(b=handler)), events)
+    (refused,) = events.of("update_refused")
+    assert refused["site"] == "b"
+    assert reason in refused["reason"]
+
+
+def test_too_few_sites_try_again_with_another_draw_and_then_change_nothing(tmp_path):
+    cfg, events = config(tmp_path, strategy={"min_sites": 4}), Events()
+    cohort = LocalCohort(handlers(), loses=lambda site, request: site in "ab" and "/2/" in request.id)
+    store = RunStore(cfg.run_dir)
+    with pytest.raises(TooFewSites, match=r"round 2: 3 sites replied, 4 are needed"):
+        run(cfg, cohort, events, store)
+    assert [e["attempt"] for e in events.of("round_failed")] == [0, 1, 2]
+    assert store.latest().round == 2
+    result, after = run(
+        cfg, LocalCohort(handlers()), store=store
+    )  # the sites are back: the same command goes on
+    store.close()
+    whole = run(config(tmp_path / "x", strategy={"min_sites": 4}), LocalCohort(handlers()))[1]
+    assert result.rounds == 5
+    assert after.weights.digest == whole.weights.digest
+
+
+def test_a_fraction_of_the_sites_is_drawn_by_seed_round_and_attempt_alone(tmp_path):
+    cfg = config(tmp_path, strategy={"fraction": 0.5, "min_sites": 1})
+    many = [f"s{i:03}" for i in range(100)]
+    drawn = [federated.sample(cfg, r, 0, many) for r in range(20)]
+    assert all(len(d) == 50 and d == sorted(d) for d in drawn)
+    assert len({tuple(d) for d in drawn}) == 20
+    assert drawn[3] == federated.sample(cfg, 3, 0, list(reversed(many)))
+    assert drawn[3] != federated.sample(cfg, 3, 1, many)
+
+
+def test_the_best_model_is_kept_and_a_run_without_progress_stops_early(tmp_path):
+    def worse_after_two(request):
+        if isinstance(request, Evaluate):
+            return Evaluation(metrics={"loss": (abs(request.round - 2.0), 1.0)})
+        return pull("a")(request)
+
+    cfg = config(tmp_path, run={"rounds": 50}, strategy={"min_sites": 1}, evaluate={"patience": 3})
+    store = RunStore(cfg.run_dir)
+    result, after = run(cfg, LocalCohort({"a": worse_after_two}), store=store)
+    assert (result.best_round, result.rounds) == (2, 5)
+    assert "loss has not improved for 3 evaluations" in result.reason
+    assert store.load(2).round == 2  # still whole, though three rounds came after it
+    with pytest.raises(StoreError, match="not kept"):
+        store.load(1)
+    again, same = run(
+        cfg, LocalCohort({"a": worse_after_two}), store=store
+    )  # the same command: nothing to do
+    assert same.weights.digest == after.weights.digest
+    assert again.rounds == 5
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "fedadam"])
+def test_stopped_after_any_exchange_and_started_again_the_model_is_the_same(tmp_path, kind):
+    class Stop(BaseException):
+        pass
+
+    def dies_at(count):
+        asked = iter(range(10**6))
+
+        def loses(site, request):
+            if next(asked) == count:
+                raise Stop
+            return False
+
+        return loses
+
+    whole = run(config(tmp_path / "whole", strategy={"kind": kind}), LocalCohort(handlers()))[
+        1
+    ].weights.digest
+    for count in range(0, 45, 4):
+        cfg = config(tmp_path / str(count), strategy={"kind": kind})
+        with pytest.raises(Stop):
+            run(cfg, LocalCohort(handlers(), loses=dies_at(count)))
+        assert run(cfg, LocalCohort(handlers()))[1].weights.digest == whole
+
+
+def test_another_configuration_does_not_go_on_with_an_old_run(tmp_path):
+    run(config(tmp_path), LocalCohort(handlers()))
+    with pytest.raises(StoreError, match=r"train.lr was 0.01, is 0.5.*own run.name"):
+        run(config(tmp_path, train={"lr": 0.5}), LocalCohort(handlers()))

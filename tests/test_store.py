@@ -1,0 +1,215 @@
+"""What survives: rounds whole or not at all, transfers that go on, disks that are refused."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from fedtrain.errors import StoreError, WireError
+from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
+from fedtrain.store.disk import refuse_network_disk
+from fedtrain.update import Arena, Schema, TensorSpec
+
+SCHEMA = Schema((TensorSpec("w", (100,), "float32", True),))
+
+
+def arena(value):
+    made = Arena.zeros(SCHEMA)
+    made.flat(SCHEMA.sections[0]).fill_(value)
+    return made
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = RunStore(tmp_path / "run")
+    made.begin(SCHEMA, {"train.lr": "0.1"}, task_digest="t")
+    yield made
+    made.close()
+
+
+def commit(store, *rounds):
+    for n in rounds:
+        store.commit(
+            Checkpoint(n, arena(n), {"float32/m": torch.full((3,), float(n))}), {"loss": 1 / (n + 1)}
+        )
+
+
+def test_what_was_committed_is_what_is_read(store, tmp_path):
+    commit(store, 0, 1, 2)
+    store.evaluated(1, {"loss": 0.5}, best=True)
+    commit(store, 3)
+    reader = RunStore(tmp_path / "run", read_only=True)  # beside the writer
+    last = reader.latest()
+    assert (last.round, last.weights.digest) == (3, arena(3).digest)
+    assert last.state["float32/m"].tolist() == [3.0] * 3
+    assert [(r.round, r.record["loss"], r.best) for r in reader.rounds()][:2] == [
+        (0, 1.0, False),
+        (1, 0.5, True),
+    ]
+    assert reader.best_round == 1
+    assert reader.load(1).weights.digest == arena(1).digest  # the best is kept, whatever its age
+    with pytest.raises(StoreError, match="not kept"):
+        reader.load(0)
+    reader.close()
+
+
+def test_s33_a_damaged_checkpoint_is_detected_and_the_one_before_it_used(store):
+    commit(store, 0, 1, 2)
+    path = store.blobs / arena(2).digest
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    warnings = []
+    assert store.latest(warn=warnings.append).round == 1
+    assert "round 2" in warnings[0]
+    assert "damaged" in warnings[0]
+    assert [r.round for r in store.rounds()] == [0, 1]
+
+
+def test_when_no_checkpoint_is_whole_the_store_says_so_and_keeps_everything(store):
+    commit(store, 0, 1)
+    for path in store.blobs.iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(StoreError, match="damaged"):
+        store.latest()
+    assert len(store.rounds()) == 2
+
+
+def test_one_process_holds_a_run_and_a_second_is_told_which(store, tmp_path):
+    with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+        RunStore(tmp_path / "run")
+
+
+def test_a_reader_of_no_run_is_told_how_to_find_one(tmp_path):
+    with pytest.raises(StoreError, match="fedtrain runs"):
+        RunStore(tmp_path, read_only=True)
+
+
+def test_a_plan_outlives_the_process_and_ends_with_its_round(store):
+    commit(store, 0)
+    store.set_plan(Plan(0, 1, ["a", "b"]))
+    assert store.plan(0) == Plan(0, 1, ["a", "b"])
+    commit(store, 1)
+    assert store.plan(0) is None
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs"])
+def test_a_network_disk_is_refused_with_advice(tmp_path, kind):
+    root = "22 1 0:21 / / rw - ext4 /dev/vda rw\n"
+    mount = f"36 22 0:35 / {tmp_path} rw,relatime shared:2 - {kind} server:/export rw\n"
+    refuse_network_disk(tmp_path, root)
+    with pytest.raises(StoreError, match=f"is on {kind}.*run.dir.*local disk"):
+        refuse_network_disk(tmp_path / "runs", root + mount)
+
+
+def test_an_overmounted_local_disk_is_fine(tmp_path):
+    lines = f"1 0 0:1 / {tmp_path} rw - nfs s:/ rw\n2 1 0:2 / {tmp_path} rw - ext4 /dev/vdb rw\n"
+    refuse_network_disk(tmp_path, lines)
+
+
+# --- a crash at each write: strace kills the process at its n-th system call
+
+COMMITS = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    from tests.test_store import RunStore, SCHEMA, commit
+    store = RunStore(Path(sys.argv[1]))
+    store.begin(SCHEMA, {"train.lr": "0.1"}, task_digest="t")
+    last = store.latest()
+    commit(store, *range((last.round if last else -1) + 1, 4))
+""")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace (apt-get install strace)")
+@pytest.mark.parametrize("call", ["fsync", "rename", "pwrite64"])
+def test_s31_killed_at_any_system_call_the_last_committed_round_is_whole(tmp_path, call):
+    command = [sys.executable, "-c", COMMITS]
+    died = 0
+    for when in (1, 2, 4, 8):
+        folder = tmp_path / str(when)
+        first = subprocess.run(
+            ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"inject={call}:signal=KILL:when={when}", *command, str(folder)],
+            capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        died += first.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        store = RunStore(folder)
+        store.begin(SCHEMA, {"train.lr": "0.1"}, task_digest="t")
+        last = store.latest()
+        commit(store, *range((last.round if last else -1) + 1, 4))
+        store.close()
+        store = RunStore(folder, read_only=True)
+        assert store.latest().weights.digest == arena(3).digest
+        assert sorted(p.name for p in store.blobs.iterdir() if re.fullmatch("[0-9a-f]{64}", p.name))
+        store.close()
+    assert died >= 2, "the fault fired"
+
+
+# --- the spool
+
+
+def receive(spool, data, digest, *, upto=None, start=None):
+    arriving = spool.receive(digest, len(data))
+    try:
+        at = arriving.offset if start is None else start
+        arriving.write(data[at:upto])
+        return arriving.finish() if upto is None else arriving.offset
+    finally:
+        arriving.close()
+
+
+def digest_of(data):
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_a_broken_transfer_goes_on_from_where_it_stopped_also_in_another_process(tmp_path):
+    data = os.urandom(100_000)
+    assert receive(Spool(tmp_path), data, digest_of(data), upto=60_000) == 60_000
+    arriving = Spool(tmp_path).receive(digest_of(data), len(data))
+    assert arriving.offset == 60_000
+    arriving.close()
+    assert receive(Spool(tmp_path), data, digest_of(data)).read_bytes() == data
+    assert Spool(tmp_path).receive(digest_of(data), len(data)).whole  # sent again: nothing to send
+
+
+def test_bytes_with_another_digest_are_refused_and_forgotten(tmp_path):
+    data = os.urandom(1000)
+    with pytest.raises(WireError, match="do not have the digest"):
+        receive(Spool(tmp_path), data, digest_of(b"other"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_bytes_than_announced_are_refused(tmp_path):
+    arriving = Spool(tmp_path).receive(digest_of(b"x"), 10)
+    with pytest.raises(WireError, match="more than the 10 bytes"):
+        arriving.write(b"y" * 11)
+    arriving.close()
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "", "A" * 64, "a" * 63])
+def test_a_digest_is_never_a_path(tmp_path, name):
+    with pytest.raises(WireError, match="not a SHA-256"):
+        Spool(tmp_path).path(name)
+
+
+# --- the site's ledger
+
+
+def test_a_finished_reply_is_remembered_until_its_bytes_are_gone(tmp_path):
+    data = os.urandom(640)
+    ledger = Ledger(tmp_path)
+    receive(ledger.outbox, data, digest_of(data))
+    ledger.put("Train/0/abc", b"header", digest_of(data), 640)
+    ledger.close()
+    ledger = Ledger(tmp_path)
+    assert ledger.get("Train/0/abc") == b"header"
+    assert ledger.get("Train/1/abc") is None
+    ledger.outbox.path(digest_of(data)).write_bytes(b"cut")  # a disk that was full
+    assert ledger.get("Train/0/abc") is None
+    ledger.close()
