@@ -172,6 +172,9 @@ class AnyArena:
         """Coordinates [start, stop) of one section, 1-D, read-only."""
         raise NotImplementedError("a subclass's")
 
+    def close(self) -> None:
+        """Reading is done for now; a later `chunk` works all the same."""
+
 
 class Arena(AnyArena):
     """A model's bytes in memory: `data` is a torch uint8 tensor [schema.nbytes]."""
@@ -228,7 +231,8 @@ class Arena(AnyArena):
         return self.data[section.offset : section.offset + section.nbytes].view(getattr(torch, section.dtype))
 
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
-        return self.flat(section)[start:stop]
+        flat = self.flat(section)
+        return flat if stop - start == section.numel else flat[start:stop]
 
     def views(self) -> dict[str, torch.Tensor]:
         """Every tensor by name, in its shape; views, no copy."""

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
+OPEN_FILES = 200  # more updates than this are opened anew for each chunk
+
+
 class WeightedMean:
     """A fold over updates that holds one float64 sum, however many sites there are.
 
@@ -27,29 +30,27 @@ class WeightedMean:
         import torch
 
         self._schema, self._total, self._folded = schema, 0.0, 0
-        self._sums = {s: torch.zeros(s.numel, dtype=torch.float64) for s in moving(schema)}
-        self._scratch = torch.empty(_longest(schema), dtype=torch.float64)
+        scratch = torch.empty(_longest(schema), dtype=torch.float64)
+        self._parts = []  # (section, start, stop, the sum there, scratch of its size)
+        for section in moving(schema):
+            total = torch.zeros(section.numel, dtype=torch.float64)
+            for start, stop in chunks(section):
+                self._parts.append((section, start, stop, total[start:stop], scratch[: stop - start]))
 
     def add(self, update: Update) -> None:
         """Fold the next update in; its delta is not needed any more after this."""
-        for section, total in self._sums.items():
-            for start, stop in chunks(section):
-                _fold(
-                    total[start:stop],
-                    update.delta.chunk(section, start, stop),
-                    update.num_examples,
-                    self._scratch,
-                )
-        self._total += update.num_examples
+        delta, weight = update.delta, update.num_examples
+        for section, start, stop, total, scratch in self._parts:
+            _fold(total, delta.chunk(section, start, stop), weight, scratch)
+        self._total += weight
         self._folded += 1
 
     def result(self) -> Arena:
         """The mean so far."""
         check_total(self._total, self._folded)
         mean = Arena.zeros(self._schema)
-        for section, total in self._sums.items():
-            for start, stop in chunks(section):
-                _round(total[start:stop] / self._total, mean.chunk(section, start, stop))
+        for section, start, stop, total, scratch in self._parts:
+            _round(scratch.copy_(total).div_(self._total), mean.chunk(section, start, stop))
         return mean
 
     @staticmethod
@@ -65,9 +66,11 @@ class WeightedMean:
         sums, scratch = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
         for section in moving(schema):
             for start, stop in chunks(section):
-                part = sums[: stop - start].zero_()
+                part, room = sums[: stop - start].zero_(), scratch[: stop - start]
                 for update in updates:
-                    _fold(part, update.delta.chunk(section, start, stop), update.num_examples, scratch)
+                    _fold(part, update.delta.chunk(section, start, stop), update.num_examples, room)
+                    if len(updates) > OPEN_FILES:
+                        update.delta.close()
                 _round(part.div_(total), mean.chunk(section, start, stop))
         return mean
 
@@ -88,7 +91,7 @@ def check_total(total: float, count: int) -> None:
 def _fold(total: torch.Tensor, delta: torch.Tensor, weight: float, scratch: torch.Tensor) -> None:
     """total += weight · delta. Two operations, because a fused one rounds once in vector code and twice in
     the tail, and the bits would tell where a chunk ends."""
-    total.add_(scratch[: delta.numel()].copy_(delta).mul_(weight))
+    total.add_(scratch.copy_(delta).mul_(weight))
 
 
 def _round(mean: torch.Tensor, out: torch.Tensor) -> None:
