@@ -1,0 +1,193 @@
+"""Every example runs as it is: its task loads, learns, and is what its README says."""
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedtrain.config import Config
+from fedtrain.strategies import Strategy
+from fedtrain.training.local import Engine
+from fedtrain.training.task import load_task
+from fedtrain.update import Arena
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PROJECTS = sorted(path.parent.name for path in EXAMPLES.glob("*/fedtrain.toml"))
+HOSPITALS = {
+    "cleveland": (203, 101),
+    "hungary": (174, 86),
+    "switzerland": (31, 15),
+    "va-long-beach": (87, 43),
+}
+
+
+@pytest.fixture
+def fashion(tmp_path):
+    """A folder with 64 + 32 made-up photographs in the format of Fashion-MNIST."""
+    random = np.random.default_rng(0)
+    for part, count in (("train", 64), ("t10k", 32)):
+        labels = random.integers(0, 10, count, dtype=np.uint8)
+        images = (random.integers(0, 60, (count, 28, 28)) + 18 * labels[:, None, None]).astype(np.uint8)
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+            (tmp_path / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
+    return tmp_path
+
+
+def project(name, data_dir=None):
+    config = Config.load(EXAMPLES / name / "fedtrain.toml", env={})
+    return config, load_task(config.run.task, config.root, data_dir)
+
+
+def fedtrain(folder, *arguments):
+    command = [sys.executable, "-m", "fedtrain", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_task_learns_from_its_own_data(name, fashion):
+    config, task = project(name, fashion if name == "fashion_mnist" else None)
+    site = (task.sites() or ["one"])[0]
+    engine = Engine(task, config.train, config.run.seed)
+    weights, delta = engine.initial(), Arena.zeros(engine.schema)
+    before = engine.evaluate(task.eval_data(site), weights)
+    for round_ in range(3):
+        engine.train(site, task.data(site), round_, weights, delta)
+        for tensor, change in zip(weights.views().values(), delta.views().values(), strict=True):
+            tensor += change
+    after = engine.evaluate(task.eval_data(site), weights)
+    assert set(after) == {"loss", "accuracy"}
+    assert after["loss"][0] < before["loss"][0]
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_an_example_has_a_readme_and_names_itself(name):
+    assert (EXAMPLES / name / "README.md").exists()
+    assert project(name)[0].run.name == name.replace("_", "-")
+
+
+def test_digits_fits_on_a_page():
+    assert len((EXAMPLES / "digits" / "task.py").read_text().splitlines()) <= 60
+
+
+def test_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    _, task = project("digits")
+    x, y = load_digits(return_X_y=True)
+    assert torch.equal(task.x, torch.tensor(x, dtype=torch.float32) / 16)
+    assert torch.equal(task.y, torch.tensor(y))
+
+
+# --- heart
+
+
+def test_hospitals_have_the_patients_that_the_readme_counts():
+    _, task = project("heart")
+    found = {site: (len(task.data(site)[0]), len(task.eval_data(site)[0])) for site in task.sites()}
+    assert found == HOSPITALS
+    assert sum(map(sum, found.values())) == 740
+
+
+def test_no_patient_is_both_trained_and_tested_on():
+    _, task = project("heart")
+    for site in task.sites():
+        train, test = ({tuple(x) for x in part(site)[0].tolist()} for part in (task.data, task.eval_data))
+        assert len(train & test) <= 1  # Cleveland has two patients with equal findings
+
+
+def test_a_hospital_with_its_own_file_reads_the_same_patients_as_from_the_common_one(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "heart")
+    import demo
+
+    monkeypatch.setattr(demo, "SITE_DATA", tmp_path)
+    demo.split_data()
+    _, common = project("heart")
+    for site in common.sites():
+        assert [p.name for p in (tmp_path / site).iterdir()] == [f"{site}.csv"]
+        _, own = project("heart", tmp_path / site)
+        for mine, theirs in zip(own.data(site), common.data(site), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_the_picture_and_the_table_show_every_hospital(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES / "heart")
+    import demo
+
+    accuracy = demo.Accuracy(*(dict.fromkeys(demo.HOSPITALS, 0.1 * i) for i in range(4)))
+    demo.show(accuracy)
+    demo.draw(accuracy, tmp_path / "accuracy.png")
+    printed = capsys.readouterr().out
+    assert all(
+        name in printed for name in ("Cleveland", "Hungary", "Switzerland", "VA Long Beach", "average")
+    )
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- Fashion-MNIST
+
+
+def test_fashion_mnist_says_how_to_get_the_data(tmp_path, monkeypatch):
+    _, task = project("fashion_mnist", tmp_path)
+    monkeypatch.setattr(sys.modules[type(task).__module__], "DEBIAN", tmp_path)
+    with pytest.raises(Exception, match="apt-get install dataset-fashion-mnist"):
+        task.data("any")
+
+
+def test_a_cut_idx_file_is_named(fashion):
+    path = fashion / "train-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-1]))
+    with pytest.raises(Exception, match=r"train-images.*header says \[64, 28, 28\]"):
+        project("fashion_mnist", fashion)[1].data("any")
+
+
+# --- A custom strategy
+
+
+def test_fedsign_moves_every_coordinate_by_the_same_amount(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "custom_strategy")
+    from my_strategy import FedSign
+
+    sign = FedSign(server_lr=0.5, momentum=0.5)
+    assert isinstance(sign, Strategy)
+    weights, state = torch.zeros(3), sign.init(torch.zeros(3))
+    weights, state = sign.step(weights, state, torch.tensor([4.0, -0.1, 0.0]))
+    assert weights.tolist() == [0.5, -0.5, 0.0]
+    weights, state = sign.step(weights, state, torch.tensor([-1.0, -0.1, 0.0]))  # 0.5·2 - 0.5 > 0: goes on
+    assert weights.tolist() == [1.0, -1.0, 0.0]
+    assert state["direction"].tolist() == pytest.approx([0.5, -0.075, 0.0])
+
+
+# --- As a user would
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROJECTS)
+def test_fedtrain_simulate_runs_the_example(name, fashion, tmp_path):
+    folder = tmp_path / name
+    shutil.copytree(EXAMPLES / name, folder, ignore=shutil.ignore_patterns("runs", "site-data"))
+    if name == "fashion_mnist":
+        (folder / "data").mkdir()
+        for path in fashion.glob("*.gz"):
+            shutil.copy(path, folder / "data")
+    done = fedtrain(folder, "simulate", "--json", "--set", "run.rounds=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [e["round"] for e in events if e["kind"] == "round_committed"] == [1, 2]
+
+
+@pytest.mark.slow
+def test_digits_finish_their_first_round_within_seconds(tmp_path):
+    """4 s on an idle machine of two cores; the bar here is looser, for tests run beside this one."""
+    folder = shutil.copytree(EXAMPLES / "digits", tmp_path / "digits", ignore=shutil.ignore_patterns("runs"))
+    begun = time.monotonic()
+    done = fedtrain(folder, "simulate", "--set", "run.rounds=1")
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - begun < 12
