@@ -42,7 +42,7 @@ from .federated import Emit, Result, run
 from .trainer import Description, Failed, Trainer, TrainerDied, Workbench
 
 T = TypeVar("T")
-VMAP_SITES = 25  # a batch of the vmap engine; fixed, for its last bits depend on who is stacked with whom
+VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend on who is stacked with whom
 LOOP_SITES = 50  # a batch of the loop engine, at most
 BATCH_BYTES = 16 << 20  # of deltas in a batch, unless one is larger
 AHEAD = 3  # batches under way for each worker

@@ -1,0 +1,218 @@
+"""Simulation over real trainer processes: the federation's numbers, whatever the machine does."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedtrain.aggregation import WeightedMean
+from fedtrain.config import Config
+from fedtrain.errors import ConfigError
+from fedtrain.runtime.simulation import Memory, PoolCohort, simulate
+from fedtrain.runtime.trainer import Workbench
+from fedtrain.store import RunStore
+from fedtrain.strategies import build, server_step, state_init
+from fedtrain.update import Arena, Train, averages
+
+TASK = """
+import os, signal
+from pathlib import Path
+import torch
+from torch import nn
+import fedtrain
+
+class Pool(fedtrain.Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def data(self, site):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(240, 6, generator=generator)
+        return x, (x @ torch.randn(6, 3, generator=generator)).argmax(1)
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+class Natural(Pool):
+    def sites(self):
+        return ["north", "south", "west"]
+
+    def data(self, site):
+        x, y = super().data(site)
+        with open("pids", "a") as f:
+            f.write(f"{site} {os.getpid()}\\n")
+        if site == "west" and Path("fail").exists():
+            raise ValueError("no data here")
+        if site == "west" and Path("kill").exists():
+            Path("kill").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        part = {"north": slice(0, 50), "south": slice(50, 90), "west": slice(90, 240)}[site]
+        return x[part], y[part]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pool_task.py").write_text(TASK)
+    return tmp_path
+
+
+def configured(folder, *, task="Pool", sites=7, name="run", rounds=3, engine="loop", **strategy):
+    return Config.of(
+        {
+            "run": {"task": f"pool_task:{task}", "rounds": rounds, "seed": 5, "name": name},
+            "train": {"batch_size": 16, "lr": 0.1},
+            "strategy": {"kind": "fedadam", **strategy},
+            "simulate": {"sites": sites, "partition": "quantity:1", "workers": 1, "engine": engine},
+        },
+        folder,
+    )
+
+
+def simulated(config, **options):
+    """(events, final weights)"""
+    events = []
+    asyncio.run(simulate(config, emit=lambda kind, **fields: events.append((kind, fields)), **options))
+    store = RunStore(config.simulate_dir, read_only=True)
+    weights = store.load(config.run.rounds).weights
+    store.close()
+    return events, weights
+
+
+def by_hand(config):
+    """The same rounds without processes, pools, stores or loops of ours."""
+    bench = Workbench(config, simulated=True)
+    strategy = build(config.strategy.kind, config.strategy.options)
+    weights = bench._engine.initial()
+    state = state_init(strategy, weights)
+    for number in range(config.run.rounds):
+        mean = WeightedMean(weights.schema)
+        for site in sorted(bench.description.sites):
+            mean.add(bench.train(site, number, weights, Arena.zeros(weights.schema)))
+        weights, state = server_step(strategy, weights, state, mean.result())
+    return weights
+
+
+def test_any_number_of_workers_gives_the_bits_of_a_plain_loop(folder):
+    expected = by_hand(configured(folder)).digest
+    for workers in (1, 2):
+        events, weights = simulated(configured(folder, name=f"with-{workers}"), workers=workers)
+        assert weights.digest == expected
+    metrics = [fields["metrics"] for kind, fields in events if kind == "evaluated"]
+    assert [list(m) for m in metrics] == [["loss"]] * 3
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+
+
+def test_the_vmap_engine_gives_the_loops_numbers_up_to_rounding(folder):
+    _, stacked = simulated(configured(folder, engine="vmap"))
+    torch.testing.assert_close(stacked.views(), by_hand(configured(folder)).views(), rtol=1e-3, atol=1e-5)
+
+
+def test_a_simulation_goes_on_from_its_last_round_and_fresh_forgets(folder):
+    simulated(configured(folder, rounds=1))
+    events, weights = simulated(configured(folder, rounds=3))
+    assert [fields["round"] for kind, fields in events if kind == "round_committed"] == [2, 3]
+    assert weights.digest == by_hand(configured(folder, rounds=3)).digest
+    events, again = simulated(configured(folder, rounds=3), fresh=True)
+    assert [fields["round"] for kind, fields in events if kind == "round_committed"] == [1, 2, 3]
+    assert again.digest == weights.digest
+
+
+def test_a_killed_trainer_changes_nothing(folder):
+    config = configured(folder, task="Natural")
+    (folder / "kill").touch()
+    _, weights = simulated(config)
+    assert not (folder / "kill").exists()
+    assert weights.digest == by_hand(config).digest
+
+
+def test_a_failing_site_is_named_and_the_round_goes_on_without_it(folder):
+    (folder / "fail").touch()
+    events, _ = simulated(configured(folder, task="Natural", rounds=1, min_sites=2))
+    refused = {fields["site"]: fields["reason"] for kind, fields in events if kind == "update_refused"}
+    assert refused.keys() == {"west"}
+    assert refused["west"].startswith("ValueError in pool_task.py:")
+    assert [fields["sites"] for kind, fields in events if kind == "round_committed"] == [2]
+
+
+def test_the_debugged_site_runs_in_this_process_and_gives_the_same_model(folder):
+    config = configured(folder, task="Natural", rounds=2)
+    _, weights = simulated(config, debug="south")
+    ran_at = {tuple(line.split()) for line in (folder / "pids").read_text().splitlines()}
+    assert {site for site, pid in ran_at if int(pid) == os.getpid()} == {"south"}
+    assert {site for site, _ in ran_at} == {"north", "south", "west"}
+    assert weights.digest == by_hand(config).digest
+
+
+@pytest.mark.parametrize(
+    ("debug", "sites", "message"),
+    [("sout", 7, "--debug sout: there is no such site"), (None, 1, "the simulation has 1 sites")],
+)
+def test_what_cannot_be_simulated_is_said_before_the_first_round(folder, debug, sites, message):
+    with pytest.raises(ConfigError, match=message):
+        simulated(configured(folder, sites=sites), debug=debug)
+
+
+def test_stopping_an_exchange_early_leaves_the_pool_fit_for_the_next(folder):
+    config = configured(folder, sites=40)
+
+    async def main():
+        async with await PoolCohort.start(config, 1, folder) as pool:
+            weights = await pool.initial()
+            sites = await pool.members(2)
+            first = dict.fromkeys(sites, Train(id="a", round=0, weights=weights))
+            replies = pool.exchange(first, 60)
+            kept = [await anext(replies) for _ in range(3)]
+            await replies.aclose()
+            again = [pair async for pair in pool.exchange(first, 60)]
+            assert [site for site, _ in again] == sites
+            assert [u.delta.digest for _, u in kept] == [u.delta.digest for _, u in again[:3]]
+            assert averages({s: u.metrics for s, u in again})["loss"] > 0
+
+    asyncio.run(main())
+
+
+def test_a_block_is_used_again_once_nobody_looks_at_it_and_not_before():
+    memory = Memory()
+    offset, view = memory.take(100)
+    row = torch.frombuffer(view, dtype=torch.uint8)[10:20]
+    del view
+    second, other = memory.take(100)
+    assert second != offset
+    del row
+    gc.collect()
+    assert memory.take(100)[0] == offset
+    del other
+    memory.close()
+
+
+SCRIPT = """
+import asyncio
+from fedtrain import Config
+from fedtrain.runtime.simulation import simulate
+
+config = Config.of({"run": {"task": "pool_task:Pool", "rounds": 1}, "simulate": {"workers": 2}})
+result = asyncio.run(simulate(config, emit=lambda kind, **fields: None))
+print(result.rounds, result.reason)
+"""
+
+
+def test_a_script_needs_no_main_guard(folder):
+    (folder / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout == "1 rounds done\n", done.stderr
+    assert done.stderr == ""
