@@ -50,7 +50,7 @@ class Site:
         ledger: Ledger,
         trainer: Trains,
         restart: Callable[[], Any],
-        say: Callable[[str], None] = lambda state: None,
+        say: Callable[[str, int], None] = lambda state, round: None,
     ) -> None:
         """`restart` is awaited for a new trainer when one has died; `say` tells people what goes on."""
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
@@ -62,7 +62,7 @@ class Site:
         assert isinstance(request, Train | Evaluate), request
         key = f"{type(request).__name__}/{request.round}/{request.weights.digest}"
         if body := self._ledger.get(key):
-            self._say("uploading")
+            self._say("uploading", request.round)
             return self._remembered(body)
         if self._under_way is None or self._under_way[0] != key:
             await self._stop_work()
@@ -96,16 +96,16 @@ class Site:
 
     async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Reply:
         if isinstance(request, Evaluate):
-            self._say("evaluating")
+            self._say("evaluating", request.round)
             return await self._trainer.evaluate(self._name, request.round, weights)
-        self._say("training")
+        self._say("training", request.round)
         out = self._ledger.folder / "delta.new"
         update = await self._trainer.train(self._name, request.round, weights, out)
         path = self._ledger.outbox.path(update.delta.digest)
         os.replace(out, path)
         kept = msgspec.structs.replace(update, delta=ArenaFile(self._schema, path, update.delta.digest))
         self._ledger.put(key, encode(kept), kept.delta.digest, self._schema.nbytes)
-        self._say("uploading")
+        self._say("uploading", request.round)
         return kept
 
     def _remembered(self, body: bytes) -> Reply:
@@ -143,9 +143,9 @@ async def run(config: Config, name: SiteId, *, data_dir: Path | None = None, emi
             emit=emit,
         )
 
-        def say(state: str) -> None:
+        def say(state: str, round: int) -> None:
             link.status(state)
-            emit("site_state", site=name, state=state)
+            emit("site_state", site=name, state=state, round=round)
 
         about = trainer.description
         site = Site(name, about.schema, ledger, trainer, start, say)

@@ -126,7 +126,8 @@ class GrpcCohort:
         shows that it cannot be used, before one of its bytes is accepted."""
         self._listen, self._tls, self._welcome, self._admit = listen, tls, welcome, admit
         self._identify = lru_cache(maxsize=4096)(identify)
-        self._inbox, self._heartbeat_s, self._idle_s, self._emit = inbox, heartbeat_s, idle_s, emit
+        self._inbox, self._emit = inbox, emit
+        self._heartbeat_s, self._idle_s = float(heartbeat_s), float(idle_s)
         self._sessions: dict[SiteId, Session] = {}
         self._pending: dict[tuple[SiteId, str], Pending] = {}
         self._joined = asyncio.Condition()

@@ -1,0 +1,22 @@
+"""The promise of the project: a simulation of a federation and the real federation give the same model."""
+
+import pytest
+
+from tests.processes import Project
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ['kind = "fedavg"', 'kind = "fedprox"\nmu = 0.1', 'kind = "fedadam"\nserver_lr = 0.05'],
+    ids=["fedavg", "fedprox", "fedadam"],
+)
+def test_simulation_equals_aggregator_and_sites_over_mtls_bit_for_bit(tmp_path, strategy):
+    with Project(tmp_path, rounds=4, strategy=strategy) as project:
+        simulated = project.simulate()
+        aggregator = project.start_all()
+        assert aggregator.wait(120) == 0, project.log("aggregator")
+        assert [p.wait(30) for p in project.processes] == [0] * 5
+        assert project.final() == simulated
+        assert project.count("round_committed") == 4

@@ -1,0 +1,99 @@
+"""kill -9 of anything, the same command again: the run goes on, to the same model bit for bit (S31, S32)."""
+
+import signal
+import time
+
+import pytest
+
+from tests.processes import Project, kill_at_seeded_moments
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+KILLS = 10
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What an uninterrupted run gives; no process of it is ever disturbed."""
+    with Project(tmp_path_factory.mktemp("whole"), rounds=60, slow=0.005, strategy='kind = "fedadam"') as project:
+        return project.simulate()
+
+
+def project(folder):
+    return Project(folder, rounds=60, slow=0.005, strategy='kind = "fedadam"')
+
+
+def test_s31_the_aggregator_killed_at_ten_seeded_moments_ends_with_the_same_model(tmp_path, whole):
+    with project(tmp_path) as p:
+        aggregator = p.start_all()
+        hit = kill_at_seeded_moments(
+            p, lambda: p.start("aggregator"), aggregator, KILLS, 1, lambda: p.count("update_received")
+        )
+        p.wait_for(lambda: p.count("run_finished"))
+        assert hit == KILLS
+        assert p.final() == whole
+
+
+def test_s32_a_site_killed_at_ten_seeded_moments_changes_no_bit_and_trains_no_round_twice_over(tmp_path, whole):
+    with project(tmp_path) as p:
+        aggregator = p.start("aggregator")
+        p.start("site", "a")
+        p.start("site", "c")
+        hit = kill_at_seeded_moments(
+            p, lambda: p.start("site", "b"), p.start("site", "b"), KILLS, 2,
+            lambda: p.count("site_state", "r@b"),
+        )  # fmt: skip
+        assert aggregator.wait(240) == 0, p.log("aggregator")
+        assert hit == KILLS
+        assert p.final() == whole
+
+
+def test_a_trainer_killed_in_the_middle_is_replaced_by_its_site(tmp_path, whole):
+    import psutil
+
+    with project(tmp_path) as p:
+        aggregator = p.start_all()
+        site = p.processes[-1]
+        for _ in range(3):
+            before = p.count("update_received")
+            p.wait_for(lambda before=before: p.count("update_received") > before)
+            for child in psutil.Process(site.pid).children():
+                child.send_signal(signal.SIGKILL)
+        assert aggregator.wait(240) == 0, p.log("aggregator")
+        assert site.wait(30) == 0
+        assert p.final() == whole
+
+
+def test_s32_with_fewer_sites_needed_a_round_completes_without_the_killed_one_and_it_rejoins(tmp_path):
+    with project(tmp_path) as p:
+        toml = p.root / "fedtrain.toml"
+        toml.write_text(toml.read_text().replace("min_sites = 3", "min_sites = 2").replace('idle = "60s"', 'idle = "1s"'))
+        aggregator = p.start_all()
+        victim = p.processes[-1]
+        p.wait_for(lambda: p.count("round_committed") >= 3)
+        victim.kill()
+        lost = p.count("round_committed")
+        p.wait_for(lambda: p.count("round_committed") >= lost + 3)
+        p.start("site", "c")
+        p.wait_for(lambda: [e for e in p.events()[-40:] if e["kind"] == "update_received" and e["site"] == "c"])
+        assert aggregator.wait(240) == 0, p.log("aggregator")
+        sizes = {e["sites"] for e in p.events() if e["kind"] == "round_committed"}
+        assert sizes == {2, 3}
+
+
+def test_a_finished_update_is_not_trained_again_after_a_restart(tmp_path):
+    """The aggregator dies while a site trains; when both are back, the reply comes from the ledger."""
+    with Project(tmp_path, rounds=3, slow=0.1) as p:
+        aggregator = p.start_all()
+        p.wait_for(lambda: p.count("site_state", "r@a") and p.events("r@a")[-1].get("state") == "training")
+        aggregator.kill()
+        aggregator.wait(30)
+        p.wait_for(lambda: p.events("r@a")[-1]["kind"] == "site_state" and p.events("r@a")[-1]["state"] == "uploading"
+                   or (tmp_path / "runs" / "r@a" / "outbox").exists() and any((tmp_path / "runs" / "r@a" / "outbox").iterdir()))  # fmt: skip
+        p.processes[1].kill()
+        p.processes[1].wait(30)
+        time.sleep(0.1)
+        trained = sum(e.get("state") == "training" and e.get("round") == 0 for e in p.events("r@a"))
+        p.start("site", "a")
+        assert p.start("aggregator").wait(120) == 0, p.log("aggregator")
+        again = sum(e.get("state") == "training" and e.get("round") == 0 for e in p.events("r@a"))
+        assert again == trained == 1

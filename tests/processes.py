@@ -1,0 +1,151 @@
+"""A whole project with real processes: an aggregator and its sites, started by the commands that users type."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedtrain.pki import init, issue
+from fedtrain.store import RunStore
+
+TASK = """
+import time, torch, zlib
+from torch import nn
+import fedtrain
+
+class Blobs(fedtrain.Task):
+    def sites(self):
+        return ["a", "b", "c"]
+
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+    def data(self, site):
+        g = torch.Generator().manual_seed(zlib.crc32(site.encode()))
+        x = torch.randn(70 + 10 * (ord(site[0]) % 3), 6, generator=g)
+        return x, (x[:, 0] > 0).long() + (x[:, 1] * x[:, 2] > 0).long()
+
+    def loss(self, model, batch):
+        time.sleep({slow})
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model, batch):
+        return {{"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}}
+"""
+SITES = ("a", "b", "c")
+
+
+class Project:
+    """Files of one federation in a folder, and the processes started in it. `with` ends what is left running."""
+
+    def __init__(self, root: Path, *, rounds: int = 4, slow: float = 0.0, strategy: str = 'kind = "fedavg"') -> None:
+        self.root, self.processes = root, list[subprocess.Popen[bytes]]()
+        root.mkdir(parents=True, exist_ok=True)
+        (root / "task.py").write_text(TASK.format(slow=slow))
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        (root / "fedtrain.toml").write_text(
+            f'[run]\nname = "r"\ntask = "task:Blobs"\nrounds = {rounds}\nseed = 11\n'
+            f"[train]\nbatch_size = 16\nlr = 0.05\nmomentum = 0.9\n"
+            f'[strategy]\n{strategy}\nmin_sites = 3\nround_deadline = "120s"\n'
+            f'[network]\nlisten = "127.0.0.1:{port}"\nidle = "60s"\n'
+        )
+        if not (root / "certs").exists():
+            init(root / "certs")
+            issue(root / "certs", "aggregator")
+            for site in SITES:
+                issue(root / "certs", "site", site)
+
+    def __enter__(self) -> Project:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait(30)
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        log = (self.root / f"{'-'.join(a for a in arguments if a.isalnum())}.log").open("ab")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedtrain", *arguments], cwd=self.root, stdout=log, stderr=log,
+            stdin=subprocess.DEVNULL, env={**os.environ, "FEDTRAIN_DEBUG": "1"},
+        )  # fmt: skip
+        log.close()
+        self.processes.append(process)
+        return process
+
+    def start_all(self) -> subprocess.Popen[bytes]:
+        aggregator = self.start("aggregator")
+        for site in SITES:
+            self.start("site", site)
+        return aggregator
+
+    def simulate(self) -> str:
+        """The final model's digest by simulation."""
+        process = self.start("simulate", "--set", "simulate.workers=1")
+        assert process.wait(120) == 0, self.log("simulate")
+        return self.final("r+simulate")
+
+    def log(self, name: str) -> str:
+        return (self.root / f"{name}.log").read_text()[-4000:]
+
+    def final(self, run: str = "r") -> str:
+        store = RunStore(self.root / "runs" / run, read_only=True)
+        try:
+            last = store.latest()
+            assert last is not None
+            return last.weights.digest
+        finally:
+            store.close()
+
+    def events(self, run: str = "r") -> list[dict[str, Any]]:
+        path = self.root / "runs" / run / "events.jsonl"
+        if not path.exists():
+            return []
+        found = []
+        for line in path.read_bytes().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # torn by a kill
+                continue
+        return found
+
+    def wait_for(self, what: Callable[[], object], seconds: float = 120) -> None:
+        until = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < until, "\n".join(f"{p.name}: {self.log(p.stem)}" for p in self.root.glob("*.log"))
+            time.sleep(0.01)
+
+    def count(self, kind: str, run: str = "r") -> int:
+        return sum(e["kind"] == kind for e in self.events(run))
+
+
+def kill_at_seeded_moments(
+    project: Project, restart: Callable[[], subprocess.Popen[bytes]], victim: subprocess.Popen[bytes],
+    kills: int, seed: int, alive: Callable[[], int],
+) -> int:
+    """kill -9 and start again, `kills` times, each a random instant after `alive()` has grown; how many hit."""
+    draw, hit = random.Random(seed), 0
+    for _ in range(kills):
+        before = alive()
+        project.wait_for(lambda before=before: alive() > before or project.count("run_finished"))
+        time.sleep(draw.uniform(0.0, 0.25))
+        if project.count("run_finished"):
+            break
+        victim.send_signal(signal.SIGKILL)
+        victim.wait(30)
+        hit += 1
+        victim = restart()
+    return hit
