@@ -83,7 +83,7 @@ def make_certificates() -> None:
     """A throw-away authority in certs/; one that is there already is used."""
     certs = HERE / Config.load(HERE / "fedtrain.toml").network.certs
     if not (certs / "ca" / "issuing.pem").exists():
-        fedtrain("certs", "init")
+        fedtrain("certs", "init", quiet=True)
     fedtrain("certs", "issue", "aggregator", *HOSPITALS)
 
 
