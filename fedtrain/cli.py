@@ -382,7 +382,8 @@ def _row(s: Summary) -> tuple[str, ...]:
     best = "" if s.best_round is None else f"{number(s.best_value)} in round {s.best_round}"
     updated = "" if s.updated is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(s.updated))
     loss = "" if s.loss is None else number(s.loss)
-    return (s.run, s.state, f"{s.round}/{s.rounds}", loss, averages(s.metrics), best, updated)
+    rounds = f"{s.round}/{s.rounds}" if s.rounds else ""
+    return (s.run, s.state, rounds, loss, averages(s.metrics), best, updated)
 
 
 def _columns(rows: list[tuple[str, ...]]) -> None:

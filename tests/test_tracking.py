@@ -358,6 +358,14 @@ def test_no_sequence_of_events_breaks_board_line_or_file(story):
     board.eta_s(0.0)
 
 
+def test_sites_that_leave_a_finished_run_are_not_lost():
+    board = told([*STORY[:9], ("run_finished", {"round": 4})])
+    gone = events.SiteLost(0, "basel", "disconnected")
+    board.add(gone)
+    assert board.sites["basel"].state == "done"
+    assert live.line(gone, board) is None
+
+
 # --- screens
 
 
@@ -385,6 +393,22 @@ def test_plain_text_has_one_readable_line_an_event():
         "round 2/4: started: 2 sites",
         "bern lost: disconnected",
         "round 2/4: failed, attempt 1: 1 sites replied, 2 are needed",
+    ]
+
+
+def test_a_site_tells_of_its_aggregator_and_its_own_work():
+    story = [
+        ("site_lost", {"site": "aggregator", "reason": "connection refused"}),
+        ("site_joined", {"site": "aggregator"}),
+        ("site_state", {"site": "bern", "state": "training", "round": 1}),
+        ("site_state", {"site": "bern", "state": "done", "round": 1}),
+        ("run_finished", {"reason": "rounds done"}),
+    ]
+    assert [line[10:] for line in text_of(story).splitlines()] == [
+        "no connection to the aggregator: connection refused",
+        "connected to the aggregator",
+        "round 1: training",
+        "run is finished: rounds done",
     ]
 
 

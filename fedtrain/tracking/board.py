@@ -102,7 +102,7 @@ class Board:
                     self._mark = None
             case e.SiteJoined():
                 self._site(event.site, "waiting")
-            case e.SiteLost():
+            case e.SiteLost() if self.finished is None:
                 self._site(event.site, "lost").reason = event.reason
             case e.JoinRefused():
                 self._site(event.site, "refused").reason = event.reason

@@ -121,10 +121,15 @@ def line(event: Event, board: Board) -> str | None:
             return f"run {event.run} ({event.mode}): {event.rounds} rounds{who}{config}{again}"
         case e.Waiting():
             return _waiting(board) if board.waiting is not None else None
+        case e.SiteJoined(site="aggregator"):
+            return "connected to the aggregator"
+        case e.SiteLost(site="aggregator"):
+            return f"no connection to the aggregator{_because(event.reason)}"
         case e.SiteJoined():
             return f"{event.site} joined" + (f"; {_waiting(board)}" if board.waiting else "")
         case e.SiteLost():
-            return f"{event.site} lost{_because(event.reason)}"
+            over = board.finished is not None  # then they leave, and nothing is lost
+            return None if over else f"{event.site} lost{_because(event.reason)}"
         case e.JoinRefused():
             return f"{event.site} may not join{_because(event.reason)}"
         case e.RoundStarted():
@@ -161,7 +166,7 @@ def line(event: Event, board: Board) -> str | None:
         case e.RunFinished():
             after = "" if event.round is None else f" after round {event.round}"
             model = f"; model in {event.model}" if event.model else ""
-            return f"run {board.run} finished{after}{_because(event.reason)}{model}"
+            return f"run {board.run or 'is'} finished{after}{_because(event.reason)}{model}"
     return None
 
 
