@@ -7,7 +7,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
-VALIDATORS := $(VENV)/validators
+TOOLS := $(VENV)/tools
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(INSTALLED)
 	$(BIN)/python examples/heart/demo.py
 
-test: $(INSTALLED) $(VALIDATORS) check
+test: $(INSTALLED) $(TOOLS) check
 	$(BIN)/pytest -n 2 -m "not slow"
 	$(BIN)/pytest -m slow
 
@@ -37,12 +37,13 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-# The validators of deployment/ that pip doesn't have. Where they can't be installed, their tests say so and are skipped.
-$(VALIDATORS): $(INSTALLED)
+# What tests use and pip doesn't have. Where it can't be installed, those tests say so and are skipped.
+$(TOOLS): $(INSTALLED)
 	@missing=; \
 	command -v docker-compose >/dev/null || missing="$$missing docker-compose"; \
 	command -v systemd-analyze >/dev/null || missing="$$missing systemd"; \
 	command -v openssl >/dev/null || missing="$$missing openssl"; \
+	command -v strace >/dev/null || missing="$$missing strace"; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "apt-get install$$missing"; \
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } \

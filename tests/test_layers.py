@@ -76,7 +76,7 @@ def files_of(layer: str) -> list[Path]:
     return sorted([*(ROOT / layer).rglob("*.py"), *ROOT.glob(f"{layer}.py")])
 
 
-@pytest.mark.parametrize("layer", MAY_IMPORT)
+@pytest.mark.parametrize("layer", sorted(MAY_IMPORT))
 def test_a_layer_imports_only_what_is_below_it(layer):
     bad = [
         f"{path.relative_to(ROOT.parent)}:{line}: {what}"
