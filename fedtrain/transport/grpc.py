@@ -47,6 +47,11 @@ from .tls import Tls, explain
 SERVICE = "fedtrain.Star"
 HELLO_S = 10.0  # a connection that has not said Hello by then is closed
 END = grpc.aio.EOF
+CLOSED = (
+    grpc.aio.UsageError,
+    grpc.aio.InternalError,
+    asyncio.InvalidStateError,
+)  # a channel or call that is over
 
 Emit = Callable[..., None]
 
@@ -407,8 +412,8 @@ class SiteLink:
         self._address, self._tls, self._target, self._inbox = address, tls, target, inbox
         self._requests, self._heartbeat_s, self._emit = requests, heartbeat_s, emit
         self._sleep, self._jitter = sleep, jitter
-        self._channel: grpc.aio.Channel | None = None
-        self._connected = asyncio.Event()
+        self._channel: grpc.aio.Channel | None = None  # of the joined session, while it lasts
+        self._asked_on: grpc.aio.Channel | None = None  # where the reply to the work under way goes
         self._work: tuple[str, asyncio.Task[None]] | None = None
         self._call: Any = None
         self._joined = False
@@ -464,7 +469,6 @@ class SiteLink:
                     match frame:
                         case Welcome():
                             self._joined, self._channel, self._call = True, channel, call
-                            self._connected.set()
                             writing = asyncio.create_task(self._write(call))
                             self._emit("site_joined", site="aggregator")
                         case Ask(body=body):
@@ -485,23 +489,23 @@ class SiteLink:
                 if self._broken:
                     raise ConnectError("stopped by an error here") from None
                 raise
-            except grpc.aio.UsageError:
+            except CLOSED:
                 raise ConnectError(f"{self._address}: the aggregator closed the connection.") from None
             except WireError as e:
                 raise ConnectError(f"{self._address}: {e}. Do both ends run the same fedtrain?") from None
             finally:
-                self._call = None
-                self._connected.clear()
+                self._call = self._channel = None
                 if writing:
                     writing.cancel()
 
     async def _write(self, call: Any) -> None:
-        with suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        with suppress(grpc.RpcError, *CLOSED):
             while True:
                 await call.write(encode(await self._outbox.get()))
 
     def _take(self, request: Request, answer: Answer) -> None:
         """Start on a request, unless it is under way; one that came before it is moot."""
+        self._asked_on = self._channel
         if self._work and self._work[0] == request.id and not self._work[1].done():
             return
         self._drop_work()
@@ -522,33 +526,34 @@ class SiteLink:
             self._work = None
 
     async def _reply(self, request: Request, answer: Answer) -> None:
-        """Fetch what the request names, do it, bring the reply; a lost connection is waited for."""
-        reply: Reply | None = None
+        """Fetch what the request names, do it, bring the reply.
+
+        When the connection is lost meanwhile this ends quietly: whoever reconnects is asked again, and
+        `answer` remembers what it has done.
+        """
         wait_s = 0.1
         while True:
-            await self._connected.wait()
-            channel = self._channel
-            assert channel is not None
             try:
-                if reply is None:
-                    for arena in fetch_list(request):
-                        await self._fetch(channel, arena)
-                    reply = await answer(request)
-                await self._offer(channel, request, reply)
+                for arena in fetch_list(request):
+                    await self._fetch(self._asked_on, arena)
+                reply = await answer(request)
+                await self._offer(self._asked_on, request, reply)
                 return
             except grpc.aio.AioRpcError as e:
                 if e.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAUTHENTICATED):
                     self._emit("notice", text=f"{request.id}: {e.details()}")
                     return
-            except Broken:
+            except (*CLOSED, Broken):
                 pass
-            except WireError as e:  # bytes damaged here or on the way: work it out anew
+            except WireError as e:  # bytes damaged here or on the way
                 self._emit("notice", text=f"{request.id}: {e}")
-                reply = None
+            if self._asked_on is not self._channel:
+                return
             await self._sleep(wait_s * (0.5 + self._jitter()))
             wait_s = min(wait_s * 2, 5.0)
 
-    async def _fetch(self, channel: grpc.aio.Channel, arena: ArenaFile) -> None:
+    async def _fetch(self, channel: grpc.aio.Channel | None, arena: ArenaFile) -> None:
+        assert channel is not None
         arriving = await asyncio.to_thread(self._inbox.receive, arena.digest, arena.schema.nbytes)
         try:
             if not arriving.whole:
@@ -559,7 +564,8 @@ class SiteLink:
         finally:
             arriving.close()
 
-    async def _offer(self, channel: grpc.aio.Channel, request: Request, reply: Reply) -> None:
+    async def _offer(self, channel: grpc.aio.Channel | None, request: Request, reply: Reply) -> None:
+        assert channel is not None
         offered = {arena.digest: arena for arena in arenas(reply)}
         call = channel.stream_stream(f"/{SERVICE}/Upload")()
         await call.write(encode(Offer(id=request.id, body=encode(reply))))
