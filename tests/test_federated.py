@@ -136,9 +136,9 @@ def test_s16_an_update_with_nan_or_inf_is_refused_and_named_and_the_round_comple
     )
     assert after.weights.digest == without[1].weights.digest
     assert events.of("update_refused") == [
-        {"round": 0, "site": "c", "reason": "w has 1 NaN or Inf of 6 values"}
+        {"round": 1, "site": "c", "reason": "w has 1 NaN or Inf of 6 values"}
     ]
-    assert cohort.told == [("c", "round 0: the update was refused: w has 1 NaN or Inf of 6 values")]
+    assert cohort.told == [("c", "round 1: the update was refused: w has 1 NaN or Inf of 6 values")]
 
 
 def test_finite_values_whose_squares_overflow_are_no_reason_to_refuse(tmp_path):
@@ -178,9 +178,9 @@ def test_too_few_sites_try_again_with_another_draw_and_then_change_nothing(tmp_p
     cfg, events = config(tmp_path, strategy={"min_sites": 4}), Events()
     cohort = LocalCohort(handlers(), loses=lambda site, request: site in "ab" and "/2/" in request.id)
     store = RunStore(cfg.run_dir)
-    with pytest.raises(TooFewSites, match=r"round 2: 3 sites replied, 4 are needed"):
+    with pytest.raises(TooFewSites, match=r"round 3: 3 sites replied, 4 are needed"):
         run(cfg, cohort, events, store)
-    assert [e["attempt"] for e in events.of("round_failed")] == [0, 1, 2]
+    assert [e["attempt"] for e in events.of("round_failed")] == [1, 2, 3]
     assert store.latest().round == 2
     result, after = run(
         cfg, LocalCohort(handlers()), store=store

@@ -55,7 +55,7 @@ class Result:
 
     rounds: int
     reason: str  # "rounds done" or why it stopped early
-    metrics: dict[str, float]  # of the last evaluation
+    metrics: dict[str, float]  # of the last round's evaluation, if it had one
     best_round: int | None
     run_dir: Path
 
@@ -95,7 +95,7 @@ async def run(
         emit("waiting", need=config.strategy.min_sites)
         members = await cohort.members(config.strategy.min_sites)
         checkpoint = await _train(config, cohort, store, strategy, checkpoint, members, emit)
-    metrics = next((r.metrics for r in reversed(store.rounds()) if r.metrics), {})
+    metrics = store.evaluation(checkpoint.round) or {}
     return Result(checkpoint.round, reason, metrics, store.best_round, store.folder)
 
 
@@ -114,11 +114,11 @@ async def _train(
         if plan is None:
             plan = Plan(checkpoint.round, 0, sample(config, checkpoint.round, 0, members))
         store.set_plan(plan)
-        emit("round_started", round=plan.round, attempt=plan.attempt, sites=plan.sites)
+        emit("round_started", round=plan.round + 1, attempt=plan.attempt + 1, sites=plan.sites)
         try:
             after, record = await federated_round(cohort, plan, config, strategy, checkpoint, emit)
         except TooFewSites as e:
-            emit("round_failed", round=plan.round, attempt=plan.attempt, reason=str(e))
+            emit("round_failed", round=plan.round + 1, attempt=plan.attempt + 1, reason=str(e))
             attempt = plan.attempt + 1
             if attempt >= config.strategy.attempts:
                 store.set_plan(Plan(plan.round, 0, plan.sites))
@@ -157,7 +157,7 @@ async def federated_round(
                     mean = mean or WeightedMean(schema)
                     mean.add(reply)  # in shared memory that is needed again: folded now
     if len(trained) < config.strategy.min_sites:
-        raise TooFewSites(f"round {plan.round}", len(trained), config.strategy.min_sites)
+        raise TooFewSites(f"round {plan.round + 1}", len(trained), config.strategy.min_sites)
     if mean is None:
         delta = await asyncio.to_thread(aggregate, RULES["mean"], schema, spooled)
     else:
@@ -197,8 +197,8 @@ async def _checked(
                 else:
                     await asyncio.to_thread(checks.inspect, reply, config.limits)
             except BadUpdate as e:
-                emit("update_refused", round=request.round, site=site, reason=str(e))
-                cohort.tell(site, f"round {request.round}: the update was refused: {e}")
+                emit("update_refused", round=request.round + 1, site=site, reason=str(e))
+                cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
                 continue
             value, count = reply.metrics.get("loss", (math.nan, 0.0))
             emit(
@@ -234,7 +234,8 @@ async def _evaluate(
                 emit("update_refused", round=number, site=site, reason=str(e))
     metrics = averages(by_site)
     value = metrics.get(config.evaluate.metric)
-    best = value is not None and config.evaluate.better(value, _best_value(config, store))
+    best_yet = (store.evaluation(store.best_round) or {}).get(config.evaluate.metric)
+    best = value is not None and config.evaluate.better(value, best_yet)
     store.evaluated(number, metrics, best=best)
     each = {site: averages({site: by_site[site]}) for site in sorted(by_site)}
     emit("evaluated", round=number, metrics=metrics, by_site=each)
@@ -256,23 +257,13 @@ def _evaluation_is_due(config: Config, store: RunStore, number: int) -> bool:
     every = config.evaluate.every
     if number == 0 or not every or (number % every and number < config.run.rounds):
         return False
-    return not any(r.round == number and r.metrics is not None for r in store.rounds())
-
-
-def _best_value(config: Config, store: RunStore) -> float | None:
-    best = next((r.metrics for r in reversed(store.rounds()) if r.best and r.metrics), None)
-    return best.get(config.evaluate.metric) if best else None
+    return store.evaluation(number) is None
 
 
 def _reason_to_stop(config: Config, store: RunStore, number: int) -> str | None:
     if number >= config.run.rounds:
         return "rounds done"
-    evaluated = [r for r in store.rounds() if r.metrics is not None and r.round]
-    since_best = 0
-    for r in reversed(evaluated):
-        if r.best:
-            break
-        since_best += 1
+    since_best = store.evaluations_since_best()
     if config.evaluate.patience and since_best >= config.evaluate.patience:
         return f"{config.evaluate.metric} has not improved for {since_best} evaluations"
     return None
@@ -292,7 +283,7 @@ async def serve(config: Config, *, emit: Emit) -> Result:
     credentials = Credentials.load(config.root / config.network.certs / "aggregator")
     store = RunStore(config.run_dir)
     try:
-        strategy = build(config.strategy.kind, config.strategy.options)
+        strategy = build(config.strategy.kind, config.strategy.options, config.root)
         async with await Trainer.start(config, scratch=store.folder) as trainer:
             about = trainer.description
             store.begin(about.schema, config.agreed(), run=config.run.name, task_digest=about.task_digest)

@@ -62,7 +62,7 @@ class Site:
         assert isinstance(request, Train | Evaluate), request
         key = f"{type(request).__name__}/{request.round}/{request.weights.digest}"
         if body := self._ledger.get(key):
-            self._say("uploading", request.round)
+            self._say("uploading", request.round + 1)
             return self._remembered(body)
         if self._under_way is None or self._under_way[0] != key:
             await self._stop_work()
@@ -98,14 +98,14 @@ class Site:
         if isinstance(request, Evaluate):
             self._say("evaluating", request.round)
             return await self._trainer.evaluate(self._name, request.round, weights)
-        self._say("training", request.round)
+        self._say("training", request.round + 1)
         out = self._ledger.folder / "delta.new"
         update = await self._trainer.train(self._name, request.round, weights, out)
         path = self._ledger.outbox.path(update.delta.digest)
         os.replace(out, path)
         kept = msgspec.structs.replace(update, delta=ArenaFile(self._schema, path, update.delta.digest))
         self._ledger.put(key, encode(kept), kept.delta.digest, self._schema.nbytes)
-        self._say("uploading", request.round)
+        self._say("uploading", request.round + 1)
         return kept
 
     def _remembered(self, body: bytes) -> Reply:
@@ -130,7 +130,13 @@ async def run(config: Config, name: SiteId, *, data_dir: Path | None = None, emi
     async def start() -> Trainer:
         return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
 
-    emit("notice", text=f"{name}: loading the task")
+    emit(
+        "run_started",
+        run=config.run.name,
+        mode="site",
+        rounds=config.run.rounds,
+        config_digest=config.digest(),
+    )
     try:
         trainer = await start()
         link = SiteLink(

@@ -133,7 +133,7 @@ class RunStore:
             was = ", ".join(f"{k} was {have['agreed'].get(k)}, is {agreed.get(k)}" for k in changed[:3])
             raise StoreError(
                 f"{self.folder} holds a run of another configuration: {was}. "
-                f"Change it back, or give the new run its own run.name."
+                f"Change it back, give the new run its own run.name, or (a simulation) start it with --fresh."
             )
         if difference := msgspec.convert(have["schema"], Schema).difference(schema):
             raise StoreError(
@@ -218,6 +218,18 @@ class RunStore:
     def best_round(self) -> int | None:
         row = self._db.execute("SELECT MAX(round) FROM evaluations WHERE best").fetchone()
         return row[0] if row else None
+
+    def evaluation(self, number: int | None) -> dict[str, float] | None:
+        """The metrics of a round, when it was evaluated."""
+        row = self._db.execute("SELECT metrics FROM evaluations WHERE round = ?", (number,)).fetchone()
+        return msgspec.json.decode(row[0]) if row else None
+
+    def evaluations_since_best(self) -> int:
+        """How many evaluations came after the best one; all of them when none was."""
+        (count,) = self._db.execute(
+            "SELECT COUNT(*) FROM evaluations WHERE round > ?", (self.best_round or 0,)
+        ).fetchone()
+        return int(count)
 
     def evaluated(self, number: int, metrics: Mapping[str, float], *, best: bool) -> None:
         """Keep a round's evaluation; a `best` round keeps its weights until a better one comes."""

@@ -92,8 +92,8 @@ def test_a_finished_update_is_not_trained_again_after_a_restart(tmp_path):
         p.processes[1].kill()
         p.processes[1].wait(30)
         time.sleep(0.1)
-        trained = sum(e.get("state") == "training" and e.get("round") == 0 for e in p.events("r@a"))
+        trained = sum(e.get("state") == "training" and e.get("round") == 1 for e in p.events("r@a"))
         p.start("site", "a")
         assert p.start("aggregator").wait(120) == 0, p.log("aggregator")
-        again = sum(e.get("state") == "training" and e.get("round") == 0 for e in p.events("r@a"))
+        again = sum(e.get("state") == "training" and e.get("round") == 1 for e in p.events("r@a"))
         assert again == trained == 1
