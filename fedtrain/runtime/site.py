@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -26,6 +26,7 @@ from ..update import ArenaFile, Evaluate, Evaluation, Failure, Reply, Request, S
 from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
 from ..wire.frames import Hello
+from .trainer import Description, Trainer
 
 Emit = Callable[..., None]
 REQUESTS = Train | Evaluate
@@ -35,6 +36,9 @@ TRAINER_TRIES = 3  # a trainer that is killed is started again this often for on
 class Trains(Protocol):
     """What a site needs of its trainer process; see trainer.Trainer."""
 
+    @property
+    def description(self) -> Description: ...
+    async def examples(self, site: SiteId) -> float | None: ...
     async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update: ...
     async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation: ...
     async def close(self) -> None: ...
@@ -49,7 +53,7 @@ class Site:
         schema: Schema,
         ledger: Ledger,
         trainer: Trains,
-        restart: Callable[[], Any],
+        restart: Callable[[], Awaitable[Trains]],
         say: Callable[[str, int], None] = lambda state, round: None,
     ) -> None:
         """`restart` is awaited for a new trainer when one has died; `say` tells people what goes on."""
@@ -115,10 +119,18 @@ class Site:
         return reply
 
 
-async def run(config: Config, name: SiteId, *, data_dir: Path | None = None, emit: Emit) -> str:
-    """Serve until the run is over; returns why it ended. JoinRefused when both ends disagree."""
-    from .trainer import Trainer
+async def run(
+    config: Config,
+    name: SiteId,
+    *,
+    data_dir: Path | None = None,
+    emit: Emit,
+    start_trainer: Callable[[Path], Awaitable[Trains]] | None = None,
+) -> str:
+    """Serve until the run is over; returns why it ended. JoinRefused when both ends disagree.
 
+    `start_trainer(scratch)` makes the trainer, when it is not to be a process with the task's code.
+    """
     credentials = Credentials.load(config.root / config.network.certs / "sites" / name)
     if credentials.identity.role != "site" or credentials.identity.name != name:
         raise CertificateError(
@@ -127,7 +139,9 @@ async def run(config: Config, name: SiteId, *, data_dir: Path | None = None, emi
         )
     ledger = Ledger(config.site_dir(name))
 
-    async def start() -> Trainer:
+    async def start() -> Trains:
+        if start_trainer is not None:
+            return await start_trainer(ledger.folder)
         return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
 
     emit(
