@@ -127,15 +127,15 @@ def deployed(numel: int, rounds: int) -> dict[str, float]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        commits, moved = [], []
+        commits, moved, peak = [], [], 0.0
         try:
             assert aggregator.stdout is not None
             for line in aggregator.stdout:
                 event = json.loads(line)
+                peak = max(peak, _peak_mb(aggregator.pid))
                 if event["kind"] == "round_committed":
                     commits.append(event["time"])
                     moved.append(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
-                    peak = _peak_mb(aggregator.pid)
             assert aggregator.wait(60) == 0
             assert [s.wait(60) for s in sites] == [0] * len(sites)
         finally:
@@ -155,7 +155,7 @@ def deployed(numel: int, rounds: int) -> dict[str, float]:
 
 def _peak_mb(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024 if "VmHWM:" in status else 0.0  # it has ended
 
 
 async def idle_site(folder: str, name: str, numel: int) -> None:

@@ -169,11 +169,12 @@ class AnyArena:
         raise NotImplementedError("a subclass's")
 
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
-        """Coordinates [start, stop) of one section, 1-D, read-only."""
+        """Coordinates [start, stop) of one section, 1-D, read-only, and only until the next call."""
         raise NotImplementedError("a subclass's")
 
-    def close(self) -> None:
-        """Reading is done for now; a later `chunk` works all the same."""
+    def load(self) -> Arena:
+        """A copy in memory, the caller's own to change."""
+        raise NotImplementedError("a subclass's")
 
 
 class Arena(AnyArena):
@@ -259,7 +260,7 @@ class Arena(AnyArena):
         self._digest = None
         return self
 
-    def clone(self) -> Arena:
+    def load(self) -> Arena:
         return Arena(self.schema, self.data.clone())
 
     @property
@@ -280,7 +281,7 @@ class ArenaFile(AnyArena):
 
     def __init__(self, schema: Schema, path: Path, digest: str = "") -> None:
         self.schema, self.path, self._digest = schema, path, digest
-        self._file: Any = None
+        self._buffer = bytearray()
 
     @property
     def digest(self) -> str:
@@ -292,16 +293,18 @@ class ArenaFile(AnyArena):
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
         import torch
 
-        if self._file is None:
-            self._file = self.path.open("rb", buffering=0)
         size = ITEM_BYTES[section.dtype]
         if stop <= start:
             return torch.empty(0, dtype=getattr(torch, section.dtype))
-        buffer = bytearray((stop - start) * size)
-        got = os.preadv(self._file.fileno(), [buffer], section.offset + start * size)
-        if got != len(buffer):
-            raise BadUpdate(f"{self.path.name}: {got} bytes at coordinate {start}, expected {len(buffer)}")
-        return torch.frombuffer(buffer, dtype=getattr(torch, section.dtype))
+        nbytes = (stop - start) * size
+        if len(self._buffer) < nbytes:  # kept: a fresh one costs more in page faults than the read
+            self._buffer = bytearray(nbytes)
+        view = memoryview(self._buffer)[:nbytes]
+        with self.path.open("rb", buffering=0) as f:
+            got = os.preadv(f.fileno(), [view], section.offset + start * size)
+        if got != nbytes:
+            raise BadUpdate(f"{self.path.name}: {got} bytes at coordinate {start}, expected {nbytes}")
+        return torch.frombuffer(view, dtype=getattr(torch, section.dtype))
 
     def load(self) -> Arena:
         import torch
@@ -313,14 +316,7 @@ class ArenaFile(AnyArena):
                 got += n
         if got != self.schema.nbytes:
             raise BadUpdate(f"{self.path.name}: {got} bytes, expected {self.schema.nbytes}")
-        arena = Arena(self.schema, data)
-        arena._digest = self._digest or None
-        return arena
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        return Arena(self.schema, data)
 
 
 def chunks(section: Section, size: int = 1 << 18) -> Iterator[tuple[int, int]]:

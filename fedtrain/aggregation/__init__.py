@@ -32,8 +32,4 @@ def aggregate(rule: type[Rule], schema: Schema, updates: Sequence[Update]) -> Ar
     """One delta of many, given in site order; memory is O(chunk) beside the result when they are files."""
     for update in updates:
         assert update.delta.schema.digest == schema.digest, "updates are checked before they are aggregated"
-    try:
-        return rule.combine(schema, updates)
-    finally:
-        for update in updates:
-            update.delta.close()
+    return rule.combine(schema, updates)

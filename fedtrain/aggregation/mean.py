@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     import torch
 
 
-OPEN_FILES = 200  # more updates than this are opened anew for each chunk
-
-
 class WeightedMean:
     """A fold over updates that holds one float64 sum, however many sites there are.
 
@@ -69,8 +66,6 @@ class WeightedMean:
                 part, room = sums[: stop - start].zero_(), scratch[: stop - start]
                 for update in updates:
                     _fold(part, update.delta.chunk(section, start, stop), update.num_examples, room)
-                    if len(updates) > OPEN_FILES:
-                        update.delta.close()
                 _round(part.div_(total), mean.chunk(section, start, stop))
         return mean
 

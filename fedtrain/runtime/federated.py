@@ -26,6 +26,7 @@ from ..exchange import Cohort, in_order
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
 from ..update import (
+    Arena,
     ArenaFile,
     Evaluate,
     Evaluation,
@@ -78,6 +79,8 @@ async def run(
     """
     checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
     assert checkpoint is not None, "the initial model is committed before the first round"
+    if store.durable:
+        checkpoint = store.on_disk(checkpoint)
     emit(
         "run_started",
         run=config.run.name,
@@ -128,6 +131,7 @@ async def _train(
             continue
         await asyncio.to_thread(store.prepare, after)
         store.commit(after, record)
+        after = store.on_disk(after) if store.durable else after
         store.inbox.keep_only(())
         emit("round_committed", round=after.round, **record)
         return after
@@ -288,8 +292,7 @@ async def serve(config: Config, *, emit: Emit) -> Result:
             about = trainer.description
             store.begin(about.schema, config.agreed(), run=config.run.name, task_digest=about.task_digest)
             if store.latest() is None:
-                initial = (await trainer.initial(store.folder / "initial")).load()
-                store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+                _begin(store, strategy, (await trainer.initial(store.folder / "initial")).load())
         (store.folder / "initial").unlink(missing_ok=True)
 
         def welcome(site: SiteId, hello: Hello) -> None:
@@ -322,6 +325,10 @@ async def serve(config: Config, *, emit: Emit) -> Result:
         return result
     finally:
         store.close()
+
+
+def _begin(store: RunStore, strategy: Strategy, initial: Arena) -> None:
+    store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
 
 
 def site_name(identity: Identity, federation: str) -> SiteId:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import StoreError
-from ..update import Arena, ArenaFile, Schema, SiteId
+from ..update import AnyArena, Arena, ArenaFile, Schema, SiteId
 from .disk import lock, refuse_network_disk, write_whole
 from .spool import Spool
 
@@ -49,7 +49,7 @@ class Checkpoint:
     """All that the next round starts from."""
 
     round: int  # rounds done
-    weights: Arena
+    weights: AnyArena
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -79,7 +79,7 @@ class RunStore:
 
     def __init__(self, folder: Path, *, read_only: bool = False, durable: bool = True) -> None:
         """`durable` waits for the disk at each commit, so that a power cut loses nothing either."""
-        self.folder, self._durable, self._lock = folder, durable, None
+        self.folder, self.durable, self._lock = folder, durable, None
         if read_only:
             if not (folder / "run.db").exists():
                 raise StoreError(f"{folder} is not a run directory. `fedtrain runs` lists those that are.")
@@ -168,6 +168,13 @@ class RunStore:
             )  # fmt: skip
             self._db.execute("DELETE FROM plan WHERE round <= ?", (checkpoint.round,))
         self._sweep()
+
+    def on_disk(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The same committed round with its weights left in their file: sent from there, read by the next
+        step, so that between rounds no model is held in memory."""
+        digest = checkpoint.weights.digest
+        weights = ArenaFile(checkpoint.weights.schema, self.blobs / digest, digest)
+        return Checkpoint(checkpoint.round, weights, checkpoint.state)
 
     def latest(self, warn: Any = None) -> Checkpoint | None:
         """The newest round whose bytes are whole; `warn(line)` hears of damaged ones passed over."""
@@ -262,10 +269,11 @@ class RunStore:
 
     # --- bytes
 
-    def _put(self, arena: Arena) -> str:
+    def _put(self, arena: AnyArena) -> str:
         path = self.blobs / arena.digest
         if not path.exists():
-            write_whole(path, arena.payload, durable=self._durable)
+            assert isinstance(arena, Arena), "an arena file of ours is committed already"
+            write_whole(path, arena.payload, durable=self.durable)
         return arena.digest
 
     def _get(self, schema: Schema, digest: str, number: int) -> Arena:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..update import FLOATS, Arena
+from ..update import FLOATS, AnyArena, Arena
 
 if TYPE_CHECKING:
     import torch
@@ -63,14 +63,14 @@ def state_init(strategy: Strategy, weights: Arena) -> State:
     }
 
 
-def server_step(strategy: Strategy, weights: Arena, state: State, mean: Arena) -> tuple[Arena, State]:
+def server_step(strategy: Strategy, weights: AnyArena, state: State, mean: Arena) -> tuple[Arena, State]:
     """The next global model and state; the arguments stay as they are.
 
     The strategy steps on the trained coordinates; 16-bit floats are stepped in float32 and rounded once.
     Frozen parameters, BatchNorm's statistics and integers move by the plain mean delta; booleans and bytes,
     which have no differences, stay as they are.
     """
-    new, new_state = weights.clone(), dict[str, "torch.Tensor"]()
+    new, new_state = weights.load(), dict[str, "torch.Tensor"]()
     for section in weights.schema.sections:
         if section.dtype in ("bool", "uint8"):
             continue

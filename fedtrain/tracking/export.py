@@ -21,6 +21,7 @@ import msgspec
 from .. import __version__
 from ..errors import StoreError
 from ..store import RunStore
+from ..update import Arena
 from .live import number
 
 
@@ -36,6 +37,7 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         meta, sites, weights = store.meta(), sorted(store.joined()), store.load(chosen).weights
     finally:
         store.close()
+    assert isinstance(weights, Arena), "a loaded round is in memory"
     out.mkdir(parents=True, exist_ok=True)
     sha256 = _replace(out / "model.safetensors", lambda path: _save(path, weights.views()))
     about = {

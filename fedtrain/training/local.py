@@ -95,7 +95,7 @@ class Engine:
         """Train on the site's examples from the global `weights`; `out` receives local - global."""
         self.seed(round, site)
         self.load(weights, training=True)
-        start = weights if weights.data.device == self.local.data.device else self.local.clone()
+        start = weights if weights.data.device == self.local.data.device else self.local.load()
         with user_code(self._folder, f"site {site}, round {round}"):
             examples = examples_of(dataset)
             loss, weight, seen = self._steps(examples, self._trained(start) if self.correct else [])
