@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fedtrain import update as update_module
 from fedtrain.aggregation import RULES, WeightedMean, aggregate
+from fedtrain.aggregation import mean as mean_module
 from fedtrain.errors import RoundError
 from fedtrain.exchange import in_order
 from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Update
