@@ -1,7 +1,7 @@
 """Seconds of a round of a real federation: `fedtrain aggregator` and 4 sites over mutual TLS on loopback.
 
 The sites' trainers do nothing but hand over a payload, random and distinct for each site and round, as a
-trainer process would: a file and its SHA-256. All else is what users run: the commit to disk, the checks,
+trainer process would: a file and its digest. All else is what users run: the commit to disk, the checks,
 the fold. Beside it a bare gRPC stream with mutual TLS moves the same bytes and does nothing with them.
 
   round_s, round_s_worst   median and worst of the rounds, from one commit to the next
@@ -13,7 +13,6 @@ the fold. Beside it a bare gRPC stream with mutual TLS moves the same bytes and 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import socket
@@ -38,7 +37,7 @@ from fedtrain.runtime.trainer import Description
 from fedtrain.training.task import task_digest
 from fedtrain.transport.grpc import channel_options
 from fedtrain.transport.tls import Tls
-from fedtrain.update import ArenaFile, Evaluation, Schema, TensorSpec, Update
+from fedtrain.update import ArenaFile, Digest, Evaluation, Schema, TensorSpec, Update
 from fedtrain.wire import CHUNK_BYTES
 
 CASES = {"1k": 1_000, "1M": 1_000_000, "10M": 10_000_000, "50M": 50_000_000}
@@ -79,7 +78,7 @@ class Idle:
     async def train(self, site: str, round: int, weights: ArenaFile, out: Path) -> Update:
         numel = self._schema.numel
         cut = 4 * int(self._random.integers(1, numel))
-        digest = hashlib.sha256()
+        digest = Digest()
         with out.open("wb", buffering=0) as f:
             for part in (self._payload[cut : 4 * numel], self._payload[:cut], self._payload[4 * numel :]):
                 f.write(part)

@@ -41,6 +41,38 @@ MAX_TENSORS = 100_000
 MAX_RANK = 16
 
 
+class Digest:
+    """The name of a model's bytes: 128 bits of AES-GCM's authenticator under a key that everybody knows.
+
+    It finds truncated, mixed and damaged bytes at 6.5 GB/s, where SHA-256 takes the time of the transfer
+    itself (1.5 GB/s). It is no commitment: whoever wants to can make two contents with one digest. On the
+    way TLS guards the bytes, at rest each site has an inbox of its own; what must bind (a task's code, an
+    exported model) has a SHA-256.
+    """
+
+    def __init__(self) -> None:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        self._mac: Any = Cipher(algorithms.AES(bytes(16)), modes.GCM(bytes(12))).encryptor()
+
+    def update(self, data: bytes | memoryview) -> None:
+        """The next bytes; releases the GIL."""
+        for at in range(0, len(data), 1 << 30):
+            self._mac.authenticate_additional_data(data[at : at + (1 << 30)])
+
+    def hexdigest(self) -> str:
+        """32 hex digits; ends the digest."""
+        self._mac.finalize()
+        tag: bytes = self._mac.tag
+        return tag.hex()
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    digest = Digest()
+    digest.update(data)
+    return digest.hexdigest()
+
+
 def seed_of(*parts: object) -> int:
     """A 63-bit seed from what it is for, as in seed_of(run_seed, round, site): the same on every machine,
     whatever ran before it."""
@@ -165,7 +197,7 @@ class AnyArena:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the bytes, as hex."""
+        """The bytes' name, see Digest."""
         raise NotImplementedError("a subclass's")
 
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
@@ -272,7 +304,7 @@ class Arena(AnyArena):
     def digest(self) -> str:
         # An arena is written once (by training or a strategy's step) and then only read, so this is kept.
         if self._digest is None:
-            self._digest = hashlib.sha256(self.payload).hexdigest()
+            self._digest = digest_of(self.payload)
         return self._digest
 
 
@@ -286,8 +318,11 @@ class ArenaFile(AnyArena):
     @property
     def digest(self) -> str:
         if not self._digest:
-            with self.path.open("rb") as f:
-                self._digest = hashlib.file_digest(f, "sha256").hexdigest()
+            digest = Digest()
+            with self.path.open("rb", buffering=0) as f:
+                while block := f.read(1 << 20):
+                    digest.update(block)
+            self._digest = digest.hexdigest()
         return self._digest
 
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:

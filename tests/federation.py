@@ -55,7 +55,13 @@ class Aggregator:
 
 @contextlib.asynccontextmanager
 async def aggregator(
-    certs: Path, folder: Path, schema: Schema, *, port: int = 0, limits: LimitsConfig | None = None, **options: Any
+    certs: Path,
+    folder: Path,
+    schema: Schema,
+    *,
+    port: int = 0,
+    limits: LimitsConfig | None = None,
+    **options: Any,
 ) -> AsyncIterator[Aggregator]:
     events: list[tuple[str, dict[str, Any]]] = []
     limits = limits or LimitsConfig()
@@ -65,7 +71,7 @@ async def aggregator(
         identify=lambda pem: identity_of(pem).name,
         welcome=options.pop("welcome", lambda site, hello: None),
         admit=lambda site, request, reply: checks.admit(request, reply, schema, limits, None),
-        inbox=Spool(folder / "inbox"),
+        inbox=lambda site: Spool(folder / "inbox" / site),
         emit=lambda kind, **fields: events.append((kind, fields)),
         **options,
     )
@@ -88,7 +94,10 @@ def link(certs: Path, site: str, port: int, folder: Path, **options: Any) -> Sit
 
 
 def hello(schema: Schema, **fields: Any) -> Hello:
-    return Hello(**{"protocol": PROTOCOL, "version": "test", "task_digest": "t", "schema": schema, "agreed": {}} | fields)
+    return Hello(
+        **{"protocol": PROTOCOL, "version": "test", "task_digest": "t", "schema": schema, "agreed": {}}
+        | fields
+    )
 
 
 @contextlib.asynccontextmanager
@@ -110,6 +119,9 @@ def echo_plus(seed: int) -> Callable[[Request], Awaitable[Reply]]:
     async def answer(request: Request) -> Reply:
         assert isinstance(request, Train)
         weights = request.weights.load()
-        return Update(delta=random_arena(weights.schema.numel, seed, weights.schema.sections[0].dtype), num_examples=1.0 + seed)
+        return Update(
+            delta=random_arena(weights.schema.numel, seed, weights.schema.sections[0].dtype),
+            num_examples=1.0 + seed,
+        )
 
     return answer

@@ -77,6 +77,9 @@ async def run(
 
     `evaluate_at`: who evaluates, when it is not every member (a simulation evaluates pooled data once).
     """
+    import torch
+
+    torch.set_num_threads(1)  # folds wait for memory; a second thread would only spin on the sites' cores
     checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
     assert checkpoint is not None, "the initial model is committed before the first round"
     if store.durable:
@@ -132,7 +135,7 @@ async def _train(
         await asyncio.to_thread(store.prepare, after)
         store.commit(after, record)
         after = store.on_disk(after) if store.durable else after
-        store.inbox.keep_only(())
+        store.clear_inbox()
         emit("round_committed", round=after.round, **record)
         return after
 

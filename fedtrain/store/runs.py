@@ -2,8 +2,8 @@
 
     runs/heart/
       run.db         SQLite (WAL): what the run is, its rounds, its plan for the round under way
-      blobs/         models and strategy states under their SHA-256, written before the row that names them
-      inbox/         updates of the round under way (see spool.py)
+      blobs/         models and strategy states under their digest, written before the row that names them
+      inbox/SITE/    updates of the round under way (see spool.py)
       events.jsonl   what happened, for people (tracking/)
 
 A round's row is its commit. A crash at any instant leaves the last row's round: its blobs were complete
@@ -99,9 +99,14 @@ class RunStore:
                 ) from None
         self.blobs = folder / "blobs"
 
-    @property
-    def inbox(self) -> Spool:
-        return Spool(self.folder / "inbox")
+    def inbox(self, site: SiteId) -> Spool:
+        """Where what this site sends is kept, apart from what others send."""
+        return Spool(self.folder / "inbox" / site)
+
+    def clear_inbox(self) -> None:
+        """The round is committed: what was sent for it is not needed any more."""
+        for folder in (self.folder / "inbox").glob("*"):
+            Spool(folder).keep_only(())
 
     def close(self) -> None:
         self._db.close()

@@ -1,4 +1,4 @@
-"""Bytes that arrive over the network, kept under their SHA-256 as they come.
+"""Bytes that arrive over the network, kept under their digest as they come.
 
 A transfer that breaks goes on from where it stopped, also after a restart of either end; the same bytes
 sent twice are stored once. Nothing is visible under its final name before its digest is right.
@@ -6,7 +6,6 @@ sent twice are stored once. Nothing is visible under its final name before its d
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import WireError
+from ..update import Digest
 
 READ_BYTES = 8 << 20
 
@@ -26,8 +26,8 @@ class Spool:
         self.folder = folder
 
     def path(self, digest: str) -> Path:
-        if re.fullmatch(r"[0-9a-f]{64}", digest) is None:
-            raise WireError(f"{digest[:80]!r} is not a SHA-256 digest")
+        if re.fullmatch(r"[0-9a-f]{32}", digest) is None:
+            raise WireError(f"{digest[:80]!r} is not a digest")
         return self.folder / digest
 
     def has(self, digest: str, nbytes: int) -> bool:
@@ -52,7 +52,7 @@ class Arriving:
     def __init__(self, path: Path, digest: str, nbytes: int) -> None:
         self._path, self._digest, self.nbytes = path, digest, nbytes
         self._part = path.with_name(path.name + ".part")
-        self._hash: Any = hashlib.sha256()
+        self._hash = Digest()
         self._file: Any = None
         if path.exists():
             self.offset = nbytes
@@ -65,7 +65,7 @@ class Arriving:
         if self.offset > nbytes:  # left by another claim of this digest: start over
             self._file.truncate(0)
             self._file.seek(0)
-            self._hash, self.offset = hashlib.sha256(), 0
+            self._hash, self.offset = Digest(), 0
 
     @property
     def whole(self) -> bool:

@@ -121,7 +121,7 @@ class GrpcCohort:
         identify: Callable[[bytes], SiteId],
         welcome: Callable[[SiteId, Hello], None],
         admit: Callable[[SiteId, Request, Reply], None],
-        inbox: Inbox,
+        inbox: Callable[[SiteId], Inbox],
         heartbeat_s: float = 5.0,
         idle_s: float = 30.0,
         emit: Emit = lambda kind, **fields: None,
@@ -331,7 +331,7 @@ class GrpcCohort:
             reply: Reply = decode(offer.body, Reply)
             self._admit(site, pending.request, reply)
             for arena in fetch_list(reply):
-                await self._receive(arena, context)
+                await self._receive(self._inbox(site), arena, context)
         except (BadUpdate, WireError) as e:
             if isinstance(e, Broken):
                 self._emit("notice", text=f"{site}: upload broke off, {e}; it may go on from there")
@@ -347,8 +347,8 @@ class GrpcCohort:
             pending.arrivals.put_nowait((site, reply))
         await context.write(encode(Stored()))
 
-    async def _receive(self, arena: ArenaFile, context: grpc.aio.ServicerContext) -> None:
-        arriving = await asyncio.to_thread(self._inbox.receive, arena.digest, arena.schema.nbytes)
+    async def _receive(self, inbox: Inbox, arena: ArenaFile, context: grpc.aio.ServicerContext) -> None:
+        arriving = await asyncio.to_thread(inbox.receive, arena.digest, arena.schema.nbytes)
         try:
             await context.write(encode(Resume(digest=arena.digest, offset=arriving.offset)))
             while not arriving.whole:
