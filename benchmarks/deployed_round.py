@@ -79,7 +79,7 @@ class Idle:
         numel = self._schema.numel
         cut = 4 * int(self._random.integers(1, numel))
         digest = Digest()
-        with out.open("wb", buffering=0) as f:
+        with out.open("r+b" if out.exists() else "wb", buffering=0) as f:
             for part in (self._payload[cut : 4 * numel], self._payload[:cut], self._payload[4 * numel :]):
                 f.write(part)
                 digest.update(part)

@@ -172,11 +172,23 @@ def test_a_broken_transfer_goes_on_from_where_it_stopped_also_in_another_process
     assert Spool(tmp_path).receive(digest_of(data), len(data)).whole  # sent again: nothing to send
 
 
+def test_a_recycled_file_shows_none_of_its_old_bytes_also_after_a_kill(tmp_path):
+    old, new = os.urandom(200_000), os.urandom(100_000)
+    spool = Spool(tmp_path)
+    inode = receive(spool, old, digest_of(old)).stat().st_ino
+    spool.keep_only(())
+    arriving = spool.receive(digest_of(new), len(new))
+    arriving.write(new[:50_000])
+    arriving._file.close()  # killed: nothing was noted, and the file is as long as the old one
+    assert receive(Spool(tmp_path), new, digest_of(new)).read_bytes() == new
+    assert spool.path(digest_of(new)).stat().st_ino == inode
+
+
 def test_bytes_with_another_digest_are_refused_and_forgotten(tmp_path):
     data = os.urandom(1000)
     with pytest.raises(WireError, match="do not have the digest"):
         receive(Spool(tmp_path), data, digest_of(b"other"))
-    assert list(tmp_path.iterdir()) == []
+    assert [p.name for p in tmp_path.iterdir() if p.name != "free"] == []
 
 
 def test_more_bytes_than_announced_are_refused(tmp_path):

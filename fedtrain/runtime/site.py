@@ -103,7 +103,7 @@ class Site:
             self._say("evaluating", request.round)
             return await self._trainer.evaluate(self._name, request.round, weights)
         self._say("training", request.round + 1)
-        out = self._ledger.folder / "delta.new"
+        out = self._ledger.spare()
         update = await self._trainer.train(self._name, request.round, weights, out)
         path = self._ledger.outbox.path(update.delta.digest)
         os.replace(out, path)

@@ -500,10 +500,15 @@ def _nbytes(data: Any) -> int:
 
 @contextmanager
 def _new_file(schema: Schema, path: Path) -> Iterator[Arena]:
-    """An arena that lies in a file: under its name with all that the block wrote, or not there at all."""
+    """An arena that lies in a file: under its name with all that the block wrote, or not there at all.
+
+    A file of its size that lies there already, an older update, is written over: fresh pages are dear.
+    """
     partial = path.with_name(path.name + ".new")
     try:
-        with partial.open("w+b") as f:
+        if path.exists() and path.stat().st_size == schema.nbytes:
+            path.replace(partial)
+        with partial.open("r+b" if partial.exists() else "w+b") as f:
             f.truncate(schema.nbytes)
             yield (
                 Arena.wrap(schema, mmap.mmap(f.fileno(), schema.nbytes))

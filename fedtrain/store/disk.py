@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +16,7 @@ NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs",
     "ncpfs", "davfs", "9p", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "fuse.ceph",
 }  # fmt: skip
+FREE = "free"  # a folder's recycled file
 WRITE_BYTES = 8 << 20  # per write call, so that a signal or another thread gets its turn
 
 
@@ -58,15 +61,34 @@ def lock(folder: Path) -> IO[str]:
 def write_whole(path: Path, data: memoryview | bytes, *, durable: bool) -> None:
     """The file appears with all of `data` or not at all, whenever the process dies."""
     partial = path.with_name(path.name + ".new")
-    with partial.open("wb", buffering=0) as f:
+    with open_for_writing(partial) as f:
         view, at = memoryview(data), 0
         while at < len(view):
             at += f.write(view[at : at + WRITE_BYTES])
+        f.truncate()
         if durable:
             os.fsync(f.fileno())
     partial.replace(path)
     if durable:
         sync_folder(path.parent)
+
+
+def recycle(path: Path) -> None:
+    """Remove a file, and leave its blocks for the next one in its folder.
+
+    Writing over pages that the kernel has is several times as fast as writing to fresh ones, and a round
+    writes several times its model.
+    """
+    with suppress(FileNotFoundError):
+        path.replace(path.with_name(FREE))
+
+
+def open_for_writing(path: Path) -> FileIO:
+    """The file, made of a recycled one where there is one: longer than what is written, until truncated."""
+    if not path.exists():
+        with suppress(FileNotFoundError):
+            path.with_name(FREE).replace(path)
+    return FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
 
 
 def sync_folder(folder: Path) -> None:

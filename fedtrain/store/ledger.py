@@ -11,12 +11,12 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from .disk import lock, refuse_network_disk
+from .disk import FREE, lock, refuse_network_disk
 from .spool import Spool
 
 TABLE = """CREATE TABLE IF NOT EXISTS replies (
   key TEXT PRIMARY KEY, body BLOB NOT NULL, digest TEXT, nbytes INTEGER)"""
-KEEP = 4  # newest replies: this round's and, for an aggregator that was restarted, the one's before
+KEEP = 2  # newest replies: this round's and, for an aggregator that was restarted, the one before
 
 
 class Ledger:
@@ -48,6 +48,13 @@ class Ledger:
             (KEEP,),
         )
         self.outbox.keep_only(digest for (digest,) in self._db.execute("SELECT digest FROM replies"))
+
+    def spare(self) -> Path:
+        """Where the next update is to be written: over an old one's file, when one is done with."""
+        path, free = self.folder / "delta", self.outbox.folder / FREE
+        if free.exists():
+            free.replace(path)
+        return path
 
     def close(self) -> None:
         self._db.close()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ import msgspec
 
 from ..errors import StoreError
 from ..update import AnyArena, Arena, ArenaFile, Schema, SiteId
-from .disk import lock, refuse_network_disk, write_whole
+from .disk import FREE, lock, recycle, refuse_network_disk, write_whole
 from .spool import Spool
 
 if TYPE_CHECKING:
@@ -303,9 +302,8 @@ class RunStore:
         )
         keep = {digest for row in rows for digest in row if digest}
         for path in self.blobs.iterdir():
-            if path.name not in keep:
-                with suppress(FileNotFoundError):
-                    path.unlink()
+            if path.name not in keep and path.name != FREE:
+                recycle(path)
 
     def _transaction(self) -> _Transaction:
         return _Transaction(self._db)

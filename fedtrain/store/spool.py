@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 from ..errors import WireError
 from ..update import Digest
+from .disk import FREE, open_for_writing, recycle
 
 READ_BYTES = 8 << 20
+NOTE, NOTE_BYTES = ".at", 16 << 20  # after a kill a transfer goes on from its last note
 
 
 class Spool:
@@ -42,44 +44,51 @@ class Spool:
         """Remove every file, whole or partial, that is not one of these."""
         keep = set(digests)
         for path in self.folder.iterdir():
-            if path.name.removesuffix(".part") not in keep:
-                path.unlink(missing_ok=True)
+            if path.suffix == NOTE:
+                if path.stem not in keep:
+                    path.unlink(missing_ok=True)
+            elif path.name != FREE and path.name.removesuffix(".part") not in keep:
+                recycle(path)
 
 
 class Arriving:
-    """One transfer. `write` each chunk, then `finish`; `close` in any case."""
+    """One transfer. `write` each chunk, then `finish`; `close` in any case.
+
+    How far it has come is noted beside it every few chunks: the file itself may be a recycled one, with
+    old bytes behind the new.
+    """
 
     def __init__(self, path: Path, digest: str, nbytes: int) -> None:
         self._path, self._digest, self.nbytes = path, digest, nbytes
-        self._part = path.with_name(path.name + ".part")
-        self._hash = Digest()
-        self._file: Any = None
+        self._part, self._note = path.with_name(path.name + ".part"), path.with_name(path.name + NOTE)
+        self._hash, self._noted, self.offset = Digest(), 0, 0
+        self._file: FileIO | None = None
         if path.exists():
             self.offset = nbytes
             return
-        self._file = open(self._part, "r+b" if self._part.exists() else "w+b", buffering=0)  # noqa: SIM115  closed by close()
-        self.offset = 0
-        while block := self._file.read(READ_BYTES):
-            self._hash.update(block)
-            self.offset += len(block)
-        if self.offset > nbytes:  # left by another claim of this digest: start over
-            self._file.truncate(0)
-            self._file.seek(0)
-            self._hash, self.offset = Digest(), 0
+        resume = int(self._note.read_text() or 0) if self._note.exists() and self._part.exists() else 0
+        self._file = open_for_writing(self._part)
+        if resume <= nbytes:  # else it was noted under another claim of this digest
+            while self.offset < resume and (block := self._file.read(min(READ_BYTES, resume - self.offset))):
+                self._hash.update(block)
+                self.offset += len(block)
 
     @property
     def whole(self) -> bool:
         return self.offset == self.nbytes
 
     def write(self, chunk: bytes) -> None:
-        """The next bytes, in order. Hashing and writing release the GIL: call it from a thread."""
+        """The next bytes, in order."""
         if self.offset + len(chunk) > self.nbytes:
             raise WireError(f"more than the {self.nbytes} bytes that were announced")
+        assert self._file is not None, "nothing is due for a file that is whole"
         view, at = memoryview(chunk), 0
         self._hash.update(view)
         while at < len(view):
             at += self._file.write(view[at:])
         self.offset += len(chunk)
+        if self.offset - self._noted >= NOTE_BYTES and not self.whole:
+            self._note_offset()
 
     def finish(self) -> Path:
         """The file under its final name; with a wrong digest a WireError, and the bytes are forgotten."""
@@ -87,14 +96,21 @@ class Arriving:
             return self._path
         if not self.whole:
             raise WireError(f"{self.offset} of {self.nbytes} bytes arrived")
+        self._note.unlink(missing_ok=True)
         if self._hash.hexdigest() != self._digest:
-            self._file.truncate(0)
-            self._part.unlink(missing_ok=True)
+            recycle(self._part)
             raise WireError(f"the bytes do not have the digest {self._digest[:12]}… that was announced")
+        self._file.truncate(self.nbytes)
         os.replace(self._part, self._path)
         return self._path
 
     def close(self) -> None:
         if self._file is not None:
+            if self._part.exists() and not self.whole:
+                self._note_offset()
             self._file.close()
             self._file = None
+
+    def _note_offset(self) -> None:
+        self._noted = self.offset
+        self._note.write_text(str(self.offset))
