@@ -45,6 +45,7 @@ from ..wire.frames import (
 from .tls import Tls, explain
 
 SERVICE = "fedtrain.Star"
+LEAVE_S = 2.0  # for sites to hear that we stop
 HELLO_S = 10.0  # a connection that has not said Hello by then is closed
 END = grpc.aio.EOF
 CLOSED = (
@@ -136,6 +137,8 @@ class GrpcCohort:
         self._sessions: dict[SiteId, Session] = {}
         self._pending: dict[tuple[SiteId, str], Pending] = {}
         self._joined = asyncio.Condition()
+        self._alone = asyncio.Event()  # no session is open
+        self._alone.set()
         self._finished: str | None = None
         self.bytes_in = self.bytes_out = 0
         self.port = 0
@@ -172,7 +175,10 @@ class GrpcCohort:
             if reason is not None:
                 session.outbox.put_nowait(Finished(reason=reason))
             session.outbox.put_nowait(None)
-        await self._server.stop(grace=2.0 if reason is not None else None)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self._alone.wait()  # a session cut off in the middle of a write is a traceback in core
+        await self._server.stop(grace=None)
 
     async def members(self, at_least: int) -> list[SiteId]:
         async with self._joined:
@@ -256,6 +262,7 @@ class GrpcCohort:
         if before := self._sessions.get(site):  # it came back before its loss was noticed
             before.outbox.put_nowait(None)
         self._sessions[site] = session
+        self._alone.clear()
         session.outbox.put_nowait(Welcome(heartbeat_s=self._heartbeat_s))
         for (name, _id), pending in self._pending.items():
             if name == site:
@@ -271,6 +278,8 @@ class GrpcCohort:
             reading.cancel()
             if self._sessions.get(site) is session:
                 del self._sessions[site]
+                if not self._sessions:
+                    self._alone.set()
                 self._give_up_later(site)
                 self._emit("site_lost", site=site, reason="disconnected")
 
