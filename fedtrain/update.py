@@ -166,7 +166,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     def difference(self, other: Schema) -> str | None:
         """The first thing in which `other` differs, for a person; None when they agree."""
-        if self.digest == other.digest:
+        if self is other or self.digest == other.digest:
             return None
         mine, theirs = ({s.name: s for s in schema.tensors} for schema in (self, other))
         for name in sorted(mine.keys() - theirs.keys()):
@@ -306,6 +306,53 @@ class Arena(AnyArena):
         if self._digest is None:
             self._digest = digest_of(self.payload)
         return self._digest
+
+
+class Slab:
+    """Arenas of one schema, one after the other in memory: uint8 [rows, schema.nbytes].
+
+    Thousands of small models are checked and folded a slab at a time; each is an arena all the same.
+    """
+
+    def __init__(self, schema: Schema, data: torch.Tensor) -> None:
+        assert data.shape[1:] == (schema.nbytes,), (data.shape, schema.nbytes)
+        self.schema, self.data, self.rows = schema, data, len(data)
+
+    def arenas(self) -> list[Row]:
+        """The rows, each of which keeps the slab; nothing here keeps them."""
+        return [Row(self, i, data) for i, data in enumerate(self.data.unbind())]
+
+    def flat(self, section: Section) -> torch.Tensor:
+        """One section of all rows, [rows, numel] of its dtype; a view."""
+        import torch
+
+        flat = self.data[:, section.offset : section.offset + section.nbytes]
+        return flat.view(getattr(torch, section.dtype))
+
+    @cached_property
+    def norms(self) -> list[float]:
+        """Each row's L2 norm over its floats; NaN or Inf where a value is, or where float32 overflows."""
+        import torch
+
+        floats = [self.flat(s) for s in self.schema.sections if s.dtype in FLOATS]
+        squares = sum(torch.linalg.vector_norm(rows, dim=1).double().square() for rows in floats)
+        norms: list[float] = squares.sqrt().tolist() if floats else [0.0] * self.rows
+        return norms
+
+
+class Row(Arena):
+    """An arena in a slab."""
+
+    def __init__(self, slab: Slab, index: int, data: torch.Tensor) -> None:
+        self.schema, self.data, self._digest = slab.schema, data, None
+        self.slab, self.index = slab, index
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.slab.rows - 1
+
+    def follows(self, other: AnyArena) -> bool:
+        return isinstance(other, Row) and other.slab is self.slab and other.index == self.index - 1
 
 
 class ArenaFile(AnyArena):

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import RoundError
-from ..update import Arena, Schema, Section, Update, chunks
+from ..update import Arena, Row, Schema, Section, Update, chunks
 
 if TYPE_CHECKING:
     import torch
+
+
+PRODUCTS = 1 << 17  # of weights and coordinates held at a time when rows of a slab are folded
 
 
 class WeightedMean:
@@ -27,23 +30,50 @@ class WeightedMean:
         import torch
 
         self._schema, self._total, self._folded = schema, 0.0, 0
-        scratch = torch.empty(_longest(schema), dtype=torch.float64)
+        self._rows: list[Update] = []  # neighbours in a slab, not folded yet
+        scratch = torch.empty(max(_longest(schema), PRODUCTS), dtype=torch.float64)
         self._parts = []  # (section, start, stop, the sum there, scratch of its size)
         for section in moving(schema):
             total = torch.zeros(section.numel, dtype=torch.float64)
             for start, stop in chunks(section):
                 self._parts.append((section, start, stop, total[start:stop], scratch[: stop - start]))
+        self._scratch = scratch
 
     def add(self, update: Update) -> None:
-        """Fold the next update in; its delta is not needed any more after this."""
+        """Fold the next update in: at once, or with its neighbours when it lies in a slab."""
         delta, weight = update.delta, update.num_examples
-        for section, start, stop, total, scratch in self._parts:
-            _fold(total, delta.chunk(section, start, stop), weight, scratch)
         self._total += weight
         self._folded += 1
+        if self._rows and not (isinstance(delta, Row) and delta.follows(self._rows[-1].delta)):
+            self._fold_rows()
+        if isinstance(delta, Row):
+            self._rows.append(update)
+            if delta.last:
+                self._fold_rows()
+            return
+        for section, start, stop, total, scratch in self._parts:
+            _fold(total, delta.chunk(section, start, stop), weight, scratch)
+
+    def _fold_rows(self) -> None:
+        """As one by one, with the products of many rows made in one go."""
+        import torch
+
+        rows, self._rows = self._rows, []
+        first = rows[0].delta
+        assert isinstance(first, Row), first
+        weights = torch.tensor([u.num_examples for u in rows], dtype=torch.float64)[:, None]
+        for section, start, stop, total, _ in self._parts:
+            deltas = first.slab.flat(section)[first.index : first.index + len(rows), start:stop]
+            at_once = max(1, PRODUCTS // (stop - start))
+            products = self._scratch[: at_once * (stop - start)].view(at_once, -1)
+            for some, their in zip(deltas.split(at_once), weights.split(at_once), strict=True):
+                for product in products[: len(some)].copy_(some).mul_(their).unbind():
+                    total.add_(product)
 
     def result(self) -> Arena:
         """The mean so far."""
+        if self._rows:
+            self._fold_rows()
         check_total(self._total, self._folded)
         mean = Arena.zeros(self._schema)
         for section, start, stop, total, scratch in self._parts:

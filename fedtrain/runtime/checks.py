@@ -19,6 +19,7 @@ from ..update import (
     Metrics,
     Reply,
     Request,
+    Row,
     Schema,
     Section,
     Train,
@@ -61,6 +62,10 @@ def admit(
 
 def inspect(update: Update, limits: LimitsConfig) -> float:
     """The L2 norm of an update's floats; BadUpdate when one is NaN or Inf, or the norm over its bound."""
+    if isinstance(update.delta, Row):  # one look for all of them; what is not clearly good is looked at below
+        norm = update.delta.slab.norms[update.delta.index]
+        if math.isfinite(norm) and not (limits.max_norm and norm > 0.999 * limits.max_norm):
+            return norm
     square = 0.0
     for section in update.delta.schema.sections:
         if section.dtype in FLOATS:

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import __version__
 from ..aggregation import RULES, WeightedMean, aggregate
@@ -46,8 +46,9 @@ from . import checks
 if TYPE_CHECKING:
     from ..pki import Identity
 
+T = TypeVar("T")
 Emit = Callable[..., None]
-SMALL_BYTES = 1 << 20  # checked on the event loop; larger updates in a thread
+SMALL_BYTES = 1 << 20  # a model on which one may work on the event loop; on a larger one in a thread
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ async def _train(
             members = await cohort.members(config.strategy.min_sites)
             plan = Plan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
-        await asyncio.to_thread(store.prepare, after)
+        await _aside(after.weights.schema.nbytes, store.prepare, after)
         store.commit(after, record)
         after = store.on_disk(after) if store.durable else after
         store.clear_inbox()
@@ -168,9 +169,9 @@ async def federated_round(
     if mean is None:
         delta = await asyncio.to_thread(aggregate, RULES["mean"], schema, spooled)
     else:
-        delta = await asyncio.to_thread(mean.result)
-    weights, state = await asyncio.to_thread(
-        server_step, strategy, checkpoint.weights, checkpoint.state, delta
+        delta = await _aside(schema.nbytes, mean.result)
+    weights, state = await _aside(
+        schema.nbytes, server_step, strategy, checkpoint.weights, checkpoint.state, delta
     )
     metrics = averages(trained)
     record = {
@@ -199,10 +200,7 @@ async def _checked(
                     raise BadUpdate(reply.reason)
                 checks.admit(request, reply, request.weights.schema, config.limits, None)
                 assert isinstance(reply, Update), reply
-                if reply.delta.schema.nbytes <= SMALL_BYTES:
-                    checks.inspect(reply, config.limits)
-                else:
-                    await asyncio.to_thread(checks.inspect, reply, config.limits)
+                await _aside(reply.delta.schema.nbytes, checks.inspect, reply, config.limits)
             except BadUpdate as e:
                 emit("update_refused", round=request.round + 1, site=site, reason=str(e))
                 cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
@@ -213,6 +211,11 @@ async def _checked(
                 loss=value / count if count else None, nbytes=reply.delta.schema.nbytes,
             )  # fmt: skip
             yield site, reply
+
+
+async def _aside(nbytes: int, work: Callable[..., T], *args: Any) -> T:
+    """Work on a model of so many bytes, in a thread where it would hold up the event loop."""
+    return work(*args) if nbytes <= SMALL_BYTES else await asyncio.to_thread(work, *args)
 
 
 async def _evaluate(

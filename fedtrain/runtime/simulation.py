@@ -35,6 +35,7 @@ from ..update import (
     Reply,
     Request,
     SiteId,
+    Slab,
     Train,
     Update,
 )
@@ -231,12 +232,13 @@ class PoolCohort:
         offset, block = self._memory.take(self._batch_sites * schema.nbytes)
         slab = self._memory.slab
         results = await self._at_a_trainer(lambda t: t.train_many(sites, round, weights, slab, offset))
-        rows = torch.frombuffer(block, dtype=torch.uint8).view(self._batch_sites, schema.nbytes).unbind()
+        deltas = torch.frombuffer(block, dtype=torch.uint8, count=len(sites) * schema.nbytes)
+        rows = Slab(schema, deltas.view(len(sites), schema.nbytes)).arenas()
         return [
             Failure(reason=r.reason)
             if isinstance(r, Failed)
-            else Update(delta=Arena(schema, row), num_examples=r.num_examples, metrics=r.metrics)
-            for r, row in zip(results, rows, strict=False)
+            else Update(delta=row, num_examples=r.num_examples, metrics=r.metrics)
+            for r, row in zip(results, rows, strict=True)
         ]
 
     async def _evaluate(self, sites: list[SiteId], round: int, weights: ArenaFile) -> list[Reply]:
