@@ -10,6 +10,7 @@ from torch import nn
 from fedtrain import Arena, Task
 from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.training import vmapped as vmapped_module
 from fedtrain.training.local import Engine
 from fedtrain.training.vmapped import CHUNK, Vmapped
 
@@ -58,8 +59,11 @@ def both(task, config, correct=None, sites=SITES, round=2):
     engine = Engine(task, config, 1, correct)
     start = engine.initial()
     looped = [engine.train(site, data, round, start, Arena.zeros(engine.schema)) for site, data in sites]
-    outs = [Arena.zeros(engine.schema) for _ in sites]
-    return looped, Vmapped(engine).train(sites, round, start, outs)
+    return looped, Vmapped(engine).train(sites, round, start, slab(engine, sites))
+
+
+def slab(engine, sites=SITES):
+    return torch.zeros(len(sites), engine.schema.nbytes, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("task", [Small(), Tokens(), Tied()])
@@ -89,21 +93,46 @@ def test_more_sites_than_a_chunk_come_back_in_their_order():
         )
 
 
-def test_a_slab_of_memory_and_separate_arenas_receive_the_same_bytes():
+def test_a_slab_receives_whole_arenas_and_what_is_not_trained_stays_where_it_was():
+    engine = Engine(Tied(), CONFIG, 1)
+    outs = torch.ones(len(SITES), engine.schema.nbytes, dtype=torch.uint8)
+    updates = Vmapped(engine).train(SITES, 0, engine.initial(), outs)
+    assert all(u.delta.data.data_ptr() == row.data_ptr() for u, row in zip(updates, outs, strict=True))
+    assert not any(u.delta.views()["a.bias"].any() for u in updates)
+    assert all(u.delta.views()["a.weight"].any() for u in updates)
+
+
+def test_stacked_data_is_kept_for_the_same_data_only_and_only_so_much_of_it(monkeypatch):
     engine = Engine(Small(), CONFIG, 1)
     start, vmapped = engine.initial(), Vmapped(engine)
-    slab = torch.ones(len(SITES), engine.schema.nbytes, dtype=torch.uint8)
-    one = vmapped.train(SITES, 0, start, slab)
-    two = vmapped.train(SITES, 0, start, [Arena.zeros(engine.schema) for _ in SITES])
-    assert [u.delta.digest for u in one] == [u.delta.digest for u in two]
-    assert all(u.delta.data.data_ptr() == row.data_ptr() for u, row in zip(one, slab, strict=True))
+    first = vmapped.train(SITES, 0, start, slab(engine))
+    kept = vmapped._kept_bytes
+    again = vmapped.train(SITES, 0, start, slab(engine))
+    assert [u.delta.digest for u in again] == [u.delta.digest for u in first]
+    assert vmapped._kept_bytes == kept == sum(x.nbytes + y.nbytes for _, (x, y) in SITES)
+    others = [(name, examples(7, 9)) for name, _ in SITES]
+    changed = vmapped.train(others, 0, start, slab(engine))
+    fresh = Vmapped(engine).train(others, 0, start, slab(engine))
+    assert [u.delta.digest for u in changed] == [u.delta.digest for u in fresh]
+    monkeypatch.setattr(vmapped_module, "STACKED_BYTES", 100)
+    vmapped.train(SITES[:3], 0, start, slab(engine, SITES[:3]))
+    assert vmapped._kept_bytes == 0
+    assert not vmapped._kept
+
+
+def test_the_model_has_its_own_parameters_back_whatever_the_loss_does():
+    engine = Engine(Reading(), CONFIG, 1)
+    own = dict(engine.model.named_parameters())
+    with pytest.raises(ConfigError):
+        Vmapped(engine).train(SITES, 0, engine.initial(), slab(engine))
+    assert all(own[name] is p for name, p in engine.model.named_parameters())
 
 
 def test_which_other_sites_are_trained_beside_it_changes_a_site_by_rounding_only():
     engine = Engine(Small(), CONFIG, 1)
     start, vmapped = engine.initial(), Vmapped(engine)
-    everyone = vmapped.train(SITES, 0, start, [Arena.zeros(engine.schema) for _ in SITES])
-    alone = vmapped.train(SITES[2:3], 0, start, [Arena.zeros(engine.schema)])
+    everyone = vmapped.train(SITES, 0, start, slab(engine))
+    alone = vmapped.train(SITES[2:3], 0, start, slab(engine, [0]))
     a, b = (u.delta.views()["0.weight"] for u in (everyone[2], alone[0]))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
@@ -129,6 +158,11 @@ class Own(Small):
         return torch.optim.SGD(parameters, lr=0.1)
 
 
+class Unreduced(Small):
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
 class Weightless(Tokens):
     def loss(self, model, batch):
         return super().loss(model, batch)[0] * 0, torch.zeros(())
@@ -143,19 +177,19 @@ class Weightless(Tokens):
         (Own(), CONFIG, "its own optimizer"),
         (Dropped(), CONFIG, "RuntimeError in .* Random numbers"),
         (Reading(), CONFIG, "RuntimeError in .*, in loss"),
+        (Unreduced(), CONFIG, "not a scalar"),
         (Weightless(), CONFIG, "without weight"),
     ],
 )
 def test_what_vmap_cannot_do_is_refused_with_the_reason_and_the_way_out(task, config, why):
     engine = Engine(task, config, 1)
-    outs = [Arena.zeros(engine.schema) for _ in SITES]
     with pytest.raises(ConfigError, match=f'{why}.*simulate.engine = "loop"'):
-        Vmapped(engine).train(SITES, 0, engine.initial(), outs)
+        Vmapped(engine).train(SITES, 0, engine.initial(), slab(engine))
 
 
 def test_data_that_cannot_be_stacked_is_refused_and_a_site_without_any_is_named():
     engine = Engine(Small(), CONFIG, 1)
     with pytest.raises(ConfigError, match="only tensors can be stacked"):
-        Vmapped(engine).train([("a", [1, 2])], 0, engine.initial(), [Arena.zeros(engine.schema)])
+        Vmapped(engine).train([("a", [1, 2])], 0, engine.initial(), slab(engine, [0]))
     with pytest.raises(TaskError, match="site a has no examples"):
-        Vmapped(engine).train([("a", examples(0, 0))], 0, engine.initial(), [Arena.zeros(engine.schema)])
+        Vmapped(engine).train([("a", examples(0, 0))], 0, engine.initial(), slab(engine, [0]))

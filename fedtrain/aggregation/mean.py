@@ -66,8 +66,9 @@ class WeightedMean:
             deltas = first.slab.flat(section)[first.index : first.index + len(rows), start:stop]
             at_once = max(1, PRODUCTS // (stop - start))
             products = self._scratch[: at_once * (stop - start)].view(at_once, -1)
-            for some, their in zip(deltas.split(at_once), weights.split(at_once), strict=True):
-                for product in products[: len(some)].copy_(some).mul_(their).unbind():
+            for at in range(0, len(rows), at_once):
+                some = deltas[at : at + at_once]
+                for product in products[: len(some)].copy_(some).mul_(weights[at : at + at_once]).unbind():
                     total.add_(product)
 
     def result(self) -> Arena:

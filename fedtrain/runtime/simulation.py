@@ -16,9 +16,10 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..config import Config
 from ..errors import ConfigError
@@ -47,6 +48,7 @@ VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend o
 LOOP_SITES = 50  # a batch of the loop engine, at most
 BATCH_BYTES = 16 << 20  # of deltas in a batch, unless one is larger
 AHEAD = 3  # batches under way for each worker
+TOLD_SITES = 50  # of a round with more, events name only the updates that were refused
 
 
 async def simulate(
@@ -70,6 +72,8 @@ async def simulate(
         async with await PoolCohort.start(config, workers, store.folder, data_dir) as pool:
             about = pool.description
             enough_sites(config, len(about.sites))
+            if len(about.sites) * config.strategy.fraction > TOLD_SITES:
+                emit = without(emit, "update_received")
             store.begin(about.schema, agreed(config), run=config.run.name, task_digest=about.task_digest)
             if store.latest() is None:
                 initial = await pool.initial()
@@ -97,6 +101,16 @@ def enough_sites(config: Config, sites: int) -> None:
             f"strategy.min_sites: {config.strategy.min_sites}, but the simulation has {sites} sites. "
             f"Lower it, or raise simulate.sites."
         )
+
+
+def without(emit: Emit, *kinds: str) -> Emit:
+    """Ten thousand events a second would cost as much as the training that they tell of."""
+
+    def emit_others(kind: str, **fields: Any) -> None:
+        if kind not in kinds:
+            emit(kind, **fields)
+
+    return emit_others
 
 
 def agreed(config: Config) -> dict[str, str]:
@@ -147,7 +161,9 @@ class PoolCohort:
             )
 
         count = workers or config.simulate.workers or len(os.sched_getaffinity(0))
+        importing = asyncio.create_task(asyncio.to_thread(import_module, "torch"))  # as the trainers do now
         started = await asyncio.gather(*(start() for _ in range(count)), return_exceptions=True)
+        await importing
         trainers = [t for t in started if isinstance(t, Trainer)]
         if errors := [e for e in started if isinstance(e, BaseException)]:
             await asyncio.gather(*(trainer.close() for trainer in trainers))

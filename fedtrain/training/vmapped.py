@@ -7,24 +7,29 @@ bucketed by the size of their data, so that no padding is needed and any loss is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count as forever
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import vmap
 
 from ..errors import ConfigError, TaskError
-from ..update import Arena, Section, SiteId, Update, seed_of
+from ..update import Arena, Section, SiteId, Slab, Update, seed_of, unique_tensors
 from .examples import Tensors, examples_of, move, spans
 from .local import Engine
 from .optimizers import clip, optimizer_of
-from .task import Batch, Task, examples_in, folder_of, user_code
+from .task import Batch, folder_of, user_code
 
 CHUNK = 100  # sites at once, at most; more would leave a core's cache without being cheaper to start
 CHUNK_BYTES = 32 << 20  # of their weights, at most
+STACKED_BYTES = 256 << 20  # of stacked data that is kept for the next round
 
 
 class Vmapped:
@@ -32,58 +37,44 @@ class Vmapped:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._section = _one_section(engine)
-        self._loss = _Loss(engine.task, engine.model)
+        self._section, self._folder = _one_section(engine), folder_of(engine.task)
         trained = [s for s in engine.schema.tensors if s.trained]
-        self._names = [f"model.{s.name}" for s in trained]
         self._shapes = [s.shape for s in trained]
         self._sizes = [s.numel for s in trained]
+        parameters = unique_tensors(engine.model)
+        self._places = [_places(engine.model, parameters[s.name]) for s in trained]
         at_once = max(1, min(CHUNK, CHUNK_BYTES // max(1, engine.schema.nbytes)))
         # Arenas of the sites at work; what isn't trained is zero there, and stays so.
         self._slab = torch.zeros(at_once, engine.schema.nbytes, dtype=torch.uint8, device=engine.device)
-        gradient = grad_and_value(self._objective, has_aux=True)
-        self._gradient_at = {  # [sites, n], or [n] at the first step, when all sites have the same weights
-            2: vmap(gradient, in_dims=(0, 0)),
-            1: vmap(gradient, in_dims=(None, 0)),
-        }
+        self._objectives = vmap(self._objective)
+        self._kept: OrderedDict[tuple[SiteId, ...], tuple[list[Any], list[_Stack]]] = OrderedDict()
+        self._kept_bytes = 0
 
     def train(
-        self,
-        sites: Sequence[tuple[SiteId, Any]],
-        round: int,
-        weights: Arena,
-        outs: Sequence[Arena] | torch.Tensor,
+        self, sites: Sequence[tuple[SiteId, Any]], round: int, weights: Arena, outs: torch.Tensor
     ) -> list[Update]:
-        """As Engine.train for each (site, data), in their order.
-
-        `outs` is an arena a site, or the memory of them all, uint8 [sites, schema.nbytes].
-        """
+        """As Engine.train for each (site, data), in their order; `outs` is uint8 [sites, schema.nbytes]."""
         engine = self.engine
-        if isinstance(outs, torch.Tensor):
-            outs = [Arena(engine.schema, row) for row in outs.unbind()]
         engine.load(weights, training=True)
+        deltas = Slab(engine.schema, outs).arenas()
         updates: dict[int, Update] = {}
-        for bucket in _buckets(sites):
-            for at in range(0, len(bucket), len(self._slab)):
-                chunk = bucket[at : at + len(self._slab)]
-                names = [sites[i][0] for i, _ in chunk]
-                deltas, losses, counts, seen = self._chunk([e for _, e in chunk], names, round)
-                for (i, e), delta, loss, count in zip(chunk, deltas, losses, counts, strict=True):
-                    outs[i].data.copy_(delta)
-                    outs[i]._digest = None
-                    updates[i] = Update(
-                        delta=outs[i], num_examples=e.count * (count / seen), metrics={"loss": (loss, count)}
-                    )
+        for stack in self._stacks(sites):
+            slab, losses, counts, seen = self._chunk(stack, [sites[i][0] for i in stack.members], round)
+            for start, stop, to in stack.runs:  # many times cheaper than by index
+                outs[to : to + stop - start].copy_(slab[start:stop])
+            for i, loss, count in zip(stack.members, losses, counts, strict=True):
+                examples = stack.count * (count / seen)
+                updates[i] = Update(delta=deltas[i], num_examples=examples, metrics={"loss": (loss, count)})
         return [updates[i] for i in range(len(sites))]
 
     def _chunk(
-        self, examples: list[Tensors], names: list[SiteId], round: int
-    ) -> tuple[Sequence[torch.Tensor], list[float], list[float], int]:
-        """Of sites with equally many examples: each one's delta (an arena's bytes), Σ loss and Σ weight; and
-        how many examples each one's steps saw."""
+        self, stack: _Stack, names: list[SiteId], round: int
+    ) -> tuple[torch.Tensor, list[float], list[float], int]:
+        """Each site's delta, an arena's bytes in a row; each one's Σ loss and Σ weight; and how many examples
+        each one's steps saw."""
         engine, section = self.engine, self._section
         start = engine.local.flat(section)[: section.trained]  # [n]
-        slab = self._slab[: len(examples)]
+        slab = self._slab[: len(names)]
         local = slab[:, section.offset : section.offset + section.nbytes].view(start.dtype)
         local = local[:, : section.trained].copy_(start)  # [sites, n]
         optimizer = optimizer_of(engine.config)
@@ -91,10 +82,12 @@ class Vmapped:
         losses, counts = [], []
         seen = 0
         engine.seed(round, *names)  # for a loss that draws from random or numpy; torch's is refused
-        batches = islice(self._batches(examples, names, round), engine.config.local_steps or None)
+        batches = islice(self._batches(stack, names, round), engine.config.local_steps or None)
         for step, (size, batch) in enumerate(batches, start=1):
             seen += size
-            gradient, loss, count = self._gradient(start if step == 1 else local, batch)
+            # All sites have the same weights at first: expanded, they are not copied to be multiplied with.
+            at = start.expand_as(local) if step == 1 else local
+            gradient, loss, count = self._gradient(at, batch, size)
             losses.append(loss)
             counts.append(count)
             if engine.config.clip_norm:
@@ -105,64 +98,142 @@ class Vmapped:
         local.sub_(start)
         weight = torch.stack(counts).double()  # [steps, sites]
         total = torch.stack(losses).double().mul_(weight)
-        return slab.unbind(), total.sum(0).tolist(), weight.sum(0).tolist(), seen
+        return slab, total.sum(0).tolist(), weight.sum(0).tolist(), seen
 
-    def _batches(
-        self, examples: list[Tensors], names: list[SiteId], round: int
-    ) -> Iterator[tuple[int, Batch]]:
+    def _batches(self, stack: _Stack, names: list[SiteId], round: int) -> Iterator[tuple[int, Batch]]:
         """(size, batch [sites, size, ...]), each site's in the order that the loop would take."""
-        config, device = self.engine.config, self.engine.device
-        count, build = examples[0].count, examples[0].build
-        columns = [
-            move(torch.stack(same), device) for same in zip(*(e.columns for e in examples), strict=True)
-        ]
-        rows = torch.arange(len(examples), device=device)[:, None]
+        config, device, count = self.engine.config, self.engine.device, stack.count
+        rows = torch.arange(len(names), device=device)[:, None]
         orders: list[torch.Generator] = []
         for _ in forever() if config.local_steps else range(config.local_epochs):
             if config.batch_size == 0 or config.batch_size >= count:
-                yield count, build(columns)
+                yield count, stack.build(stack.columns)
                 continue
             orders = orders or [
                 torch.Generator().manual_seed(seed_of(self.engine.run_seed, round, name)) for name in names
             ]
             order = torch.stack([torch.randperm(count, generator=g) for g in orders]).to(device)
             for start, stop in spans(count, config.batch_size, config.drop_last):
-                yield stop - start, build([c[rows, order[:, start:stop]] for c in columns])
+                yield stop - start, stack.build([c[rows, order[:, start:stop]] for c in stack.columns])
+
+    def _stacks(self, sites: Sequence[tuple[SiteId, Any]]) -> list[_Stack]:
+        """The sites' data, stacked; kept while the same sites come with the same data."""
+        key, data = tuple(name for name, _ in sites), [d for _, d in sites]
+        if key in self._kept:
+            known, stacks = self._kept[key]
+            if all(a is b for a, b in zip(known, data, strict=True)):
+                self._kept.move_to_end(key)
+                return stacks
+            self._forget(key)
+        stacks = [
+            _Stack.of(bucket[at : at + len(self._slab)], self.engine.device)
+            for bucket in _buckets(sites)
+            for at in range(0, len(bucket), len(self._slab))
+        ]
+        self._kept[key] = data, stacks
+        self._kept_bytes += sum(stack.nbytes for stack in stacks)
+        while self._kept_bytes > STACKED_BYTES:
+            self._forget(next(iter(self._kept)))
+        return stacks
+
+    def _forget(self, key: tuple[SiteId, ...]) -> None:
+        _, stacks = self._kept.pop(key)
+        self._kept_bytes -= sum(stack.nbytes for stack in stacks)
 
     def _gradient(
-        self, weights: torch.Tensor, batch: Batch
+        self, weights: torch.Tensor, batch: Batch, size: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Each site's gradient [sites, n], mean loss and weight [sites]."""
+        """Each site's gradient [sites, n], mean loss and weight [sites].
+
+        Each loss hangs on its own row of the weights alone, so one backward pass through the stacked kernels
+        gives all gradients.
+        """
+        weights = weights.detach().requires_grad_()
         try:
-            with user_code(folder_of(self.engine.task), "under vmap"):
-                gradient, (loss, count) = self._gradient_at[weights.dim()](weights, batch)
+            with user_code(self._folder, "under vmap"):
+                found = self._objectives(weights, batch)
+                loss, count = found if isinstance(found, tuple) else (found, None)
+                (gradient,) = torch.autograd.grad(loss, weights, torch.ones_like(loss))
         except TaskError as e:
             raise refusal(f"{e}. Random numbers, .item() and LSTM can't be vmapped") from e
-        if not bool(count.all()):
+        if count is None:
+            count = torch.full_like(loss, size)
+        elif not bool(count.all()):
             raise refusal("a batch without weight is skipped, at its own site only")
-        return gradient, loss, count
+        return gradient, loss.detach(), count.detach()
 
-    def _objective(self, flat: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """One site's mean loss, and its weight."""
-        pieces = [
-            p.view(shape) for p, shape in zip(torch.split(flat, self._sizes), self._shapes, strict=True)
+    def _objective(
+        self, flat: torch.Tensor, batch: Batch
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """One site's mean loss; also its weight, unless that is the size of the batch."""
+        pieces = torch.split(flat, self._sizes)
+        with _lent(self._places, [p.view(shape) for p, shape in zip(pieces, self._shapes, strict=True)]):
+            loss = self.engine.task.loss(self.engine.model, batch)
+        if not isinstance(loss, tuple):
+            return _scalar(loss)
+        weight = torch.as_tensor(loss[1])
+        return _scalar(loss[0]) / torch.where(weight == 0, 1, weight), weight
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The data of sites whose tensors have equal shapes."""
+
+    members: list[int]  # which of the sites
+    columns: list[torch.Tensor]  # [sites, examples, ...]
+    count: int  # examples of each
+    build: Callable[[Any], Batch]
+
+    @classmethod
+    def of(cls, bucket: list[tuple[int, Tensors]], device: torch.device) -> Self:
+        members, examples = [i for i, _ in bucket], [e for _, e in bucket]
+        columns = [
+            move(torch.stack(same), device) for same in zip(*(e.columns for e in examples), strict=True)
         ]
-        loss = functional_call(self._loss, dict(zip(self._names, pieces, strict=True)), (batch,))
-        if isinstance(loss, tuple):
-            weight = torch.as_tensor(loss[1])
-            return loss[0] / torch.where(weight == 0, 1, weight), weight
-        return loss, torch.tensor(examples_in(batch))
+        return cls(members, columns, examples[0].count, examples[0].build)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(start, stop, i): rows [start, stop) of the stack are the i-th of the sites and those after it."""
+        at = range(len(self.members))
+        firsts = [i for i in at if i == 0 or self.members[i] != self.members[i - 1] + 1]
+        return [(i, j, self.members[i]) for i, j in zip(firsts, [*firsts[1:], len(at)], strict=True)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self.columns)
 
 
-class _Loss(nn.Module):
-    """The task's loss as a module: it may use the model in any way while its weights are exchanged."""
+def _places(model: nn.Module, parameter: torch.Tensor) -> list[tuple[dict[str, Any], str]]:
+    """Where a parameter hangs in the model: in several places when it is tied."""
+    return [
+        (module._parameters, name)
+        for module in model.modules()
+        for name, p in module._parameters.items()
+        if p is parameter
+    ]
 
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        super().__init__()
-        self.task, self.model = task, model
 
-    def forward(self, batch: Batch) -> Any:
-        return self.task.loss(self.model, batch)
+@contextmanager
+def _lent(places: list[list[tuple[dict[str, Any], str]]], tensors: list[torch.Tensor]) -> Iterator[None]:
+    """The model with these tensors for its parameters (torch's functional_call, without what it looks up
+    anew at each call: half of a small model's time)."""
+    own = [owner[name] for (owner, name), *_ in places]
+    try:
+        for where, tensor in zip(places, tensors, strict=True):
+            for owner, name in where:
+                owner[name] = tensor
+        yield
+    finally:
+        for where, parameter in zip(places, own, strict=True):
+            for owner, name in where:
+                owner[name] = parameter
+
+
+def _scalar(loss: torch.Tensor) -> torch.Tensor:
+    if loss.dim():
+        raise TaskError(f"loss() returned a tensor of shape {tuple(loss.shape)}, not a scalar")
+    return loss
 
 
 def _one_section(engine: Engine) -> Section:
