@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import weakref
 from fractions import Fraction
 
 import pytest
@@ -14,7 +15,7 @@ from fedtrain.aggregation import RULES, WeightedMean, aggregate
 from fedtrain.aggregation import mean as mean_module
 from fedtrain.errors import RoundError
 from fedtrain.exchange import in_order
-from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Update
+from fedtrain.update import Arena, ArenaFile, Schema, Slab, TensorSpec, Update
 
 SCHEMA = Schema(
     (
@@ -97,6 +98,34 @@ def test_files_give_the_bits_that_memory_gives_whatever_the_chunks(size, tmp_pat
     monkeypatch.setattr(mean_module, "chunks", lambda section: update_module.chunks(section, size))
     assert aggregate(RULES["mean"], SCHEMA, in_files(updates, tmp_path)).digest == expected.digest
     assert folded(updates).digest == expected.digest
+
+
+@pytest.mark.parametrize("products", [1, 1000, 1 << 17])
+@pytest.mark.parametrize("missing", [[], [0], [4], [1, 2], [0, 1, 2, 3, 4]])
+def test_rows_of_slabs_give_the_bits_of_separate_arenas_whichever_are_missing(missing, products, monkeypatch):
+    monkeypatch.setattr(mean_module, "PRODUCTS", products)
+    alone = [u for i, u in enumerate(some_updates(11)) if i not in missing]
+    data = torch.stack([u.delta.data for u in some_updates(11)])
+    slabs = [*Slab(SCHEMA, data[:5]).arenas(), *Slab(SCHEMA, data[5:10]).arenas(), Arena(SCHEMA, data[10])]
+    rows = [
+        Update(delta=delta, num_examples=WEIGHTS[i % len(WEIGHTS)])
+        for i, delta in enumerate(slabs)
+        if i not in missing
+    ]
+    assert folded(rows).digest == folded(alone).digest
+    assert folded(rows[:-1]).digest == folded(alone[:-1]).digest
+    assert folded(rows[:-2]).digest == folded(alone[:-2]).digest  # the last row never comes
+
+
+def test_a_slab_is_let_go_when_its_last_row_is_folded():
+    slab = Slab(SCHEMA, torch.ones(3, SCHEMA.nbytes, dtype=torch.uint8))
+    gone, mean = weakref.ref(slab), WeightedMean(SCHEMA)
+    rows = slab.arenas()
+    del slab
+    while rows:
+        assert gone() is not None
+        mean.add(Update(delta=rows.pop(0), num_examples=1.0))
+    assert gone() is None
 
 
 def test_one_update_is_its_own_mean():

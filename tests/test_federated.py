@@ -1,18 +1,30 @@
 """The round loop over cohorts in memory: who is asked, what is refused, what survives."""
 
 import asyncio
+import math
 import random
 
 import pytest
 import torch
 
-from fedtrain.config import Config
-from fedtrain.errors import StoreError, TooFewSites
-from fedtrain.runtime import federated
+from fedtrain.config import Config, LimitsConfig
+from fedtrain.errors import BadUpdate, StoreError, TooFewSites
+from fedtrain.runtime import checks, federated
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build, state_init
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, Evaluate, Evaluation, Failure, Schema, TensorSpec, Train, Update, seed_of
+from fedtrain.update import (
+    Arena,
+    Evaluate,
+    Evaluation,
+    Failure,
+    Schema,
+    Slab,
+    TensorSpec,
+    Train,
+    Update,
+    seed_of,
+)
 
 SCHEMA = Schema((TensorSpec("w", (6,), "float32", True), TensorSpec("seen", (2,), "float32", False)))
 SITES = ["a", "b", "c", "d", "e"]
@@ -124,6 +136,27 @@ def bad(values=None, schema=SCHEMA, examples=5.0):
         return Update(delta=delta, num_examples=examples)
 
     return handle
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3.0, 1e30])
+def test_a_row_of_a_slab_is_refused_as_it_would_be_alone_and_its_neighbours_are_not(value):
+    """1e30 is finite, but its square is not in float32."""
+    data = torch.ones(4, SCHEMA.nbytes // 4)
+    data[2, 0] = value
+    limits = LimitsConfig(max_norm=math.sqrt(SCHEMA.numel) * 1.0001)
+
+    def verdicts(deltas):
+        found = []
+        for delta in deltas:
+            try:
+                found.append(checks.inspect(Update(delta=delta, num_examples=1.0), limits))
+            except BadUpdate as e:
+                found.append(str(e))
+        return found
+
+    rows = verdicts(Slab(SCHEMA, data.view(torch.uint8)).arenas())
+    assert rows == pytest.approx(verdicts(Arena(SCHEMA, row) for row in data.view(torch.uint8)))
+    assert [type(verdict) for verdict in rows] == [float, float, str, float]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

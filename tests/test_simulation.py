@@ -13,7 +13,7 @@ import torch
 from fedtrain.aggregation import WeightedMean
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError
-from fedtrain.runtime.simulation import Memory, PoolCohort, simulate
+from fedtrain.runtime.simulation import TOLD_SITES, Memory, PoolCohort, simulate
 from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import RunStore
 from fedtrain.strategies import build, server_step, state_init
@@ -51,6 +51,8 @@ class Natural(Pool):
         if site == "west" and Path("kill").exists():
             Path("kill").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
+        if site == "south" and Path("nan").exists():
+            x = x * float("nan")
         part = {"north": slice(0, 50), "south": slice(50, 90), "west": slice(90, 240)}[site]
         return x[part], y[part]
 """
@@ -139,6 +141,23 @@ def test_a_failing_site_is_named_and_the_round_goes_on_without_it(folder):
     assert refused.keys() == {"west"}
     assert refused["west"].startswith("ValueError in pool_task.py:")
     assert [fields["sites"] for kind, fields in events if kind == "round_committed"] == [2]
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_a_site_whose_update_is_nan_is_refused_and_named_among_its_neighbours(folder, engine):
+    (folder / "nan").touch()
+    events, weights = simulated(configured(folder, task="Natural", rounds=1, min_sites=2, engine=engine))
+    refused = {fields["site"]: fields["reason"] for kind, fields in events if kind == "update_refused"}
+    assert refused == {"south": "0.weight has 30 NaN or Inf of 30 values"}
+    assert [fields["sites"] for kind, fields in events if kind == "round_committed"] == [2]
+    assert bool(weights.flat(weights.schema.sections[0]).isfinite().all())
+
+
+def test_a_round_of_many_sites_tells_of_refused_updates_only(folder):
+    few, _ = simulated(configured(folder, sites=TOLD_SITES, rounds=1, name="few"))
+    many, _ = simulated(configured(folder, sites=TOLD_SITES + 1, rounds=1, name="many"))
+    assert sum(kind == "update_received" for kind, _ in few) == TOLD_SITES
+    assert not any(kind == "update_received" for kind, _ in many)
 
 
 def test_the_debugged_site_runs_in_this_process_and_gives_the_same_model(folder):
