@@ -47,7 +47,9 @@ SITES = ("a", "b", "c")
 class Project:
     """Files of one federation in a folder, and the processes started in it. `with` ends what is left running."""
 
-    def __init__(self, root: Path, *, rounds: int = 4, slow: float = 0.0, strategy: str = 'kind = "fedavg"') -> None:
+    def __init__(
+        self, root: Path, *, rounds: int = 4, slow: float = 0.0, strategy: str = 'kind = "fedavg"'
+    ) -> None:
         self.root, self.processes = root, list[subprocess.Popen[bytes]]()
         root.mkdir(parents=True, exist_ok=True)
         (root / "task.py").write_text(TASK.format(slow=slow))
@@ -125,7 +127,9 @@ class Project:
     def wait_for(self, what: Callable[[], object], seconds: float = 120) -> None:
         until = time.monotonic() + seconds
         while not what():
-            assert time.monotonic() < until, "\n".join(f"{p.name}: {self.log(p.stem)}" for p in self.root.glob("*.log"))
+            assert time.monotonic() < until, "\n".join(
+                f"{p.name}: {self.log(p.stem)}" for p in self.root.glob("*.log")
+            )
             time.sleep(0.01)
 
     def count(self, kind: str, run: str = "r") -> int:
@@ -133,8 +137,12 @@ class Project:
 
 
 def kill_at_seeded_moments(
-    project: Project, restart: Callable[[], subprocess.Popen[bytes]], victim: subprocess.Popen[bytes],
-    kills: int, seed: int, alive: Callable[[], int],
+    project: Project,
+    restart: Callable[[], subprocess.Popen[bytes]],
+    victim: subprocess.Popen[bytes],
+    kills: int,
+    seed: int,
+    alive: Callable[[], int],
 ) -> int:
     """kill -9 and start again, `kills` times, each a random instant after `alive()` has grown; how many hit."""
     draw, hit = random.Random(seed), 0

@@ -421,8 +421,6 @@ class SiteLink:
         self._address, self._tls, self._target, self._inbox = address, tls, target, inbox
         self._requests, self._heartbeat_s, self._emit = requests, heartbeat_s, emit
         self._sleep, self._jitter = sleep, jitter
-        self._channel: grpc.aio.Channel | None = None  # of the joined session, while it lasts
-        self._asked_on: grpc.aio.Channel | None = None  # where the reply to the work under way goes
         self._work: tuple[str, asyncio.Task[None]] | None = None
         self._call: Any = None
         self._joined = False
@@ -477,11 +475,11 @@ class SiteLink:
                     frame: FromAggregator = decode(_bytes(data), FromAggregator)
                     match frame:
                         case Welcome():
-                            self._joined, self._channel, self._call = True, channel, call
+                            self._joined, self._call = True, call
                             writing = asyncio.create_task(self._write(call))
                             self._emit("site_joined", site="aggregator")
                         case Ask(body=body):
-                            self._take(decode(body, self._requests), answer)
+                            self._take(channel, decode(body, self._requests), answer)
                         case Cancel(id=id):
                             if self._work and self._work[0] == id:
                                 self._drop_work()
@@ -503,7 +501,8 @@ class SiteLink:
             except WireError as e:
                 raise ConnectError(f"{self._address}: {e}. Do both ends run the same fedtrain?") from None
             finally:
-                self._call = self._channel = None
+                self._call = None
+                self._drop_work()
                 if writing:
                     writing.cancel()
 
@@ -512,13 +511,12 @@ class SiteLink:
             while True:
                 await call.write(encode(await self._outbox.get()))
 
-    def _take(self, request: Request, answer: Answer) -> None:
+    def _take(self, channel: grpc.aio.Channel, request: Request, answer: Answer) -> None:
         """Start on a request, unless it is under way; one that came before it is moot."""
-        self._asked_on = self._channel
         if self._work and self._work[0] == request.id and not self._work[1].done():
             return
         self._drop_work()
-        task = asyncio.create_task(self._reply(request, answer))
+        task = asyncio.create_task(self._reply(channel, request, answer))
         task.add_done_callback(self._ended)
         self._work = (request.id, task)
 
@@ -534,19 +532,18 @@ class SiteLink:
             self._work[1].cancel()
             self._work = None
 
-    async def _reply(self, request: Request, answer: Answer) -> None:
-        """Fetch what the request names, do it, bring the reply.
+    async def _reply(self, channel: grpc.aio.Channel, request: Request, answer: Answer) -> None:
+        """Fetch what the request names, do it, bring the reply; what breaks on the way is tried again.
 
-        When the connection is lost meanwhile this ends quietly: whoever reconnects is asked again, and
-        `answer` remembers what it has done.
+        It ends with its session: whoever reconnects is asked again, and `answer` remembers what it did.
         """
         wait_s = 0.1
         while True:
             try:
                 for arena in fetch_list(request):
-                    await self._fetch(self._asked_on, arena)
+                    await self._fetch(channel, arena)
                 reply = await answer(request)
-                await self._offer(self._asked_on, request, reply)
+                await self._offer(channel, request, reply)
                 return
             except grpc.aio.AioRpcError as e:
                 if e.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAUTHENTICATED):
@@ -556,13 +553,10 @@ class SiteLink:
                 pass
             except WireError as e:  # bytes damaged here or on the way
                 self._emit("notice", text=f"{request.id}: {e}")
-            if self._asked_on is not self._channel:
-                return
             await self._sleep(wait_s * (0.5 + self._jitter()))
             wait_s = min(wait_s * 2, 5.0)
 
-    async def _fetch(self, channel: grpc.aio.Channel | None, arena: ArenaFile) -> None:
-        assert channel is not None
+    async def _fetch(self, channel: grpc.aio.Channel, arena: ArenaFile) -> None:
         arriving = await asyncio.to_thread(self._inbox.receive, arena.digest, arena.schema.nbytes)
         try:
             if not arriving.whole:
@@ -573,8 +567,7 @@ class SiteLink:
         finally:
             arriving.close()
 
-    async def _offer(self, channel: grpc.aio.Channel | None, request: Request, reply: Reply) -> None:
-        assert channel is not None
+    async def _offer(self, channel: grpc.aio.Channel, request: Request, reply: Reply) -> None:
         offered = {arena.digest: arena for arena in arenas(reply)}
         call = channel.stream_stream(f"/{SERVICE}/Upload")()
         await call.write(encode(Offer(id=request.id, body=encode(reply))))
