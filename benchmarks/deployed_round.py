@@ -77,14 +77,16 @@ class Idle:
 
     async def train(self, site: str, round: int, weights: ArenaFile, out: Path) -> Update:
         numel = self._schema.numel
-        cut = 4 * int(self._random.integers(1, numel))
-        digest = Digest()
+        delta = ArenaFile(self._schema, out, self._write(out, 4 * int(self._random.integers(1, numel))))
+        return Update(delta=delta, num_examples=10.0, metrics={"loss": (1.0, 1.0)})
+
+    def _write(self, out: Path, cut: int) -> str:
+        end, digest = 4 * self._schema.numel, Digest()
         with out.open("r+b" if out.exists() else "wb", buffering=0) as f:
-            for part in (self._payload[cut : 4 * numel], self._payload[:cut], self._payload[4 * numel :]):
+            for part in (self._payload[cut:end], self._payload[:cut], self._payload[end:]):
                 f.write(part)
                 digest.update(part)
-        delta = ArenaFile(self._schema, out, digest.hexdigest())
-        return Update(delta=delta, num_examples=10.0, metrics={"loss": (1.0, 1.0)})
+        return digest.hexdigest()
 
     async def evaluate(self, site: str, round: int, weights: ArenaFile) -> Evaluation:
         return Evaluation(metrics={})

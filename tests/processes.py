@@ -1,4 +1,4 @@
-"""A whole project with real processes: an aggregator and its sites, started by the commands that users type."""
+"""A whole project with real processes: an aggregator and its sites, by the commands that users type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Blobs(fedtrain.Task):
         return ["a", "b", "c"]
 
     def model(self):
-        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+        body = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2)]
+        return nn.Sequential(*body, nn.Linear(16, 3))
 
     def data(self, site):
         g = torch.Generator().manual_seed(zlib.crc32(site.encode()))
@@ -45,7 +46,7 @@ SITES = ("a", "b", "c")
 
 
 class Project:
-    """Files of one federation in a folder, and the processes started in it. `with` ends what is left running."""
+    """Files of one federation in a folder, and the processes started in it; `with` ends them."""
 
     def __init__(
         self, root: Path, *, rounds: int = 4, slow: float = 0.0, strategy: str = 'kind = "fedavg"'
@@ -144,7 +145,7 @@ def kill_at_seeded_moments(
     seed: int,
     alive: Callable[[], int],
 ) -> int:
-    """kill -9 and start again, `kills` times, each a random instant after `alive()` has grown; how many hit."""
+    """kill -9 and start again, each a random instant after `alive()` has grown; how many hit."""
     draw, hit = random.Random(seed), 0
     for _ in range(kills):
         before = alive()

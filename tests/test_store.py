@@ -133,9 +133,12 @@ def test_s31_killed_at_any_system_call_the_last_committed_round_is_whole(tmp_pat
     for when in (1, 2, 4, 8):
         folder = tmp_path / str(when)
         first = subprocess.run(
-            ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"inject={call}:signal=KILL:when={when}", *command, str(folder)],
-            capture_output=True, timeout=120, check=False,
-        )  # fmt: skip
+            ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"inject={call}:signal=KILL:when={when}"]
+            + [*command, str(folder)],
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
         died += first.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
         store = RunStore(folder)
         store.begin(SCHEMA, {"train.lr": "0.1"}, task_digest="t")

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from fedtrain.exchange import gather
 from fedtrain.update import ArenaFile, Train, Update
 from tests.federation import aggregator, certificates, echo_plus, link, random_arena, sites
 
@@ -33,10 +34,7 @@ def test_what_sites_send_is_what_the_aggregator_gets(certs, tmp_path, dtype):
             async with sites(links, weights.schema, lambda n: echo_plus(NAMES.index(n))):
                 assert await agg.cohort.members(3) == NAMES
                 request = Train(id="r/0/0/train", round=0, weights=weights)
-                got = {}
-                async for site, reply in agg.cohort.exchange(dict.fromkeys(NAMES, request), 30):
-                    got[site] = reply
-                return got
+                return await gather(agg.cohort, dict.fromkeys(NAMES, request), 30)
 
     got = bounded(main())
     assert sorted(got) == NAMES
