@@ -202,24 +202,9 @@ def simulate(config: Config, json: bool, debug: str | None, fresh: bool, partiti
     from .runtime import simulation
 
     if partition_png is not None:
-        _draw_partition(config, partition_png)
+        simulation.draw_partition(config, partition_png)
     with shown(config.simulate_dir, json=json, plain=debug is not None) as emit:
         drive(simulation.simulate(config, emit=emit, debug=debug, fresh=fresh))
-
-
-def _draw_partition(config: Config, to: Path) -> None:
-    import numpy as np
-
-    from .training.partition import SimulatedSites, draw, labels_of
-    from .training.task import load_task
-
-    sites = SimulatedSites(load_task(config.run.task, config.root), config.simulate, config.run.seed)
-    labels = [np.asarray(labels_of(sites.data(site))) for site in sites.names]
-    ends = np.cumsum([len(own) for own in labels])
-    parts = {
-        site: np.arange(end - len(own), end) for site, own, end in zip(sites.names, labels, ends, strict=True)
-    }
-    draw(np.concatenate(labels), parts, to)
 
 
 # --- across machines

@@ -129,12 +129,12 @@ COMMITS = textwrap.dedent("""
 @pytest.mark.parametrize("call", ["fsync", "rename", "pwrite64"])
 def test_s31_killed_at_any_system_call_the_last_committed_round_is_whole(tmp_path, call):
     command = [sys.executable, "-c", COMMITS]
+    strace = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
     died = 0
     for when in (1, 2, 4, 8):
         folder = tmp_path / str(when)
         first = subprocess.run(
-            ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"inject={call}:signal=KILL:when={when}"]
-            + [*command, str(folder)],
+            [*strace, f"inject={call}:signal=KILL:when={when}", *command, str(folder)],
             capture_output=True,
             timeout=120,
             check=False,

@@ -118,3 +118,11 @@ def test_the_digest_covers_all_that_the_task_imports_and_nothing_else(tmp_path):
 def test_the_digest_is_the_same_wherever_the_project_lies_and_runs_none_of_it(tmp_path):
     one, two = (write(tmp_path / name, task=TASK + "raise SystemExit\n") for name in ("one", "two"))
     assert task_digest("task:Heart", one) == task_digest("task:Other", two)
+
+
+def test_the_digest_covers_a_strategy_of_ones_own(tmp_path):
+    (tmp_path / "task.py").write_text("x = 1\n")
+    (tmp_path / "mine.py").write_text("y = 1\n")
+    before = task_digest("task:Heart", tmp_path, "mine:Half")
+    (tmp_path / "mine.py").write_text("y = 2\n")
+    assert task_digest("task:Heart", tmp_path, "mine:Half") != before

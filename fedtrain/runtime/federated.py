@@ -207,7 +207,7 @@ async def _checked(
                 continue
             value, count = reply.metrics.get("loss", (math.nan, 0.0))
             emit(
-                "update_received", round=request.round, site=site, num_examples=reply.num_examples,
+                "update_received", round=request.round + 1, site=site, num_examples=reply.num_examples,
                 loss=value / count if count else None, nbytes=reply.delta.schema.nbytes,
             )  # fmt: skip
             yield site, reply

@@ -359,7 +359,8 @@ class Workbench:
         from ..training.task import folder_of, load_task, task_digest
         from ..training.vmapped import Vmapped
 
-        digest = task_digest(config.run.task, config.root)  # before a line of it runs
+        own = [config.strategy.kind] if ":" in config.strategy.kind else []
+        digest = task_digest(config.run.task, config.root, *own)  # before a line of it runs
         self._task = load_task(config.run.task, config.root, data_dir)
         self._folder = folder_of(self._task)
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None

@@ -207,6 +207,8 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -46,7 +46,9 @@ def _summary(run_dir: Path) -> Summary:
         run=run_dir.name,
         mode=board.mode,
         state=state,
-        round=board.round,
+        round=max([board.round, *(row.round or 0 for row in board.sites.values())])
+        if board.mode == "site"  # it commits none: the last that it worked on
+        else board.round,
         rounds=board.rounds,
         loss=board.last.loss if board.last else None,
         metrics=board.metrics,

@@ -30,7 +30,7 @@ Batch = Any  # what loss() and evaluate() are given: a tuple or dict of tensors,
 class Task:
     """What to train. Subclass it in task.py; override model, data and loss, and the others where needed."""
 
-    data_dir: Path = Path("data")  # <project>/data unless site.toml or --data says otherwise
+    data_dir: Path = Path("data")  # <project>/data unless --data says otherwise
 
     def model(self) -> nn.Module:
         """A fresh model. Called under a seed that is the same at every site."""
@@ -105,12 +105,14 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
     return task
 
 
-def task_digest(spec: str, root: Path) -> str:
+def task_digest(spec: str, root: Path, *also: str) -> str:
     """SHA-256 over the task's source: its module and every module in `root` that it imports, by relative
-    path and bytes. Found by reading, not by importing: a site can refuse code that never ran."""
+    path and bytes; and over that of `also`, "module:Class" like the task (a strategy of one's own). Found
+    by reading, not by importing: a site can refuse code that never ran."""
     root = root.resolve()
     digest = hashlib.sha256()
-    for name, file in sorted((f.relative_to(root).as_posix(), f) for f in sources(spec, root).values()):
+    files = {file for each in (spec, *also) for file in sources(each, root).values()}
+    for name, file in sorted((f.relative_to(root).as_posix(), f) for f in files):
         content = file.read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()

@@ -84,6 +84,7 @@ def channel_options(heartbeat_s: float) -> list[tuple[str, int]]:
         ("grpc.http2.max_frame_size", CHUNK_BYTES),  # 1.4 times faster than the default of 16 KiB
         ("grpc.keepalive_time_ms", int(heartbeat_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(heartbeat_s * 3000)),
+        ("grpc.http2.ping_timeout_ms", int(heartbeat_s * 3000)),  # or core waits a minute
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),

@@ -13,8 +13,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from fedtrain.errors import JoinRefused, WireError
+from fedtrain.config import LimitsConfig
+from fedtrain.errors import BadUpdate, JoinRefused, WireError
 from fedtrain.pki import Authority, aggregator_target, sign
+from fedtrain.runtime import checks
 from fedtrain.transport.grpc import SERVICE, channel_options
 from fedtrain.transport.tls import Tls
 from fedtrain.update import Arena, ArenaFile, Failure, Schema, TensorSpec, Train, Update
@@ -236,18 +238,15 @@ def one_upload(certs, tmp_path, reply, **options):
         ):
             await agg.cohort.members(1)
             asked = agg.cohort.exchange(dict.fromkeys(["a", "b"], request), options.pop("deadline_s", 10))
-            got = {}
 
             async def collect():
-                async for site, each in asked:
-                    got[site] = each
+                return {site: each async for site, each in asked}
 
             collecting = asyncio.create_task(collect())
             await asyncio.sleep(0)
             async with raw_channel(certs, agg.cohort.port) as channel:
                 answer = await offer(channel, request.id, reply, **options)
-            await collecting
-            return answer, got, agg.events
+            return answer, await collecting, agg.events
 
     return bounded(main())
 
@@ -333,6 +332,14 @@ def test_s21_bytes_that_are_not_the_announced_ones_are_refused(certs, tmp_path, 
     assert isinstance(answer, Refused)
     assert isinstance(got["a"], Failure)
     assert isinstance(got["b"], Update)
+
+
+def test_s18_more_examples_than_were_registered_at_joining_are_refused(tmp_path):
+    request = Train(id="r/0/0/train", round=0, weights=MODEL)
+    update = Update(delta=random_arena(1000, 1), num_examples=100)
+    checks.admit(request, update, MODEL.schema, LimitsConfig(), 100)
+    with pytest.raises(BadUpdate, match="claims 100 training examples, but registered 99 at joining"):
+        checks.admit(request, update, MODEL.schema, LimitsConfig(), 99)
 
 
 class Announced(ArenaFile):
