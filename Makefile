@@ -1,6 +1,7 @@
 # Everything on a fresh Debian with Python 3.11:
 #   make demo    four hospitals train one model, as processes of their own over mutual TLS
 #   make test    all checks and tests, as CI runs them
+#   make bench   the benchmarks
 # Both first make what they need (.venv); a second time that takes no time.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -11,7 +12,7 @@ TOOLS := $(VENV)/tools
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check clean
+.PHONY: demo test bench check clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -20,6 +21,11 @@ demo: $(INSTALLED)
 test: $(INSTALLED) $(TOOLS) check
 	$(BIN)/pytest -n 2 -m "not slow"
 	$(BIN)/pytest -m slow
+
+# The figures of docs/performance.md; leave the machine alone meanwhile.
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/deployed_round.py
+	$(BIN)/python benchmarks/simulate.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
