@@ -5,13 +5,15 @@ import gc
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fedtrain.aggregation import WeightedMean
-from fedtrain.config import Config
+from fedtrain.config import Config, EvaluateConfig
 from fedtrain.errors import ConfigError
 from fedtrain.runtime.simulation import TOLD_SITES, Memory, PoolCohort, simulate
 from fedtrain.runtime.trainer import Workbench
@@ -209,6 +211,24 @@ def test_a_block_is_used_again_once_nobody_looks_at_it_and_not_before():
     assert memory.take(100)[0] == offset
     del other
     memory.close()
+
+
+def test_the_parent_costs_little_beside_its_trainers_so_more_of_them_train_more(folder):
+    """In CPU time, which other work on the machine hardly changes; benchmarks/simulate.py has the seconds."""
+    psutil = pytest.importorskip("psutil")
+    config = configured(folder, sites=60, rounds=12)
+    config = replace(config, train=replace(config.train, local_steps=20), evaluate=EvaluateConfig(every=0))
+    spent = []
+
+    def emit(kind, **fields):
+        if kind == "round_committed" and fields["round"] in (2, 12):
+            trainers = [child.cpu_times() for child in psutil.Process().children()]
+            spent.append((time.process_time(), sum(t.user + t.system for t in trainers)))
+
+    asyncio.run(simulate(config, emit=emit, workers=2))
+    (parent, trainers), (parent_after, trainers_after) = spent
+    share = (parent_after - parent) / (trainers_after - trainers)
+    assert share < 0.15  # two trainers are then 2 / (1 + share) > 1.7 times one
 
 
 SCRIPT = """

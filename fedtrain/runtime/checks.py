@@ -38,10 +38,6 @@ def admit(
     `examples` is what the site registered at joining (S18); None when its task weighs items itself.
     """
     match request, reply:
-        case ((Train() | Evaluate()), Failure()):
-            return
-        case Evaluate(), Evaluation(metrics=metrics):
-            _check_metrics(metrics)
         case Train(), Update(delta=delta, num_examples=claimed, metrics=metrics):
             if difference := schema.difference(delta.schema):
                 raise BadUpdate(f"the update does not fit the model: {difference}")
@@ -56,6 +52,10 @@ def admit(
                     f"claims {claimed:g} training examples, but registered {examples:g} at joining"
                 )
             _check_metrics(metrics)
+        case Evaluate(), Evaluation(metrics=metrics):
+            _check_metrics(metrics)
+        case ((Train() | Evaluate()), Failure()):
+            return
         case _:
             raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
 

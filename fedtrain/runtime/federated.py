@@ -200,7 +200,10 @@ async def _checked(
                     raise BadUpdate(reply.reason)
                 checks.admit(request, reply, request.weights.schema, config.limits, None)
                 assert isinstance(reply, Update), reply
-                await _aside(reply.delta.schema.nbytes, checks.inspect, reply, config.limits)
+                if reply.delta.schema.nbytes <= SMALL_BYTES:
+                    checks.inspect(reply, config.limits)
+                else:
+                    await asyncio.to_thread(checks.inspect, reply, config.limits)
             except BadUpdate as e:
                 emit("update_refused", round=request.round + 1, site=site, reason=str(e))
                 cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
