@@ -111,6 +111,15 @@ def test_tokens_are_what_a_site_counts_for_when_the_loss_counts_them():
     assert update.num_examples == pytest.approx(weight.sum().item())
 
 
+def test_a_task_that_weighs_its_items_registers_no_number_of_examples():
+    """Or an honest count of tokens would be refused for exceeding it (S18)."""
+    data = (*examples(20), torch.full((20,), 7.0, dtype=torch.float64))
+    engine = Engine(Tokens(), CONFIG, run_seed=1)
+    assert engine.weighs_items(data)
+    assert train(Tokens(), CONFIG, data).num_examples > 20
+    assert not Engine(Small(), CONFIG, run_seed=1).weighs_items(data[:2])
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_the_flat_optimizers_are_those_of_torch(optimizer):
     class Theirs(Small):

@@ -60,6 +60,13 @@ def admit(
             raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
 
 
+def answers(request: Train | Evaluate, reply: Reply, limits: LimitsConfig) -> None:
+    """BadUpdate unless the reply is what was asked for: the header again, for cohorts without a wire."""
+    if isinstance(reply, Failure):
+        raise BadUpdate(reply.reason)
+    admit(request, reply, request.weights.schema, limits, None)
+
+
 def inspect(update: Update, limits: LimitsConfig) -> float:
     """The L2 norm of an update's floats; BadUpdate when one is NaN or Inf, or the norm over its bound."""
     if isinstance(update.delta, Row):  # one look for all of them; what is not clearly good is looked at below

@@ -30,7 +30,6 @@ from ..update import (
     ArenaFile,
     Evaluate,
     Evaluation,
-    Failure,
     Metrics,
     Reply,
     Schema,
@@ -196,9 +195,7 @@ async def _checked(
     async with aclosing(replies):
         async for site, reply in replies:
             try:
-                if isinstance(reply, Failure):
-                    raise BadUpdate(reply.reason)
-                checks.admit(request, reply, request.weights.schema, config.limits, None)
+                checks.answers(request, reply, config.limits)
                 assert isinstance(reply, Update), reply
                 if reply.delta.schema.nbytes <= SMALL_BYTES:
                     checks.inspect(reply, config.limits)
@@ -238,9 +235,7 @@ async def _evaluate(
     async with aclosing(replies):
         async for site, reply in replies:
             try:
-                if isinstance(reply, Failure):
-                    raise BadUpdate(reply.reason)
-                checks.admit(request, reply, request.weights.schema, config.limits, None)
+                checks.answers(request, reply, config.limits)
                 assert isinstance(reply, Evaluation), reply
                 by_site[site] = reply.metrics
             except BadUpdate as e:

@@ -391,8 +391,11 @@ class Workbench:
     def examples(self, site: SiteId) -> float | None:
         from ..training.examples import Stream, examples_of
 
-        examples = examples_of(self._load("data", site))
-        return None if isinstance(examples, Stream) else float(examples.count)
+        data = self._load("data", site)
+        examples = examples_of(data)
+        if isinstance(examples, Stream) or self._engine.weighs_items(data):
+            return None
+        return float(examples.count)
 
     def answer(self, ask: Ask) -> Answer:
         match ask:

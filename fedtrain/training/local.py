@@ -107,6 +107,15 @@ class Engine:
         num_examples = examples.count * (weight / seen)
         return Update(delta=out, num_examples=num_examples, metrics={"loss": (loss, weight)})
 
+    def weighs_items(self, dataset: Any) -> bool:
+        """Whether the task's loss comes as (sum, weight), so that num_examples counts tokens, say: asked of
+        one batch. How many a site has is then known only when it has trained."""
+        self.model.eval()
+        with user_code(self._folder, "training"):
+            for batch in examples_of(dataset).batches(self.config.eval_batch_size, False, None):
+                return isinstance(self.task.loss(self.model, self._here(batch)), tuple)
+        return False
+
     def evaluate(self, dataset: Any, weights: Arena) -> Metrics:
         """What the task's evaluate() gives, summed over the dataset; the loss is always among it."""
         self.seed("evaluate")
