@@ -1,0 +1,144 @@
+"""All that a run on a mesh needs to go on: one object, saved and loaded in any mesh.
+
+Random numbers are no part of it: every step is seeded anew from (run, step, rank of the data), so a
+resumed run draws what an uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from ..task import Batch
+
+
+class Data(Protocol):
+    """The batches of one data-parallel rank, step by step. Made with (rank, ranks) of the data.
+
+    What all ranks take together in a step does not depend on how many ranks there are, and `state_dict` is
+    the same on every rank: so a run goes on in another world with no example skipped or seen twice.
+    """
+
+    def take(self) -> list[tuple[Batch | None, int]]:
+        """The batches of the next optimizer step: this rank's share of each, None where it has none, and
+        how many examples all ranks' shares hold together. The last step of an epoch may have fewer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next take() begins: plain numbers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, whatever was taken before."""
+
+
+class Checkpoints(Protocol):
+    """Where states are kept. Every rank calls each method at the same step."""
+
+    def restore(self, state: State) -> bool:
+        """Load the newest whole checkpoint into `state`; False when there is none."""
+
+    def maybe_save(self, state: State, step: int) -> None:
+        """After each optimizer step: save when one is due. May return before it is on disk."""
+
+    def finish(self, state: State) -> None:
+        """After the last step: everything is on disk when this returns."""
+
+
+class State:
+    """Model, optimizer, learning-rate schedule, place in the data, and the outer optimizer's state.
+
+    A torch.distributed.checkpoint.stateful.Stateful: tensors of `state_dict` are DTensors where a mesh
+    shards them, and every key is the same whatever the mesh, so dcp.save from one and dcp.load into another
+    reshard. dcp.load writes into the tensors that state_dict() gave; load_state_dict() then takes the rest.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler | None,
+        data: Data,
+        outer: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """`parts`: the model, or this rank's stages of it; names in them are those of the whole model."""
+        self.parts, self.optimizer, self.schedule, self.data = list(parts), optimizer, schedule, data
+        self.outer = outer if outer is not None else {}  # "<name>" -> tensor, of an outer step (DiLoCo)
+        self.step = 0  # optimizer steps taken
+        self._made = False  # whether the optimizer has its slots
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"model": ..., "optimizer": ..., "outer": ..., "schedule": ..., "data": ..., "step": int}."""
+        self._init_optimizer()
+        return {
+            "model": self.model(),
+            "optimizer": self._slots(),
+            "outer": self.outer,
+            "schedule": {} if self.schedule is None else self.schedule.state_dict(),
+            "data": self.data.state_dict(),
+            "step": self.step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Tensors are copied into ours (nothing is copied where they are ours already)."""
+        _copy(self.model(), state["model"])
+        self._init_optimizer()
+        _copy(self._slots(), state["optimizer"])
+        _copy(self.outer, state["outer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(dict(state["schedule"]))
+        self.data.load_state_dict(dict(state["data"]))
+        self.step = int(state["step"])
+
+    def model(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers of the parts on this rank, by the whole model's names."""
+        return {name: t for part in self.parts for name, t in part.state_dict().items()}
+
+    def _names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for part in self.parts:
+            yield from part.named_parameters()
+
+    def _slots(self) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps of each parameter, as "<parameter>/<slot>"."""
+        optimizer = cast(torch.optim.Optimizer, getattr(self.optimizer, "optim", self.optimizer))  # ZeRO-1
+        kept = optimizer.state
+        return {
+            f"{name}/{slot}": value
+            for name, parameter in self._names()
+            for slot, value in sorted(kept.get(parameter, {}).items())
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _init_optimizer(self) -> None:
+        """An optimizer makes its slots in its first step: take one that moves nothing."""
+        optimizer = cast(torch.optim.Optimizer, getattr(self.optimizer, "optim", self.optimizer))
+        if self._made or self.step > 0:
+            return
+        self._made = True
+        if optimizer.state:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        lent, rates = [p.grad for p in parameters], [g["lr"] for g in optimizer.param_groups]
+        before = [p.detach().clone() for p in parameters]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate := group["lr"], torch.Tensor) else 0.0
+        optimizer.step()
+        with torch.no_grad():
+            for p, gradient, value in zip(parameters, lent, before, strict=True):
+                p.grad = gradient
+                p.copy_(value)
+                for slot in optimizer.state[p].values():
+                    if isinstance(slot, torch.Tensor):
+                        slot.zero_()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _copy(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in ours.items():
+            if tensor is not theirs[name]:
+                tensor.copy_(theirs[name])
