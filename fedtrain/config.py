@@ -106,6 +106,14 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True)
+class AggregationConfig:
+    """How a round's updates become one. Other keys are the rule's own fields."""
+
+    rule: str = "mean"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     every: int = 1  # rounds between evaluations; the last round is always evaluated; 0: never
     metric: str = "loss"  # decides early stop and the best model
@@ -178,6 +186,7 @@ class Config:
     run: Run = field(default_factory=Run)
     train: TrainConfig = field(default_factory=TrainConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -214,10 +223,11 @@ class Config:
     @classmethod
     def of(cls, table: dict[str, Any], root: Path | str = ".") -> Config:
         table = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in table.items()}
-        strategy = table.get("strategy", {})
-        if isinstance(strategy, dict) and "options" not in strategy:
-            own = {f.name for f in fields(StrategyConfig)}
-            strategy["options"] = {k: strategy.pop(k) for k in list(strategy) if k not in own}
+        for section, kind in (("strategy", StrategyConfig), ("aggregation", AggregationConfig)):
+            keys = table.get(section, {})
+            if isinstance(keys, dict) and "options" not in keys:
+                own = {f.name for f in fields(kind)}
+                keys["options"] = {k: keys.pop(k) for k in list(keys) if k not in own}
         if "root" in table:
             raise ConfigError("root: unknown section; it is the folder of the file itself")
         return build(cls, {**table, "root": str(Path(root).resolve())}, "")
@@ -228,8 +238,10 @@ class Config:
         pairs = {f"train.{f.name}": getattr(self.train, f.name)
                  for f in fields(self.train) if f.name not in local}  # fmt: skip
         pairs |= {f"strategy.{k}": v for k, v in self.strategy.options.items()}
+        pairs |= {f"aggregation.{k}": v for k, v in self.aggregation.options.items()}
         pairs |= {"run.name": self.run.name, "run.seed": self.run.seed, "run.task": self.run.task,
-                  "strategy.kind": self.strategy.kind}  # fmt: skip
+                  "strategy.kind": self.strategy.kind,
+                  "aggregation.rule": self.aggregation.rule}  # fmt: skip
         return {k: repr(v) for k, v in sorted(pairs.items())}
 
     def digest(self) -> str:

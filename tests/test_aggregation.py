@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedtrain import update as update_module
-from fedtrain.aggregation import RULES, WeightedMean, aggregate
+from fedtrain.aggregation import Mean, WeightedMean, aggregate
 from fedtrain.aggregation import mean as mean_module
 from fedtrain.errors import RoundError
 from fedtrain.exchange import in_order
@@ -96,7 +96,7 @@ def test_files_give_the_bits_that_memory_gives_whatever_the_chunks(size, tmp_pat
     updates = some_updates()
     expected = folded(updates)
     monkeypatch.setattr(mean_module, "chunks", lambda section: update_module.chunks(section, size))
-    assert aggregate(RULES["mean"], SCHEMA, in_files(updates, tmp_path)).digest == expected.digest
+    assert aggregate(Mean(), SCHEMA, in_files(updates, tmp_path)).digest == expected.digest
     assert folded(updates).digest == expected.digest
 
 
@@ -139,7 +139,7 @@ def test_more_files_than_a_process_may_open_can_be_folded(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(96, hard), hard))
     try:
-        assert aggregate(WeightedMean, SCHEMA, filed).digest == expected
+        assert aggregate(Mean(), SCHEMA, filed).digest == expected
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -161,7 +161,7 @@ def test_booleans_never_move():
     assert not folded(updates).views()["mask"].any()
 
 
-@pytest.mark.parametrize("combine", [folded, lambda updates: aggregate(WeightedMean, SCHEMA, updates)])
+@pytest.mark.parametrize("combine", [folded, lambda updates: aggregate(Mean(), SCHEMA, updates)])
 def test_updates_without_weight_have_no_mean(combine):
     nothing = [Update(delta=u.delta, num_examples=0.0) for u in some_updates(2)]
     with pytest.raises(RoundError, match="2 updates weigh 0 examples together"):

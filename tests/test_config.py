@@ -328,7 +328,7 @@ def test_a_default_on_the_page_is_the_default(key):
 
 def test_the_page_marks_the_keys_that_all_must_have_alike():
     marked = {key for key, (agreed, _) in ROWS.items() if agreed}
-    assert marked == {*Config().agreed(), "strategy.options"}
+    assert marked == {*Config().agreed(), "strategy.options", "aggregation.options"}
 
 
 def test_the_page_names_every_strategy_with_its_keys():
@@ -339,3 +339,11 @@ def test_the_page_names_every_strategy_with_its_keys():
             line for line in PAGE.splitlines() if line.startswith("| ") and f"`{kind}`" in line.split("|")[1]
         )
         assert all(f"`{f.name} = " in row for f in dataclasses.fields(strategy))
+
+
+def test_the_page_names_every_rule_with_its_keys():
+    from fedtrain.aggregation import RULES
+
+    for kind, rule in RULES.items():
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{kind}` |"))
+        assert all(f"`{f.name} = " in row for f in dataclasses.fields(rule))

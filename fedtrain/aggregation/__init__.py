@@ -1,35 +1,60 @@
-"""How many updates become one. A new rule is its file and its line in RULES.
-
-A robust rule (median, Krum) will be a class like WeightedMean with `linear = False` and `combine` alone:
-it reads the spooled updates as often as it needs to, chunk by chunk.
-"""
+"""How many updates become one, one file a rule. A new one is its file and its line in RULES."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
+from .. import config
+from ..errors import ConfigError
 from ..update import Arena, Schema, Update
-from .mean import WeightedMean
+from .base import Rule, Stack
+from .mean import Mean, WeightedMean
+from .median import Median
+
+RULES: dict[str, type[Rule]] = {
+    "mean": Mean,
+    "median": Median,
+}
+
+__all__ = ["RULES", "Mean", "Rule", "Stack", "WeightedMean", "aggregate", "build"]
 
 
-class Rule(Protocol):
-    """A way to make one delta of many."""
+def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> Rule:
+    """The rule that [aggregation] describes: its name, and the keys that are the rule's own fields.
 
-    linear: ClassVar[bool]  # a sum of contributions is enough: it may be folded on arrival or under masks
+    `updates`: how few may come in a round; ConfigError when the rule can't keep its promise with those.
+    """
+    config.one_of("aggregation.rule", kind, RULES)
+    cls = RULES[kind]
+    for name in options:
+        if name not in _options(cls):
+            raise ConfigError(f"aggregation.{name}: {kind} has no such option. {_hint(cls, name)}")
+    rule = config.build(cls, dict(options), "aggregation")
+    if updates is not None and updates < rule.needs:
+        raise ConfigError(
+            f"aggregation.rule: {rule} needs {rule.needs} updates a round, but strategy.min_sites is "
+            f"{updates}. Raise it to {rule.needs}, or choose another rule."
+        )
+    return rule
 
-    @staticmethod
-    def combine(schema: Schema, updates: Sequence[Update]) -> Arena:
-        """The one delta; `updates` come in site order and may lie in files."""
 
-
-RULES: dict[str, type[Rule]] = {"mean": WeightedMean}
-
-__all__ = ["RULES", "Rule", "WeightedMean", "aggregate"]
-
-
-def aggregate(rule: type[Rule], schema: Schema, updates: Sequence[Update]) -> Arena:
+def aggregate(rule: Rule, schema: Schema, updates: Sequence[Update]) -> Arena:
     """One delta of many, given in site order; memory is O(chunk) beside the result when they are files."""
     for update in updates:
         assert update.delta.schema.digest == schema.digest, "updates are checked before they are aggregated"
     return rule.combine(schema, updates)
+
+
+def _options(cls: type[Rule]) -> list[str]:
+    return [f.name for f in fields(cls)]  # type: ignore[arg-type]  # each is a dataclass
+
+
+def _hint(cls: type[Rule], name: str) -> str:
+    if near := difflib.get_close_matches(name, [*_options(cls), "rule"], n=1):
+        return f"Did you mean aggregation.{near[0]}?"
+    if having := [kind for kind, other in RULES.items() if name in _options(other)]:
+        return f'aggregation.rule = "{having[0]}" has it.'
+    return f"It has {', '.join(_options(cls)) or 'none of its own'}."

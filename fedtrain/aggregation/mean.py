@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ..errors import RoundError
-from ..update import Arena, Row, Schema, Section, Update, chunks
+from ..update import Arena, Row, Schema, Update, chunks
+from .base import Rule, Stack, moving, rounded, weighted_sum
 
 if TYPE_CHECKING:
     import torch
 
 
+T = TypeVar("T")
 PRODUCTS = 1 << 17  # of weights and coordinates held at a time when rows of a slab are folded
+
+
+@dataclass(frozen=True)
+class Mean(Rule):
+    """Each update counts as its examples do; plain vectors count alike. It follows one bad row anywhere."""
+
+    linear: ClassVar[bool] = True
+
+    def of(self, stack: Stack[T]) -> T:
+        return stack.reduce(lambda rows: weighted_sum(rows, [1.0] * stack.count).div_(stack.count))
+
+    def combine(self, schema: Schema, updates: Sequence[Update]) -> Arena:
+        return WeightedMean.combine(schema, updates)
 
 
 class WeightedMean:
@@ -23,8 +39,6 @@ class WeightedMean:
     that order (give site order, see exchange.in_order) and on nothing else: not on arrival, chunks, threads
     or vector width.
     """
-
-    linear: ClassVar[bool] = True
 
     def __init__(self, schema: Schema) -> None:
         import torch
@@ -78,7 +92,7 @@ class WeightedMean:
         check_total(self._total, self._folded)
         mean = Arena.zeros(self._schema)
         for section, start, stop, total, scratch in self._parts:
-            _round(scratch.copy_(total).div_(self._total), mean.chunk(section, start, stop))
+            rounded(scratch.copy_(total).div_(self._total), mean.chunk(section, start, stop))
         return mean
 
     @staticmethod
@@ -97,13 +111,8 @@ class WeightedMean:
                 part, room = sums[: stop - start].zero_(), scratch[: stop - start]
                 for update in updates:
                     _fold(part, update.delta.chunk(section, start, stop), update.num_examples, room)
-                _round(part.div_(total), mean.chunk(section, start, stop))
+                rounded(part.div_(total), mean.chunk(section, start, stop))
         return mean
-
-
-def moving(schema: Schema) -> list[Section]:
-    """The sections that a round can change: booleans and bytes have no differences, so their deltas are 0."""
-    return [s for s in schema.sections if s.dtype not in ("bool", "uint8")]
 
 
 def check_total(total: float, count: int) -> None:
@@ -118,11 +127,6 @@ def _fold(total: torch.Tensor, delta: torch.Tensor, weight: float, scratch: torc
     """total += weight · delta. Two operations, because a fused one rounds once in vector code and twice in
     the tail, and the bits would tell where a chunk ends."""
     total.add_(scratch.copy_(delta).mul_(weight))
-
-
-def _round(mean: torch.Tensor, out: torch.Tensor) -> None:
-    """Into the dtype of `out`; integers to the nearest, halves to even. `mean` is overwritten."""
-    out.copy_(mean if out.is_floating_point() else mean.round_())
 
 
 def _longest(schema: Schema) -> int:

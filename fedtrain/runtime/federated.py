@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .. import __version__
-from ..aggregation import RULES, WeightedMean, aggregate
+import msgspec
+
+from .. import __version__, aggregation
+from ..aggregation import Rule, WeightedMean, aggregate
 from ..config import Config
 from ..errors import BadUpdate, CertificateError, JoinRefused, TooFewSites
 from ..exchange import Cohort, in_order
@@ -79,6 +81,7 @@ async def run(
     """
     import torch
 
+    rule_of(config)  # which refuses now what a round could not keep
     torch.set_num_threads(1)  # folds wait for memory; a second thread would only spin on the sites' cores
     checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
     assert checkpoint is not None, "the initial model is committed before the first round"
@@ -150,7 +153,8 @@ async def federated_round(
         round=plan.round,
         weights=checkpoint.weights,
     )
-    schema, trained, spooled = checkpoint.weights.schema, dict[SiteId, Metrics](), list[Update]()
+    rule, schema, trained = rule_of(config), checkpoint.weights.schema, dict[SiteId, Metrics]()
+    spooled: list[Update] = []
     mean: WeightedMean | None = None
     replies = cohort.exchange(dict.fromkeys(plan.sites, request), config.strategy.round_deadline)
     checked = _checked(replies, request, cohort, config, emit)
@@ -160,13 +164,15 @@ async def federated_round(
                 trained[site] = reply.metrics
                 if isinstance(reply.delta, ArenaFile):
                     spooled.append(reply)  # folded together below, chunk by chunk, from the disk
+                elif not rule.linear:
+                    spooled.append(kept(reply))
                 else:
                     mean = mean or WeightedMean(schema)
                     mean.add(reply)  # in shared memory that is needed again: folded now
     if len(trained) < config.strategy.min_sites:
         raise TooFewSites(f"round {plan.round + 1}", len(trained), config.strategy.min_sites)
     if mean is None:
-        delta = await asyncio.to_thread(aggregate, RULES["mean"], schema, spooled)
+        delta = await asyncio.to_thread(aggregate, rule, schema, spooled)
     else:
         delta = await _aside(schema.nbytes, mean.result)
     weights, state = await _aside(
@@ -182,6 +188,16 @@ async def federated_round(
         "bytes_out": cohort.bytes_out - bytes_out,
     }
     return Checkpoint(plan.round + 1, weights, state), record
+
+
+def rule_of(config: Config) -> Rule:
+    """The rule that makes one delta of a round's updates; ConfigError when min_sites is too few for it."""
+    return aggregation.build(config.aggregation.rule, config.aggregation.options, config.strategy.min_sites)
+
+
+def kept(update: Update) -> Update:
+    """A copy for rules that look at all updates together: shared memory is needed again before that."""
+    return msgspec.structs.replace(update, delta=update.delta.load())
 
 
 async def _checked(

@@ -1,0 +1,154 @@
+"""What a rule is, and how it reads: many updates side by side, a chunk of coordinates at a time.
+
+A custom rule is a frozen dataclass that derives from Rule:
+
+    @dataclass(frozen=True)
+    class Largest(Rule):
+        def of(self, stack):
+            return stack.reduce(lambda rows: rows.amax(0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+
+from ..errors import RoundError
+from ..update import FLOATS, Arena, Schema, Section, Update
+
+if TYPE_CHECKING:
+    import torch
+
+    Rows = torch.Tensor  # float64 [n, some coordinates]: the same coordinates of n updates
+    Vector = torch.Tensor  # 1-D
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+VALUES = 1 << 20  # float64 held at a time, 8 MiB: n rows of VALUES / n coordinates
+
+
+class Stack(Protocol[T_co]):
+    """n updates side by side, read by passes. `T_co` is what one of them is: an Arena, or a plain vector."""
+
+    @property
+    def count(self) -> int:
+        """n, at least 1."""
+
+    def trained(self) -> Iterator[Rows]:
+        """One pass over the trained floats, in arena order; each chunk is good until the next one."""
+
+    def reduce(self, rule: Callable[[Rows], Vector]) -> T_co:
+        """One pass over all that a round can change: `rule` makes one coordinate of n. Integers are rounded
+        to the nearest, halves to even."""
+
+
+class Rule:
+    """A way to make one delta of many. Its fields are its configuration, and it has no state.
+
+    A rule is `of` alone. It reads the stack as often as it needs to and holds a few chunks, so memory is
+    O(model) whatever the rule. Its result depends on the rows and their order, never on who came first.
+    """
+
+    linear: ClassVar[bool] = False  # a weighted sum is enough: it may be folded on arrival, or under masks
+
+    @property
+    def needs(self) -> int:
+        """The fewest updates for which the rule's promise holds; a run refuses to start with less."""
+        return 1
+
+    def of(self, stack: Stack[T]) -> T:
+        """One of many."""
+        raise NotImplementedError("a rule says how it makes one of many")
+
+    def combine(self, schema: Schema, updates: Sequence[Update]) -> Arena:
+        """The one delta. `updates` come in site order and may lie in files."""
+        return self.of(Updates(schema, updates))
+
+    def of_vectors(self, rows: Vector) -> Vector:
+        """The same rule on plain vectors [n, d] of one float dtype: a neighbourhood's models, or the means
+        of groups. -> [d]."""
+        return self.of(Vectors(rows))
+
+
+class Updates:
+    """Stack of updates as they lie in memory or in files."""
+
+    def __init__(self, schema: Schema, updates: Sequence[Update]) -> None:
+        if not updates:
+            raise RoundError("there are no updates to aggregate")
+        self._schema, self._updates = schema, updates
+        self.count = len(updates)
+
+    def trained(self) -> Iterator[Rows]:
+        for section in self._schema.sections:
+            if section.dtype in FLOATS:
+                for _, _, rows in self._chunks(section, section.trained):
+                    yield rows
+
+    def reduce(self, rule: Callable[[Rows], Vector]) -> Arena:
+        result = Arena.zeros(self._schema)
+        for section in moving(self._schema):
+            for start, stop, rows in self._chunks(section, section.numel):
+                rounded(rule(rows), result.chunk(section, start, stop))
+        return result
+
+    def _chunks(self, section: Section, end: int) -> Iterator[tuple[int, int, Rows]]:
+        import torch
+
+        size = _chunk(self.count)
+        room = torch.empty(self.count * min(size, end), dtype=torch.float64)
+        for start in range(0, end, size):
+            stop = min(start + size, end)
+            rows = room[: self.count * (stop - start)].view(self.count, -1)
+            for row, update in zip(rows, self._updates, strict=True):
+                row.copy_(update.delta.chunk(section, start, stop))
+            yield start, stop, rows
+
+
+class Vectors:
+    """Stack of plain vectors [n, d], all of whose coordinates count as trained."""
+
+    def __init__(self, rows: Vector) -> None:
+        if rows.ndim != 2 or not len(rows):
+            raise RoundError(f"a rule wants vectors as rows [n, d] with n >= 1, not {list(rows.shape)}")
+        self._rows, self.count = rows, len(rows)
+
+    def trained(self) -> Iterator[Rows]:
+        for _, rows in self._chunks():
+            yield rows
+
+    def reduce(self, rule: Callable[[Rows], Vector]) -> Vector:
+        result = self._rows.new_empty(self._rows.shape[1])
+        for start, rows in self._chunks():
+            rounded(rule(rows), result[start : start + rows.shape[1]])
+        return result
+
+    def _chunks(self) -> Iterator[tuple[int, Rows]]:
+        size = _chunk(self.count)
+        for start in range(0, self._rows.shape[1], size):
+            yield start, self._rows[:, start : start + size].double()
+
+
+def _chunk(count: int) -> int:
+    return max(1, VALUES // count)
+
+
+def moving(schema: Schema) -> list[Section]:
+    """The sections that a round can change: booleans and bytes have no differences, so their deltas are 0."""
+    return [s for s in schema.sections if s.dtype not in ("bool", "uint8")]
+
+
+def rounded(values: Vector, out: Vector) -> None:
+    """Into the dtype of `out`; integers to the nearest, halves to even. `values` is overwritten."""
+    out.copy_(values if out.is_floating_point() else values.round_())
+
+
+def weighted_sum(rows: Rows, weights: Sequence[float]) -> Vector:
+    """Σ wᵢ·rowᵢ, each product and each sum rounded once and in order, so that no bit depends on where a
+    chunk ends. A row of weight 0 is not looked at."""
+    total = rows.new_zeros(rows.shape[1])
+    for row, weight in zip(rows, weights, strict=True):
+        if weight:
+            total.add_(row * weight)
+    return total
