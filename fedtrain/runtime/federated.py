@@ -122,7 +122,10 @@ async def _train(
     while True:
         if plan is None:
             plan = Plan(checkpoint.round, 0, sample(config, checkpoint.round, 0, members))
-        store.set_plan(plan)
+        if (
+            store.durable or plan.attempt
+        ):  # a simulation draws the same first plan again, for nobody leaves it
+            store.set_plan(plan)
         emit("round_started", round=plan.round + 1, attempt=plan.attempt + 1, sites=plan.sites)
         try:
             after, record = await federated_round(cohort, plan, config, strategy, checkpoint, emit)
@@ -135,10 +138,11 @@ async def _train(
             members = await cohort.members(config.strategy.min_sites)
             plan = Plan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
-        await _aside(after.weights.schema.nbytes, store.prepare, after)
-        store.commit(after, record)
-        after = store.on_disk(after) if store.durable else after
-        store.clear_inbox()
+        prepared = await _aside(after.weights.schema.nbytes, store.prepare, after)
+        store.commit(after, record, prepared)
+        if store.durable:
+            after = store.on_disk(after)
+            store.clear_inbox()
         emit("round_committed", round=after.round, **record)
         return after
 

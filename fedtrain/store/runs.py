@@ -152,15 +152,23 @@ class RunStore:
     # --- committed rounds
 
     def prepare(self, checkpoint: Checkpoint) -> tuple[str, Arena | None]:
-        """Bring a round's bytes onto the disk; from any thread. `commit` is quick after it."""
+        """Bring a round's bytes onto the disk; from any thread. `commit` is quick with what this returns."""
         packed = Arena.pack(checkpoint.state) if checkpoint.state else None
         if packed is not None:
             self._put(packed)
         return self._put(checkpoint.weights), packed
 
-    def commit(self, checkpoint: Checkpoint, record: Mapping[str, Any]) -> None:
-        """Make a round the last one. Before this returns the round before it is; after it, this one."""
-        weights, packed = self.prepare(checkpoint)
+    def commit(
+        self,
+        checkpoint: Checkpoint,
+        record: Mapping[str, Any],
+        prepared: tuple[str, Arena | None] | None = None,
+    ) -> None:
+        """Make a round the last one. Before this returns the round before it is; after it, this one.
+
+        `prepared` is what `prepare` returned for it, where that was called before.
+        """
+        weights, packed = prepared or self.prepare(checkpoint)
         state = state_schema = None
         if packed is not None:
             state, state_schema = packed.digest, msgspec.json.encode(packed.schema).decode()
