@@ -1,12 +1,14 @@
-"""The star seam: the one thing a coordinator asks of the network.
+"""The star seam and the graph seam: all that a coordinator, and all that a peer, asks of the network.
 
-Real over gRPC in `transport/grpc.py`, in memory in `transport/memory.py`; both behave the same, and code
-that is given a cohort (a round, an evaluation, secure aggregation) can't tell which.
+`Cohort` is real over gRPC in `transport/grpc.py`, `Neighbors` over ZeroMQ in `transport/zmq.py`, both are in
+memory in `transport/memory.py`. Code that is given one (a round, secure aggregation, a gossip algorithm)
+can't tell which.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .update import Reply, Request, SiteId
@@ -59,3 +61,153 @@ async def in_order(
     for site in sites:
         if site in held:
             yield site, held[site]
+
+
+# --- the graph seam
+
+PeerId = str
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one peer gives one neighbour in one round: bytes, and how they are to be read.
+
+    The same payload may stand in the shares of all neighbours: who receives it scales it. It must not be
+    written to until the exchange has returned. `note` is the algorithm's own, 4 KiB at most.
+    """
+
+    payload: memoryview  # uint8 [nbytes], little-endian; a view of an arena, no copy is made
+    weight: float = 1.0  # the edge's mixing weight, or the push-sum mass given away
+    degree: int = 0  # the giver's, for Metropolis weights
+    codec: int = 0  # how the payload is encoded: the algorithm's table; 0 is an arena as it is
+    note: bytes = b""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A neighbour's share, before its bytes."""
+
+    peer: PeerId
+    round: int
+    nbytes: int
+    weight: float
+    degree: int
+    codec: int
+    note: bytes
+
+
+class Mixer(Protocol):
+    """Where shares go as they arrive. Called between the start and the end of one exchange, from one thread,
+    which may be another than the caller's.
+
+    Chunks of a peer come in order, each once. The chunks at one offset come in the order of `expected`,
+    whoever was first: so a sum of floats has the same bits in every run and over every transport.
+    """
+
+    def begin(self, offer: Offer) -> None:
+        """A share is about to come. BadUpdate refuses it (size, codec, weight) before a byte is sent."""
+
+    def mix(self, peer: PeerId, offset: int, chunk: memoryview) -> None:
+        """At most 1 MiB from byte `offset` on, a multiple of 64 bytes unless it is the last; the memory is
+        only lent for this call. BadUpdate refuses this chunk and what would follow."""
+
+    def end(self, peer: PeerId, nbytes: int) -> None:
+        """No more comes of this share: `nbytes` of it were mixed, which is all of it, or a prefix when the
+        peer was lost or refused on the way."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """How one exchange went. A peer is in one of the first two, and in one of the last three."""
+
+    arrived: frozenset[PeerId] = frozenset()  # in-neighbours whose share was mixed whole
+    missing: Mapping[PeerId, str] = field(default_factory=dict)  # in-neighbours with less than that, and why
+    given: frozenset[PeerId] = frozenset()  # out-neighbours that have our share whole
+    kept: Mapping[PeerId, str] = field(default_factory=dict)  # that certainly have not, and why
+    unsure: Mapping[PeerId, str] = field(default_factory=dict)  # lost in the moment between the two
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A share that came outside of an exchange, whole; its payload is the receiver's own."""
+
+    peer: PeerId
+    round: int  # the sender's, when it was sent
+    share: Share
+
+
+class Neighbors(Protocol):
+    """A peer's neighbours: who they are in a round is the caller's to say, by its topology."""
+
+    bytes_in: int  # payload bytes received and sent so far, for the log
+    bytes_out: int
+
+    def announce(self, round: int) -> None:
+        """Tell all peers that this one is at `round` now, before it trains: their deadlines for it count
+        from here, so a slow peer makes its neighbours wait but not miss each other."""
+
+    async def exchange(
+        self,
+        round: int,
+        shares: Mapping[PeerId, Share],
+        expected: Sequence[PeerId],
+        mixer: Mixer,
+        deadline_s: float,
+    ) -> Exchanged:
+        """Give each out-neighbour its share, feed those of the in-neighbours to `mixer`; never raises for a
+        peer's sake.
+
+        It ends when every share has come and gone, or its peer is dead, or `deadline_s` have passed since
+        that peer announced this round. Rounds must grow. A share that comes later is not counted, and its
+        sender is told so.
+        """
+
+    def post(self, round: int, shares: Mapping[PeerId, Share]) -> None:
+        """Asynchronous modes: send and don't wait. The payload is the transport's from here on. What has
+        not left yet of an earlier post to the same peer is replaced."""
+
+    def take(self) -> list[Letter]:
+        """Letters since the last call, at most one from each peer, its latest; in the peers' order."""
+
+    async def arrival(self, timeout_s: float) -> bool:
+        """Wait until `take` would give something; False when the time is over first."""
+
+
+# --- The graph seam: what a peer and its neighbours say to each other
+
+
+@dataclass(frozen=True)
+class Neighborhood:
+    """One peer's part of one round's graph: whom it hears and tells, and how much each counts.
+
+    W is the round's mixing matrix, W[i, j] the weight of j's model at i. Rows of W sum to 1 (own + incoming),
+    columns too (own + outgoing), unless the weights are push-sum's: then only columns do.
+    """
+
+    peer: SiteId
+    own: float  # W[peer, peer]
+    incoming: Mapping[SiteId, float]  # j -> W[peer, j]; sorted by name, without the peer itself
+    outgoing: Mapping[SiteId, float]  # j -> W[j, peer]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What a peer tells all its neighbours of a round: vectors by name, and a few numbers for the header.
+
+    The tensors are 1-D, contiguous and of any dtype (uint8 where a compressor made bytes), and views:
+    nobody writes to them before the round is over. The order of the names is the order on the wire.
+    """
+
+    parts: Mapping[str, torch.Tensor]
+    fields: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.parts.values())
+
+    def publish(self, round: int, share: Share) -> None:
+        """Our state, for whoever joins late and pulls it; a snapshot, the transport's from here on."""
+
+    async def pull(self, peer: PeerId, timeout_s: float) -> Letter | None:
+        """The state that a peer has published; None when it has none, or doesn't answer in time."""
