@@ -180,6 +180,57 @@ class SimulateConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks share the training of one model: `fedtrain datacenter`, or a site of several ranks."""
+
+    ranks: int = 1  # processes that `fedtrain site` trains with; of a datacenter, torchrun decides
+    dp: int = 0  # data-parallel ranks; 0: what the other axes leave
+    zero: int = 0  # what they shard: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too
+    replicate: int = 0  # of dp, full copies: HSDP groups or islands; 0: one where sync is "step", else dp
+    tp: int = 1  # tensor-parallel ranks
+    sp: bool = False  # sequence parallel between them
+    pp: int = 1  # pipeline stages' ranks
+    cp: int = 1  # context-parallel ranks: each has a part of every sequence
+    schedule: str = "1f1b"  # of the pipeline: gpipe | 1f1b | interleaved
+    microbatches: int = 0  # a batch is cut into for the pipeline; 0: twice pp
+    offload: bool = False  # shards (zero 2 and 3) rest in CPU memory
+    checkpoint_activations: bool = False
+    compile: bool = False
+    comm_hook: str = "none"  # gradients on the wire: none | fp16 | bf16 | powersgd | topk
+    comm_rank: int = 4  # of powersgd
+    comm_fraction: float = 0.01  # of coordinates that topk sends
+    find_unused: bool = False  # some parameters take no part in some losses
+    sync: str = "step"  # step: gradients every step | local: islands, and [strategy] between rounds
+    carry: bool = True  # islands keep optimizer and place in the data between rounds; false: as sites do
+    fragments: int = 1  # pieces of the model that islands exchange one after the other (streaming)
+    overlap: int = 0  # steps that go on while a fragment is exchanged
+    mix: float = 0.0  # share of an island's own weights that it keeps when a fragment comes back
+    warmup: int = 0  # steps over which the learning rate rises
+    decay: str = "none"  # of the learning rate, to 0 at the last step: none | linear | cosine
+    nonfinite: str = "skip"  # a step whose gradient has NaN or Inf: skip | raise
+    log_every: int = 10  # steps between events
+    peak_tflops: float = 0.0  # of one device, for MFU; 0: known GPUs by name, else no MFU
+    timeout: Seconds = Seconds(600)  # of a collective, before it counts as hanging
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "tp", "pp", "cp", "comm_rank", "fragments", "log_every"):
+            require(getattr(self, name) >= 1, f"parallel.{name}", f"{getattr(self, name)} must be at least 1")
+        for name in ("dp", "replicate", "microbatches", "overlap", "warmup", "peak_tflops"):
+            require(getattr(self, name) >= 0, f"parallel.{name}", f"{getattr(self, name)} must be 0 or more")
+        require(self.zero in (0, 1, 2, 3), "parallel.zero", f"{self.zero} must be 0, 1, 2 or 3")
+        require(0 < self.comm_fraction <= 1, "parallel.comm_fraction", "must be in (0, 1]")
+        require(0 <= self.mix < 1, "parallel.mix", f"{self.mix} must be in [0, 1)")
+        require(self.timeout > 0, "parallel.timeout", "must be positive")
+        require(not self.sp or self.tp > 1, "parallel.sp", "needs parallel.tp of 2 or more")
+        require(not self.offload or self.zero >= 2, "parallel.offload", "needs parallel.zero = 2 or 3")
+        one_of("parallel.schedule", self.schedule, ("gpipe", "1f1b", "interleaved"))
+        one_of("parallel.comm_hook", self.comm_hook, ("none", "fp16", "bf16", "powersgd", "topk"))
+        one_of("parallel.sync", self.sync, ("step", "local"))
+        one_of("parallel.decay", self.decay, ("none", "linear", "cosine"))
+        one_of("parallel.nonfinite", self.nonfinite, ("skip", "raise"))
+
+
+@dataclass(frozen=True)
 class Config:
     """All of fedtrain.toml. `root` is the folder that it lies in."""
 
@@ -191,6 +242,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     root: Path = Path()
 
     @classmethod
@@ -264,6 +316,10 @@ class Config:
     @property
     def simulate_dir(self) -> Path:
         return self.root / self.run.dir / f"{self.run.name}+simulate"
+
+    @property
+    def datacenter_dir(self) -> Path:
+        return self.root / self.run.dir / f"{self.run.name}+datacenter"
 
     def site_dir(self, site: str) -> Path:
         return self.root / self.run.dir / f"{self.run.name}@{site}"
