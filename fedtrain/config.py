@@ -114,6 +114,29 @@ class AggregationConfig:
 
 
 @dataclass(frozen=True)
+class SecAggConfig:
+    """Secure aggregation: the aggregator learns sums over sites and nothing else.
+
+    Each site holds the aggregator to its own file: what is asked for there with other values is refused.
+    """
+
+    enabled: bool = False
+    clip: float = 1.0  # bound on a coordinate of (examples / max_examples) * delta
+    max_examples: float = 10_000.0  # of one site
+    ring_bits: int = 32  # bytes a coordinate travels in, times 8: 16 | 32 | 64
+    value_bits: int = 0  # of them for one site's value; 0: as many as the sum over all sites leaves room for
+    groups: int = 1  # sums per random group of sites, redrawn each round, for robust rules
+
+    def __post_init__(self) -> None:
+        require(self.clip > 0, "secagg.clip", f"{self.clip} must be positive")
+        require(self.max_examples > 0, "secagg.max_examples", f"{self.max_examples} must be positive")
+        require(self.ring_bits in (16, 32, 64), "secagg.ring_bits", f"{self.ring_bits} must be 16, 32 or 64")
+        require(self.value_bits == 0 or 4 <= self.value_bits < self.ring_bits, "secagg.value_bits",
+                f"{self.value_bits} must be 0 (as many as fit), or from 4 to secagg.ring_bits - 1")  # fmt: skip
+        require(self.groups >= 1, "secagg.groups", f"{self.groups} must be at least 1")
+
+
+@dataclass(frozen=True)
 class EvaluateConfig:
     every: int = 1  # rounds between evaluations; the last round is always evaluated; 0: never
     metric: str = "loss"  # decides early stop and the best model
@@ -238,6 +261,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+    secagg: SecAggConfig = field(default_factory=SecAggConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -291,6 +315,7 @@ class Config:
                  for f in fields(self.train) if f.name not in local}  # fmt: skip
         pairs |= {f"strategy.{k}": v for k, v in self.strategy.options.items()}
         pairs |= {f"aggregation.{k}": v for k, v in self.aggregation.options.items()}
+        pairs |= {f"secagg.{f.name}": getattr(self.secagg, f.name) for f in fields(self.secagg)}
         pairs |= {"run.name": self.run.name, "run.seed": self.run.seed, "run.task": self.run.task,
                   "strategy.kind": self.strategy.kind,
                   "aggregation.rule": self.aggregation.rule}  # fmt: skip
