@@ -69,6 +69,20 @@ PeerId = str
 
 
 @dataclass(frozen=True)
+class Neighborhood:
+    """One peer's part of one round's graph: whom it hears and tells, and how much each counts.
+
+    W is the round's mixing matrix, W[i, j] the weight of j's model at i. Its rows sum to 1 (own + incoming)
+    and its columns too (own + outgoing), unless the weights are push-sum's: then only the columns do.
+    """
+
+    peer: PeerId
+    own: float  # W[peer, peer]
+    incoming: Mapping[PeerId, float]  # j -> W[peer, j], by name, without the peer itself
+    outgoing: Mapping[PeerId, float]  # j -> W[j, peer]
+
+
+@dataclass(frozen=True)
 class Share:
     """What one peer gives one neighbour in one round: bytes, and how they are to be read.
 
@@ -172,39 +186,6 @@ class Neighbors(Protocol):
 
     async def arrival(self, timeout_s: float) -> bool:
         """Wait until `take` would give something; False when the time is over first."""
-
-
-# --- The graph seam: what a peer and its neighbours say to each other
-
-
-@dataclass(frozen=True)
-class Neighborhood:
-    """One peer's part of one round's graph: whom it hears and tells, and how much each counts.
-
-    W is the round's mixing matrix, W[i, j] the weight of j's model at i. Rows of W sum to 1 (own + incoming),
-    columns too (own + outgoing), unless the weights are push-sum's: then only columns do.
-    """
-
-    peer: SiteId
-    own: float  # W[peer, peer]
-    incoming: Mapping[SiteId, float]  # j -> W[peer, j]; sorted by name, without the peer itself
-    outgoing: Mapping[SiteId, float]  # j -> W[j, peer]
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """What a peer tells all its neighbours of a round: vectors by name, and a few numbers for the header.
-
-    The tensors are 1-D, contiguous and of any dtype (uint8 where a compressor made bytes), and views:
-    nobody writes to them before the round is over. The order of the names is the order on the wire.
-    """
-
-    parts: Mapping[str, torch.Tensor]
-    fields: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.parts.values())
 
     def publish(self, round: int, share: Share) -> None:
         """Our state, for whoever joins late and pulls it; a snapshot, the transport's from here on."""
