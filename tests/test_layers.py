@@ -12,7 +12,7 @@ import fedtrain
 
 ROOT = Path(fedtrain.__file__).parent
 BOTTOM = {"update", "config", "errors", "exchange"}
-MATHS = {"strategies", "aggregation", "compression", "privacy", "secagg", "topology"}
+MATHS = {"strategies", "aggregation", "compression", "privacy", "secagg", "topology", "gossip"}
 EVERYTHING = {*BOTTOM, *MATHS, "training", "wire", "transport", "store", "pki", "tracking", "runtime"}
 OUTSIDE = {"grpc", "zmq", "asyncio", "socket", "threading", "time", "torch.distributed"}  # maths has no I/O
 
