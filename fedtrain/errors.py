@@ -9,6 +9,7 @@ FedtrainError
   TaskError          the user's task raised; carries its type and place, never its data
   RoundError         a round could not be finished; the global weights are unchanged
     TooFewSites      fewer valid replies than min_sites
+    SecAggError      a secure sum can't be made, or what came back can't be one
   BadUpdate          an update was refused and named; the round goes on with the others
   WireError          bytes that are not ours: unknown frame, wrong size, wrong digest
 """
@@ -55,6 +56,10 @@ class TooFewSites(RoundError):
             f"Lower strategy.min_sites, raise strategy.round_deadline, or start more sites."
         )
         self.have, self.need = have, need
+
+
+class SecAggError(RoundError):
+    """A secure sum can't be made, or what came back can't be one; nothing was learnt."""
 
 
 class BadUpdate(FedtrainError):

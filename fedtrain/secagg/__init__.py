@@ -1,0 +1,1 @@
+"""Secure aggregation: the aggregator learns the sum of what sites send, and nothing of any one of them."""

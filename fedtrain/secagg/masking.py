@@ -1,0 +1,154 @@
+"""Masks: the AES-128 keystream of a key, added to a vector modulo 2^r.
+
+A key's stream is a sequence of blocks of 256 KiB. Block i is AES-128 in counter mode from the counter
+i (12 bytes, big-endian) ‖ 00000002, so work can begin at any block. The same bytes come from AES-GCM over
+zeros under the nonce i, its tag dropped; which of the two is faster differs by a factor of two either way
+from CPU to CPU, so the first use tries both for some milliseconds. Read as integers, bytes are little-endian.
+
+A site that masks, or an aggregator that takes masks out, adds up to thousands of streams to one vector. The
+work is cut by blocks of the vector: a block stays in the CPU's cache while all streams pass over it, and
+workers share nothing. Fresh memory costs several times the work done in it, so buffers are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from timeit import default_timer  # it picks a kernel and can change no bit; so it isn't handed in
+from typing import Any, Protocol
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from numpy.typing import NDArray
+
+KEY_BYTES = 16
+BLOCK_BYTES = 256 * 1024
+TAG_BYTES = 16  # GCM puts its tag behind a block
+RINGS = {16: np.dtype(np.uint16), 32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}  # r -> integers mod 2^r
+
+RingVector = NDArray[Any]  # 1-D, contiguous, of a dtype of RINGS
+Bytes = NDArray[np.uint8]  # 1-D, contiguous
+Stream = Callable[
+    [bytes, memoryview, memoryview], object
+]  # (a block's nonce, as many zeros as bytes wanted, out)
+
+
+class Spread(Protocol):
+    """How work is spread over workers: `map`, or a ThreadPoolExecutor's. What it gives back is used up."""
+
+    def __call__(self, work: Callable[[int], None], items: Iterable[int], /) -> Iterable[None]: ...
+
+
+def add_masks(
+    vector: RingVector, masks: Sequence[tuple[bytes, int]], spread: Spread = map, first_block: int = 0
+) -> None:
+    """vector += Σ sign · stream(key) modulo 2^r in place, over all (key, sign) of `masks`.
+
+    `first_block` says where in the streams a vector begins that comes in pieces of whole blocks.
+    """
+    assert vector.ndim == 1
+    assert vector.flags.c_contiguous
+    assert vector.dtype in RINGS.values(), vector.dtype
+    assert all(len(key) == KEY_BYTES and sign in (1, -1) for key, sign in masks)
+    opened, per_block = kernel(), BLOCK_BYTES // vector.itemsize
+    idle: list[
+        list[tuple[Stream, np.ufunc]]
+    ] = []  # of workers between blocks: a stream has one user at a time
+
+    def add(block: int) -> None:
+        try:
+            streams = idle.pop()
+        except IndexError:
+            streams = [(opened(key), np.add if sign > 0 else np.subtract) for key, sign in masks]
+        part = vector[block * per_block : (block + 1) * per_block]
+        nonce, zeros = _block(first_block + block, part.nbytes)
+        with rooms.one() as room:
+            out = room.data[: part.nbytes + TAG_BYTES]
+            mask = room[: part.nbytes].view(vector.dtype.newbyteorder("<"))
+            for stream, combine in streams:
+                stream(nonce, zeros, out)
+                combine(part, mask, part)
+        idle.append(streams)
+
+    for _ in spread(add, range(-(-len(vector) // per_block))):
+        pass
+
+
+def keystream(key: bytes, out: Bytes, first_block: int = 0) -> None:
+    """Fill `out` with the stream of `key`, from the start of a block on."""
+    assert len(key) == KEY_BYTES
+    stream = kernel()(key)
+    with rooms.one() as room:
+        for block, at in enumerate(range(0, len(out), BLOCK_BYTES), first_block):
+            part = out[at : at + BLOCK_BYTES]
+            stream(*_block(block, len(part)), room.data[: len(part) + TAG_BYTES])
+            part[:] = room[: len(part)]
+
+
+class Buffers:
+    """Buffers of `nbytes`, kept for the next that needs one: as many as were ever in use at once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._idle: list[Bytes] = []  # a list's pop and append are atomic
+
+    @contextmanager
+    def one(self) -> Iterator[Bytes]:
+        """A buffer with whatever its last user left in it."""
+        try:
+            buffer = self._idle.pop()
+        except IndexError:
+            buffer = np.zeros(self.nbytes, np.uint8)
+        try:
+            yield buffer
+        finally:
+            self._idle.append(buffer)
+
+
+rooms = Buffers(BLOCK_BYTES + TAG_BYTES)
+ZEROS = memoryview(bytes(BLOCK_BYTES))
+
+
+def _block(block: int, nbytes: int) -> tuple[bytes, memoryview]:
+    """What a stream is asked for to give the first bytes of a block."""
+    return block.to_bytes(12, "big"), ZEROS[:nbytes]
+
+
+# --- The two ways to the same bits
+
+
+def counter_mode(key: bytes) -> Stream:
+    cipher = Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
+    start, write = cipher.reset_nonce, cipher.update_into
+
+    def stream(nonce: bytes, zeros: memoryview, out: memoryview) -> None:
+        start(nonce + b"\0\0\0\2")  # where GCM's counter stands after it has used 1 for the tag
+        write(zeros, out)
+
+    return stream
+
+
+def galois_mode(key: bytes) -> Stream:
+    encrypt = AESGCM(key).encrypt_into
+    return lambda nonce, zeros, out: encrypt(nonce, zeros, None, out)
+
+
+@cache
+def kernel() -> Callable[[bytes], Stream]:
+    """The faster of the two on this CPU, by a trial of a few milliseconds at first use."""
+    if not hasattr(AESGCM, "encrypt_into"):  # cryptography below 47
+        return counter_mode
+    with rooms.one() as room:
+        trials = {
+            opened: min(_time_s(opened(bytes(KEY_BYTES)), room) for _ in range(20))
+            for opened in (counter_mode, galois_mode)
+        }
+    return min(trials, key=lambda opened: trials[opened])
+
+
+def _time_s(stream: Stream, room: Bytes) -> float:
+    began = default_timer()
+    stream(*_block(0, BLOCK_BYTES), room.data)
+    return default_timer() - began

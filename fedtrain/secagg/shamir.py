@@ -1,0 +1,180 @@
+"""Shamir's secret sharing over the integers modulo 2^255 − 19, in Python's integers.
+
+A secret is the value at 0 of a random polynomial of degree threshold − 1; a share is its value at the
+holder's x. Any `threshold` shares give the secret, fewer say nothing about it (Shamir, How to share a secret,
+CACM 1979). The modulus is X25519's, so an X25519 private key is one secret.
+
+Sums and products of small numbers are reduced at the end, not at each step. What depends on the holders alone
+(Lagrange's weights) is computed once for a set of them; then a reconstruction is one sum of products.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+
+from ..errors import SecAggError
+
+PRIME = 2**255 - 19
+RUN = 32  # steps of Horner's rule between reductions; each makes a number longer by the bits of x
+
+
+def share(
+    secret: int,
+    xs: Sequence[int],
+    threshold: int,
+    coefficients: Callable[[], int] = lambda: secrets.randbelow(PRIME),
+) -> list[int]:
+    """The shares of `secret` for the holders at `xs`, in their order.
+
+    `coefficients` is called threshold − 1 times for uniform integers in [0, PRIME) that nobody can foresee.
+    SecAggError where the secret or an x is out of range, xs are not distinct or fewer than the threshold.
+    """
+    if not 0 <= secret < PRIME:
+        raise SecAggError("a secret to share must be in [0, 2^255 - 19)")  # and is not printed
+    _check(xs, threshold)
+    highest_first = [*(coefficients() for _ in range(threshold - 1)), secret]
+    runs = [highest_first[i : i + RUN] for i in range(0, threshold, RUN)]
+    ys = []
+    for x in xs:
+        y = 0
+        for run in runs:
+            for coefficient in run:
+                y = y * x + coefficient
+            y %= PRIME
+        ys.append(y)
+    return ys
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the shares of one set of holders are multiplied by; their sum is the polynomial's value at 0."""
+
+    xs: tuple[int, ...]
+    values: tuple[int, ...]
+
+    @classmethod
+    def at_zero(cls, xs: Sequence[int]) -> Weights:
+        """Lagrange's weights of the holders at `xs`; kept for the next secret of the same holders."""
+        return _at_zero(tuple(xs))
+
+    def combine(self, ys: Sequence[int]) -> int:
+        """The secret of which `ys` are the shares, in the order of xs; some other number if one is wrong."""
+        if len(ys) != len(self.xs):
+            raise SecAggError(f"{len(ys)} shares came for the {len(self.xs)} holders of these weights")
+        total: int = sum(map(mul, self.values, ys))
+        return total % PRIME
+
+
+@lru_cache(maxsize=1024)
+def _at_zero(xs: tuple[int, ...]) -> Weights:
+    """w_i = Π_{j≠i} x_j / (x_j − x_i) = Π_j x_j / (x_i · Π_{j≠i} (x_j − x_i))."""
+    _check(xs, len(xs))
+    inverses = _inverses([x * d for x, d in zip(xs, _differences(xs), strict=True)])
+    product = math.prod(xs) % PRIME
+    return Weights(xs, tuple(product * inverse % PRIME for inverse in inverses))
+
+
+# --- More shares than are needed: which of them are wrong?
+#
+# The shares of all holders are a codeword of a generalized Reed-Solomon code, whose check symbols
+# S_j = Σ_i y_i x_i^j / Π_{l≠i} (x_l − x_i), 0 <= j < shares − threshold, are all 0 if nothing is wrong.
+
+
+def consistent(xs: Sequence[int], ys: Sequence[int], threshold: int) -> bool:
+    """Whether all shares lie on one polynomial of degree < threshold (with `threshold` shares: always)."""
+    return not any(_checks(tuple(xs), ys, threshold))
+
+
+def wrong_shares(xs: Sequence[int], ys: Sequence[int], threshold: int) -> list[int]:
+    """The xs of the shares that are wrong, sorted; [] when all agree.
+
+    Finds up to (shares − threshold) // 2 (Berlekamp 1968, Massey 1969); SecAggError when there are more.
+    """
+    xs = tuple(xs)
+    checks = _checks(xs, ys, threshold)
+    locator = _shortest_recurrence(checks)
+    wrong = {x for x in xs if sum(c * pow(x, -i, PRIME) for i, c in enumerate(locator)) % PRIME == 0}
+    good = [(x, y) for x, y in zip(xs, ys, strict=True) if x not in wrong]
+    if len(locator) - 1 != len(wrong) or 2 * len(wrong) > len(checks) or any(
+        _checks(tuple(x for x, _ in good), [y for _, y in good], threshold)
+    ):  # fmt: skip
+        raise SecAggError(
+            f"of {len(xs)} shares with threshold {threshold} more than {len(checks) // 2} are wrong; "
+            f"which ones cannot be told"
+        )
+    return sorted(wrong)
+
+
+def _checks(xs: tuple[int, ...], ys: Sequence[int], threshold: int) -> list[int]:
+    if len(ys) != len(xs):
+        raise SecAggError(f"{len(ys)} shares came from {len(xs)} holders")
+    _check(xs, threshold)
+    terms = list(map(mul, _inverse_differences(xs), ys))
+    found = []
+    for _ in range(len(xs) - threshold):
+        found.append(sum(terms) % PRIME)
+        terms = [t * x % PRIME for t, x in zip(terms, xs, strict=True)]
+    return found
+
+
+def _shortest_recurrence(sequence: Sequence[int]) -> list[int]:
+    """c, c_0 = 1, of the shortest recurrence Σ_i c_i s_{n−i} = 0 of a sequence (Massey 1969)."""
+    current, previous = [1], [1]
+    length, since, last = 0, 1, 1
+    for n, s in enumerate(sequence):
+        gap = (s + sum(current[i] * sequence[n - i] for i in range(1, min(len(current), n + 1)))) % PRIME
+        if gap == 0:
+            since += 1
+            continue
+        factor = gap * pow(last, -1, PRIME) % PRIME
+        shifted = [0] * since + [factor * c for c in previous]
+        before = current
+        current = [
+            ((current[i] if i < len(current) else 0) - (shifted[i] if i < len(shifted) else 0)) % PRIME
+            for i in range(max(len(current), len(shifted)))
+        ]
+        if 2 * length <= n:
+            length, previous, last, since = n + 1 - length, before, gap, 1
+        else:
+            since += 1
+    while current[-1] == 0:
+        current.pop()
+    return current
+
+
+# --- Arithmetic
+
+
+def _check(xs: Sequence[int], threshold: int) -> None:
+    if not 1 <= threshold <= len(xs):
+        raise SecAggError(f"a threshold of {threshold} with {len(xs)} holders: it must be in 1..{len(xs)}")
+    if len(set(xs)) != len(xs):
+        raise SecAggError("two holders have the same x")
+    if not all(0 < x < PRIME for x in xs):
+        raise SecAggError("a holder's x must be in 1..2^255 - 20; at 0 lies the secret itself")
+
+
+def _differences(xs: tuple[int, ...]) -> list[int]:
+    """Π_{j≠i} (x_j − x_i) for each i, reduced."""
+    return [math.prod([other - x for other in xs if other != x]) % PRIME for x in xs]
+
+
+@lru_cache(maxsize=1024)
+def _inverse_differences(xs: tuple[int, ...]) -> list[int]:
+    return _inverses(_differences(xs))
+
+
+def _inverses(numbers: Sequence[int]) -> list[int]:
+    """1/a for each a modulo PRIME, with one inversion for all (Montgomery 1987)."""
+    before = list(accumulate(numbers, lambda a, b: a * b % PRIME, initial=1))
+    inverse, found = pow(before[-1], -1, PRIME), []
+    for number, product in zip(reversed(numbers), reversed(before[:-1]), strict=True):
+        found.append(inverse * product % PRIME)
+        inverse = inverse * number % PRIME
+    return found[::-1]
