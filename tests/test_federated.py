@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedtrain.config import Config, LimitsConfig
-from fedtrain.errors import BadUpdate, StoreError, TooFewSites
+from fedtrain.errors import BadUpdate, ConfigError, StoreError, TooFewSites
 from fedtrain.runtime import checks, federated
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build, state_init
@@ -184,6 +184,75 @@ def test_s19_an_update_over_the_norm_bound_is_refused(tmp_path):
     cfg = config(tmp_path, run={"rounds": 1}, limits={"max_norm": 1000.0})
     run(cfg, LocalCohort(handlers(d=bad([1e4]))), events)
     assert events.of("update_refused")[0]["reason"] == "its norm 1e+04 is over limits.max_norm = 1000"
+
+
+ROBUST = {
+    "median": {},
+    "trimmed_mean": {"f": 1},
+    "krum": {"f": 1},
+    "multi_krum": {"f": 1},
+    "geometric_median": {},
+    "centered_clip": {},
+}
+
+
+@pytest.mark.parametrize("values", [[1e30] * 8, [-1e30] * 8, [0.0] * 5 + [1e30] * 3, [-40.0] * 8])
+@pytest.mark.parametrize("rule", ROBUST)
+def test_s19_one_hostile_site_of_five_cannot_move_the_model_past_the_bound(tmp_path, rule, values):
+    """After five rounds the model is no further from the honest optima than these are from each other."""
+    cfg = config(tmp_path, strategy={"min_sites": 5}, aggregation={"rule": rule, **ROBUST[rule]})
+    _, after = run(cfg, LocalCohort(handlers(c=bad(values, examples=1e6))))
+    optima = torch.stack([torch.arange(8.0) * (1 + SITES.index(site)) for site in "abde"])
+    middle = optima.mean(0)
+    bound = 1.5 * (optima - middle).norm(dim=1).max()
+    assert (after.weights.flat(SCHEMA.sections[0]) - middle).norm() <= bound
+
+
+def test_s19_the_mean_without_a_norm_bound_is_moved_by_one_site(tmp_path):
+    """What the robust rules are for."""
+    _, after = run(config(tmp_path), LocalCohort(handlers(c=bad([1e30] * 8))))
+    assert after.weights.flat(SCHEMA.sections[0]).abs().max() > 1e29
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+def test_a_robust_rule_gives_the_same_bits_whatever_the_order_of_arrival(tmp_path, rule):
+    digests = set()
+    for seed in range(3):
+        cfg = config(tmp_path / str(seed), strategy={"min_sites": 5}, aggregation={"rule": rule})
+        digests.add(run(cfg, Shuffled(handlers(), seed))[1].weights.digest)
+    assert len(digests) == 1
+
+
+class OneSlab(LocalCohort):
+    """Updates that lie in the same shared memory, one after the other, as a pool's do."""
+
+    async def exchange(self, requests, deadline_s):
+        memory = torch.zeros(1, SCHEMA.nbytes, dtype=torch.uint8)
+        async for site, reply in super().exchange(requests, deadline_s):
+            if isinstance(reply, Update):
+                memory[0] = reply.delta.data
+                (row,) = Slab(SCHEMA, memory).arenas()
+                reply = Update(delta=row, num_examples=reply.num_examples, metrics=reply.metrics)
+            yield site, reply
+
+
+@pytest.mark.parametrize("rule", ["mean", *ROBUST])
+def test_updates_in_memory_that_is_used_again_are_aggregated_as_if_they_had_stayed(tmp_path, rule):
+    digests = []
+    for i, kind in enumerate((LocalCohort, OneSlab)):
+        cfg = config(tmp_path / str(i), strategy={"min_sites": 5}, aggregation={"rule": rule})
+        digests.append(run(cfg, kind(handlers()))[1].weights.digest)
+    assert digests[0] == digests[1]
+
+
+def test_a_rule_that_needs_more_updates_than_a_round_may_have_refuses_to_start(tmp_path):
+    seen = []
+    cfg = config(tmp_path, aggregation={"rule": "krum", "f": 1})
+    with pytest.raises(
+        ConfigError, match=r"krum with f = 1 needs 5 updates a round, but strategy.min_sites is 3"
+    ):
+        run(cfg, LocalCohort(handlers(a=pull("a", seen))))
+    assert seen == []
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,22 @@ from .. import config
 from ..errors import ConfigError
 from ..update import Arena, Schema, Update
 from .base import Rule, Stack
+from .centered_clip import CenteredClip
+from .geometric_median import GeometricMedian
+from .krum import Krum
 from .mean import Mean, WeightedMean
 from .median import Median
+from .multi_krum import MultiKrum
+from .trimmed_mean import TrimmedMean
 
 RULES: dict[str, type[Rule]] = {
+    "centered_clip": CenteredClip,
+    "geometric_median": GeometricMedian,
+    "krum": Krum,
     "mean": Mean,
     "median": Median,
+    "multi_krum": MultiKrum,
+    "trimmed_mean": TrimmedMean,
 }
 
 __all__ = ["RULES", "Mean", "Rule", "Stack", "WeightedMean", "aggregate", "build"]
@@ -35,8 +45,8 @@ def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> 
     rule = config.build(cls, dict(options), "aggregation")
     if updates is not None and updates < rule.needs:
         raise ConfigError(
-            f"aggregation.rule: {rule} needs {rule.needs} updates a round, but strategy.min_sites is "
-            f"{updates}. Raise it to {rule.needs}, or choose another rule."
+            f"aggregation.rule: {_named(kind, rule)} needs {rule.needs} updates a round, but "
+            f"strategy.min_sites is {updates}. Raise it to {rule.needs}, or choose a rule that needs less."
         )
     return rule
 
@@ -46,6 +56,12 @@ def aggregate(rule: Rule, schema: Schema, updates: Sequence[Update]) -> Arena:
     for update in updates:
         assert update.delta.schema.digest == schema.digest, "updates are checked before they are aggregated"
     return rule.combine(schema, updates)
+
+
+def _named(kind: str, rule: Rule) -> str:
+    """The rule with its options as they are, as a person would say it."""
+    options = ", ".join(f"{name} = {getattr(rule, name)!r}" for name in _options(type(rule)))
+    return f"{kind} with {options}" if options else kind
 
 
 def _options(cls: type[Rule]) -> list[str]:

@@ -10,8 +10,8 @@ A custom rule is a frozen dataclass that derives from Rule:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..errors import RoundError
 from ..update import FLOATS, Arena, Schema, Section, Update
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     Rows = torch.Tensor  # float64 [n, some coordinates]: the same coordinates of n updates
     Vector = torch.Tensor  # 1-D
+    Reduction = Callable[[Rows], Vector]
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -29,18 +30,24 @@ VALUES = 1 << 20  # float64 held at a time, 8 MiB: n rows of VALUES / n coordina
 
 
 class Stack(Protocol[T_co]):
-    """n updates side by side, read by passes. `T_co` is what one of them is: an Arena, or a plain vector."""
+    """n updates side by side, read by passes. `T_co` is what one of them is: an Arena, or a plain vector.
+
+    A chunk of rows is the reader's own to overwrite, and good until the next one.
+    """
 
     @property
     def count(self) -> int:
         """n, at least 1."""
 
     def trained(self) -> Iterator[Rows]:
-        """One pass over the trained floats, in arena order; each chunk is good until the next one."""
+        """One pass over the trained floats, in arena order."""
 
-    def reduce(self, rule: Callable[[Rows], Vector]) -> T_co:
-        """One pass over all that a round can change: `rule` makes one coordinate of n. Integers are rounded
-        to the nearest, halves to even."""
+    def reduce(self, rule: Reduction, rest: Reduction | None = None) -> T_co:
+        """One pass over all that a round can change: `rule` makes one coordinate of n.
+
+        `rest`, where it is given, does so for what is not trained: frozen parameters, BatchNorm's
+        statistics, integers. Integers are rounded to the nearest, halves to even.
+        """
 
 
 class Rule:
@@ -82,23 +89,24 @@ class Updates:
 
     def trained(self) -> Iterator[Rows]:
         for section in self._schema.sections:
-            if section.dtype in FLOATS:
-                for _, _, rows in self._chunks(section, section.trained):
-                    yield rows
+            for _, _, rows in self._chunks(section, 0, _trained(section)):
+                yield rows
 
-    def reduce(self, rule: Callable[[Rows], Vector]) -> Arena:
+    def reduce(self, rule: Reduction, rest: Reduction | None = None) -> Arena:
         result = Arena.zeros(self._schema)
         for section in moving(self._schema):
-            for start, stop, rows in self._chunks(section, section.numel):
-                rounded(rule(rows), result.chunk(section, start, stop))
+            edge = _trained(section)
+            for first, end, make in (0, edge, rule), (edge, section.numel, rest or rule):
+                for start, stop, rows in self._chunks(section, first, end):
+                    rounded(make(rows), result.chunk(section, start, stop))
         return result
 
-    def _chunks(self, section: Section, end: int) -> Iterator[tuple[int, int, Rows]]:
+    def _chunks(self, section: Section, first: int, end: int) -> Iterator[tuple[int, int, Rows]]:
         import torch
 
-        size = _chunk(self.count)
-        room = torch.empty(self.count * min(size, end), dtype=torch.float64)
-        for start in range(0, end, size):
+        size = max(1, VALUES // self.count)
+        room = torch.empty(self.count * min(size, end - first), dtype=torch.float64)
+        for start in range(first, end, size):
             stop = min(start + size, end)
             rows = room[: self.count * (stop - start)].view(self.count, -1)
             for row, update in zip(rows, self._updates, strict=True):
@@ -118,20 +126,18 @@ class Vectors:
         for _, rows in self._chunks():
             yield rows
 
-    def reduce(self, rule: Callable[[Rows], Vector]) -> Vector:
+    def reduce(self, rule: Reduction, rest: Reduction | None = None) -> Vector:
         result = self._rows.new_empty(self._rows.shape[1])
         for start, rows in self._chunks():
             rounded(rule(rows), result[start : start + rows.shape[1]])
         return result
 
     def _chunks(self) -> Iterator[tuple[int, Rows]]:
-        size = _chunk(self.count)
+        import torch
+
+        size = max(1, VALUES // self.count)
         for start in range(0, self._rows.shape[1], size):
-            yield start, self._rows[:, start : start + size].double()
-
-
-def _chunk(count: int) -> int:
-    return max(1, VALUES // count)
+            yield start, self._rows[:, start : start + size].to(torch.float64, copy=True)
 
 
 def moving(schema: Schema) -> list[Section]:
@@ -139,16 +145,30 @@ def moving(schema: Schema) -> list[Section]:
     return [s for s in schema.sections if s.dtype not in ("bool", "uint8")]
 
 
+def _trained(section: Section) -> int:
+    return section.trained if section.dtype in FLOATS else 0
+
+
 def rounded(values: Vector, out: Vector) -> None:
     """Into the dtype of `out`; integers to the nearest, halves to even. `values` is overwritten."""
     out.copy_(values if out.is_floating_point() else values.round_())
 
 
-def weighted_sum(rows: Rows, weights: Sequence[float]) -> Vector:
+def weighted_sum(rows: Rows, weights: Iterable[float]) -> Vector:
     """Σ wᵢ·rowᵢ, each product and each sum rounded once and in order, so that no bit depends on where a
-    chunk ends. A row of weight 0 is not looked at."""
+    chunk ends. A row of weight 0 is not looked at. `rows` are overwritten."""
     total = rows.new_zeros(rows.shape[1])
     for row, weight in zip(rows, weights, strict=True):
         if weight:
-            total.add_(row * weight)
+            total.add_(row.mul_(weight))
     return total
+
+
+def distances(stack: Stack[Any], centre: Reduction) -> Vector:
+    """‖rowᵢ − centre‖₂ over the trained floats, [n] float64; one pass. `centre` gets a copy of the rows."""
+    import torch
+
+    squares = torch.zeros(stack.count, dtype=torch.float64)
+    for rows in stack.trained():
+        squares += torch.linalg.vector_norm(rows - centre(rows.clone()), dim=1).square()
+    return squares.sqrt()

@@ -1,4 +1,4 @@
-"""The coordinate-wise median (Yin et al. 2018, Definition 1)."""
+"""The coordinate-wise median."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from .base import Rule, Stack
+from .trimmed_mean import trimmed
 
 if TYPE_CHECKING:
     from .base import Rows, Vector
@@ -15,14 +16,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Median(Rule):
-    """The middle value, or the mean of the middle two. While under half of the updates are hostile, each
-    coordinate stays within the honest ones."""
+    """In each coordinate the middle value, or the mean of the middle two (Yin et al. 2018, Definition 1).
+
+    While less than half of the updates are hostile, each coordinate stays within the honest ones.
+    """
+
+    @property
+    def needs(self) -> int:
+        return 3
 
     def of(self, stack: Stack[T]) -> T:
-        low, high = (stack.count - 1) // 2, stack.count // 2
+        return stack.reduce(median)
 
-        def middle(rows: Rows) -> Vector:
-            ordered = rows.sort(0).values
-            return (ordered[low] + ordered[high]).div_(2)
 
-        return stack.reduce(middle)
+def median(rows: Rows) -> Vector:
+    """What the other robust rules make of coordinates that are not trained, as well."""
+    return trimmed(rows, len(rows))

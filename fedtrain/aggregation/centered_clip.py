@@ -1,0 +1,64 @@
+"""Centered clipping: from a centre on, no update pulls further than a radius."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ..config import one_of, require
+from .base import Rule, Stack, distances, weighted_sum
+from .median import median
+
+if TYPE_CHECKING:
+    import torch
+
+    from .base import Rows, Vector
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CenteredClip(Rule):
+    """v ← v + mean of (xᵢ − v)·min(1, radius/‖xᵢ − v‖), a few times (Karimireddy et al. 2021, Algorithm 2).
+
+    Distances are over the trained floats, and what is not trained moves by the median. A hostile update moves
+    v by at most radius/n a step. From "zero" v begins where nothing has changed: at the global model, or,
+    given a neighbourhood's differences from one's own model, at that (self-centred clipping, He et al. 2022).
+    """
+
+    radius: float = 0.0  # L2 norm; 0: the median of the distances, anew in each step
+    iterations: int = 3  # each reads all updates once
+    start: str = "median"  # median (of each coordinate) | zero
+
+    def __post_init__(self) -> None:
+        require(self.radius >= 0, "aggregation.radius", f"{self.radius} must be 0 (median) or more")
+        require(self.iterations >= 1, "aggregation.iterations", f"{self.iterations} must be at least 1")
+        one_of("aggregation.start", self.start, ("median", "zero"))
+
+    @property
+    def needs(self) -> int:
+        return 3
+
+    def of(self, stack: Stack[T]) -> T:
+        n, left, weights = stack.count, 1.0, [0.0] * stack.count  # v = left·start + Σ weightᵢ·xᵢ
+
+        def centre(rows: Rows) -> Vector:
+            if self.start == "zero" or not left:
+                return weighted_sum(rows, weights)
+            return weighted_sum(rows.clone(), weights).add_(median(rows).mul_(left))
+
+        for _ in range(self.iterations):
+            far = distances(stack, centre)
+            shares = _shares(far, self.radius or float(far.median()))
+            kept = 1 - math.fsum(shares) / n
+            left, weights = (
+                left * kept,
+                [w * kept + share / n for w, share in zip(weights, shares, strict=True)],
+            )
+        return stack.reduce(centre, rest=median)
+
+
+def _shares(far: torch.Tensor, radius: float) -> list[float]:
+    """min(1, radius/distance), 1 for no distance."""
+    return [1.0 if d <= radius else radius / d for d in far.tolist()]

@@ -1,0 +1,55 @@
+"""Krum: the one update that lies closest to its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..config import require
+from .base import Rule, Stack, weighted_sum
+from .median import median
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Krum(Rule):
+    """The update whose n − f − 2 nearest lie closest, by summed squares (Blanchard et al. 2017, §3).
+
+    Distances are over the trained floats, and what is not trained moves by the median. Ties go to the first,
+    in site order. Of fewer than f + 3 rows each is measured by its one nearest.
+    """
+
+    f: int = 1  # hostile updates that it withstands
+
+    def __post_init__(self) -> None:
+        require(self.f >= 0, "aggregation.f", f"{self.f} must be 0 or more")
+
+    @property
+    def needs(self) -> int:
+        return 2 * self.f + 3
+
+    def of(self, stack: Stack[T]) -> T:
+        best = by_score(stack, self.f)[0]
+        weights = [float(i == best) for i in range(stack.count)]
+        return stack.reduce(lambda rows: weighted_sum(rows, weights), rest=median)
+
+
+def by_score(stack: Stack[Any], f: int) -> list[int]:
+    """Places of the rows, the best first: one pass, n(n − 1)/2 distances in float64."""
+    import torch
+
+    n = stack.count
+    pairs = torch.zeros(n * (n - 1) // 2, dtype=torch.float64)
+    for rows in stack.trained():
+        pairs += torch.pdist(
+            rows
+        ).square()  # of the differences themselves, so that a huge row spoils no other
+    squares = torch.zeros(n, n, dtype=torch.float64)
+    above = torch.triu_indices(n, n, offset=1)
+    squares[above[0], above[1]] = pairs
+    squares += squares.T.clone()
+    squares.fill_diagonal_(-1.0)  # each row's own place is its first when sorted
+    nearest = squares.sort(dim=1).values[:, 1 : 1 + max(1, n - f - 2)]
+    order: list[int] = nearest.sum(dim=1).sort(stable=True).indices.tolist()
+    return order

@@ -1,0 +1,48 @@
+"""The coordinate-wise trimmed mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ..config import require
+from .base import Rule, Stack, weighted_sum
+
+if TYPE_CHECKING:
+    from .base import Rows, Vector
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Rule):
+    """In each coordinate the f lowest and the f highest values are left out (Yin et al. 2018, Definition 2).
+
+    While at most f updates are hostile, each coordinate stays within the honest ones. Of fewer than 2f + 1
+    rows it takes the middle.
+    """
+
+    f: int = 1  # left out at each end
+    fraction: float = 0.0  # above 0: so large a part of the updates, rounded up, in place of f
+
+    def __post_init__(self) -> None:
+        require(self.f >= 0, "aggregation.f", f"{self.f} must be 0 or more")
+        require(0 <= self.fraction < 0.5, "aggregation.fraction", f"{self.fraction} must be in [0, 0.5)")
+
+    @property
+    def needs(self) -> int:
+        return 3 if self.fraction else 2 * self.f + 1
+
+    def of(self, stack: Stack[T]) -> T:
+        f = math.ceil(self.fraction * stack.count - 1e-9) if self.fraction else self.f
+        return stack.reduce(lambda rows: trimmed(rows, f))
+
+
+def trimmed(rows: Rows, f: int) -> Vector:
+    """The mean of each coordinate's values without the f lowest and the f highest; at least the middle."""
+    f = min(f, (len(rows) - 1) // 2)
+    values = rows.numpy()
+    values.sort(axis=0)  # 2 to 5 times as fast as torch's
+    kept = len(values) - 2 * f
+    return weighted_sum(rows[f : f + kept], [1.0] * kept).div_(kept)
