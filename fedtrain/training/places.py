@@ -1,0 +1,241 @@
+"""Where checkpoints and shards lie: a folder, or a bucket that speaks S3. The same few calls for both.
+
+Paths are relative, with "/" between the parts. A file is written once, by one process, and never changed:
+what makes a set of files count is that a file that names them all, with their digests, is written last.
+
+A bucket is reached with the environment's AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, for
+another server than Amazon's, AWS_ENDPOINT_URL. It may be away for `patience_s`: requests are tried again,
+ever more rarely.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+BLOCK = 8 << 20  # bytes a read, a write and a part of an upload
+GATHERED = 64 << 20  # bytes of ranges that are asked of a bucket at once
+Range = tuple[int, int]  # [start, stop) in bytes
+
+
+class Place(Protocol):
+    """A folder or a bucket's prefix. Failures are StoreErrors that say what to change."""
+
+    def write(self, path: str, blocks: Iterable[memoryview | bytes]) -> None:
+        """The file with all blocks, on the disk when this returns; or an error, and no such file."""
+
+    def read(self, path: str, ranges: Sequence[Range] | None = None) -> Iterator[memoryview]:
+        """Each of the ranges, or the whole file in blocks of BLOCK. FileNotFoundError where there is none."""
+
+    def names(self) -> list[str]:
+        """The folders directly here."""
+
+    def files(self, folder: str) -> list[str]:
+        """The files directly in a folder, their names only."""
+
+    def remove(self, path: str) -> None:
+        """Forget a file, or a folder with all in it; nothing happens where there is none."""
+
+    def __str__(self) -> str:
+        """For people."""
+
+
+def place_of(where: Path | str, patience_s: float = 120.0) -> Place:
+    """A Folder for a path, a Bucket for "s3://bucket/prefix"."""
+    if isinstance(where, str) and "://" in where:
+        return Bucket(where, patience_s)
+    return Folder(Path(where))
+
+
+class Folder:
+    """On a disk of this machine, or on one that all machines of the run share."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def write(self, path: str, blocks: Iterable[memoryview | bytes]) -> None:
+        file = self.root / path
+        partial = file.with_name(f".{file.name}.part")
+        written = 0
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb", buffering=0) as f:
+                for block in blocks:
+                    view, at = memoryview(block), 0
+                    while at < len(view):
+                        at += f.write(view[at:])
+                    written += len(view)
+                os.fsync(f.fileno())
+            partial.replace(file)
+            fd = os.open(file.parent, os.O_RDONLY)
+            try:
+                os.fsync(fd)  # and its name
+            finally:
+                os.close(fd)
+        except OSError as e:
+            with suppress(OSError):
+                partial.unlink()
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise StoreError(
+                    f"{file} can't be written: {e.strerror} ({errno.errorcode[e.errno or 0]})."
+                ) from e
+            free = shutil.disk_usage(self.root).free if self.root.exists() else 0
+            raise StoreError(
+                f"no room for {file}: {e.strerror} after {written:,} bytes, {free:,} are free on its disk. "
+                f"Free some, lower checkpoint.keep, or name another checkpoint.dir."
+            ) from e
+
+    def read(self, path: str, ranges: Sequence[Range] | None = None) -> Iterator[memoryview]:
+        with (self.root / path).open("rb", buffering=0) as f:
+            if ranges is None:
+                while block := f.read(BLOCK):
+                    yield memoryview(block)
+                return
+            for start, stop in ranges:
+                buffer = memoryview(bytearray(stop - start))
+                at = 0
+                while at < len(buffer) and (got := os.preadv(f.fileno(), [buffer[at:]], start + at)):
+                    at += got
+                if at < len(buffer):
+                    raise StoreError(
+                        f"{self.root / path} ends at byte {start + at:,}; {stop:,} were expected."
+                    )
+                yield buffer
+
+    def names(self) -> list[str]:
+        return sorted(p.name for p in self.root.iterdir() if p.is_dir()) if self.root.is_dir() else []
+
+    def files(self, folder: str) -> list[str]:
+        here = self.root / folder
+        return sorted(p.name for p in here.iterdir() if p.is_file()) if here.is_dir() else []
+
+    def remove(self, path: str) -> None:
+        target = self.root / path
+        if target.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+        else:
+            target.unlink(missing_ok=True)
+
+
+class Bucket:
+    """A prefix of a bucket at Amazon's or any other server that speaks S3. Uploads go in parts; an object
+    appears when it is complete."""
+
+    def __init__(self, url: str, patience_s: float = 120.0) -> None:
+        scheme, _, rest = url.partition("://")
+        bucket, _, self.prefix = rest.strip("/").partition("/")
+        if scheme != "s3" or not bucket:
+            raise ConfigError(f'{url!r} is no place for files. Write a folder, or "s3://bucket/prefix".')
+        try:
+            from obstore.store import S3Store
+        except ModuleNotFoundError:
+            raise ConfigError(f"{url} needs obstore: pip install fedtrain[s3]") from None
+        self.url, self.patience_s = url.rstrip("/"), patience_s
+        endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+        self._store: S3Store = S3Store(
+            bucket,
+            client_options={"allow_http": endpoint.startswith("http://"), "timeout": "60s"},
+            retry_config={
+                "max_retries": 1000,  # patience_s decides
+                "retry_timeout": timedelta(seconds=patience_s),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=200),
+                    "max_backoff": timedelta(seconds=10),
+                    "base": 2,
+                },
+            },
+        )
+
+    def __str__(self) -> str:
+        return self.url
+
+    def write(self, path: str, blocks: Iterable[memoryview | bytes]) -> None:
+        import obstore
+
+        with self._said("written"):
+            obstore.put(self._store, self._key(path), iter(blocks), chunk_size=BLOCK, max_concurrency=4)
+
+    def read(self, path: str, ranges: Sequence[Range] | None = None) -> Iterator[memoryview]:
+        import obstore
+
+        with self._said("read"):
+            if ranges is None:
+                size = obstore.head(self._store, self._key(path))["size"]
+                ranges = [(at, min(at + BLOCK, size)) for at in range(0, size, BLOCK)]
+            for group in _groups(ranges):
+                starts, stops = zip(*group, strict=True)
+                found = obstore.get_ranges(self._store, self._key(path), starts=starts, ends=stops)
+                for (start, stop), block in zip(group, found, strict=True):
+                    if len(block) != stop - start:
+                        raise StoreError(f"{self.url}/{path} ends at byte {start + len(block):,}; "
+                                         f"{stop:,} were expected.")  # fmt: skip
+                    yield memoryview(bytearray(block))
+
+    def names(self) -> list[str]:
+        found = self._list("")["common_prefixes"]
+        return sorted(prefix.rstrip("/").rpartition("/")[2] for prefix in found)
+
+    def files(self, folder: str) -> list[str]:
+        return sorted(o["path"].rpartition("/")[2] for o in self._list(folder)["objects"])
+
+    def remove(self, path: str) -> None:
+        import obstore
+
+        with self._said("removed"):
+            under = [o["path"] for page in obstore.list(self._store, prefix=self._key(path)) for o in page]
+            if gone := [
+                key for key in under if key == self._key(path) or key.startswith(self._key(path) + "/")
+            ]:
+                obstore.delete(self._store, gone)
+
+    def _key(self, path: str) -> str:
+        return "/".join(part for part in (self.prefix, path) if part)
+
+    def _list(self, folder: str) -> Any:
+        import obstore
+
+        with self._said("listed"):
+            return obstore.list_with_delimiter(self._store, self._key(folder) or None)
+
+    @contextmanager
+    def _said(self, what: str) -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (BaseError, OSError) as e:
+            line = str(e).partition("\n")[0]
+            raise StoreError(
+                f"{self.url} can't be {what}, tried for up to {self.patience_s:g} s: {line}. Check the "
+                f"bucket, AWS_ENDPOINT_URL and the environment's credentials, or raise checkpoint.patience."
+            ) from e
+
+
+def _groups(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """The ranges in their order, as many at once as memory should hold."""
+    group: list[Range] = []
+    held = 0
+    for start, stop in ranges:
+        if group and held + stop - start > GATHERED:
+            yield group
+            group, held = [], 0
+        group.append((start, stop))
+        held += stop - start
+    if group:
+        yield group
