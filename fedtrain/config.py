@@ -254,6 +254,26 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """Where and how often a run in a datacenter keeps its state."""
+
+    every: int = 100  # optimizer steps between checkpoints; 0: only at the end, and on SIGTERM
+    keep: int = 3
+    background: bool = True  # training goes on while the disk or bucket is written
+    dir: str = ""  # a folder relative to this file, or s3://bucket/prefix; empty: in the run directory
+    format: str = "sharded"  # sharded: each rank writes its pieces | full: whole tensors in one file
+    patience: Seconds = Seconds(120)  # how long a bucket may be away before a save or a load fails
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "checkpoint.every", f"{self.every} must be 0 (at the end) or more")
+        require(self.keep >= 1, "checkpoint.keep", f"{self.keep} must be at least 1")
+        require(self.patience > 0, "checkpoint.patience", "must be positive")
+        require("://" not in self.dir or self.dir.startswith("s3://"), "checkpoint.dir",
+                f'{self.dir!r} must be a folder, or "s3://bucket/prefix"')  # fmt: skip
+        one_of("checkpoint.format", self.format, ("sharded", "full"))
+
+
+@dataclass(frozen=True)
 class Config:
     """All of fedtrain.toml. `root` is the folder that it lies in."""
 
@@ -267,6 +287,7 @@ class Config:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     root: Path = Path()
 
     @classmethod
@@ -345,6 +366,14 @@ class Config:
     @property
     def datacenter_dir(self) -> Path:
         return self.root / self.run.dir / f"{self.run.name}+datacenter"
+
+    @property
+    def checkpoint_dir(self) -> Path | str:
+        """Where checkpoints lie: checkpoint.dir, or a folder of the run's own."""
+        own = self.checkpoint.dir
+        if not own:
+            return self.run_dir / "checkpoints"
+        return own if "://" in own else self.root / own
 
     def site_dir(self, site: str) -> Path:
         return self.root / self.run.dir / f"{self.run.name}@{site}"
