@@ -1,0 +1,241 @@
+"""What a site and the aggregator say to each other in one session of secure aggregation.
+
+  step  asks       answers   what it brings
+  0     Advertise  Keys      fresh keys, signed
+  1     Share      Shares    shares of the site's two secrets, sealed for their holders; one roster, signed
+  2     Mask       Masked    the update under its masks
+  3     Agree      Agreed    one list of survivors, signed
+  4     Unmask     Unmasked  shares: of self masks for survivors, of mask keys for those that dropped out
+
+U1 are the sites in the roster, U2 those that dealt shares, U3 the survivors, whose vectors are in the sum.
+Protocol: Bonawitz et al., CCS 2017 (malicious aggregator); its sparse graph: Bell et al., CCS 2020.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from ..update import AnyArena, Message, Request, Schema, SiteId, TensorSpec, Train
+
+VERSION = 1  # of all that is hashed, signed or sealed here
+NONCE_BYTES = 16
+MAX_NAMES, MAX_NAME = 256, 128  # metrics in one session, and characters in the name of one
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What one session is about. All of it is in the session's id, and so in every key, seal and signature."""
+
+    federation: str
+    run: str
+    round: int
+    attempt: int
+    nonce: bytes  # fresh from the aggregator: a session is never had twice
+    cohort: dict[SiteId, bytes]  # who is asked: site -> fingerprint of its certificate, in order of names
+    quorum: int  # fewest sites in U1, in U2, in U3 and among those that unmask
+    threshold: int  # shares that rebuild a secret
+    degree: int = 0  # neighbours of a site that hold its shares and mask with it; 0: all sites
+    ring_bits: Literal[16, 32, 64] = 32
+    value_bits: int
+    clip: float
+    max_weight: float
+    length: int  # coordinates of the vector before those of metrics
+    privacy: str = ""  # what differential privacy adds at sites, as it was agreed
+
+    def sid(self, model: bytes) -> bytes:
+        """The session's id, 32 bytes. `model`: SHA-256 of the weights that this end has.
+
+        Sites that were given different models have different ids, so that their masks don't cancel.
+        """
+        members = [part for site in sorted(self.cohort) for part in (site, self.cohort[site])]
+        return hash_of(
+            "session", VERSION, self.federation, self.run, self.round, self.attempt, self.nonce,
+            len(self.cohort), *members, self.quorum, self.threshold, self.degree, self.ring_bits,
+            self.value_bits, float(self.clip), float(self.max_weight), self.length, self.privacy, model,
+        )  # fmt: skip
+
+    def request_id(self, step: str) -> str:
+        """Two sessions for one plan, before and after an aggregator's restart, differ in it."""
+        return f"{self.run}/{self.round}/{self.attempt}/{step}-{self.nonce[:4].hex()}"
+
+    def numel(self, names: tuple[str, ...]) -> int:
+        """Coordinates of the masked vector: `length`, then (sum, count) of each metric in order of names."""
+        return self.length + 2 * len(names)
+
+    def schema(self, names: tuple[str, ...]) -> Schema:
+        """The masked vector as an arena, so that it travels as any model does."""
+        return Schema((TensorSpec("masked", (self.numel(names),), f"int{self.ring_bits}", False),))
+
+
+class Advertise(Train, frozen=True, kw_only=True, tag=True):
+    """Train on these weights, keep the update, and offer keys under these terms."""
+
+    terms: Terms
+
+
+class Keys(Message, frozen=True, kw_only=True, tag=True):
+    """A site's fresh keys, and the names of its metrics. Signed with the key of its certificate."""
+
+    certificate: bytes  # PEM: the site's, then that of who issued it
+    mask_key: bytes  # X25519 public: agrees on pairwise masks. [32]
+    seal_key: bytes  # X25519 public: agrees on what seals shares. [32]
+    commitment: bytes  # to the seed of its self mask. [32]
+    names: tuple[str, ...]  # sorted
+    signature: bytes
+
+
+class Share(Request, frozen=True, kw_only=True, tag=True):
+    """U1: the keys of this site's neighbours and its own, and the hashes of all others' keys."""
+
+    sid: bytes
+    roster: dict[SiteId, Keys]
+    others: dict[SiteId, bytes]  # site -> entry_hash
+    names: tuple[str, ...]  # of all metrics at any site, sorted
+
+
+class Sealed(msgspec.Struct, frozen=True, array_like=True):
+    """One holder's shares of one site's secrets."""
+
+    text: bytes  # AES-128-GCM of self-mask share ‖ mask-key share. [32 + 32 + 16]
+    seed: bytes  # commitment to the first share. [32]
+    key: bytes  # commitment to the second. [32]
+
+
+class Shares(Message, frozen=True, kw_only=True, tag=True):
+    sealed: dict[SiteId, Sealed]  # by holder
+    signature: bytes  # over the roster's hash and dealt_hash(sealed)
+
+
+class Dealt(msgspec.Struct, frozen=True, array_like=True):
+    """That a site saw this roster and dealt its shares."""
+
+    dealt: bytes  # dealt_hash of its sealed shares
+    signature: bytes
+
+
+class Mask(Request, frozen=True, kw_only=True, tag=True):
+    """U2, and what its sites dealt to this one."""
+
+    sid: bytes
+    sites: tuple[SiteId, ...]  # U2, sorted
+    dealt: dict[SiteId, Dealt]  # of this site's neighbours in U2
+    sealed: dict[SiteId, Sealed]  # from the same, for this site
+
+
+class Masked(Message, frozen=True, kw_only=True, tag=True):
+    vector: AnyArena  # of Terms.schema: the update plus its masks, modulo 2^ring_bits
+    signature: bytes  # over the digest by which the vector travels
+
+
+class Agree(Request, frozen=True, kw_only=True, tag=True):
+    """U3: whose vectors arrived."""
+
+    sid: bytes
+    sites: tuple[SiteId, ...]  # sorted
+
+
+class Agreed(Message, frozen=True, kw_only=True, tag=True):
+    signature: bytes  # over the session, the roster and U3
+
+
+class Unmask(Request, frozen=True, kw_only=True, tag=True):
+    """That enough of this site's neighbours agreed to the same U3."""
+
+    sid: bytes
+    signatures: dict[SiteId, bytes]
+
+
+class Unmasked(Message, frozen=True, kw_only=True, tag=True):
+    """Exactly one share for each site whose shares are held here."""
+
+    seeds: dict[SiteId, bytes]  # of self masks, for U3
+    keys: dict[SiteId, bytes]  # of mask keys, for U2 without U3
+
+
+Ask = Advertise | Share | Mask | Agree | Unmask
+Answer = Keys | Shares | Masked | Agreed | Unmasked
+
+
+# --- What is hashed, committed to and signed. Nothing else is, and no two of these are ever equal.
+
+
+def statement(what: str, *parts: bytes | str | int | float) -> bytes:
+    """Bytes that stand for exactly these parts: each with its type and length before it."""
+    found = [b"fedtrain secagg"]
+    for part in (what, *parts):
+        match part:
+            case bytes():
+                kind, body = b"b", part
+            case str():
+                kind, body = b"s", part.encode()
+            case int():
+                kind, body = b"i", struct.pack(">q", part)
+            case float():
+                kind, body = b"f", struct.pack(">d", part)
+        found += [kind, struct.pack(">I", len(body)), body]
+    return b"".join(found)
+
+
+def hash_of(what: str, *parts: bytes | str | int | float) -> bytes:
+    return hashlib.sha256(statement(what, *parts)).digest()
+
+
+def keys_statement(sid: bytes, site: SiteId, keys: Keys) -> bytes:
+    """What Keys.signature is over."""
+    return statement("keys", sid, site, keys.mask_key, keys.seal_key, keys.commitment, *keys.names)
+
+
+def entry_hash(site: SiteId, keys: Keys) -> bytes:
+    """One line of the roster."""
+    return hash_of(
+        "entry", site, keys.certificate, keys.mask_key, keys.seal_key, keys.commitment,
+        len(keys.names), *keys.names, keys.signature,
+    )  # fmt: skip
+
+
+def roster_hash(sid: bytes, entries: Mapping[SiteId, bytes], names: tuple[str, ...]) -> bytes:
+    """Of all of U1, by entry_hash, and the metrics' names. It is the seed of the graph, too."""
+    return hash_of(
+        "roster", sid, *(part for site in sorted(entries) for part in (site, entries[site])), *names
+    )
+
+
+def dealt_hash(sealed: Mapping[SiteId, Sealed]) -> bytes:
+    lines = [part for to in sorted(sealed) for part in (to, sealed[to].text, sealed[to].seed, sealed[to].key)]
+    return hash_of("dealt", *lines)
+
+
+def shares_statement(sid: bytes, roster: bytes, dealt: bytes) -> bytes:
+    """What Shares.signature is over; `roster` is a roster_hash here and below."""
+    return statement("shares", sid, roster, dealt)
+
+
+def masked_statement(sid: bytes, roster: bytes, digest: str) -> bytes:
+    """What Masked.signature is over.
+
+    The digest finds damage and mix-ups; it is no commitment (update.Digest), and none is needed: the
+    aggregator that got a vector is the only one to use it.
+    """
+    return statement("masked", sid, roster, digest)
+
+
+def survivors_statement(sid: bytes, roster: bytes, sites: tuple[SiteId, ...]) -> bytes:
+    """What Agreed.signature is over. With the roster in it, whose keys are fresh, no signature of another
+    session counts in this one, whatever its nonce."""
+    return statement("survivors", sid, roster, *sites)
+
+
+def seed_commitment(sid: bytes, site: SiteId, seed: bytes) -> bytes:
+    """Keys.commitment: to a site's self mask."""
+    return hash_of("seed", sid, site, seed)
+
+
+def share_commitment(
+    kind: Literal["seed", "key"], sid: bytes, site: SiteId, holder: SiteId, share: bytes
+) -> bytes:
+    """To one share, so that whoever opens another one later is known."""
+    return hash_of("share", kind, sid, site, holder, share)
