@@ -1,45 +1,163 @@
-"""Who masks with whom: everybody with everybody, or with k others on a ring; and how many of them can unmask.
+"""Who masks with whom, and how many of them can unmask: with everybody, or with k others on a ring.
 
-With k neighbours instead of n − 1 each (Bell et al., Secure single-server aggregation with (poly)logarithmic
-overhead, CCS 2020) a site's work and the shares that it makes grow with k, far slower than n. The graph is
-Harary's: sites stand on a ring in an order that nobody chose, each joined to those up to k/2 away.
+With k neighbours instead of n − 1 (Bell et al., Secure single-server aggregation with (poly)logarithmic
+overhead, CCS 2020) the masks that a site adds and the shares that it makes grow with k, far slower than n. The
+graph is Harary's: sites stand on a ring in an order that nobody chose, each joined to those up to k/2 away.
 
-`degree` finds the smallest k, and a threshold t of shares, for which all that must not happen is improbable.
+`degree` finds the least k for which, with a threshold t, each of these is improbable over the order drawn:
+
+secrecy      some site has so many corrupt neighbours, X, that they open its secret. Semi-honest: X >= t. Semi-
+             malicious, where the aggregator may tell some neighbours that a site dropped and others that it didn't:
+             X >= 2t − k, for then the honest ones can be split in two halves that each reach t with the corrupt ones
+secrecy      the sites that are neither corrupt nor lost fall apart, so that two partial sums can be told: two
+             runs of k/2 places on the ring hold none of them
+correctness  some site that stayed has fewer than t neighbours that stayed
+
+The secrecy events have half of 2^-security each. X and the neighbours that stayed are hypergeometric; the union
+bound is taken over sites, and over pairs of runs. This gives the degrees that were published.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Degree:
-    """How many neighbours each site has, and how many shares of theirs open its secret."""
+    """How many neighbours each site has, and how many of their shares open its secret."""
 
     neighbours: int  # k
     threshold: int  # t
 
 
+@lru_cache
 def degree(
     sites: int,
-    adversaries: float,
-    dropouts: float,
-    *,
+    corrupt: float,
+    dropout: float,
     semi_malicious: bool = True,
     security: float = 40.0,
     correctness: float = 20.0,
 ) -> Degree:
-    """The least (k, t) for n sites, a fraction of them with the aggregator, another one lost.
+    """The least even k, and the least t for it; n − 1 where only the full graph will do.
 
-    Fails to keep a secret with probability at most 2^-security, to finish with at most 2^-correctness.
-    The full graph where no k < n − 1 will do.
+    Of n `sites` a fraction `corrupt` is with the aggregator and another, `dropout`, is lost on the way. Secrets
+    are kept except with probability 2^-security, and the sum is made except with 2^-correctness.
+    ConfigError when even the full graph has no threshold for that.
     """
-    raise NotImplementedError
+    n, bad, lost = sites, math.ceil(sites * corrupt - 1e-9), math.ceil(sites * dropout - 1e-9)
+    if not (n >= 2 and corrupt >= 0 and dropout >= 0 and bad + lost < n):
+        raise ConfigError(
+            f"secagg: of {n} sites {bad} corrupt and {lost} lost leave {n - bad - lost} to protect. "
+            f"Lower the fractions."
+        )
+    for k in (*range(2, n - 1, 2), n - 1):
+        secret = np.flatnonzero(math.log2(n) + _at_least(n - 1, bad, k) <= -security - 1)
+        least = int(secret[0]) if len(secret) else k + 1  # improbably many corrupt neighbours
+        threshold = max(1, -(-(k + least) // 2) if semi_malicious else least)
+        if threshold > k or (k < n - 1 and _apart(n, bad + lost, k // 2) > -security - 1):
+            continue
+        if math.log2(n) + _fewer_than(n - 1, n - lost - 1, k)[threshold] <= -correctness:
+            return Degree(k, threshold)
+    raise ConfigError(
+        f"secagg: with {n} sites, {bad} of them corrupt and {lost} lost, no threshold both keeps secrets and "
+        f"lets the others finish. Lower the fractions, or ask for more sites."
+    )
 
 
 def neighbours(sites: int, k: int, seed: bytes) -> list[list[int]]:
-    """For each of n sites the indices of its k neighbours, sorted; all others where k >= n − 1.
+    """The indices of each site's k neighbours, sorted; all others where k >= n − 1.
 
-    The order on the ring is drawn from `seed`, the same for all who know it.
+    The order on the ring is drawn from `seed`, alike for all who know it: nobody should be able to choose it.
     """
-    raise NotImplementedError
+    n = sites
+    if k >= n - 1:
+        return [[j for j in range(n) if j != i] for i in range(n)]
+    if k < 2 or (k % 2 and n % 2):
+        raise ConfigError(f"secagg: no ring of {n} sites gives each {k} neighbours; {k + 1} are possible")
+    ring = permutation(n, seed)
+    steps = [*range(-(k // 2), 0), *range(1, k // 2 + 1), *([n // 2] if k % 2 else [])]
+    found: list[list[int]] = [[] for _ in range(n)]
+    for place, site in enumerate(ring):
+        found[site] = sorted(ring[(place + step) % n] for step in steps)
+    return found
+
+
+def permutation(n: int, seed: bytes) -> list[int]:
+    """0..n-1 in a uniformly random order that is a function of `seed` (Fisher and Yates)."""
+    order, draws = list(range(n)), _uniform64(seed)
+    for i in range(n - 1, 0, -1):
+        span = i + 1
+        fair = 2**64 - 2**64 % span  # draws above would make the low ones likelier
+        j = next(draw for draw in draws if draw < fair) % span
+        order[i], order[j] = order[j], order[i]
+    return order
+
+
+def _uniform64(seed: bytes) -> Iterator[int]:
+    """SHA-256 over ("fedtrain ring", seed, 0), (.., 1), .., four numbers of 64 bits from each."""
+    start = hashlib.sha256(b"fedtrain ring" + hashlib.sha256(seed).digest())
+    counter = 0
+    while True:
+        block = start.copy()
+        block.update(counter.to_bytes(8, "little"))
+        digest = block.digest()
+        yield from (int.from_bytes(digest[i : i + 8], "little") for i in range(0, 32, 8))
+        counter += 1
+
+
+# --- Probabilities, as base-2 logarithms
+
+
+def _at_least(population: int, marked: int, draws: int) -> NDArray[np.float64]:
+    """log2 P[X >= x] for x = 0..draws, X the number of marked ones among `draws` without replacement."""
+    with np.errstate(divide="ignore"):
+        return np.log2(np.cumsum(_hypergeometric(population, marked, draws)[::-1])[::-1])
+
+
+def _fewer_than(population: int, marked: int, draws: int) -> NDArray[np.float64]:
+    """log2 P[X < x] for x = 0..draws."""
+    with np.errstate(divide="ignore"):
+        return np.log2(np.cumsum([0.0, *_hypergeometric(population, marked, draws)[:-1]]))
+
+
+def _hypergeometric(population: int, marked: int, draws: int) -> NDArray[np.float64]:
+    """P[X = x] for x = 0..draws."""
+    x = np.arange(max(0, draws - (population - marked)), min(draws, marked) + 1)
+    logs = (
+        _choose(marked, x) + _choose(population - marked, draws - x) - _choose(population, np.array([draws]))
+    )
+    found = np.zeros(draws + 1)
+    found[x] = np.exp2(logs)
+    return found
+
+
+def _apart(n: int, gone: int, run: int) -> float:
+    """log2 of (a bound on) the probability that two separate runs of `run` places on the ring are all gone."""
+    if 2 * run > gone:
+        return -math.inf
+    pairs = n * (n - 2 * run - 1) / 2  # with at least one place between them on both sides
+    taken = np.array([gone - 2 * run])
+    both = _choose(n - 2 * run, taken) - _choose(n, np.array([gone]))
+    return math.log2(pairs) + float(both[0])
+
+
+def _choose(n: int, k: NDArray[np.int64]) -> NDArray[np.float64]:
+    """log2 of the binomial coefficient."""
+    logs = _log2_factorials(n)
+    found: NDArray[np.float64] = logs[n] - logs[k] - logs[n - k]
+    return found
+
+
+@lru_cache
+def _log2_factorials(n: int) -> NDArray[np.float64]:
+    return np.cumsum(np.log2(np.maximum(np.arange(n + 1), 1)))
