@@ -204,6 +204,10 @@ class AnyArena:
         """Coordinates [start, stop) of one section, 1-D, read-only, and only until the next call."""
         raise NotImplementedError("a subclass's")
 
+    def span(self, section: Section, start: int, stop: int) -> memoryview:
+        """The bytes of the same coordinates, for those who load no torch; only until the next call."""
+        raise NotImplementedError("a subclass's")
+
     def load(self) -> Arena:
         """A copy in memory, the caller's own to change."""
         raise NotImplementedError("a subclass's")
@@ -292,6 +296,10 @@ class Arena(AnyArena):
         self._digest = None
         return self
 
+    def span(self, section: Section, start: int, stop: int) -> memoryview:
+        size = ITEM_BYTES[section.dtype]
+        return self.payload[section.offset + start * size : section.offset + stop * size]
+
     def load(self) -> Arena:
         return Arena(self.schema, self.data.clone())
 
@@ -375,9 +383,12 @@ class ArenaFile(AnyArena):
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
         import torch
 
-        size = ITEM_BYTES[section.dtype]
         if stop <= start:
             return torch.empty(0, dtype=getattr(torch, section.dtype))
+        return torch.frombuffer(self.span(section, start, stop), dtype=getattr(torch, section.dtype))
+
+    def span(self, section: Section, start: int, stop: int) -> memoryview:
+        size = ITEM_BYTES[section.dtype]
         nbytes = (stop - start) * size
         if len(self._buffer) < nbytes:  # kept: a fresh one costs more in page faults than the read
             self._buffer = bytearray(nbytes)
@@ -386,7 +397,7 @@ class ArenaFile(AnyArena):
             got = os.preadv(f.fileno(), [view], section.offset + start * size)
         if got != nbytes:
             raise BadUpdate(f"{self.path.name}: {got} bytes at coordinate {start}, expected {nbytes}")
-        return torch.frombuffer(view, dtype=getattr(torch, section.dtype))
+        return view
 
     def load(self) -> Arena:
         import torch
