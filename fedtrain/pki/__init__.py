@@ -2,8 +2,9 @@
 
 from .authority import Authority, init, issue, save, sign
 from .identity import Credentials, Identity, aggregator_target, dns_name, identity_of
+from .signing import Signer, Verifier, fingerprint
 
 __all__ = [
-    "Authority", "Credentials", "Identity", "aggregator_target", "dns_name", "identity_of",
-    "init", "issue", "save", "sign",
+    "Authority", "Credentials", "Identity", "Signer", "Verifier", "aggregator_target", "dns_name",
+    "fingerprint", "identity_of", "init", "issue", "save", "sign",
 ]  # fmt: skip

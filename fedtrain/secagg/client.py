@@ -55,7 +55,7 @@ class Client:
         random: Callable[[int], bytes] = os.urandom,
         spread: Spread = map,
     ) -> None:
-        """`certificate` is what others give to `verify`; `random(n)` gives n bytes that nobody can foresee."""
+        """`certificate` is what others give to `verify`; `random(n)` gives n unforeseeable bytes."""
 
     def begin(
         self, request_id: str, terms: Terms, model: bytes, names: tuple[str, ...], encode: Encode

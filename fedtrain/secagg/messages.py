@@ -28,7 +28,7 @@ MAX_NAMES, MAX_NAME = 256, 128  # metrics in one session, and characters in the 
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What one session is about. All of it is in the session's id, and so in every key, seal and signature."""
+    """What one session is about: all of it is in its id, and so in every key, seal and signature."""
 
     federation: str
     run: str

@@ -52,8 +52,8 @@ async def secure_sum(
     """One session with the sites of terms.cohort. TooFewSites below the quorum: then nothing was learnt.
 
     `advertise` is step 0's request (messages.Advertise), answered when a site has trained, within
-    `deadline_s`; each later step has `step_deadline_s`. `agreed(U3)` is called before the first share is asked for: from
-    then on an honest site gives this update into no sum over other sites (Client), so a caller that tries
-    again must plan just these.
+    `deadline_s`; each later step has `step_deadline_s`. `agreed(U3)` is called before the first share
+    is asked for: from then on an honest site gives this update into no sum over other sites (Client), so a
+    caller that tries again must plan just these.
     """
     raise NotImplementedError

@@ -1,0 +1,129 @@
+"""Statements signed with the key of a certificate, for readers who trust the root and not the messenger.
+
+TLS proves to the aggregator who speaks. What one site must believe of another, through an aggregator that
+may lie, is signed: ECDSA on P-256 with SHA-256, the same key and chain that TLS uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
+
+from ..errors import CertificateError
+from ..update import SiteId
+from .identity import Credentials, Identity, identity_of
+
+ECDSA = ec.ECDSA(hashes.SHA256())
+CHAIN_BYTES = 16 << 10  # ours have under 2 KiB
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Signs as the holder of `certificate`."""
+
+    certificate: bytes  # PEM: leaf, then issuing CA; what a Verifier needs beside a signature
+    _key: ec.EllipticCurvePrivateKey = field(repr=False)
+
+    @classmethod
+    def of(cls, credentials: Credentials) -> Signer:
+        key = serialization.load_pem_private_key(credentials.key, password=None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise CertificateError(f"{credentials.identity}: key.pem is no P-256 key, which signing needs")
+        return cls(credentials.chain, key)
+
+    def sign(self, message: bytes) -> bytes:
+        """DER, about 71 bytes; another one each time."""
+        return self._key.sign(message, ECDSA)
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """A site's certificate whose chain was checked up to the root."""
+
+    identity: Identity
+    fingerprint: bytes
+    key: ec.EllipticCurvePublicKey
+    not_before: datetime  # of the whole chain
+    not_after: datetime
+
+
+class Verifier:
+    """Says which site of this federation signed, if its certificate leads to this root; keeps checked chains."""
+
+    def __init__(
+        self,
+        root: bytes,
+        federation: str,
+        *,
+        revoked: Callable[[str], bool] = lambda serial: False,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """`root`: PEM. `revoked` is asked each time, with a serial as in Identity.serial."""
+        self._store = Store(x509.load_pem_x509_certificates(root)[:1])
+        self._federation, self._revoked, self._now = federation, revoked, now
+        self._trusted = lru_cache(maxsize=4096)(self._trust)
+
+    def verify(self, certificate: bytes, message: bytes, signature: bytes) -> tuple[SiteId, bytes]:
+        """The signing site's name, and the fingerprint of its certificate (PEM: leaf, then issuing CA).
+
+        CertificateError unless the chain leads to the root within name constraints and dates, the role is
+        site, the federation ours, the serial not revoked, and the signature by this key over this message.
+        """
+        trusted = self._trusted(certificate)
+        identity, now = trusted.identity, self._now()
+        if not trusted.not_before <= now <= trusted.not_after:
+            raise CertificateError(
+                f"{identity}: its certificate is valid from {trusted.not_before:%Y-%m-%d %H:%M} to "
+                f"{trusted.not_after:%Y-%m-%d %H:%M}, and now it is {now:%Y-%m-%d %H:%M} UTC. Renew it with "
+                f"`fedtrain certs issue {identity.name}`, or set this machine's clock."
+            )
+        if self._revoked(identity.serial):
+            raise CertificateError(f"{identity}: its certificate {identity.serial} was revoked")
+        try:
+            trusted.key.verify(signature, message, ECDSA)
+        except InvalidSignature:
+            raise CertificateError(
+                f"{identity}: a signature is not by its key, or over something else"
+            ) from None
+        return identity.name, trusted.fingerprint
+
+    def _trust(self, certificate: bytes) -> Trusted:
+        if len(certificate) > CHAIN_BYTES:
+            raise CertificateError(f"a certificate chain of {len(certificate)} bytes: at most {CHAIN_BYTES}")
+        identity = identity_of(certificate)
+        if identity.role != "site" or identity.federation != self._federation:
+            raise CertificateError(f"{identity} is not a site of {self._federation}")
+        leaf, *above = x509.load_pem_x509_certificates(certificate)
+        rules = PolicyBuilder().store(self._store).time(self._now())
+        try:
+            chain = rules.build_client_verifier().verify(leaf, above).chain
+        except VerificationError as e:
+            raise CertificateError(
+                f"{identity}: its certificate does not lead to the root of this federation: {e}"
+            ) from None
+        key = leaf.public_key()
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise CertificateError(f"{identity}: its certificate has no P-256 key, which signing needs")
+        return Trusted(
+            identity,
+            fingerprint(certificate),
+            key,
+            max(c.not_valid_before_utc for c in chain),
+            min(c.not_valid_after_utc for c in chain),
+        )
+
+
+def fingerprint(certificate: bytes) -> bytes:
+    """SHA-256 of the first certificate in PEM bytes (a chain, or what TLS gives), as openssl prints it."""
+    try:
+        return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256())
+    except ValueError:
+        raise CertificateError("these bytes: not a PEM certificate") from None

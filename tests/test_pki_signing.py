@@ -1,0 +1,166 @@
+"""A statement is a site's when its certificate leads to the root, and not when anything about it is off."""
+
+import subprocess
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from fedtrain import pki
+from fedtrain.errors import CertificateError
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    """Two federations, "ward" and "isle", each with an aggregator and the site "north"."""
+    folder = tmp_path_factory.mktemp("pki")
+    for federation in ("ward", "isle"):
+        pki.init(folder / federation, federation)
+        pki.issue(folder / federation, "aggregator")
+        pki.issue(folder / federation, "site", "north")
+    return folder
+
+
+def credentials(certs, who="sites/north", federation="ward"):
+    return pki.Credentials.load(certs / federation / who)
+
+
+def verifier(certs, **changes):
+    return pki.Verifier((certs / "ward/ca/root.pem").read_bytes(), "ward", **changes)
+
+
+def odd(certs, **changes):
+    """A signer with a certificate by ward's authority that is not as `issue` would make it."""
+    says = {
+        "dns": ["north.site.ward.fedtrain"],
+        "usages": [ExtendedKeyUsageOID.CLIENT_AUTH],
+        "not_before": NOW - timedelta(hours=1),
+        "not_after": NOW + timedelta(days=1),
+    }
+    key = changes.pop("key", None) or ec.generate_private_key(ec.SECP256R1())
+    authority = pki.Authority.load(certs / "ward")
+    leaf = pki.sign(authority, key.public_key(), "north", **says | changes)
+    pem = serialization.Encoding.PEM
+    return pki.Signer(leaf.public_bytes(pem) + authority.certificate.public_bytes(pem), key)
+
+
+def test_a_signature_names_its_site_and_certificate(certs):
+    signer = pki.Signer.of(credentials(certs))
+    found = verifier(certs).verify(signer.certificate, b"17 sites", signer.sign(b"17 sites"))
+    assert found == ("north", pki.fingerprint(signer.certificate))
+
+
+def test_a_fingerprint_is_the_leafs_as_openssl_prints_it(certs):
+    chain = credentials(certs).chain
+    leaf = x509.load_pem_x509_certificates(chain)[0].public_bytes(serialization.Encoding.PEM)
+    assert pki.fingerprint(leaf) == pki.fingerprint(chain)
+    printed = subprocess.run(
+        ["openssl", "x509", "-noout", "-fingerprint", "-sha256"], input=leaf, capture_output=True, check=True
+    ).stdout.decode()
+    assert printed.strip().split("=")[1].replace(":", "") == pki.fingerprint(chain).hex().upper()
+
+
+@pytest.mark.parametrize("changed", ["message", "signature", "key"])
+def test_nothing_about_a_signature_can_be_changed(certs, changed):
+    signer = pki.Signer.of(credentials(certs))
+    message, signature = b"17 sites", signer.sign(b"17 sites")
+    if changed == "message":
+        message = b"18 sites"
+    elif changed == "signature":
+        signature = signature[:-1] + bytes([signature[-1] ^ 1])
+    else:
+        signature = odd(certs).sign(message)
+    with pytest.raises(CertificateError, match="signature is not by its key"):
+        verifier(certs).verify(signer.certificate, message, signature)
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x30", b"no DER"])
+def test_a_signature_that_is_none_is_refused(certs, junk):
+    with pytest.raises(CertificateError, match="signature"):
+        verifier(certs).verify(credentials(certs).chain, b"m", junk)
+
+
+def refused(certs, signer, match, **changes):
+    with pytest.raises(CertificateError, match=match):
+        verifier(certs, **changes).verify(signer.certificate, b"m", signer.sign(b"m"))
+
+
+def test_another_federations_site_is_refused(certs):
+    refused(certs, pki.Signer.of(credentials(certs, federation="isle")), "not a site of ward")
+
+
+def test_another_authority_under_our_names_is_refused(certs, tmp_path):
+    pki.init(tmp_path, "ward")
+    signer = pki.Signer.of(pki.Credentials.load(pki.issue(tmp_path, "site", "north")))
+    refused(certs, signer, "does not lead to the root")
+
+
+def test_the_aggregator_cannot_sign_as_a_site(certs):
+    refused(certs, pki.Signer.of(credentials(certs, "aggregator")), "not a site of ward")
+
+
+def test_a_name_outside_the_issuers_constraint_is_refused(certs):
+    root = (certs / "ward/ca/root.pem").read_bytes()
+    signer = odd(certs, dns=["north.site.isle.fedtrain"])
+    with pytest.raises(CertificateError, match="does not lead to the root"):
+        pki.Verifier(root, "isle").verify(signer.certificate, b"m", signer.sign(b"m"))
+
+
+def test_a_leaf_issues_no_other_leaf(certs):
+    north = credentials(certs)
+    key = ec.generate_private_key(ec.SECP256R1())
+    own = serialization.load_pem_private_key(north.key, None)
+    leaf = x509.load_pem_x509_certificates(north.chain)[0]
+    forged = pki.sign(
+        pki.Authority(leaf, own, leaf), key.public_key(), "south", dns=["south.site.ward.fedtrain"],
+        usages=[ExtendedKeyUsageOID.CLIENT_AUTH], not_before=NOW - timedelta(hours=1),
+        not_after=NOW + timedelta(days=1),
+    ).public_bytes(serialization.Encoding.PEM)  # fmt: skip
+    refused(certs, pki.Signer(forged + north.chain, key), "does not lead to the root")
+
+
+def test_a_chain_without_its_issuer_is_refused(certs):
+    signer = odd(certs)
+    leaf = x509.load_pem_x509_certificates(signer.certificate)[0].public_bytes(serialization.Encoding.PEM)
+    with pytest.raises(CertificateError, match="does not lead to the root"):
+        verifier(certs).verify(leaf, b"m", signer.sign(b"m"))
+
+
+def test_dates_count_on_every_use_of_a_chain_that_is_known(certs):
+    clock = [NOW]
+    signer = odd(certs)
+    check = verifier(certs, now=lambda: clock[0])
+    check.verify(signer.certificate, b"m", signer.sign(b"m"))
+    clock[0] = NOW + timedelta(days=2)
+    with pytest.raises(CertificateError, match=r"valid from .* Renew it with `fedtrain certs issue north`"):
+        check.verify(signer.certificate, b"m", signer.sign(b"m"))
+    refused(certs, signer, "does not lead to the root", now=lambda: clock[0])
+
+
+def test_revocation_counts_on_every_use_of_a_chain_that_is_known(certs):
+    gone: set[str] = set()
+    signer = pki.Signer.of(credentials(certs))
+    check = verifier(certs, revoked=gone.__contains__)
+    check.verify(signer.certificate, b"m", signer.sign(b"m"))
+    gone.add(credentials(certs).identity.serial)
+    with pytest.raises(CertificateError, match="was revoked"):
+        check.verify(signer.certificate, b"m", signer.sign(b"m"))
+
+
+def test_only_p256_signs(certs):
+    refused(certs, odd(certs, key=ec.generate_private_key(ec.SECP384R1())), "no P-256 key")
+
+
+@pytest.mark.parametrize("junk", [b"", b"-----BEGIN CERTIFICATE-----\n", b"x" * 100_000])
+def test_bytes_that_are_no_certificate_are_refused(certs, junk):
+    with pytest.raises(CertificateError):
+        verifier(certs).verify(junk, b"m", b"")
+
+
+def test_a_signer_shows_no_key(certs):
+    assert "key" not in repr(pki.Signer.of(credentials(certs))).lower().replace("certificate", "")
