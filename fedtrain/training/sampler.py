@@ -1,0 +1,142 @@
+"""Which example each rank takes in each step: a pure function of (seed, epoch, place), in any world.
+
+An epoch is one global order of all examples. A step takes the next `batch * accumulate` of them, whoever is
+there to take them; each rank has a slice of each batch. The place is a count of examples taken by all ranks
+together. So a run goes on with two ranks, three or one in the middle of an epoch, and takes every example
+exactly once, in the batches of a run on one rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from ..update import seed_of
+
+Order = Callable[[int], torch.Tensor]  # a seed -> a permutation of all examples, int64 [count]
+
+
+class Share(NamedTuple):
+    """A rank's part of one batch."""
+
+    mine: torch.Tensor  # int64: this rank's examples, maybe none
+    total: int  # examples of the batch on all ranks together: what the batch's mean is over
+
+
+class Sampler:
+    """Every rank makes one, with its own rank; `take` at the same steps keeps them in step without a word."""
+
+    def __init__(
+        self,
+        count: int,
+        batch: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        accumulate: int = 1,
+        drop_last: bool = False,
+        order: Order | None = None,
+    ) -> None:
+        """`count` examples; `batch` of them at once on all ranks together (0: all); `accumulate` batches a
+        step. `drop_last` leaves out an epoch's last batch when it isn't full, unless it is the only one.
+        `order`: of an epoch, from its seed; None: all examples shuffled (8 bytes an example)."""
+        if count < 1:
+            raise ConfigError("the data has no examples: data() is empty")
+        if not 0 <= rank < ranks:
+            raise ConfigError(f"rank {rank} of {ranks} ranks does not exist")
+        self.count, self.batch, self.accumulate, self.drop_last = count, batch or count, accumulate, drop_last
+        self.seed, self.rank, self.ranks = seed, rank, ranks
+        self.epoch = 0  # whole epochs taken
+        self.taken = 0  # examples of the present one, on all ranks together
+        self._make = order or self._shuffled
+        self._order: tuple[int, torch.Tensor] | None = None
+
+    @property
+    def usable(self) -> int:
+        """Examples taken in an epoch."""
+        if self.drop_last and self.count > self.batch:
+            return self.count - self.count % self.batch
+        return self.count
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in an epoch that is begun at its start."""
+        return -(-self.usable // (self.batch * self.accumulate))
+
+    def order(self) -> torch.Tensor:
+        """The present epoch's, int64 [count]."""
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = self.epoch, self._make(seed_of(self.seed, "order", self.epoch))
+        return self._order[1]
+
+    def take(self) -> list[Share]:
+        """This rank's part of the next optimizer step: `accumulate` batches, fewer at an epoch's end.
+
+        Shares of a batch differ by at most one example. Where a batch has fewer examples than there are
+        ranks some get none; they still take part in the step, with weight 0.
+        """
+        step = list(self._batches(self.taken, min(self.usable, self.taken + self.batch * self.accumulate)))
+        self.taken += sum(share.total for share in step)
+        if self.taken >= self.usable:
+            self.epoch, self.taken = self.epoch + 1, 0
+        return step
+
+    def rest(self) -> Iterator[Share]:
+        """All that `take` will give in the present epoch, for those who read ahead; the place stays."""
+        return self._batches(self.taken, self.usable)
+
+    def state_dict(self) -> dict[str, int]:
+        """The place: equal on all ranks."""
+        return {"epoch": self.epoch, "taken": self.taken, "count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, in any world. ConfigError when the data has another number of examples by now."""
+        if int(state["count"]) != self.count:
+            raise ConfigError(
+                f"the data has {self.count:,} examples, {int(state['count']):,} when the checkpoint was "
+                f"written, so its place in them is lost. Restore the data, or name another checkpoint.dir."
+            )
+        self.epoch, self.taken = int(state["epoch"]), int(state["taken"])
+
+    def _batches(self, start: int, stop: int) -> Iterator[Share]:
+        order = self.order()
+        for at in range(start, stop, self.batch):
+            total = min(self.batch, stop - at)
+            low, high = share_of(total, self.rank, self.ranks)
+            yield Share(order[at + low : at + high], total)
+
+    def _shuffled(self, seed: int) -> torch.Tensor:
+        return torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))
+
+
+def in_order(count: int) -> Order:
+    """The order of a dataset that is not shuffled."""
+    return lambda seed: torch.arange(count)
+
+
+def share_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
+    """[start, stop) of a rank's slice of `total` things; slices are adjacent and differ by at most one."""
+    return total * rank // ranks, total * (rank + 1) // ranks
+
+
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Within, torch (on the CPU), numpy and random draw from `seed`; afterwards they go on as if nothing
+    had been drawn."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)  # the legacy one, which datasets and augmentations draw from
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
