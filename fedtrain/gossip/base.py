@@ -1,0 +1,181 @@
+"""What a gossip algorithm is: a frozen dataclass, a state, and a generator that is one peer's round.
+
+The generator does no I/O. It yields what it wants done, and whoever drives it (`driver.py`, a peer over
+ZeroMQ) owns sockets, clocks, threads and the training engine:
+
+    yielded          sent back      when
+    LocalSteps(x)    a new vector   H local steps from x are done; x itself stays as it is
+    Send(parcel)     None           at once; the bytes move while the peer goes on
+    Receive()        Heard          every in-neighbour is done, dead, or past the deadline
+    Mailbox(k)       Heard          at once: the newest of each neighbour, if at most k rounds old
+
+It returns (x, state), which commit together. A driver that gives up closes the generator: nothing changed.
+
+Who is missing: in symmetric modes the driver leaves an edge out at both its ends, and the share of a silent
+neighbour returns to self, so W stays doubly stochastic. In push-sum modes a peer takes back the mass that it
+knows to be undelivered (`Heard.undelivered`); mass lost on the way is lost together with its model, so what
+is left is still an average of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ..exchange import Neighborhood, PeerId
+
+if TYPE_CHECKING:
+    import torch
+
+    Vector = torch.Tensor  # 1-D, float32 or float64: every trained coordinate of a model, in arena order
+    State = dict[str, torch.Tensor]  # what lives between rounds; {} when nothing does
+
+PIECE = 1 << 18  # coordinates folded at a time, so that a product stays in a core's cache
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What a peer tells its neighbours in a round: the same to all of them.
+
+    The vectors are 1-D, contiguous, of any dtype (uint8 where a compressor made bytes) and usually views:
+    nobody writes to them before the round is over. Their order is the order on the wire.
+    """
+
+    parts: Mapping[str, torch.Tensor]
+    fields: Mapping[str, float] = field(default_factory=dict)  # for the header: "mass", say
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Train from x on the peer's own data. -> Vector, a new one."""
+
+    x: Vector
+
+
+@dataclass(frozen=True)
+class Send:
+    """Tell the out-neighbours of this round. Of what the in-neighbours tell, the parts named in `blends` are
+    folded there as they come. -> None"""
+
+    parcel: Parcel
+    blends: Mapping[str, Blend] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Wait for the in-neighbours of this round. -> Heard"""
+
+
+@dataclass(frozen=True)
+class Mailbox:
+    """Don't wait. -> Heard, of neighbours whose newest parcel is at most `staleness` of our rounds old"""
+
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Who was heard whole. The parcels have no parts that went into a blend."""
+
+    parcels: Mapping[PeerId, Parcel]
+    undelivered: Collection[PeerId] = ()  # out-neighbours that certainly have not our parcel
+
+
+Request = LocalSteps | Send | Receive | Mailbox
+if TYPE_CHECKING:
+    Round = Generator[Request, Any, tuple[Vector, State]]
+
+
+class Algorithm:
+    """How peers average. Its fields are its configuration; all that changes is x and the state."""
+
+    directed: ClassVar[bool] = False  # takes push-sum weights; else W must be doubly stochastic
+    static: ClassVar[bool] = False  # wants the same graph in every round
+    vectors: ClassVar[float] = 1.0  # sent to each neighbour in a round, in models
+
+    def init(self, x: Vector) -> State:
+        """The state before round 0."""
+        return {}
+
+    def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
+        """One peer's round t. `x` and `state` are others': they stay as they are."""
+        raise NotImplementedError("an algorithm says what a round is")
+
+    def everyone(self, t: int) -> bool:
+        """Whether round t goes over the complete graph, whatever the topology."""
+        return False
+
+
+class Compressor(Protocol):
+    """What CHOCO needs of one; fedtrain.compression has them."""
+
+    def encode(self, vector: Vector, seed: int, state: Any) -> tuple[Any, Any]:
+        """(payload, the state for the next call)."""
+
+    def decode(self, payload: Any) -> Vector: ...
+
+
+class Blend:
+    """kept·own + Σ weight_j·x_j over the neighbours that come, folded chunk by chunk.
+
+    A driver calls `begin(j, fields)` when j's parcel is announced, `add` for each of its chunks, in order,
+    and nothing more when j is lost half way. At each coordinate neighbours are folded in the order of the
+    calls (the driver's: by name), each product and each sum rounded once. So the bits depend neither on
+    timing nor on where chunks end.
+    """
+
+    def __init__(self, own: Vector, near: Neighborhood, mass: float = 1.0) -> None:
+        """`mass`: what own counts in push-sum; 1 in symmetric modes."""
+        self._own, self._near, self._mass = own, near, mass
+        self._sum = own * (near.own * mass)
+        self._scratch = own.new_empty(min(PIECE, own.numel()))
+        self._weight: dict[PeerId, float] = {}
+        self._came = dict.fromkeys(near.incoming, 0)  # coordinates so far, from the first on
+
+    @property
+    def whole(self) -> list[PeerId]:
+        """The neighbours that came whole, by name."""
+        return sorted(p for p, n in self._came.items() if n == self._own.numel() and p in self._weight)
+
+    def begin(self, peer: PeerId, fields: Mapping[str, float]) -> None:
+        self._weight[peer] = self._near.incoming[peer] * fields.get("mass", 1.0)
+
+    def add(self, peer: PeerId, chunk: Vector) -> None:
+        """The next coordinates of a neighbour's vector; the chunk is only looked at in this call."""
+        at, weight = self._came[peer], self._weight[peer]
+        self._came[peer] = at + chunk.numel()
+        total = self._sum[at : self._came[peer]]
+        assert len(total) == len(chunk), (peer, at, len(chunk), self._own.numel())
+        for start in range(0, len(chunk), PIECE):
+            piece = chunk[start : start + PIECE]
+            total[start : start + PIECE].add_(self._scratch[: len(piece)].copy_(piece).mul_(weight))
+
+    def to_self(self) -> Vector:
+        """The mix, when the share of what did not come returns to self: each row still sums to 1."""
+        for peer, came in self._came.items():
+            if came < self._own.numel():
+                self._sum[came:].add_(self._own[came:], alpha=self._near.incoming[peer])
+        return self._sum
+
+    def by_mass(self, returned: float = 0.0) -> tuple[Vector, float]:
+        """The average of what came, by mass, and the mass that it has now; `returned` was not delivered.
+
+        Half a vector's mass does not count: the peer that could not send it whole has taken it back. Where
+        its coordinates came they are averaged in all the same, so every coordinate is an average of models.
+        """
+        if returned:
+            self._sum.add_(self._own, alpha=returned)
+        numel = self._own.numel()
+        came = [(self._came[peer], weight) for peer, weight in sorted(self._weight.items())]
+        mass = self._near.own * self._mass + returned + sum(weight for n, weight in came if n == numel)
+        cuts = sorted({0, numel, *(n for n, _ in came)})
+        for start, stop in pairwise(cuts):
+            there = mass + sum(weight for n, weight in came if stop <= n < numel)
+            self._sum[start:stop].div_(there)
+        return self._sum, mass

@@ -1,0 +1,80 @@
+"""CHOCO-SGD: gossip with compressed differences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ..config import require
+from .base import Algorithm, LocalSteps, Parcel, Receive, Send
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..exchange import Neighborhood, PeerId
+    from .base import Compressor, Heard, Round, State, Vector
+
+
+@dataclass(frozen=True)
+class Choco(Algorithm):
+    """q = Q(x − x̂), x̂ ← x̂ + q, x ← x + γ Σⱼ wᵢⱼ(x̂ⱼ − x̂ᵢ) (Koloskova et al. 2019, Algorithm 2).
+
+    Every peer keeps the public copy x̂ of itself and of each neighbour; what a compressor leaves out of q
+    stays in x − x̂ and comes later. Both ends of an edge move by opposite amounts, so the mean stays to the
+    last rounding, if both hold the same copies. A peer that missed a q says so in the next round
+    ("lost/NAME"): both leave that edge out, and in the round after it is sent the whole copy.
+    """
+
+    compressor: Compressor
+    gamma: float = 1.0
+
+    static: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(0 < self.gamma <= 1, "gossip.gamma", f"{self.gamma} must be in (0, 1]")
+
+    def init(self, x: Vector) -> State:
+        return {"copy": x.new_zeros(x.shape), "sent": _number(0)}
+
+    def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
+        held = {j: _held(state, j, t) for j in near.incoming}
+        asked = "asked" in state  # a neighbour has lost our copy
+
+        trained = yield LocalSteps(x)
+        payload, _ = self.compressor.encode(trained - state["copy"], seed=t, state=None)
+        mine, sent = state["copy"] + self.compressor.decode(payload), int(state["sent"]) + 1
+        fields = {"sent": float(sent)} | {f"lost/{j}": 1.0 for j, copy in held.items() if copy is None}
+        yield Send(Parcel({"q": payload} | ({"copy": mine} if asked else {}), fields))
+        heard: Heard = yield Receive()
+
+        after, mixed = {"copy": mine, "sent": _number(sent)}, trained.clone()
+        for j, copy in held.items():
+            if (parcel := heard.parcels.get(j)) is None:
+                continue  # this q is lost for good, and the copy with it
+            theirs = int(parcel.fields["sent"])
+            if "copy" in parcel.parts:
+                vector = parcel.parts["copy"].clone()
+            elif copy is not None and copy[1] == theirs - 1:
+                vector = copy[0] + self.compressor.decode(parcel.parts["q"])
+            else:
+                vector = None
+            if vector is not None:
+                after |= {f"copy/{j}": vector, f"sent/{j}": _number(theirs)}
+            if lost_ours := f"lost/{near.peer}" in parcel.fields:
+                after["asked"] = _number(1)
+            if vector is not None and (asked or not lost_ours):  # and so at the other end
+                mixed.add_(vector - mine, alpha=self.gamma * near.incoming[j])
+        return mixed, after
+
+
+def _held(state: State, peer: PeerId, t: int) -> tuple[Vector, int] | None:
+    """The public copy of a neighbour, and after how many of its q; None when it has to be sent whole."""
+    if f"copy/{peer}" in state:
+        return state[f"copy/{peer}"], int(state[f"sent/{peer}"])
+    return (state["copy"].new_zeros(state["copy"].shape), 0) if t == 0 else None
+
+
+def _number(value: int) -> torch.Tensor:
+    import torch
+
+    return torch.tensor(value)

@@ -1,0 +1,31 @@
+"""D-PSGD: train, then average with the neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
+
+if TYPE_CHECKING:
+    from ..exchange import Neighborhood
+    from .base import Round, State, Vector
+
+
+@dataclass(frozen=True)
+class DPSGD(Algorithm):
+    """X ← W(X + Δ(X)), or X ← WX + Δ(X) with `overlap` (Lian et al. 2017, Algorithm 1, where Δ = −ηG).
+
+    On the complete graph the first form is FedAvg. The second trains while the bytes move.
+    """
+
+    overlap: bool = False
+
+    def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
+        told = x if self.overlap else (yield LocalSteps(x))
+        blend = Blend(told, near)
+        yield Send(Parcel({"x": told}), {"x": blend})
+        trained = (yield LocalSteps(x)) if self.overlap else told
+        yield Receive()
+        mixed = blend.to_self()
+        return (mixed.add_(trained - x) if self.overlap else mixed), state

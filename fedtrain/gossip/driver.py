@@ -1,0 +1,77 @@
+"""All peers of a round in one process, without a network: for tests, and for simulations of many peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..exchange import Neighborhood, PeerId
+from .base import Heard, LocalSteps, Mailbox, Parcel, Receive, Request, Send
+
+if TYPE_CHECKING:
+    from .base import Algorithm, State, Vector
+
+    Post = dict[PeerId, dict[PeerId, tuple[int, Parcel]]]  # receiver -> sender -> (round, its newest)
+
+
+def step(
+    algorithm: Algorithm,
+    xs: Mapping[PeerId, Vector],
+    states: Mapping[PeerId, State],
+    graph: Mapping[PeerId, Neighborhood],
+    t: int,
+    train: Callable[[PeerId, Vector], Vector],
+    lost: Callable[[PeerId, PeerId], bool] = lambda sender, receiver: False,
+    post: Post | None = None,
+) -> tuple[dict[PeerId, Vector], dict[PeerId, State]]:
+    """Round t of every peer; returns their new models and states.
+
+    `lost(sender, receiver)`: parcels that don't arrive. A push-sum sender knows of it; for a symmetric
+    algorithm give both directions alike. `post` keeps what mailboxes hold between rounds.
+    """
+    peers = {p: algorithm.round(xs[p], states[p], graph[p], t) for p in sorted(graph)}
+    post = {} if post is None else post
+    answers: dict[PeerId, Any] = dict.fromkeys(peers)
+    done: dict[PeerId, tuple[Vector, State]] = {}
+    while len(done) < len(peers):
+        told: dict[PeerId, Send] = {}
+        waiting: dict[PeerId, Receive | Mailbox] = {}
+        for peer, party in peers.items():  # each up to where it wants to hear from others
+            while peer not in done and peer not in waiting:
+                try:
+                    request: Request = party.send(answers[peer])
+                except StopIteration as end:
+                    done[peer] = end.value
+                    continue
+                answers[peer] = None
+                if isinstance(request, LocalSteps):
+                    answers[peer] = train(peer, request.x)
+                elif isinstance(request, Send):
+                    told[peer] = request
+                else:
+                    waiting[peer] = request
+        for sender, send in told.items():
+            for receiver in graph[sender].outgoing:
+                if not lost(sender, receiver):
+                    post.setdefault(receiver, {})[sender] = (t, send.parcel)
+        for peer, request in waiting.items():
+            here = post.get(peer, {})
+            if isinstance(request, Mailbox):
+                fresh = {j: parcel for j, (sent, parcel) in here.items() if t - sent <= request.staleness}
+                answers[peer] = Heard(fresh)
+            else:
+                parcels = {
+                    j: _deliver(j, here[j][1], told[peer])
+                    for j in sorted(graph[peer].incoming)
+                    if j in told and not lost(j, peer)
+                }
+                answers[peer] = Heard(parcels, {k for k in graph[peer].outgoing if lost(peer, k)})
+    return {p: x for p, (x, _) in done.items()}, {p: state for p, (_, state) in done.items()}
+
+
+def _deliver(sender: PeerId, parcel: Parcel, send: Send) -> Parcel:
+    """Fold the parts that the receiver folds; the others are its parcel."""
+    for part, blend in send.blends.items():
+        blend.begin(sender, parcel.fields)
+        blend.add(sender, parcel.parts[part])
+    return Parcel({n: v for n, v in parcel.parts.items() if n not in send.blends}, parcel.fields)

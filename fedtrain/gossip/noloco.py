@@ -1,0 +1,48 @@
+"""NoLoCo: DiLoCo without an all-reduce, over random pairs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ..config import require
+from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
+
+if TYPE_CHECKING:
+    from ..exchange import Neighborhood
+    from .base import Round, State, Vector
+
+
+@dataclass(frozen=True)
+class NoLoCo(Algorithm):
+    """v ← αv + β(WΔ)ᵢ + γ((Wφ)ᵢ − φᵢ), φ ← φ + v, where Δ = θ − φ is what H local steps did (Kolehmainen
+    et al. 2025, §3).
+
+    W is that of the round's pairs. The third term pulls the slow weights together, and has to outweigh the
+    momentum: α < γ < 2 + α for pairs. Sends two models a round.
+    """
+
+    outer_lr: float = 0.7  # β
+    momentum: float = 0.5  # α
+    gamma: float = 1.0
+
+    vectors: ClassVar[float] = 2.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.outer_lr < math.inf, "gossip.outer_lr", f"{self.outer_lr} must be positive")
+        require(0 <= self.momentum < 1, "gossip.momentum", f"{self.momentum} must be in [0, 1)")
+        require(self.momentum < self.gamma < 2 + self.momentum, "gossip.gamma",
+                f"{self.gamma} must lie between momentum and 2 + momentum, or peers drift apart")  # fmt: skip
+
+    def init(self, x: Vector) -> State:
+        return {"momentum": x.new_zeros(x.shape)}
+
+    def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
+        delta = (yield LocalSteps(x)) - x
+        slow, found = Blend(x, near), Blend(delta, near)
+        yield Send(Parcel({"x": x, "delta": delta}), {"x": slow, "delta": found})
+        yield Receive()
+        v = (state["momentum"] * self.momentum).add_(found.to_self(), alpha=self.outer_lr)
+        v.add_(slow.to_self().sub_(x), alpha=self.gamma)
+        return x + v, {"momentum": v}

@@ -1,0 +1,39 @@
+"""SGP: averages on directed graphs, by push-sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
+
+if TYPE_CHECKING:
+    from ..exchange import Neighborhood
+    from .base import Heard, Round, State, Vector
+
+
+@dataclass(frozen=True)
+class SGP(Algorithm):
+    """Stochastic gradient push (Assran et al. 2019, Algorithm 1).
+
+    The paper keeps x and w, with z = x/w the model. Here x is the model z and the state has the mass w; a
+    parcel is (z, w), and z ← Σ Pᵢⱼwⱼzⱼ / Σ Pᵢⱼwⱼ. Σ w = n while nothing is lost, and Σ wz moves by the sum of
+    the local steps. A peer may start with any mass above 0: the limit is the mean by mass.
+    """
+
+    directed: ClassVar[bool] = True
+
+    def init(self, x: Vector) -> State:
+        import torch
+
+        return {"mass": torch.ones((), dtype=torch.float64)}
+
+    def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
+        mass = float(state["mass"])
+        trained = yield LocalSteps(x)
+        z = trained if mass == 1.0 else x + (trained - x) / mass
+        blend = Blend(z, near, mass)
+        yield Send(Parcel({"x": z}, {"mass": mass}), {"x": blend})
+        heard: Heard = yield Receive()
+        mixed, mass = blend.by_mass(mass * sum(near.outgoing[peer] for peer in sorted(heard.undelivered)))
+        return mixed, {"mass": state["mass"].new_tensor(mass)}
