@@ -220,23 +220,13 @@ class Engine:
     # --- The model, its arena, its seeds
 
     def _build(self) -> nn.Module:
-        self.seed("init")
-        with user_code(folder_of(self.task), "model()"):
-            model = self.task.model()
-        if not isinstance(model, nn.Module):
-            raise TaskError(f"model() returned a {type(model).__name__}, not a torch.nn.Module")
-        return model
+        return build_model(self.task, self.run_seed, self.device)
 
     def seed(self, *purpose: object) -> None:
         """Every source of random numbers that a task may draw from, by the run and what they are for."""
         seed = seed_of(self.run_seed, *purpose)
-        # Not torch.manual_seed: it looks for every kind of accelerator, and takes 194 µs of a 400 µs round.
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed_all(seed, self.device)
         self._order.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFF_FFFF)  # the legacy one, which datasets and augmentations draw from
 
     def _permutation(self, examples: int) -> torch.Tensor:
         return torch.randperm(examples, generator=self._order)
@@ -275,6 +265,26 @@ class Engine:
             else:
                 delta.copy_(local - start.flat(section))
         out._digest = None
+
+
+def build_model(task: Task, run_seed: int, device: torch.device) -> nn.Module:
+    """The task's model as every site, and every rank, begins with it; on the CPU."""
+    seed_all(seed_of(run_seed, "init"), device)
+    with user_code(folder_of(task), "model()"):
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model() returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Every generator that a task may draw from without naming it."""
+    # Not torch.manual_seed: it looks for every kind of accelerator, and takes 194 µs of a 400 µs round.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)  # the legacy one, which datasets and augmentations draw from
 
 
 def device_of(name: str) -> torch.device:
