@@ -1,0 +1,614 @@
+"""How shares travel between one peer and its neighbours: the protocol of wire/gossip.py, without I/O.
+
+Both transports drive a `Courier`: transport/zmq.py with sockets and the machine's clock,
+transport/memory.py with a queue and a virtual clock. A message that comes goes into `receive`, what is to be
+sent lies in `outbox`, time passes by `tick`. So what is tested under thousands of seeded faults is what
+runs over the network.
+
+Nothing is sent that was not asked for: chunks flow only on the taker's credit, so memory is bounded by
+`window` chunks a neighbour, and a slow taker slows its giver down. Lost and repeated messages are mended by
+offering again; a share counts once, by its round and transfer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import BadUpdate, WireError
+from ..exchange import Exchanged, Letter, Mixer, Offer, PeerId, Share
+from ..wire.frames import CHUNK_BYTES
+from ..wire.gossip import Header, Kind, chunks_of, pack_offer, unpack_offer
+
+Body = bytes | bytearray | memoryview
+Refuse = Callable[[PeerId, int, str], None]
+UNASKED = (Kind.LETTER, Kind.STATE)  # shares outside of an exchange
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one peer takes from another."""
+
+    payload_bytes: int = 4 << 30  # of one share; a run sets it from its schema
+    window: int = 16  # chunks that a giver may be ahead of what was mixed
+    retry_s: float = 1.0  # silence after which an offer is repeated
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A share on its way out."""
+
+    peer: PeerId
+    kind: Kind
+    round: int
+    transfer: int
+    share: Share
+    count: int  # chunks
+    touched_s: float  # when we last said, or heard, something about it
+    sent: int = 0  # chunks
+    credit: int = 0  # chunks that may be sent, from the first
+    outcome: str = ""  # "given", "kept" or "unsure"; "" while under way
+    why: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A share that is expected, or coming."""
+
+    peer: PeerId
+    offer: Offer | None = None
+    transfer: int = 0
+    count: int = 0
+    had: int = 0  # chunks received
+    mixed: int = 0  # chunks handed to the mixer
+    credit: int = 0
+    held: deque[Body] = field(default_factory=deque)  # received, and waiting for their turn
+    asked_again: bool = False
+    outcome: str = ""  # "whole", or why it is not; "" while under way
+    into: memoryview | None = None  # of a letter
+
+    @property
+    def whole(self) -> bool:
+        return self.offer is not None and self.had == self.count
+
+
+class Courier:
+    """One peer's end of all transfers. Not for several threads."""
+
+    def __init__(self, limits: Limits = Limits(), *, first_transfer: int = 1, refuse: Refuse | None = None):
+        """`first_transfer` should differ from start to start of a process, so that its transfers don't
+        take on the numbers of those before; `refuse(peer, round, reason)` hears of every refused share."""
+        self.outbox: deque[tuple[PeerId, Header, Body]] = deque()
+        self.finished: Exchanged | None = None  # of the last `begin`
+        self.letters: dict[PeerId, Letter] = {}
+        self.states: dict[PeerId, Letter | None] = {}  # answers to `pull`; None: it has none
+        self.bytes_in = self.bytes_out = 0
+        self.epoch = 0  # of the view, in every header
+        self._limits, self._next, self._refuse = limits, first_transfer, refuse or (lambda *_: None)
+        self._round = -1  # of the exchange under way, or the last
+        self._open = False
+        self._slots: dict[PeerId, Incoming] = {}  # in mixing order
+        self._head = 0  # slots before this one have ended
+        self._out: dict[PeerId, Outgoing] = {}
+        self._undecided: set[PeerId] = set()  # of _out
+        self._begun_s = self._deadline_s = self._asked_s = 0.0
+        self._early: dict[PeerId, tuple[Header, bytes]] = {}  # offers of rounds to come
+        self._wanted: dict[PeerId, int] = {}  # who expects our share of which round to come
+        self._counted: dict[PeerId, int] = {}  # the last round in which a peer's share was had whole
+        self._heard: dict[PeerId, tuple[int, float]] = {}  # which round a peer announced last, and when
+        self._dead: dict[PeerId, str] = {}
+        self._posted: dict[tuple[PeerId, Kind], Outgoing] = {}
+        self._coming: dict[tuple[PeerId, Kind], Incoming] = {}  # letters and states
+        self._had: dict[PeerId, deque[int]] = {}  # transfers of letters that were had whole
+        self._pulling: dict[PeerId, float] = {}  # when we last asked
+        self._state: tuple[int, Share] | None = None
+
+    # --- what the peer itself asks for
+
+    def begin(
+        self, round: int, shares: Mapping[PeerId, Share], expected: Sequence[PeerId], mixer: Mixer,
+        deadline_s: float, now: float,
+    ) -> None:  # fmt: skip
+        """Start an exchange; `finished` says when it is over."""
+        assert not self._open, "one exchange at a time"
+        assert round > self._round, (round, self._round)
+        self._round, self._open, self._mixer, self.finished = round, True, mixer, None
+        self._begun_s = self._asked_s = now
+        self._deadline_s, self._head = deadline_s, 0
+        self._slots = {peer: Incoming(peer) for peer in expected}
+        self._order = list(self._slots.values())
+        self._out = {peer: self._outgoing(peer, Kind.OFFER, round, s, now) for peer, s in shares.items()}
+        self._undecided = set(self._out)
+        for out in self._out.values():
+            if out.peer in self._dead:
+                self._settle(out, self._dead[out.peer])
+            else:
+                self._offer(out, now)
+        early, self._early = self._early, {}
+        for peer, slot in self._slots.items():
+            if peer in early:
+                continue
+            if peer in self._dead:
+                self._lose(slot, self._dead[peer])
+            elif self._heard.get(peer, (0, 0.0))[0] > round:
+                self._lose(slot, f"went on to round {self._heard[peer][0]}")
+            else:
+                self._say(peer, Kind.WANT, round=round)
+        for peer, (header, body) in early.items():
+            self._offered(peer, header, body, now)
+        for peer, wanted in list(self._wanted.items()):
+            if wanted <= round:
+                del self._wanted[peer]
+                if wanted < round or peer not in self._out:
+                    self._say(peer, Kind.CANCEL, round=wanted)
+        self._check_end(now)
+
+    def abandon(self, now: float) -> None:
+        """End the exchange under way at once: what is not whole counts as missing."""
+        for slot in self._slots.values():
+            self._lose(slot, "the exchange was stopped here")
+        for out in self._out.values():
+            self._settle(out, "the exchange was stopped here")
+        self._check_end(now)
+
+    def post(self, round: int, shares: Mapping[PeerId, Share], now: float) -> None:
+        for peer, share in shares.items():
+            self._send_unasked(peer, Kind.LETTER, round, share, now)
+
+    def publish(self, round: int, share: Share) -> None:
+        self._state = (round, share)
+
+    def pull(self, peer: PeerId, now: float) -> None:
+        """Ask for a peer's state; it will lie in `states`."""
+        self.states.pop(peer, None)
+        self._pulling[peer] = now
+        self._say(peer, Kind.PULL)
+
+    def forget_pull(self, peer: PeerId) -> None:
+        self._pulling.pop(peer, None)
+        self._coming.pop((peer, Kind.STATE), None)
+
+    # --- what happens
+
+    def lost(self, peer: PeerId, why: str, now: float) -> None:
+        """The peer is dead, or has left: nobody waits for it any more."""
+        self._dead[peer] = why
+        self._early.pop(peer, None)
+        self._wanted.pop(peer, None)
+        if slot := self._slots.get(peer):
+            self._lose(slot, why)
+        if out := self._out.get(peer):
+            self._settle(out, why)
+        for kind in UNASKED:
+            self._posted.pop((peer, kind), None)
+            self._coming.pop((peer, kind), None)
+        self._check_end(now)
+
+    def found(self, peer: PeerId, now: float) -> None:
+        """The peer is connected, or connected again: what it may have missed is said again."""
+        self._dead.pop(peer, None)
+        if self._open:
+            if (out := self._out.get(peer)) and not out.outcome:
+                self._offer(out, now)
+            if (slot := self._slots.get(peer)) and not slot.outcome and slot.offer is None:
+                self._say(peer, Kind.WANT, round=self._round)
+        for (name, _), posted in self._posted.items():
+            if name == peer:
+                self._offer(posted, now)
+        if peer in self._pulling:
+            self._say(peer, Kind.PULL)
+
+    def heard(self, peer: PeerId, round: int, now: float) -> None:
+        """The peer says that it is at `round`."""
+        if round <= self._heard.get(peer, (-1, 0.0))[0]:
+            return
+        self._heard[peer] = (round, now)
+        if self._open and round > self._round:
+            slot, out = self._slots.get(peer), self._out.get(peer)
+            if slot and not slot.outcome and slot.offer is None:
+                self._lose(slot, f"went on to round {round}")
+            if out and not out.outcome:  # did it take our share? It answers at once
+                self._offer(out, now)
+            self._check_end(now)
+
+    def receive(self, peer: PeerId, header: Header, body: Body, now: float) -> None:
+        """A message of an authenticated peer. WireError: it breaks the protocol, and changed nothing that
+        others rely on."""
+        match header.kind:
+            case Kind.CHUNK:
+                self._chunk(peer, header, body)
+            case Kind.ACK | Kind.NACK:
+                self._credited(peer, header, now)
+            case Kind.OFFER:
+                self.heard(peer, header.round, now)
+                self._offered(peer, header, body, now)
+            case Kind.DONE | Kind.REJECT:
+                self._answered(peer, header, body)
+            case Kind.CANCEL:
+                self._cancelled(peer, header)
+            case Kind.WANT:
+                self._want(peer, header)
+            case Kind.LETTER | Kind.STATE:
+                self._unasked(peer, header, body)
+            case Kind.PULL:
+                self._pulled(peer, now)
+            case _:
+                raise WireError(f"{header.kind.name} is not about a share")
+        self._check_end(now)
+
+    def tick(self, now: float) -> None:
+        """Deadlines and repeats that are due."""
+        retry_s = (
+            self._limits.retry_s
+        )  # below, the same sums as in wake_s: rounded otherwise, time would stand
+        if self._open:
+            for slot in self._order[self._head :]:
+                if not slot.outcome:
+                    if now >= self._until(slot.peer):
+                        self._lose(slot, f"did not finish within {self._deadline_s:g} s")
+                    elif slot.offer is None and now >= self._asked_s + retry_s:
+                        self._say(slot.peer, Kind.WANT, round=self._round)
+            if now >= self._asked_s + retry_s:
+                self._asked_s = now
+            for out in self._out.values():
+                if not out.outcome:
+                    if now >= self._until(out.peer):
+                        self._settle(out, f"did not take it within {self._deadline_s:g} s")
+                    elif now >= out.touched_s + retry_s:
+                        self._offer(out, now)
+            self._check_end(now)
+        for posted in list(self._posted.values()):
+            if now >= posted.touched_s + retry_s:
+                self._offer(posted, now)
+        for peer, asked_s in list(self._pulling.items()):
+            if now >= asked_s + retry_s:
+                self._pulling[peer] = now
+                if (peer, Kind.STATE) not in self._coming:
+                    self._say(peer, Kind.PULL)
+
+    def wake_s(self, now: float) -> float:
+        """When `tick` has something to do next, unless something happens before; inf: not at all."""
+        times = [math.inf]
+        if self._open:
+            waiting = [s for s in self._order[self._head :] if not s.outcome]
+            under_way = [o for o in self._out.values() if not o.outcome]
+            times += [
+                self._until(peer) for peer in {*(s.peer for s in waiting), *(o.peer for o in under_way)}
+            ]
+            times += [out.touched_s + self._limits.retry_s for out in under_way]
+            if any(slot.offer is None for slot in waiting):
+                times.append(self._asked_s + self._limits.retry_s)
+        times += [posted.touched_s + self._limits.retry_s for posted in self._posted.values()]
+        times += [asked_s + self._limits.retry_s for asked_s in self._pulling.values()]
+        return min(times)
+
+    # --- giving
+
+    def _outgoing(self, peer: PeerId, kind: Kind, round: int, share: Share, now: float) -> Outgoing:
+        self._next = (self._next % 0xFFFFFFFF) + 1
+        return Outgoing(peer, kind, round, self._next, share, chunks_of(share.payload.nbytes), now)
+
+    def _offer(self, out: Outgoing, now: float) -> None:
+        out.touched_s = now
+        share = out.share
+        header = Header(
+            out.kind, out.round, out.transfer, 0, out.count, share.weight, share.degree, share.codec,
+            self.epoch,
+        )  # fmt: skip
+        self.outbox.append((out.peer, header, pack_offer(share.payload.nbytes, share.note)))
+
+    def _credited(self, peer: PeerId, header: Header, now: float) -> None:
+        """ACK: so far so good, and this much more; NACK: again from there."""
+        out = self._transfer(peer, header)
+        if out is None:
+            return
+        if not header.index <= header.count <= out.count or header.index > out.sent:
+            raise WireError(f"credit {header.index} to {header.count} of {out.count} chunks, {out.sent} sent")
+        out.touched_s = now
+        out.credit = max(out.credit, header.count)
+        if header.kind is Kind.NACK:
+            out.sent = header.index
+        payload = out.share.payload
+        while out.sent < out.credit:
+            chunk = payload[out.sent * CHUNK_BYTES : (out.sent + 1) * CHUNK_BYTES]
+            head = Header(
+                Kind.CHUNK, out.round, out.transfer, out.sent, out.count, out.share.weight, out.share.degree,
+                out.share.codec, self.epoch,
+            )  # fmt: skip
+            self.outbox.append((peer, head, chunk))
+            self.bytes_out += chunk.nbytes
+            out.sent += 1
+
+    def _answered(self, peer: PeerId, header: Header, body: Body) -> None:
+        """DONE or REJECT: how it ended."""
+        if header.kind is Kind.REJECT and header.transfer == 0:  # of a PULL
+            if self._pulling.pop(peer, None) is not None:
+                self.states[peer] = None
+            return
+        out = self._transfer(peer, header)
+        if out is None:
+            return
+        if header.kind is Kind.DONE and out.sent < out.count:
+            if out.kind is Kind.OFFER and out.sent == 0:  # an earlier life of ours had given it
+                self._decide(out, "given")
+                return
+            raise WireError(f"it has {out.count} chunks, of {out.sent} that were sent")
+        self._decide(out, "given" if header.kind is Kind.DONE else "kept", _text(body))
+
+    def _transfer(self, peer: PeerId, header: Header) -> Outgoing | None:
+        """What this answer is about; None when it is over, as answers cross on the way."""
+        unasked = (self._posted.get((peer, kind)) for kind in UNASKED)
+        for out in (self._out.get(peer), *unasked):
+            if out is not None and out.transfer == header.transfer and not out.outcome:
+                return out
+        return None
+
+    def _settle(self, out: Outgoing, why: str) -> None:
+        """Without an answer. A taker that can't have the last chunk can't have counted it."""
+        if not out.outcome:
+            self._decide(out, "unsure" if out.count and out.sent == out.count else "kept", why)
+            if out.peer not in self._dead:
+                self._say(out.peer, Kind.CANCEL, round=out.round, transfer=out.transfer)
+
+    def _decide(self, out: Outgoing, outcome: str, why: str = "") -> None:
+        out.outcome, out.why = outcome, why
+        if out.kind is Kind.OFFER:
+            self._undecided.discard(out.peer)
+        else:
+            del self._posted[out.peer, out.kind]
+
+    def _want(self, peer: PeerId, header: Header) -> None:
+        if header.round > self._round:
+            self._wanted[peer] = max(header.round, self._wanted.get(peer, 0))
+        elif header.round < self._round or not self._open or peer not in self._out:
+            self._say(peer, Kind.CANCEL, round=header.round)
+        elif self._out[peer].outcome == "kept":
+            self._say(peer, Kind.CANCEL, round=header.round, transfer=self._out[peer].transfer)
+
+    def _send_unasked(self, peer: PeerId, kind: Kind, round: int, share: Share, now: float) -> None:
+        if before := self._posted.pop((peer, kind), None):
+            self._say(peer, Kind.CANCEL, round=before.round, transfer=before.transfer)
+        if peer not in self._dead:
+            self._posted[peer, kind] = out = self._outgoing(peer, kind, round, share, now)
+            self._offer(out, now)
+
+    def _pulled(self, peer: PeerId, now: float) -> None:
+        if self._state is None:
+            self._say(peer, Kind.REJECT, body=b"no state to give yet")
+        elif (peer, Kind.STATE) not in self._posted:
+            self._send_unasked(peer, Kind.STATE, *self._state, now)
+
+    # --- taking
+
+    def _offered(self, peer: PeerId, header: Header, body: Body, now: float) -> None:
+        """A share of a round: of one that is over, of this one, or of one to come."""
+        nbytes, note = unpack_offer(header, body, self._limits.payload_bytes)
+        slot = self._slots.get(peer) if header.round == self._round else None
+        if header.round > self._round:
+            if peer not in self._early or header.round >= self._early[peer][0].round:
+                self._early[peer] = (header, bytes(body))
+        elif self._counted.get(peer) == header.round:
+            self._say(peer, Kind.DONE, round=header.round, transfer=header.transfer)
+        elif slot is None or not self._open or slot.outcome:
+            reason = (slot and slot.outcome) or (
+                f"round {header.round} is over" if not self._open or header.round < self._round
+                else f"not an in-neighbour in round {header.round}"
+            )  # fmt: skip
+            self._say(peer, Kind.REJECT, round=header.round, transfer=header.transfer, body=reason.encode())
+        elif slot.offer is None:
+            self._accept(slot, header, nbytes, note)
+        elif slot.transfer == header.transfer:
+            self._say(peer, Kind.NACK, header.round, slot.transfer, slot.had, slot.credit)
+        else:  # the giver was started again in the middle of a transfer
+            self._lose(slot, "its first share was broken off")
+            self._say(peer, Kind.REJECT, round=header.round, transfer=header.transfer, body=b"broken off")
+
+    def _accept(self, slot: Incoming, header: Header, nbytes: int, note: bytes) -> None:
+        offer = Offer(slot.peer, header.round, nbytes, header.weight, header.degree, header.codec, note)
+        slot.transfer, slot.count = header.transfer, header.count
+        try:
+            self._mixer.begin(offer)
+        except BadUpdate as e:
+            self._bad(slot, str(e))
+            return
+        slot.offer = offer
+        if slot.count == 0:
+            self._have_whole(slot)
+            self._mix_on()
+        else:
+            self._grant(slot)
+
+    def _grant(self, slot: Incoming) -> None:
+        """More credit, a few times a window."""
+        credit = min(slot.count, slot.mixed + self._limits.window)
+        if credit - slot.credit >= min(slot.count - slot.credit, max(1, self._limits.window // 4)) > 0:
+            slot.credit = credit
+            assert slot.offer is not None
+            self._say(slot.peer, Kind.ACK, slot.offer.round, slot.transfer, slot.had, credit)
+
+    def _chunk(self, peer: PeerId, header: Header, body: Body) -> None:
+        slot = self._receiving(peer, header)
+        if slot is None or header.index < slot.had:
+            return  # of a share that is over, or again
+        assert slot.offer is not None
+        if header.index >= slot.credit:
+            raise WireError(f"chunk {header.index}, but credit is {slot.credit}")
+        if header.index > slot.had:
+            if not slot.asked_again:
+                slot.asked_again = True
+                self._say(peer, Kind.NACK, slot.offer.round, slot.transfer, slot.had, slot.credit)
+            return
+        due = min(CHUNK_BYTES, slot.offer.nbytes - header.index * CHUNK_BYTES)
+        if len(body) != due:
+            raise WireError(f"chunk {header.index} has {len(body)} bytes, {due} are due")
+        slot.had, slot.asked_again = slot.had + 1, False
+        self.bytes_in += due
+        if slot.into is not None:
+            slot.into[header.index * CHUNK_BYTES :][:due] = body
+            slot.mixed += 1
+            if slot.whole:
+                self._have_letter(slot)
+            else:
+                self._grant(slot)
+            return
+        slot.held.append(body)
+        if slot.whole:
+            self._have_whole(slot)
+        self._mix_on()
+
+    def _receiving(self, peer: PeerId, header: Header) -> Incoming | None:
+        unasked = (self._coming.get((peer, kind)) for kind in UNASKED)
+        for slot in (self._slots.get(peer), *unasked):
+            if (
+                slot is not None
+                and slot.offer is not None
+                and not slot.outcome
+                and slot.transfer == header.transfer
+                and slot.offer.round == header.round
+            ):
+                return slot
+        return None
+
+    def _have_whole(self, slot: Incoming) -> None:
+        """All bytes are here: it counts, even if its chunks still wait for their turn."""
+        assert slot.offer is not None
+        self._counted[slot.peer] = slot.offer.round
+        self._say(slot.peer, Kind.DONE, round=slot.offer.round, transfer=slot.transfer)
+
+    def _mix_on(self) -> None:
+        """Hand on all chunks whose turn it is: at each offset the peers in their order."""
+        if not self._open:
+            return
+        while self._head < len(self._order) and self._order[self._head].outcome:
+            self._head += 1
+        turn = 1 << 62  # chunks that all peers before have had mixed
+        for slot in self._order[self._head :]:
+            if turn == 0:
+                break
+            if slot.outcome:
+                continue
+            before = slot.mixed
+            while slot.held and slot.mixed < turn and not slot.outcome:
+                self._mix(slot, slot.held.popleft())
+            if slot.offer is not None and slot.mixed == slot.count and not slot.outcome:
+                self._end(slot, "whole")
+            if not slot.outcome:
+                turn = min(turn, slot.mixed)
+                if slot.mixed > before:
+                    self._grant(slot)
+
+    def _mix(self, slot: Incoming, body: Body) -> None:
+        try:
+            self._mixer.mix(slot.peer, slot.mixed * CHUNK_BYTES, memoryview(body))
+            slot.mixed += 1
+        except BadUpdate as e:
+            self._bad(slot, str(e))
+
+    def _bad(self, slot: Incoming, reason: str) -> None:
+        """Our mixer refused it: its giver is told, and it is named in the log."""
+        self._refuse(slot.peer, self._round, reason)
+        if not slot.whole:
+            body = reason.encode()[:200]
+            self._say(slot.peer, Kind.REJECT, round=self._round, transfer=slot.transfer, body=body)
+        self._end(slot, f"refused: {reason}")
+
+    def _lose(self, slot: Incoming, why: str) -> None:
+        """Nothing more comes. What is whole stays, and is mixed in its turn."""
+        if not slot.outcome and not slot.whole:
+            self._end(slot, why)
+            self._mix_on()
+
+    def _end(self, slot: Incoming, outcome: str) -> None:
+        slot.outcome = outcome
+        slot.held.clear()
+        if slot.offer is not None:
+            self._mixer.end(slot.peer, min(slot.mixed * CHUNK_BYTES, slot.offer.nbytes))
+
+    def _cancelled(self, peer: PeerId, header: Header) -> None:
+        for kind in UNASKED:
+            if (coming := self._coming.get((peer, kind))) and coming.transfer == header.transfer:
+                del self._coming[peer, kind]
+                return
+        if (early := self._early.get(peer)) and early[0].transfer == header.transfer:
+            del self._early[peer]
+        slot = self._slots.get(peer)
+        if slot is None or header.round != self._round or not self._open:
+            return
+        if header.transfer == 0 and slot.offer is None:
+            self._lose(slot, f"has no share for us in round {header.round}")
+        elif header.transfer and slot.transfer in (0, header.transfer):
+            self._lose(slot, "gave up on us")
+
+    def _unasked(self, peer: PeerId, header: Header, body: Body) -> None:
+        """A letter, or the state that we pulled: into a buffer of its own, once its size is known to fit."""
+        if header.kind is Kind.STATE and peer not in self._pulling:
+            self._say(peer, Kind.REJECT, round=header.round, transfer=header.transfer, body=b"not asked for")
+            return
+        nbytes, note = unpack_offer(header, body, self._limits.payload_bytes)
+        if header.transfer in self._had.get(peer, ()):
+            self._say(peer, Kind.DONE, round=header.round, transfer=header.transfer)
+            return
+        coming = self._coming.get((peer, header.kind))
+        if coming is not None and coming.transfer == header.transfer:
+            self._say(peer, Kind.NACK, header.round, header.transfer, coming.had, coming.credit)
+            return
+        offer = Offer(peer, header.round, nbytes, header.weight, header.degree, header.codec, note)
+        coming = Incoming(peer, offer, header.transfer, header.count, into=memoryview(bytearray(nbytes)))
+        self._coming[peer, header.kind] = coming
+        if coming.whole:
+            self._have_letter(coming)
+        else:
+            self._grant(coming)
+
+    def _have_letter(self, coming: Incoming) -> None:
+        offer = coming.offer
+        assert offer is not None
+        assert coming.into is not None
+        share = Share(coming.into, offer.weight, offer.degree, offer.codec, offer.note)
+        letter = Letter(offer.peer, offer.round, share)
+        if self._coming.get((offer.peer, Kind.STATE)) is coming:
+            del self._coming[offer.peer, Kind.STATE], self._pulling[offer.peer]
+            self.states[offer.peer] = letter
+        else:
+            del self._coming[offer.peer, Kind.LETTER]
+            self.letters[offer.peer] = letter
+        self._had.setdefault(offer.peer, deque(maxlen=16)).append(coming.transfer)
+        self._say(offer.peer, Kind.DONE, round=offer.round, transfer=coming.transfer)
+
+    # --- both
+
+    def _until(self, peer: PeerId) -> float:
+        """Its deadline: from when it announced this round, or the one before, if that is after our start."""
+        round, at_s = self._heard.get(peer, (-1, 0.0))
+        late = round in (self._round - 1, self._round)
+        return (max(self._begun_s, at_s) if late else self._begun_s) + self._deadline_s
+
+    def _check_end(self, now: float) -> None:
+        if not self._open or self._undecided:
+            return
+        self._mix_on()
+        if self._head < len(self._order):
+            return
+        self._open = False
+        slots, outs = self._slots, self._out
+        self.finished = Exchanged(
+            arrived=frozenset(p for p, s in slots.items() if s.outcome == "whole"),
+            missing={p: s.outcome for p, s in slots.items() if s.outcome != "whole"},
+            given=frozenset(p for p, o in outs.items() if o.outcome == "given"),
+            kept={p: o.why for p, o in outs.items() if o.outcome == "kept"},
+            unsure={p: o.why for p, o in outs.items() if o.outcome == "unsure"},
+            waited_s=now - self._begun_s,
+        )
+
+    def _say(
+        self, peer: PeerId, kind: Kind, round: int = 0, transfer: int = 0, index: int = 0, count: int = 0,
+        body: bytes = b"",
+    ) -> None:  # fmt: skip
+        self.outbox.append((peer, Header(kind, round, transfer, index, count, epoch=self.epoch), body))
+
+
+def _text(body: Body) -> str:
+    """A reason off the wire, for a person: one short line."""
+    return "".join(c if c.isprintable() else "?" for c in bytes(body[:200]).decode("utf-8", "replace"))

@@ -1,0 +1,152 @@
+"""What peers say to each other: a header of 64 bytes, then at most one body. Little-endian, no pickle.
+
+    bytes  0-3    magic "FTGP"            32-39  sender, SHA-256 of its name, first 8 bytes
+           4      version                 40-43  index     44-47  count      both in chunks
+           5      kind                    48-55  weight, float64
+           6-7    codec                   56-59  degree
+           8-15   run, first 8 bytes      60-63  transfer
+          16-23   schema, first 8 bytes          of the sender's own numbering
+          24-27   view epoch
+          28-31   round
+
+How a share travels (transport/courier.py):
+
+    giver  OFFER(round, transfer, bytes)  ->              taker
+           <- ACK(index, count)           has `index` chunks, takes up to `count`: the giver's credit
+           CHUNK(index) ...               ->
+           <- DONE                        has it whole, and counts it; it is given
+    or     <- REJECT(reason)              does not count it, and never will
+    or     CANCEL                         -> comes no more of it; with transfer 0: has none for you
+    again  <- NACK(index, count)          go back to chunk `index`
+    and    WANT(round)                    -> expects your share of this round
+
+A letter is a share without a round (LETTER, else the same), a state is what PULL is answered with (STATE).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from enum import IntEnum
+
+import msgspec
+
+from ..errors import WireError
+from .frames import CHUNK_BYTES
+
+MAGIC = b"FTGP"
+VERSION = 1
+HEADER_BYTES = 64
+NOTE_BYTES = 4096  # of an offer's note
+TEXT_BYTES = 64 << 10  # of the body of a HELLO, MEMBERS, PING ...: everything that isn't an offer or a chunk
+FRAME_BYTES = CHUNK_BYTES * 11 // 10  # no larger frame is read
+
+_LAYOUT = struct.Struct("<4sBBH8s8sII8sIIdII")
+_NBYTES = struct.Struct("<Q")
+assert _LAYOUT.size == HEADER_BYTES
+
+
+class Kind(IntEnum):
+    HELLO = 1  # who I am (a signed entry), what I train
+    WELCOME = 2
+    REJECT = 3
+    MEMBERS = 4  # signed entries of the roster, and who is alive
+    OFFER = 5
+    LETTER = 6
+    STATE = 7
+    CHUNK = 8
+    DONE = 9
+    ACK = 10
+    NACK = 11
+    CANCEL = 12
+    WANT = 13
+    PULL = 14
+    PING = 15
+    PONG = 16
+    SUSPECT = 17  # please ping this one for me
+    LEAVE = 18
+
+
+OFFERS = (Kind.OFFER, Kind.LETTER, Kind.STATE)
+
+
+class Header(msgspec.Struct, frozen=True, gc=False):
+    """What a message is about. Fields that its kind doesn't use are 0."""
+
+    kind: Kind
+    round: int = 0
+    transfer: int = 0
+    index: int = 0
+    count: int = 0
+    weight: float = 0.0
+    degree: int = 0
+    codec: int = 0
+    epoch: int = 0
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """What all messages of one peer in one run have alike."""
+
+    run: bytes  # [8]
+    schema: bytes  # [8]
+    sender: bytes  # [8]
+
+    @classmethod
+    def of(cls, run: str, schema_digest: str, sender: str) -> Stamp:
+        return cls(short(run), short(schema_digest), short(sender))
+
+
+def short(text: str) -> bytes:
+    """8 bytes that stand for a text in headers."""
+    return hashlib.sha256(text.encode()).digest()[:8]
+
+
+def pack(header: Header, stamp: Stamp) -> bytes:
+    h = header
+    return _LAYOUT.pack(
+        MAGIC, VERSION, h.kind, h.codec, stamp.run, stamp.schema, h.epoch, h.round, stamp.sender,
+        h.index, h.count, h.weight, h.degree, h.transfer,
+    )  # fmt: skip
+
+
+def unpack(data: bytes | memoryview) -> tuple[Header, Stamp]:
+    """A header off the wire, checked in itself; WireError says what is wrong with it."""
+    if len(data) != HEADER_BYTES:
+        raise WireError(f"a header of {len(data)} bytes, {HEADER_BYTES} are due")
+    magic, version, kind, codec, run, schema, epoch, round, sender, *rest = _LAYOUT.unpack(data)
+    index, count, weight, degree, transfer = rest
+    if magic != MAGIC:
+        raise WireError(f"not ours: it begins with {magic!r}")
+    if version != VERSION:
+        raise WireError(f"protocol {version} there, {VERSION} here: run the same fedtrain at both ends")
+    if not 1 <= kind <= Kind.LEAVE:
+        raise WireError(f"unknown kind of message {kind}")
+    if not math.isfinite(weight):
+        raise WireError(f"a weight of {weight}")
+    header = Header(Kind(kind), round, transfer, index, count, weight, degree, codec, epoch)
+    return header, Stamp(run, schema, sender)
+
+
+def chunks_of(nbytes: int) -> int:
+    """How many chunks a payload makes."""
+    return -(-nbytes // CHUNK_BYTES)
+
+
+def pack_offer(nbytes: int, note: bytes) -> bytes:
+    """The body of an OFFER, LETTER or STATE."""
+    if len(note) > NOTE_BYTES:
+        raise WireError(f"a note of {len(note)} bytes is over the limit of {NOTE_BYTES}")
+    return _NBYTES.pack(nbytes) + note
+
+
+def unpack_offer(header: Header, body: bytes | bytearray | memoryview, limit: int) -> tuple[int, bytes]:
+    """(bytes of the payload, note). Nothing is allocated for an offer that says more than `limit` bytes."""
+    if not _NBYTES.size <= len(body) <= _NBYTES.size + NOTE_BYTES:
+        raise WireError(f"an offer's body of {len(body)} bytes")
+    (nbytes,) = _NBYTES.unpack_from(body)
+    if nbytes > limit:
+        raise WireError(f"an offer of {nbytes} bytes, at most {limit} are taken")
+    if header.count != chunks_of(nbytes):
+        raise WireError(f"an offer of {nbytes} bytes in {header.count} chunks")
+    return nbytes, bytes(body[_NBYTES.size :])
