@@ -1,20 +1,20 @@
 """Who masks with whom, and how many of them can unmask: with everybody, or with k others on a ring.
 
 With k neighbours instead of n − 1 (Bell et al., Secure single-server aggregation with (poly)logarithmic
-overhead, CCS 2020) the masks that a site adds and the shares that it makes grow with k, far slower than n. The
-graph is Harary's: sites stand on a ring in an order that nobody chose, each joined to those up to k/2 away.
+overhead, CCS 2020) the masks that a site adds and the shares that it makes grow with k, far slower than n.
+The graph is Harary's: sites on a ring in an order that nobody chose, each joined to those up to k/2 away.
 
 `degree` finds the least k for which, with a threshold t, each of these is improbable over the order drawn:
 
-secrecy      some site has so many corrupt neighbours, X, that they open its secret. Semi-honest: X >= t. Semi-
-             malicious, where the aggregator may tell some neighbours that a site dropped and others that it didn't:
-             X >= 2t − k, for then the honest ones can be split in two halves that each reach t with the corrupt ones
+secrecy      some site has X corrupt neighbours, enough to open its secret. Semi-honest: X >= t. Semi-
+             malicious, where the aggregator may tell some neighbours that a site dropped out and others that
+             it didn't: X >= 2t − k, for then the k − X honest ones are two times t − X
 secrecy      the sites that are neither corrupt nor lost fall apart, so that two partial sums can be told: two
              runs of k/2 places on the ring hold none of them
 correctness  some site that stayed has fewer than t neighbours that stayed
 
-The secrecy events have half of 2^-security each. X and the neighbours that stayed are hypergeometric; the union
-bound is taken over sites, and over pairs of runs. This gives the degrees that were published.
+Each of the secrecy events may have half of 2^-security. X and the neighbours that stayed are hypergeometric;
+the union bound is over sites, and over pairs of runs. This gives the degrees that were published.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def degree(
 ) -> Degree:
     """The least even k, and the least t for it; n − 1 where only the full graph will do.
 
-    Of n `sites` a fraction `corrupt` is with the aggregator and another, `dropout`, is lost on the way. Secrets
-    are kept except with probability 2^-security, and the sum is made except with 2^-correctness.
+    Of n `sites` a fraction `corrupt` is with the aggregator, and another, `dropout`, is lost on the way.
+    Secrets are kept except with probability 2^-security, and the sum is made except with 2^-correctness.
     ConfigError when even the full graph has no threshold for that.
     """
     n, bad, lost = sites, math.ceil(sites * corrupt - 1e-9), math.ceil(sites * dropout - 1e-9)
@@ -120,14 +120,18 @@ def _uniform64(seed: bytes) -> Iterator[int]:
 
 def _at_least(population: int, marked: int, draws: int) -> NDArray[np.float64]:
     """log2 P[X >= x] for x = 0..draws, X the number of marked ones among `draws` without replacement."""
+    above = np.cumsum(_hypergeometric(population, marked, draws)[::-1])[::-1]
     with np.errstate(divide="ignore"):
-        return np.log2(np.cumsum(_hypergeometric(population, marked, draws)[::-1])[::-1])
+        logs: NDArray[np.float64] = np.log2(above)
+    return logs
 
 
 def _fewer_than(population: int, marked: int, draws: int) -> NDArray[np.float64]:
     """log2 P[X < x] for x = 0..draws."""
+    below = np.concatenate([[0.0], np.cumsum(_hypergeometric(population, marked, draws)[:-1])])
     with np.errstate(divide="ignore"):
-        return np.log2(np.cumsum([0.0, *_hypergeometric(population, marked, draws)[:-1]]))
+        logs: NDArray[np.float64] = np.log2(below)
+    return logs
 
 
 def _hypergeometric(population: int, marked: int, draws: int) -> NDArray[np.float64]:
@@ -142,7 +146,7 @@ def _hypergeometric(population: int, marked: int, draws: int) -> NDArray[np.floa
 
 
 def _apart(n: int, gone: int, run: int) -> float:
-    """log2 of (a bound on) the probability that two separate runs of `run` places on the ring are all gone."""
+    """log2 of a bound on the probability that two separate runs of `run` places on the ring are gone."""
     if 2 * run > gone:
         return -math.inf
     pairs = n * (n - 2 * run - 1) / 2  # with at least one place between them on both sides
@@ -160,4 +164,5 @@ def _choose(n: int, k: NDArray[np.int64]) -> NDArray[np.float64]:
 
 @lru_cache
 def _log2_factorials(n: int) -> NDArray[np.float64]:
-    return np.cumsum(np.log2(np.maximum(np.arange(n + 1), 1)))
+    logs: NDArray[np.float64] = np.cumsum(np.log2(np.maximum(np.arange(n + 1), 1)))
+    return logs
