@@ -10,6 +10,7 @@ import torch
 from fedtrain.config import Config, LimitsConfig
 from fedtrain.errors import BadUpdate, ConfigError, StoreError, TooFewSites
 from fedtrain.runtime import checks, federated
+from fedtrain.runtime.answers import InTheOpen
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build, state_init
 from fedtrain.transport.memory import LocalCohort
@@ -73,16 +74,14 @@ class Events(list):
 
 
 def run(cfg, cohort, events=None, store=None):
-    own = store is None
+    own, events = store is None, Events() if events is None else events
     store = store or RunStore(cfg.run_dir)
     strategy = build(cfg.strategy.kind, cfg.strategy.options)
     try:
         store.begin(SCHEMA, cfg.agreed(), task_digest="t")
         if store.latest() is None:
             store.commit(Checkpoint(0, arena(), state_init(strategy, arena())), {})
-        result = asyncio.run(
-            federated.run(cfg, cohort, store, strategy, events if events is not None else Events())
-        )
+        result = asyncio.run(federated.run(cfg, InTheOpen(cfg, cohort, events), store, strategy, events))
         return result, store.latest()
     finally:
         if own:

@@ -8,48 +8,25 @@ model: the plan of a round is kept before it starts, and seeds come from (run, r
 
 from __future__ import annotations
 
-import asyncio
-import math
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from .. import __version__, aggregation
-from ..aggregation import Rule, WeightedMean, aggregate
+from .. import __version__
 from ..config import Config
-from ..errors import BadUpdate, CertificateError, JoinRefused, TooFewSites
-from ..exchange import Cohort, in_order
+from ..errors import CertificateError, JoinRefused, TooFewSites
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
-from ..update import (
-    Arena,
-    ArenaFile,
-    Evaluate,
-    Evaluation,
-    Metrics,
-    Reply,
-    Schema,
-    SiteId,
-    Train,
-    Update,
-    averages,
-    seed_of,
-)
+from ..update import Arena, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
 from . import checks
+from .answers import Answers, Emit, InTheOpen, aside
 
 if TYPE_CHECKING:
     from ..pki import Identity
-
-T = TypeVar("T")
-Emit = Callable[..., None]
-SMALL_BYTES = 1 << 20  # a model on which one may work on the event loop; on a larger one in a thread
 
 
 @dataclass(frozen=True)
@@ -68,7 +45,7 @@ class Result:
 
 async def run(
     config: Config,
-    cohort: Cohort,
+    answers: Answers,
     store: RunStore,
     strategy: Strategy,
     emit: Emit,
@@ -81,7 +58,6 @@ async def run(
     """
     import torch
 
-    rule_of(config)  # which refuses now what a round could not keep
     torch.set_num_threads(1)  # folds wait for memory; a second thread would only spin on the sites' cores
     checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
     assert checkpoint is not None, "the initial model is committed before the first round"
@@ -98,19 +74,19 @@ async def run(
     )
     while True:
         if _evaluation_is_due(config, store, checkpoint.round):
-            await _evaluate(config, cohort, store, checkpoint, emit, evaluate_at)
+            await _evaluate(config, answers, store, checkpoint, emit, evaluate_at)
         if reason := _reason_to_stop(config, store, checkpoint.round):
             break
         emit("waiting", need=config.strategy.min_sites)
-        members = await cohort.members(config.strategy.min_sites)
-        checkpoint = await _train(config, cohort, store, strategy, checkpoint, members, emit)
+        members = await answers.cohort.members(config.strategy.min_sites)
+        checkpoint = await _train(config, answers, store, strategy, checkpoint, members, emit)
     metrics = store.evaluation(checkpoint.round) or {}
     return Result(checkpoint.round, reason, metrics, store.best_round, store.folder)
 
 
 async def _train(
     config: Config,
-    cohort: Cohort,
+    answers: Answers,
     store: RunStore,
     strategy: Strategy,
     checkpoint: Checkpoint,
@@ -122,23 +98,21 @@ async def _train(
     while True:
         if plan is None:
             plan = Plan(checkpoint.round, 0, sample(config, checkpoint.round, 0, members))
-        if (
-            store.durable or plan.attempt
-        ):  # a simulation draws the same first plan again, for nobody leaves it
+        if store.durable or plan.attempt:  # a simulation draws its first plan again: nobody leaves it
             store.set_plan(plan)
         emit("round_started", round=plan.round + 1, attempt=plan.attempt + 1, sites=plan.sites)
         try:
-            after, record = await federated_round(cohort, plan, config, strategy, checkpoint, emit)
+            after, record = await federated_round(answers, plan, strategy, checkpoint)
         except TooFewSites as e:
             emit("round_failed", round=plan.round + 1, attempt=plan.attempt + 1, reason=str(e))
             attempt = plan.attempt + 1
             if attempt >= config.strategy.attempts:
                 store.set_plan(Plan(plan.round, 0, plan.sites))
                 raise
-            members = await cohort.members(config.strategy.min_sites)
+            members = await answers.cohort.members(config.strategy.min_sites)
             plan = Plan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
-        prepared = await _aside(after.weights.schema.nbytes, store.prepare, after)
+        prepared = await aside(after.weights.schema.nbytes, store.prepare, after)
         store.commit(after, record, prepared)
         if store.durable:
             after = store.on_disk(after)
@@ -148,45 +122,20 @@ async def _train(
 
 
 async def federated_round(
-    cohort: Cohort, plan: Plan, config: Config, strategy: Strategy, checkpoint: Checkpoint, emit: Emit
+    answers: Answers, plan: Plan, strategy: Strategy, checkpoint: Checkpoint
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Train at the planned sites, fold what they send, step. The checkpoint given is left as it is."""
-    began, bytes_in, bytes_out = time.monotonic(), cohort.bytes_in, cohort.bytes_out
-    request = Train(
-        id=f"{config.run.name}/{plan.round}/{plan.attempt}/train",
-        round=plan.round,
-        weights=checkpoint.weights,
-    )
-    rule, schema, trained = rule_of(config), checkpoint.weights.schema, dict[SiteId, Metrics]()
-    spooled: list[Update] = []
-    mean: WeightedMean | None = None
-    replies = cohort.exchange(dict.fromkeys(plan.sites, request), config.strategy.round_deadline)
-    checked = _checked(replies, request, cohort, config, emit)
-    async with aclosing(in_order(checked, plan.sites)) as ordered:
-        async for site, reply in ordered:
-            if isinstance(reply, Update):
-                trained[site] = reply.metrics
-                if isinstance(reply.delta, ArenaFile):
-                    spooled.append(reply)  # folded together below, chunk by chunk, from the disk
-                elif not rule.linear:
-                    spooled.append(kept(reply))
-                else:
-                    mean = mean or WeightedMean(schema)
-                    mean.add(reply)  # in shared memory that is needed again: folded now
-    if len(trained) < config.strategy.min_sites:
-        raise TooFewSites(f"round {plan.round + 1}", len(trained), config.strategy.min_sites)
-    if mean is None:
-        delta = await asyncio.to_thread(aggregate, rule, schema, spooled)
-    else:
-        delta = await _aside(schema.nbytes, mean.result)
-    weights, state = await _aside(
-        schema.nbytes, server_step, strategy, checkpoint.weights, checkpoint.state, delta
-    )
-    metrics = averages(trained)
+    """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left."""
+    began, cohort = time.monotonic(), answers.cohort
+    bytes_in, bytes_out = cohort.bytes_in, cohort.bytes_out
+    mean = await answers.train(plan, checkpoint.weights)
+    weights, state = await aside(
+        checkpoint.weights.schema.nbytes,
+        server_step, strategy, checkpoint.weights, checkpoint.state, mean.delta,
+    )  # fmt: skip
     record = {
-        "loss": metrics.get("loss"),
-        "metrics": metrics,
-        "sites": len(trained),
+        "loss": mean.metrics.get("loss"),
+        "metrics": mean.metrics,
+        "sites": mean.sites,
         "seconds": time.monotonic() - began,
         "bytes_in": cohort.bytes_in - bytes_in,
         "bytes_out": cohort.bytes_out - bytes_out,
@@ -194,79 +143,23 @@ async def federated_round(
     return Checkpoint(plan.round + 1, weights, state), record
 
 
-def rule_of(config: Config) -> Rule:
-    """The rule that makes one delta of a round's updates; ConfigError when min_sites is too few for it."""
-    return aggregation.build(config.aggregation.rule, config.aggregation.options, config.strategy.min_sites)
-
-
-def kept(update: Update) -> Update:
-    """A copy for rules that look at all updates together: shared memory is needed again before that."""
-    return msgspec.structs.replace(update, delta=update.delta.load())
-
-
-async def _checked(
-    replies: AsyncGenerator[tuple[SiteId, Reply], None],
-    request: Train,
-    cohort: Cohort,
-    config: Config,
-    emit: Emit,
-) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-    """The good updates, as they come. A bad one is named here and at its site, and the round goes on."""
-    async with aclosing(replies):
-        async for site, reply in replies:
-            try:
-                checks.answers(request, reply, config.limits)
-                assert isinstance(reply, Update), reply
-                if reply.delta.schema.nbytes <= SMALL_BYTES:
-                    checks.inspect(reply, config.limits)
-                else:
-                    await asyncio.to_thread(checks.inspect, reply, config.limits)
-            except BadUpdate as e:
-                emit("update_refused", round=request.round + 1, site=site, reason=str(e))
-                cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
-                continue
-            value, count = reply.metrics.get("loss", (math.nan, 0.0))
-            emit(
-                "update_received", round=request.round + 1, site=site, num_examples=reply.num_examples,
-                loss=value / count if count else None, nbytes=reply.delta.schema.nbytes,
-            )  # fmt: skip
-            yield site, reply
-
-
-async def _aside(nbytes: int, work: Callable[..., T], *args: Any) -> T:
-    """Work on a model of so many bytes, in a thread where it would hold up the event loop."""
-    return work(*args) if nbytes <= SMALL_BYTES else await asyncio.to_thread(work, *args)
-
-
 async def _evaluate(
     config: Config,
-    cohort: Cohort,
+    answers: Answers,
     store: RunStore,
     checkpoint: Checkpoint,
     emit: Emit,
     evaluate_at: Sequence[SiteId] | None,
 ) -> None:
-    """Ask for (sum, count) pairs; their averages decide which model is the best and when to stop early."""
+    """Ask for averages over the sites; they decide which model is the best and when to stop early."""
     number = checkpoint.round
-    sites = list(evaluate_at or await cohort.members(config.strategy.min_sites))
-    request = Evaluate(id=f"{config.run.name}/{number}/0/evaluate", round=number, weights=checkpoint.weights)
-    by_site: dict[SiteId, Metrics] = {}
-    replies = cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
-    async with aclosing(replies):
-        async for site, reply in replies:
-            try:
-                checks.answers(request, reply, config.limits)
-                assert isinstance(reply, Evaluation), reply
-                by_site[site] = reply.metrics
-            except BadUpdate as e:
-                emit("update_refused", round=number, site=site, reason=str(e))
-    metrics = averages(by_site)
+    sites = list(evaluate_at or await answers.cohort.members(config.strategy.min_sites))
+    metrics, by_site = await answers.evaluate(number, sites, checkpoint.weights)
     value = metrics.get(config.evaluate.metric)
     best_yet = (store.evaluation(store.best_round) or {}).get(config.evaluate.metric)
     best = value is not None and config.evaluate.better(value, best_yet)
     store.evaluated(number, metrics, best=best)
-    each = {site: averages({site: by_site[site]}) for site in sorted(by_site)}
-    emit("evaluated", round=number, metrics=metrics, by_site=each)
+    emit("evaluated", round=number, metrics=metrics, by_site=by_site)
     if best:
         emit("best", round=number, metric=config.evaluate.metric, value=value)
 
@@ -339,7 +232,7 @@ async def serve(config: Config, *, emit: Emit) -> Result:
         await cohort.start()
         emit("notice", text=f"listening on {config.network.listen}")
         try:
-            result = await run(config, cohort, store, strategy, emit)
+            result = await run(config, InTheOpen(config, cohort, emit), store, strategy, emit)
         except BaseException:
             await cohort.stop()
             raise

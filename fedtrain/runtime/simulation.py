@@ -40,7 +40,8 @@ from ..update import (
     Train,
     Update,
 )
-from .federated import Emit, Result, run
+from .answers import Emit, InTheOpen
+from .federated import Result, run
 from .trainer import Description, Failed, Trainer, TrainerDied, Workbench
 
 T = TypeVar("T")
@@ -81,7 +82,8 @@ async def simulate(
             cohort: Cohort = pool
             if debug is not None:
                 cohort = InlineCohort(debug, Workbench(config, data_dir, simulated=True), pool)
-            result = await run(config, cohort, store, strategy, emit, evaluate_at=about.evaluators)
+            answers = InTheOpen(config, cohort, emit)
+            result = await run(config, answers, store, strategy, emit, evaluate_at=about.evaluators)
         emit("run_finished", round=result.rounds, reason=result.reason)
         return result
     finally:

@@ -1,0 +1,166 @@
+"""What a round asks of its sites, and how their answers become one: in the open here, under masks in
+`secure.py`. The loop (`federated.py`) is given one or the other, and can't tell which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from .. import aggregation
+from ..aggregation import Rule, WeightedMean, aggregate
+from ..config import Config
+from ..errors import BadUpdate, TooFewSites
+from ..exchange import Cohort, in_order
+from ..store import Plan
+from ..update import (
+    AnyArena,
+    Arena,
+    ArenaFile,
+    Evaluate,
+    Evaluation,
+    Metrics,
+    Reply,
+    SiteId,
+    Train,
+    Update,
+    averages,
+)
+from . import checks
+
+T = TypeVar("T")
+Emit = Callable[..., None]
+Averages = dict[str, float]
+SMALL_BYTES = 1 << 20  # a model on which one may work on the event loop; on a larger one in a thread
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What the sites of a round found, as one."""
+
+    delta: Arena
+    metrics: Averages
+    sites: int  # whose updates are in it
+
+
+class Answers(Protocol):
+    """How many answers become one."""
+
+    cohort: Cohort
+
+    async def train(self, plan: Plan, weights: AnyArena) -> Mean:
+        """Have the planned sites train. TooFewSites when fewer than the round needs give a good update."""
+
+    async def evaluate(
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        """Averages over all sites, and of each where they may be known."""
+
+
+def train_id(config: Config, plan: Plan) -> str:
+    return f"{config.run.name}/{plan.round}/{plan.attempt}/train"
+
+
+def evaluate_id(config: Config, number: int) -> str:
+    return f"{config.run.name}/{number}/0/evaluate"
+
+
+class InTheOpen:
+    """Each site's update comes as it is, is checked, and then folded."""
+
+    def __init__(self, config: Config, cohort: Cohort, emit: Emit) -> None:
+        """ConfigError for a rule that could not keep its promise with so few sites."""
+        self._config, self.cohort, self._emit = config, cohort, emit
+        self._rule = rule_of(config)
+
+    async def train(self, plan: Plan, weights: AnyArena) -> Mean:
+        config, schema = self._config, weights.schema
+        request = Train(id=train_id(config, plan), round=plan.round, weights=weights)
+        trained: dict[SiteId, Metrics] = {}
+        spooled: list[Update] = []
+        mean: WeightedMean | None = None
+        async with aclosing(in_order(self._checked(request, plan.sites), plan.sites)) as ordered:
+            async for site, reply in ordered:
+                assert isinstance(reply, Update), reply
+                trained[site] = reply.metrics
+                if isinstance(reply.delta, ArenaFile):
+                    spooled.append(reply)  # folded together below, chunk by chunk, from the disk
+                elif not self._rule.linear:
+                    spooled.append(kept(reply))
+                else:
+                    mean = mean or WeightedMean(schema)
+                    mean.add(reply)  # in shared memory that is needed again: folded now
+        if len(trained) < config.strategy.min_sites:
+            raise TooFewSites(f"round {plan.round + 1}", len(trained), config.strategy.min_sites)
+        if mean is None:
+            delta = await asyncio.to_thread(aggregate, self._rule, schema, spooled)
+        else:
+            delta = await aside(schema.nbytes, mean.result)
+        return Mean(delta, averages(trained), len(trained))
+
+    async def _checked(
+        self, request: Train, sites: Sequence[SiteId]
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        """The good updates, as they come. A bad one is named here and at its site, and the round goes on."""
+        config, cohort, emit = self._config, self.cohort, self._emit
+        replies = cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
+        async with aclosing(replies):
+            async for site, reply in replies:
+                try:
+                    checks.answers(request, reply, config.limits)
+                    assert isinstance(reply, Update), reply
+                    if reply.delta.schema.nbytes <= SMALL_BYTES:
+                        checks.inspect(reply, config.limits)
+                    else:
+                        await asyncio.to_thread(checks.inspect, reply, config.limits)
+                except BadUpdate as e:
+                    emit("update_refused", round=request.round + 1, site=site, reason=str(e))
+                    cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
+                    continue
+                value, count = reply.metrics.get("loss", (math.nan, 0.0))
+                emit(
+                    "update_received", round=request.round + 1, site=site, num_examples=reply.num_examples,
+                    loss=value / count if count else None, nbytes=reply.delta.schema.nbytes,
+                )  # fmt: skip
+                yield site, reply
+
+    async def evaluate(
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        config = self._config
+        request = Evaluate(id=evaluate_id(config, number), round=number, weights=weights)
+        by_site: dict[SiteId, Metrics] = {}
+        replies = self.cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
+        async with aclosing(replies):
+            async for site, reply in replies:
+                try:
+                    checks.answers(request, reply, config.limits)
+                    assert isinstance(reply, Evaluation), reply
+                    by_site[site] = reply.metrics
+                except BadUpdate as e:
+                    self._emit("update_refused", round=number, site=site, reason=str(e))
+        each = {site: averages({site: by_site[site]}) for site in sorted(by_site)}
+        return averages(by_site), each
+
+
+def rule_of(config: Config, updates: int | None = None) -> Rule:
+    """The rule that makes one delta of many; ConfigError when `updates` (min_sites) are too few for it."""
+    return aggregation.build(
+        config.aggregation.rule, config.aggregation.options, updates or config.strategy.min_sites
+    )
+
+
+def kept(update: Update) -> Update:
+    """A copy for rules that look at all updates together: shared memory is needed again before that."""
+    return msgspec.structs.replace(update, delta=update.delta.load())
+
+
+async def aside(nbytes: int, work: Callable[..., T], *args: Any) -> T:
+    """Work on a model of so many bytes, in a thread where it would hold up the event loop."""
+    return work(*args) if nbytes <= SMALL_BYTES else await asyncio.to_thread(work, *args)
