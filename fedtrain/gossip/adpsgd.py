@@ -25,7 +25,7 @@ class ADPSGD(Algorithm):
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         if len(near.incoming) > 1:
             raise ConfigError(
-                f"gossip.algorithm: adpsgd averages pairs, but {near.peer} has {len(near.incoming)} neighbours "
+                f"gossip.algorithm: adpsgd averages pairs; {near.peer} has {len(near.incoming)} neighbours "
                 f'in round {t}. Use gossip.topology = "matching".'
             )
         yield Send(Parcel({"x": x}))

@@ -1,0 +1,164 @@
+"""Who talks to whom, and how much it counts. A new graph is its function and its line in KINDS.
+
+A round's graph is a pure function of (sorted members, view epoch, seed, round), so all peers know all of it
+without a word about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from ..exchange import PeerId
+from ..update import seed_of
+from .drawn import connected, epidemic, erdos_renyi, matching, regular
+from .finite import base, one_peer_exponential
+from .fixed import complete, exponential, hops, ring, star, torus
+from .listed import listed
+from .mixing import WEIGHTS, Mixing
+
+if TYPE_CHECKING:
+    from .mixing import Out
+
+    Members = Sequence[PeerId]
+    Graph = Callable[[Members, str, int, Random], "Out | Mixing"]  # members, argument, round, seeded draws
+
+__all__ = ["KINDS", "WEIGHTS", "Kind", "Mixing", "Topology", "names", "parse"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family of graphs."""
+
+    graph: Graph
+    weights: str = "metropolis"  # unless others are asked for
+    example: str = ""  # of its argument, "" when it takes none
+    period: Callable[[int, str], int] = lambda n, argument: 1  # rounds until it repeats; 0: never
+
+
+KINDS: dict[str, Kind] = {
+    "ring": Kind(lambda m, _, t, draw: ring(len(m))),
+    "torus": Kind(lambda m, _, t, draw: torus(len(m))),
+    "complete": Kind(lambda m, _, t, draw: complete(len(m))),
+    "star": Kind(lambda m, _, t, draw: star(len(m))),
+    "exponential": Kind(lambda m, _, t, draw: exponential(len(m)), "uniform"),
+    "one-peer-exponential": Kind(
+        lambda m, _, t, draw: one_peer_exponential(len(m), t),
+        "uniform",
+        period=lambda n, _: len(hops(n)),
+    ),
+    "base": Kind(
+        lambda m, k, t, draw: _scheduled(m, base(len(m), _whole("base", k)), t),
+        "its own",
+        example="1",
+        period=lambda n, k: len(base(n, _whole("base", k))),
+    ),
+    "regular": Kind(lambda m, d, t, draw: regular(len(m), _whole("regular", d), draw), example="4"),
+    "erdos-renyi": Kind(
+        lambda m, p, t, draw: erdos_renyi(len(m), _number("erdos-renyi", p), draw), example="0.3"
+    ),
+    "matching": Kind(lambda m, _, t, draw: matching(len(m), draw), period=lambda n, _: 0),
+    "epidemic": Kind(
+        lambda m, s, t, draw: epidemic(len(m), _whole("epidemic", s), draw),
+        "push-sum",
+        example="2",
+        period=lambda n, _: 0,
+    ),
+    "file": Kind(lambda m, path, t, draw: listed(m, Path(path)), example="graph.txt"),
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A graph for every round, over whoever is a member then."""
+
+    kind: str
+    argument: str = ""
+    weights: str = ""  # metropolis, uniform or push-sum; "": what suits the kind
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.argument}" if self.argument else self.kind
+
+    def round(self, members: int | Members, t: int, seed: int = 0, epoch: int = 0) -> Mixing:
+        """The graph of round t. `epoch` numbers the views of who is a member; a new one is a new draw."""
+        members = tuple(sorted(names(members) if isinstance(members, int) else members))
+        period = self.period(len(members))
+        return _round(self, members, t % period if period else t, seed, epoch)
+
+    def period(self, n: int) -> int:
+        """After so many rounds it repeats; 0: never."""
+        return max(1, found) if (found := KINDS[self.kind].period(n, self.argument)) or n < 2 else 0
+
+    def check(self, members: int | Members, seed: int = 0) -> None:
+        """ConfigError unless what one member knows can come to every other."""
+        members = tuple(sorted(names(members) if isinstance(members, int) else members))
+        told: list[set[int]] = [set() for _ in members]
+        for t in range(self.period(len(members)) or 16 + 4 * len(members).bit_length()):
+            for j, i, _ in self.round(members, t, seed).edges:
+                told[j].add(i)
+        if not connected([sorted(peers) for peers in told]):
+            raise ConfigError(
+                f"topology: {self} of {len(members)} peers is not connected: some never hear of others, "
+                f"so they can't agree. Add edges, or choose another kind."
+            )
+
+
+def parse(spec: str, weights: str = "") -> Topology:
+    """The topology of "ring", "base:1", "regular:4" or "file:graph.txt"."""
+    kind, colon, argument = spec.partition(":")
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"topology: {spec!r} is not one of {', '.join(KINDS)}.{hint}")
+    found = KINDS[kind]
+    if bool(found.example) != bool(argument) or (colon and not argument):
+        form = f"{kind}:{found.example}" if found.example else kind
+        raise ConfigError(f'topology: {spec!r}: write "{form}".')
+    if weights and weights not in WEIGHTS:
+        raise ConfigError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}.")
+    if weights and kind == "base":
+        raise ConfigError("weights: base has its own, by which it is exact. Leave them out.")
+    return Topology(kind, argument, weights)
+
+
+def names(n: int) -> list[PeerId]:
+    """0, 1, ... padded with zeros, so that their order is the order of numbers."""
+    return [f"{i:0{len(str(max(n - 1, 0)))}d}" for i in range(n)]
+
+
+@lru_cache(maxsize=64)  # all peers of a simulation ask for the same
+def _round(topology: Topology, members: tuple[PeerId, ...], t: int, seed: int, epoch: int) -> Mixing:
+    kind = KINDS[topology.kind]
+    when = () if topology.period(len(members)) else (t,)
+    graph = kind.graph(members, topology.argument, t, Random(seed_of(seed, "topology", epoch, *when)))
+    if isinstance(graph, Mixing):
+        return graph
+    return WEIGHTS[topology.weights or kind.weights](members, graph)
+
+
+def _scheduled(members: Members, schedule: list[list[tuple[int, int, float]]], t: int) -> Mixing:
+    return Mixing.symmetric(members, schedule[t] if schedule else [])
+
+
+def _whole(kind: str, text: str) -> int:
+    value = _number(kind, text)
+    if value < 1 or value != int(value):
+        raise ConfigError(
+            f'topology: {kind}:{text}: write a whole number, as in "{kind}:{KINDS[kind].example}".'
+        )
+    return int(value)
+
+
+def _number(kind: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(
+            f'topology: {kind}:{text}: write a number, as in "{kind}:{KINDS[kind].example}".'
+        ) from None

@@ -1,0 +1,50 @@
+"""A graph from a file, one edge a line:
+
+    # who has a line to whom
+    berlin paris
+    paris -> rome
+
+The first goes both ways, the second one way. Names are the members'; `fedtrain topology -n` knows its
+peers by their numbers, 0 first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+from ..exchange import PeerId
+
+if TYPE_CHECKING:
+    from .mixing import Out
+
+
+def read(path: Path) -> list[tuple[PeerId, PeerId]]:
+    """Every edge in its direction: the first tells the second."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"topology: file:{path} can't be read: {e}") from None
+    edges = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.partition("#")[0].strip()
+        if not line:
+            continue
+        match = re.fullmatch(r"(\S+)\s+(->\s+)?(\S+)", line)
+        if match is None or match[1] == match[3]:
+            raise ConfigError(f'topology: {path}:{number}: {line!r} is no edge. Write "a b" or "a -> b".')
+        edges += [(match[1], match[3])] if match[2] else [(match[1], match[3]), (match[3], match[1])]
+    return edges
+
+
+def listed(members: Sequence[PeerId], path: Path) -> Out:
+    """The part of the file's graph among the members."""
+    index = {name: i for i, name in enumerate(members)}
+    out: list[set[int]] = [set() for _ in members]
+    for teller, told in read(path):
+        if teller in index and told in index:
+            out[index[teller]].add(index[told])
+    return [sorted(peers) for peers in out]

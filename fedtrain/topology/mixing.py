@@ -1,0 +1,112 @@
+"""A round's graph with its weights: the mixing matrix W, W[i, j] what j's model counts at i."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..exchange import Neighborhood, PeerId
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Matrix = npt.NDArray[np.float64]
+    Out = Sequence[Sequence[int]]  # out[j]: the indices that j tells, without itself
+    Edges = Sequence[tuple[int, int, float]]  # (j, i, W[i, j]), j other than i
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Who tells whom in one round, and how much it counts. Peers are known by name, in sorted order."""
+
+    members: tuple[PeerId, ...]
+    edges: Edges
+    own: tuple[float, ...]  # W[i, i]
+
+    @classmethod
+    def symmetric(cls, members: Sequence[PeerId], pairs: Edges) -> Mixing:
+        """Each pair both ways, with the same weight; what is left of 1 is a peer's own."""
+        own = np.ones(len(members))
+        for i, j, weight in pairs:
+            own[i] -= weight
+            own[j] -= weight
+        return cls(tuple(members), [*pairs, *((j, i, w) for i, j, w in pairs)], tuple(own.tolist()))
+
+    @cached_property
+    def matrix(self) -> Matrix:
+        """W, float64 [n, n]."""
+        w = np.diag(np.array(self.own))
+        for j, i, weight in self.edges:
+            w[i, j] = weight
+        return w
+
+    @cached_property
+    def graph(self) -> dict[PeerId, Neighborhood]:
+        """Every peer's part of it, by name."""
+        incoming: list[dict[PeerId, float]] = [{} for _ in self.members]
+        outgoing: list[dict[PeerId, float]] = [{} for _ in self.members]
+        for j, i, weight in sorted(self.edges):
+            incoming[i][self.members[j]] = weight
+        for j, i, weight in sorted(self.edges, key=lambda e: e[1]):
+            outgoing[j][self.members[i]] = weight
+        parts = zip(self.members, self.own, incoming, outgoing, strict=True)
+        return {name: Neighborhood(name, own, heard, told) for name, own, heard, told in parts}
+
+    @property
+    def degree(self) -> int:
+        """The most peers that any peer tells."""
+        return max((len(part.outgoing) for part in self.graph.values()), default=0)
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        w = self.matrix
+        return bool(np.allclose(w.sum(0), 1, atol=1e-12) and np.allclose(w.sum(1), 1, atol=1e-12))
+
+
+# --- weights
+
+
+def metropolis(members: Sequence[PeerId], out: Out) -> Mixing:
+    """W[i, j] = 1/(1 + max(dᵢ, dⱼ)) (Metropolis–Hastings): symmetric on any graph without directions."""
+    told = [set(peers) for peers in out]
+    if any(j not in told[i] for j, peers in enumerate(told) for i in peers):
+        raise ConfigError('weights: "metropolis" wants edges that go both ways. Use "push-sum".')
+    pairs = [
+        (i, j, 1 / (1 + max(len(told[i]), len(told[j]))))
+        for j, peers in enumerate(told)
+        for i in sorted(peers)
+        if i < j
+    ]
+    return Mixing.symmetric(members, pairs)
+
+
+def uniform(members: Sequence[PeerId], out: Out) -> Mixing:
+    """The plain mean of own and what is told, 1/(1 + d), where every peer tells d and is told by d."""
+    told_by = np.bincount([i for peers in out for i in peers], minlength=len(out))
+    degrees = {*(len(peers) for peers in out), *told_by.tolist()}
+    if len(degrees) > 1:
+        raise ConfigError(
+            f'weights: "uniform" keeps the mean only where all peers have as many neighbours; here they have '
+            f'{min(degrees)} to {max(degrees)}. Use "metropolis", or "push-sum" where edges have a direction.'
+        )
+    weight = 1 / (1 + degrees.pop())
+    edges = [(j, i, weight) for j, peers in enumerate(out) for i in peers]
+    return Mixing(tuple(members), edges, (weight,) * len(out))
+
+
+def push_sum(members: Sequence[PeerId], out: Out) -> Mixing:
+    """Each peer deals its mass in equal shares to itself and those it tells: columns of W sum to 1."""
+    edges = [(j, i, 1 / (1 + len(peers))) for j, peers in enumerate(out) for i in peers]
+    return Mixing(tuple(members), edges, tuple(1 / (1 + len(peers)) for peers in out))
+
+
+WEIGHTS: dict[str, Callable[[Sequence[PeerId], Out], Mixing]] = {
+    "metropolis": metropolis,
+    "uniform": uniform,
+    "push-sum": push_sum,
+}
