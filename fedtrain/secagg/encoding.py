@@ -1,0 +1,191 @@
+"""What a site's vector in the ring holds, and what the sum over sites is read back as.
+
+  [ trained coordinates, (w/w_max)·Δ | w, how many were clipped, w·Δ of buffers | (sum, count) of metrics ]
+
+The first part is fixed point with random rounding, the rest are exact scalars (fixedpoint.py says how each
+is laid out). Both ends make an Encoding of the same terms. The site's end reads files and loads no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import RoundError, SecAggError
+from ..update import FLOATS, AnyArena, Metrics, Schema, Section, Update
+from .fixedpoint import FixedPoint
+from .masking import RingVector, Spread
+
+if TYPE_CHECKING:
+    from ..update import Arena
+
+CHUNK = 1 << 20  # coordinates read at a time
+MOVING = ("bool", "uint8")  # have no differences: their deltas are 0
+
+
+def rounding_seed(*parts: object) -> bytes:
+    """Of the random rounding, 16 bytes: the same in a simulation and at a real site."""
+    return hashlib.sha256("\x1f".join(str(p) for p in ("rounding", *parts)).encode()).digest()[:16]
+
+
+@dataclass(frozen=True)
+class Total:
+    """What a sum of vectors says."""
+
+    delta: Arena | None  # the weighted mean; None where no model was summed
+    weight: float  # Σ w
+    clipped: float  # coordinates over all sites
+    metrics: Metrics  # Σ over sites
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Updates of one schema (None: evaluations, which are metrics alone) as vectors of one FixedPoint."""
+
+    point: FixedPoint
+    schema: Schema | None
+
+    @cached_property
+    def length(self) -> int:
+        """Ring elements before those of metrics."""
+        return self._coordinates + self.point.limbs * (2 + self._exact)
+
+    def numel(self, names: Sequence[str]) -> int:
+        """Ring elements of a vector with these metrics."""
+        return self.length + self.point.limbs * 2 * len(names)
+
+    @cached_property
+    def _trained(self) -> list[Section]:
+        return [s for s in self.schema.sections if s.dtype in FLOATS and s.trained] if self.schema else []
+
+    @cached_property
+    def _coordinates(self) -> int:
+        return sum(section.trained for section in self._trained)
+
+    @cached_property
+    def _rest(self) -> list[tuple[Section, int]]:
+        """(section, first coordinate) of what moves by the plain mean: buffers, integers, frozen weights."""
+        moving = [s for s in self.schema.sections if s.dtype not in MOVING] if self.schema else []
+        return [(s, s.trained if s.dtype in FLOATS else 0) for s in moving]
+
+    @cached_property
+    def _exact(self) -> int:
+        return sum(section.numel - first for section, first in self._rest)
+
+    # --- The site's end
+
+    def encode(
+        self, update: Update, names: Sequence[str], seed: bytes, *, scale: float = 1.0, spread: Spread = map
+    ) -> RingVector:
+        """[numel(names)]; `scale` shortens the delta. SecAggError for what is not finite or out of range."""
+        assert self.schema is not None
+        weight, delta = update.num_examples, update.delta
+        if not 0 < weight <= self.point.max_weight:
+            raise SecAggError(
+                f"it trained on {weight:g} examples, and secagg.max_examples is {self.point.max_weight:g}. "
+                f"Raise it at the aggregator and all sites, to what the largest site has."
+            )
+        vector = np.empty(self.numel(names), self.point.dtype)
+        at = clipped = 0
+        for section in self._trained:
+            for start in range(0, section.trained, CHUNK):
+                stop = min(start + CHUNK, section.trained)
+                out = vector[at : at + stop - start]
+                values = numbers(delta, section, start, stop)
+                clipped += self.point.encode_into(values, weight * scale, seed, out, at, spread)
+                at += stop - start
+        self._put(vector, at, [weight, clipped, *self._exact_values(delta, weight, scale)], self._name)
+        self._put_metrics(vector, update.metrics, names)
+        return vector
+
+    def encode_metrics(self, metrics: Metrics, names: Sequence[str]) -> RingVector:
+        """The vector of an evaluation."""
+        assert self.schema is None
+        vector = np.empty(self.numel(names), self.point.dtype)
+        self._put(vector, 0, [0.0, 0.0], self._name)
+        self._put_metrics(vector, metrics, names)
+        return vector
+
+    def _exact_values(self, delta: AnyArena, weight: float, scale: float) -> list[float]:
+        found: list[float] = []
+        for section, first in self._rest:
+            for start in range(first, section.numel, CHUNK):
+                values = numbers(delta, section, start, min(start + CHUNK, section.numel))
+                factor = weight * scale if section.dtype in FLOATS else weight
+                found += (values.astype(np.float64) * factor).tolist()
+        return found
+
+    def _put_metrics(self, vector: RingVector, metrics: Metrics, names: Sequence[str]) -> None:
+        values = [value for name in names for value in metrics.get(name, (0.0, 0.0))]
+        self._put(vector, self.length, values, lambda i: f"the {('sum', 'count')[i % 2]} of {names[i // 2]}")
+
+    def _put(self, vector: RingVector, at: int, values: list[float], name: Callable[[int], str]) -> None:
+        items = self.point.encode_scalars(np.array(values, np.float64), name)
+        vector[at : at + len(items)] = items
+
+    def _name(self, i: int) -> str:
+        return ("the weight", "the count of clipped values")[i] if i < 2 else f"value {i - 2} of its buffers"
+
+    # --- The aggregator's end
+
+    def decode(self, total: RingVector, sites: int, names: Sequence[str], spread: Spread = map) -> Total:
+        """What the sum of the vectors of so many sites says. RoundError when they weigh nothing."""
+        exact = self.point.decode_scalars(total[self._coordinates : self.length], sites)
+        sums = self.point.decode_scalars(total[self.length :], sites).tolist()
+        metrics = {name: (sums[2 * i], sums[2 * i + 1]) for i, name in enumerate(names)}
+        weight, clipped = float(exact[0]), float(exact[1])
+        if self.schema is None:
+            return Total(None, weight, clipped, metrics)
+        if not weight > 0:
+            raise RoundError(f"{sites} updates weigh {weight:g} examples together, so they have no mean.")
+        return Total(self._mean(total, exact[2:] / weight, sites, weight, spread), weight, clipped, metrics)
+
+    def _mean(
+        self, total: RingVector, rest: NDArray[np.float64], sites: int, weight: float, spread: Spread
+    ) -> Arena:
+        import torch
+
+        from ..update import Arena
+
+        assert self.schema is not None
+        mean, at = Arena.zeros(self.schema), 0
+        for section in self._trained:
+            part, out = total[at : at + section.trained], mean.flat(section)[: section.trained]
+            if section.dtype == "bfloat16":  # which numpy doesn't have
+                out.copy_(torch.from_numpy(self.point.decode(part, sites, weight)))
+            else:
+                self.point.decode_into(part, sites, weight, out.numpy(), spread)
+            at += section.trained
+        at = 0
+        for section, first in self._rest:
+            values = rest[at : at + section.numel - first]
+            out = mean.flat(section)[first:]
+            out.copy_(torch.from_numpy(values if section.dtype in FLOATS else values.round()))
+            at += section.numel - first
+        return mean
+
+
+def numbers(arena: AnyArena, section: Section, start: int, stop: int) -> NDArray[Any]:
+    """Coordinates [start, stop) of a section, read-only and only until the next call; bfloat16 as float32."""
+    span = arena.span(section, start, stop)
+    if section.dtype == "bfloat16":
+        return (np.frombuffer(span, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(span, section.dtype)
+
+
+def norm_of(arena: AnyArena) -> float:
+    """L2 norm over all floats, summed in float64; NaN or infinite where a value is."""
+    squares = 0.0
+    for section in arena.schema.sections:
+        if section.dtype in FLOATS:
+            for start in range(0, section.numel, CHUNK):
+                values = numbers(arena, section, start, min(start + CHUNK, section.numel)).astype(np.float64)
+                squares += float(np.dot(values, values))
+    return math.sqrt(squares)

@@ -1,0 +1,134 @@
+"""A site's vector in the ring, and the sum read back."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedtrain.aggregation import WeightedMean
+from fedtrain.errors import RoundError, SecAggError
+from fedtrain.secagg.encoding import Encoding, norm_of, rounding_seed
+from fedtrain.secagg.fixedpoint import FixedPoint
+from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Update
+
+SITES = 4
+MODEL = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+SCHEMA = Schema.of(MODEL)
+NAMES = ("accuracy", "loss")
+
+
+def update(i, schema=SCHEMA, size=0.1):
+    arena = Arena.zeros(schema)
+    for view in arena.views().values():
+        if view.is_floating_point():
+            view.copy_(size * torch.randn(view.shape, generator=torch.Generator().manual_seed(i)))
+        else:
+            view.fill_(10 + i)
+    return Update(delta=arena, num_examples=10.0 * (i + 1), metrics={"loss": (1.5 * i, 10.0 * (i + 1))})
+
+
+def encoding(**terms):
+    point = FixedPoint(**{"sites": SITES, "ring_bits": 32, "clip": 1.0, "max_weight": 100.0} | terms)
+    return Encoding(point, SCHEMA)
+
+
+def total_of(how, updates):
+    vectors = [how.encode(u, NAMES, rounding_seed(7, 0, i)) for i, u in enumerate(updates)]
+    return sum(vectors[1:], start=vectors[0]), len(updates)
+
+
+@pytest.mark.parametrize("ring_bits", [16, 32, 64])
+def test_the_sum_is_the_weighted_mean_to_a_step_and_exact_in_buffers_and_metrics(ring_bits):
+    updates, how = [update(i) for i in range(SITES)], encoding(ring_bits=ring_bits)
+    vector, sites = total_of(how, updates)
+    total = how.decode(vector, sites, NAMES)
+    plain = WeightedMean(SCHEMA)
+    for each in updates:
+        plain.add(each)
+    mean, weight = plain.result(), sum(u.num_examples for u in updates)
+    off = how.point.step * how.point.max_weight * SITES / weight + 1e-7
+    for name, view in total.delta.views().items():
+        want = mean.views()[name]
+        if "running" in name:
+            assert torch.allclose(view, want, atol=1e-5), name
+        elif not view.is_floating_point():
+            assert torch.equal(view, want), name
+        else:
+            assert (view - want).abs().max() <= off, name
+    assert total.weight == weight
+    assert total.clipped == 0
+    assert total.metrics == {"accuracy": (0.0, 0.0), "loss": (9.0, weight)}
+
+
+def test_a_file_is_encoded_as_the_same_arena_in_memory(tmp_path):
+    each, how = update(1), encoding()
+    (tmp_path / "delta").write_bytes(each.delta.payload)
+    spooled = Update(delta=ArenaFile(SCHEMA, tmp_path / "delta"), num_examples=20.0, metrics=each.metrics)
+    seed = rounding_seed(1)
+    assert np.array_equal(how.encode(each, NAMES, seed), how.encode(spooled, NAMES, seed))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_every_kind_of_float_travels(dtype):
+    schema = Schema((TensorSpec("w", (1000,), dtype, True), TensorSpec("n", (), "int64", False)))
+    how = Encoding(FixedPoint(sites=3, ring_bits=32, clip=1.0, max_weight=20.0), schema)
+    one = update(1, schema)
+    total = how.decode(how.encode(one, (), rounding_seed(0)), 1, ())
+    assert torch.equal(total.delta.views()["n"], one.delta.views()["n"])
+    atol = how.point.step + {"bfloat16": 0.002, "float16": 2e-4}.get(dtype, 1e-7)
+    assert torch.allclose(total.delta.views()["w"], one.delta.views()["w"], atol=atol, rtol=0)
+
+
+def test_what_is_out_of_range_is_clipped_and_counted():
+    one, how = update(1, size=100.0), encoding()
+    total = how.decode(how.encode(one, (), rounding_seed(0)), 1, ())
+    trained = torch.cat(
+        [p.flatten() for n, p in one.delta.views().items() if "run" not in n and "num" not in n]
+    )
+    assert total.clipped == int((trained.abs() * 20 / 100 > 1).sum()) > 0
+
+
+def test_a_shortened_delta_is_the_delta_shortened():
+    one, how = update(1), encoding()
+    norm = norm_of(one.delta)
+    total = how.decode(how.encode(one, (), rounding_seed(0), scale=0.5 / norm), 1, ())
+    assert norm_of(total.delta) == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_examples": 101.0}, "101 examples, and secagg.max_examples is 100. Raise it"),
+        ({"metrics": {"loss": (math.nan, 1.0)}}, "the sum of loss is nan"),
+    ],
+)
+def test_what_cannot_travel_is_named(change, said):
+    one = update(1)
+    changed = Update(**{"delta": one.delta, "num_examples": 20.0, "metrics": {}} | change)
+    with pytest.raises(SecAggError, match=said):
+        encoding().encode(changed, ("loss",), rounding_seed(0))
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.running_var"])
+def test_nan_never_leaves_a_site(name):
+    one = update(1)
+    one.delta.views()[name].view(-1)[1] = math.nan
+    with pytest.raises(SecAggError, match="nan|not finite"):
+        encoding().encode(one, (), rounding_seed(0))
+    assert math.isnan(norm_of(one.delta))
+
+
+def test_sites_that_weigh_nothing_have_no_mean():
+    how = encoding()
+    with pytest.raises(RoundError, match="weigh 0 examples"):
+        how.decode(np.zeros(how.numel(()), how.point.dtype), 2, ())
+
+
+def test_an_evaluation_is_metrics_alone():
+    how = Encoding(FixedPoint(sites=3, ring_bits=16, clip=1.0, max_weight=10.0), None)
+    vectors = [how.encode_metrics({"accuracy": (i + 0.5, 10.0)}, ("accuracy",)) for i in range(3)]
+    total = how.decode(sum(vectors[1:], start=vectors[0]), 3, ("accuracy",))
+    assert total.metrics == {"accuracy": (4.5, 30.0)}
+    assert total.delta is None
