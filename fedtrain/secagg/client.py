@@ -1,22 +1,72 @@
-"""A site's side of secure aggregation, without I/O: requests go in, replies come out."""
+"""A site's side of secure aggregation, without I/O: requests go in, replies come out.
+
+`take_part` is one session from top to bottom. What a site checks before each reply stands below it, in the
+order of the steps; each check is against what this site decided itself or what other sites signed. The
+aggregator's word is taken for nothing but who is still there, and for that only while enough sites are.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from ..update import Failure, SiteId
-from .masking import Spread
-from .messages import Agree, Agreed, Keys, Mask, Masked, Share, Shares, Terms, Unmask, Unmasked
+from ..errors import FedtrainError, SecAggError
+from ..update import Failure, Request, SiteId
+from . import graph, shamir
+from .fixedpoint import FixedPoint
+from .keys import (
+    KeyPair,
+    bytes_of,
+    check_public,
+    number_of,
+    pair_mask_key,
+    pair_mask_sign,
+    seal,
+    self_mask_key,
+    unseal,
+)
+from .masking import Spread, add_masks
+from .messages import (
+    MAX_NAME,
+    MAX_NAMES,
+    NONCE_BYTES,
+    Agree,
+    Agreed,
+    Answer,
+    Keys,
+    Mask,
+    Masked,
+    RingArena,
+    Sealed,
+    Share,
+    Shares,
+    Terms,
+    Unmask,
+    Unmasked,
+    dealt_hash,
+    entry_hash,
+    keys_statement,
+    masked_statement,
+    roster_hash,
+    seed_commitment,
+    share_commitment,
+    shares_statement,
+    survivors_statement,
+)
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]  # (certificate, message, signature) ->
 # (the site's name, its certificate's fingerprint); raises FedtrainError unless all is as it must be
-Encode = Callable[[tuple[str, ...]], NDArray[Any]]  # names of all metrics -> uint [Terms.numel(names)], owned
+Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
+# vector, uint [terms.numel(names)], into `out`, which may hold anything before
+Step = TypeVar("Step", bound=Request)
+
+HAD = 1000  # sessions whose ids a site remembers, so as not to take part twice
 
 
 @dataclass(frozen=True)
@@ -26,23 +76,66 @@ class Policy:
     federation: str
     run: str
     ring_bits: int
-    value_bits: int
     clip: float
     max_weight: float
-    length: int
+    length: int  # Terms.length
+    value_bits: int = 0  # 0: as many as the cohort leaves room for
     privacy: str = ""
-    min_sites: int = 3
+    min_sites: int = 3  # no sum over fewer
     full_graph: int = 100  # up to so many sites everybody masks with everybody
-    adversaries: float = 1 / 3  # in larger cohorts: this part of the sites may side with the aggregator ...
-    dropouts: float = 1 / 3  # ... while this part is lost
+    corrupt: float = 0.2  # in larger cohorts: this part of the sites may be with the aggregator ...
+    dropout: float = 0.2  # ... while this part is lost
+    one_sum: bool = True  # a round's update goes into sums over one set of sites only (Client)
 
     def check(self, terms: Terms) -> None:
-        """SecAggError, with the numbers, for terms that would protect less than this."""
-        raise NotImplementedError
+        """SecAggError, with the numbers, for terms that would protect less than this, or wrap."""
+        n = len(terms.cohort)
+        if n < self.min_sites:
+            raise SecAggError(f"a cohort of {n} sites: this site sums with {self.min_sites} or more")
+        fixed = FixedPoint(n, self.ring_bits, self.clip, self.max_weight, self.value_bits)
+        quorum, threshold, degree = self.graph(n)
+        for what, theirs, mine in (
+            ("federation", terms.federation, self.federation),
+            ("run", terms.run, self.run),
+            ("ring_bits", terms.ring_bits, self.ring_bits),
+            ("value_bits", terms.value_bits, fixed.value_bits),
+            ("clip", terms.clip, self.clip),
+            ("max_weight", terms.max_weight, self.max_weight),
+            ("length", terms.length, self.length),
+            ("privacy", terms.privacy, self.privacy),
+            ("degree", terms.degree, degree),
+        ):
+            if theirs != mine:
+                raise SecAggError(f"{what} = {theirs!r} is asked for, and this site has {mine!r}")
+        for what, asked, least in (
+            ("quorum", terms.quorum, quorum),
+            ("threshold", terms.threshold, threshold),
+        ):
+            if not least <= asked <= n:
+                raise SecAggError(f"{what} = {asked} of {n} sites is asked for: {least} is the least here")
+        if len(terms.nonce) != NONCE_BYTES:
+            raise SecAggError(f"a nonce of {len(terms.nonce)} bytes: {NONCE_BYTES} are needed")
+
+    def graph(self, sites: int) -> tuple[int, int, int]:
+        """The least quorum and threshold, and the degree (0: full graph), for a cohort of so many.
+
+        In the full graph both are over two thirds: of two lists of survivors, or two kinds of shares of one
+        site, each would need so many sites, and then a third of all would have to be with the aggregator.
+        """
+        if sites <= self.full_graph:
+            least = 2 * sites // 3 + 1
+            return max(least, self.min_sites), least, 0
+        found = graph.degree(sites, self.corrupt, self.dropout)
+        return max(sites - int(sites * self.dropout), self.min_sites), found.threshold, found.neighbours
 
 
 class Client:
-    """One site, through any number of sessions, one at a time."""
+    """One site, through any number of sessions, one at a time. Nothing of a session is kept after its end.
+
+    Two sums of one update over different sites differ by single sites' updates, so with Policy.one_sum a
+    round's update is unmasked in one set of survivors only, in however many attempts, and never for an earlier
+    round than the last. Like everything here this is forgotten when the process ends.
+    """
 
     def __init__(
         self,
@@ -56,17 +149,358 @@ class Client:
         spread: Spread = map,
     ) -> None:
         """`certificate` is what others give to `verify`; `random(n)` gives n unforeseeable bytes."""
+        self.site, self.policy, self.certificate = site, policy, certificate
+        self.sign, self.verify, self.random, self.spread = sign, verify, random, spread
+        self.opened: tuple[int, tuple[SiteId, ...]] = (-1, ())  # the newest round unmasked here, and U3
+        self._had: deque[bytes] = deque(maxlen=HAD)
+        self._session: Generator[Answer, Request, None] | None = None
+        self._sid = b""
+        self._last: tuple[str, Answer | Failure] = ("", Failure(reason=""))
+        self._arena: RingArena | None = None
 
     def begin(
         self, request_id: str, terms: Terms, model: bytes, names: tuple[str, ...], encode: Encode
     ) -> Keys | Failure:
         """Step 0, when the update is there: a new session, which ends any other.
 
-        `model`: SHA-256 of the weights that this site trained on. `names`: of its metrics. `encode` is called
-        once, at step 2, for the vector to mask, in place.
+        `model`: SHA-256 of the weights that this site trained on. `names`: of its metrics, sorted. `encode`
+        is called once, at step 2.
         """
-        raise NotImplementedError
+        assert names == tuple(sorted(set(names)))
+        if request_id != self._last[0]:
+            self._end()
+            self._sid = terms.sid(model)
+            self._session = take_part(self, terms, self._sid, names, encode)
+            self._advance(request_id, None)
+        reply = self._last[1]
+        assert isinstance(reply, Keys | Failure), reply
+        return reply
 
-    def answer(self, request: Share | Mask | Agree | Unmask) -> Shares | Masked | Agreed | Unmasked | Failure:
+    def answer(self, request: Share | Mask | Agree | Unmask) -> Answer | Failure:
         """Steps 1 to 4. The last request again gets the last reply again; a Failure ends the session."""
-        raise NotImplementedError
+        if request.id == self._last[0]:
+            return self._last[1]
+        if self._session is None or request.sid != self._sid:
+            return Failure(
+                reason=f"{self.site} is in no such session: it has ended, or this site was restarted"
+            )
+        self._advance(request.id, request)
+        return self._last[1]
+
+    def sid_is_new(self, sid: bytes) -> bool:
+        """Whether this site never took part in it; from now on it did."""
+        new = sid not in self._had
+        self._had.append(sid)
+        return new
+
+    def arena(self, terms: Terms, names: tuple[str, ...]) -> RingArena:
+        """Room for a vector, over the last one: fresh memory costs more than the masks in it."""
+        schema, old = terms.schema(names), self._arena
+        self._arena = RingArena(schema, old.bytes if old and old.schema == schema else None)
+        return self._arena
+
+    def _advance(self, request_id: str, request: Request | None) -> None:
+        assert self._session is not None
+        reply: Answer | Failure
+        try:
+            reply = self._session.send(request)  # type: ignore[arg-type]  # None starts a generator
+        except FedtrainError as e:
+            reply = Failure(reason=f"{self.site} refuses: {e}")
+        if isinstance(reply, Failure | Unmasked):
+            self._end()
+        self._last = (request_id, reply)
+
+    def _end(self) -> None:
+        if self._session is not None:
+            self._session.close()  # its secrets go with its frame
+        self._session, self._sid = None, b""
+
+
+def take_part(
+    site: Client, terms: Terms, sid: bytes, names: tuple[str, ...], encode: Encode
+) -> Generator[Answer, Request, None]:
+    """One session. SecAggError where this site will not go on; then nothing of it can be opened any more."""
+    me, sign, random = site.site, site.sign, site.random
+
+    # 0: fresh keys
+    check_terms(site, terms, sid)
+    mask_pair, seal_pair = KeyPair(random(32)), KeyPair(random(32))
+    seed = bytes_of(number_of(random(32)) % shamir.PRIME)
+    keys = Keys(
+        certificate=site.certificate,
+        mask_key=mask_pair.public,
+        seal_key=seal_pair.public,
+        commitment=seed_commitment(sid, me, seed),
+        names=names,
+        signature=b"",
+    )
+    keys = signed(keys, sign(keys_statement(sid, me, keys)))
+
+    # 1: shares of the two secrets, for the neighbours of one roster
+    share = due(Share, (yield keys))
+    roster = Roster.of(site, terms, sid, keys, share)
+    shared = {peer: seal_pair.agree(roster.keys[peer].seal_key) for peer in roster.peers}
+    masks = {
+        peer: pair_mask_key(mask_pair.agree(roster.keys[peer].mask_key), sid, me, peer)
+        for peer in roster.peers
+    }
+    seeds, mask_keys = (deal(secret, roster, terms, random) for secret in (seed, mask_pair.secret))
+    sealed = {
+        holder: seal_shares(shared.get(holder), sid, me, holder, seeds[holder], mask_keys[holder])
+        for holder in roster.holders
+    }
+    dealt = dealt_hash(sealed)
+
+    # 2: the vector under its masks, for those who dealt
+    mask = due(Mask, (yield Shares(sealed=sealed, signature=sign(shares_statement(sid, roster.hash, dealt)))))
+    check_dealers(site, terms, sid, roster, mask)
+    held = {peer: open_shares(shared[peer], sid, peer, me, mask.sealed[peer]) for peer in mask.dealt}
+    if me in roster.holders:
+        held[me] = (seeds[me], mask_keys[me])
+    arena = site.arena(terms, share.names)
+    encode(share.names, arena.vector)
+    own_mask = self_mask_key(seed, sid, me)
+    add_masks(
+        arena.vector,
+        [(own_mask, 1), *((masks[peer], pair_mask_sign(me, peer)) for peer in mask.dealt)],
+        site.spread,
+    )
+    statement = masked_statement(sid, roster.hash, arena.digest)
+
+    # 3: one list of survivors
+    agree = due(Agree, (yield Masked(vector=arena, signature=sign(statement))))
+    check_survivors(site, terms, roster, mask, agree)
+    statement = survivors_statement(sid, roster.hash, agree.sites)
+
+    # 4: of each site whose shares are held here, one
+    unmask = due(Unmask, (yield Agreed(signature=sign(statement))))
+    check_agreed(site, terms, roster, agree, unmask, statement)
+    site.opened = (terms.round, agree.sites)
+    alive = set(agree.sites)
+    yield Unmasked(
+        seeds={peer: seed_share for peer, (seed_share, _) in held.items() if peer in alive},
+        keys={peer: key_share for peer, (_, key_share) in held.items() if peer not in alive},
+    )
+
+
+def due(step: type[Step], request: Request) -> Step:
+    """The request, which must be of this step: steps are taken in order, each once."""
+    if not isinstance(request, step):
+        raise SecAggError(f"{type(request).__name__} was asked when {step.__name__} was due")
+    return request
+
+
+# --- 0
+
+
+def check_terms(site: Client, terms: Terms, sid: bytes) -> None:
+    """SecAggError unless this site may take part under these terms."""
+    site.policy.check(terms)
+    name, fingerprint = site.verify(site.certificate, b"", site.sign(b""))
+    if terms.cohort.get(site.site) != fingerprint or name != site.site:
+        raise SecAggError("the cohort does not have this site with its present certificate")
+    if not site.sid_is_new(sid):
+        raise SecAggError("this session was had before")
+    opened, over = site.opened
+    if site.policy.one_sum and terms.round < opened:
+        raise SecAggError(
+            f"round {terms.round + 1} after a sum of round {opened + 1} over {len(over)} sites was unmasked "
+            f"here. Restart this site if the run began again"
+        )
+
+
+def signed(keys: Keys, signature: bytes) -> Keys:
+    return Keys(
+        certificate=keys.certificate, mask_key=keys.mask_key, seal_key=keys.seal_key,
+        commitment=keys.commitment, names=keys.names, signature=signature,
+    )  # fmt: skip
+
+
+# --- 1
+
+
+@dataclass(frozen=True)
+class Roster:
+    """U1, as this site was shown it and as it checked it."""
+
+    sites: tuple[SiteId, ...]  # sorted; place + 1 is a site's x in Shamir's polynomials
+    hash: bytes
+    keys: dict[SiteId, Keys]  # of `peers` and this site
+    peers: tuple[SiteId, ...]  # whom this site masks with
+    holders: tuple[SiteId, ...]  # who holds its shares: in the full graph itself, too
+
+    @classmethod
+    def of(cls, site: Client, terms: Terms, sid: bytes, mine: Keys, share: Share) -> Roster:
+        """SecAggError unless every key is a different one, and signed for this session by its site."""
+        me, keys = site.site, share.roster
+        sites = tuple(sorted({*keys, *share.others}))
+        if keys.get(me) != mine:
+            raise SecAggError("the roster has another key for this site than it sent")
+        check_subset("the roster", sites, terms.cohort, terms.quorum)
+        check_names(share)
+        entries = {**share.others, **{name: entry_hash(name, entry) for name, entry in keys.items()}}
+        seed = roster_hash(sid, entries, share.names)
+        peers, holders = neighbourhood(sites, terms.degree, seed, me)
+        if keys.keys() != {me, *peers}:
+            raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
+        publics = [key for entry in keys.values() for key in (entry.mask_key, entry.seal_key)]
+        if len(set(publics)) < len(publics):
+            raise SecAggError("two sites of the roster have the same key")
+        for peer in peers:
+            entry = keys[peer]
+            name, fingerprint = site.verify(
+                entry.certificate, keys_statement(sid, peer, entry), entry.signature
+            )
+            if name != peer or fingerprint != terms.cohort[peer]:
+                raise SecAggError(
+                    f"{peer}'s keys are signed by {name}, or with another certificate than agreed"
+                )
+            check_public(peer, entry.mask_key, entry.seal_key)
+        return cls(sites, seed, keys, peers, holders)
+
+
+def neighbourhood(
+    sites: tuple[SiteId, ...], degree: int, seed: bytes, me: SiteId
+) -> tuple[tuple[SiteId, ...], tuple[SiteId, ...]]:
+    """Whom a site masks with, and who holds its shares."""
+    if degree == 0:
+        return tuple(peer for peer in sites if peer != me), sites
+    peers = tuple(sites[i] for i in graph.neighbours(len(sites), degree, seed)[sites.index(me)])
+    return peers, peers
+
+
+def check_names(share: Share) -> None:
+    """Each metric of each site that is seen here has its place; none has two."""
+    names = share.names
+    if names != tuple(sorted(set(names))) or len(names) > MAX_NAMES or any(len(n) > MAX_NAME for n in names):
+        raise SecAggError(
+            f"{len(names)} names of metrics: sorted, different, and at most {MAX_NAMES} are due"
+        )
+    for site, entry in share.roster.items():
+        if missing := set(entry.names).difference(names):
+            raise SecAggError(f"{len(missing)} of {site}'s metrics have no place in the vector")
+
+
+def deal(secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], bytes]) -> dict[SiteId, bytes]:
+    """Shares of one secret, by holder."""
+    place = {name: i + 1 for i, name in enumerate(roster.sites)}
+    shares = shamir.share(
+        number_of(secret),
+        [place[holder] for holder in roster.holders],
+        terms.threshold,
+        lambda: number_of(random(32)) % shamir.PRIME,  # off by 2^-250 from uniform
+    )
+    return dict(zip(roster.holders, map(bytes_of, shares), strict=True))
+
+
+def seal_shares(
+    shared: bytes | None, sid: bytes, site: SiteId, holder: SiteId, seed: bytes, key: bytes
+) -> Sealed:
+    """Two shares for their holder; with no `shared` secret the holder is the site, and only commits."""
+    commitments = (
+        share_commitment("seed", sid, site, holder, seed),
+        share_commitment("key", sid, site, holder, key),
+    )
+    text = seal(shared, sid, site, holder, seed + key, b"".join(commitments)) if shared else b""
+    return Sealed(text, *commitments)
+
+
+# --- 2
+
+
+def check_dealers(site: Client, terms: Terms, sid: bytes, roster: Roster, mask: Mask) -> None:
+    """SecAggError unless enough sites dealt, and this site's peers among them saw this very roster."""
+    me, dealers = site.site, mask.sites
+    check_subset("the list of those who dealt shares", dealers, roster.sites, terms.quorum)
+    check_present("the list of those who dealt shares", dealers, me)
+    check_holders(terms, roster, dealers)
+    peers = set(roster.peers).intersection(dealers)
+    if mask.dealt.keys() != peers or mask.sealed.keys() != peers:
+        raise SecAggError("shares came from others than this site's peers who dealt")
+    for peer, dealt in mask.dealt.items():
+        check_signature(site, roster, peer, shares_statement(sid, roster.hash, dealt.dealt), dealt.signature)
+
+
+def open_shares(
+    shared: bytes, sid: bytes, site: SiteId, holder: SiteId, sealed: Sealed
+) -> tuple[bytes, bytes]:
+    """The shares of `site` that `holder` is to keep. SecAggError if they are not what `site` committed to."""
+    text = unseal(shared, sid, site, holder, sealed.text, sealed.seed + sealed.key)
+    seed, key = text[: len(text) // 2], text[len(text) // 2 :]
+    if (
+        share_commitment("seed", sid, site, holder, seed) != sealed.seed
+        or share_commitment("key", sid, site, holder, key) != sealed.key
+    ):
+        raise SecAggError(f"{site}'s shares for {holder} are not those that it told the aggregator")
+    return seed, key
+
+
+# --- 3
+
+
+def check_survivors(site: Client, terms: Terms, roster: Roster, mask: Mask, agree: Agree) -> None:
+    """SecAggError unless a sum over these sites may be opened."""
+    sites = agree.sites
+    check_subset("the list of survivors", sites, mask.sites, terms.quorum)
+    check_present("the list of survivors", sites, site.site)
+    check_holders(terms, roster, sites)
+    opened, over = site.opened
+    if site.policy.one_sum and opened == terms.round and sites != over:
+        raise SecAggError(
+            f"round {terms.round + 1} was unmasked here in a sum over {len(over)} sites, and a sum over others "
+            f"would give away what differs. Ask for these {len(over)} again, or restart this site"
+        )
+
+
+# --- 4
+
+
+def check_agreed(
+    site: Client, terms: Terms, roster: Roster, agree: Agree, unmask: Unmask, statement: bytes
+) -> None:
+    """SecAggError unless so many holders of this site's shares signed its list that no other list has as many."""
+    voters = set(roster.holders).union({site.site}).intersection(agree.sites)
+    if not unmask.signatures.keys() <= voters:
+        raise SecAggError("signatures came from others than the survivors among this site's peers")
+    for peer in unmask.signatures.keys() - {site.site}:
+        check_signature(site, roster, peer, statement, unmask.signatures[peer])
+    agreed = len(unmask.signatures.keys() | {site.site})
+    if agreed < terms.threshold:
+        raise SecAggError(f"{agreed} sites signed the list of survivors, {terms.threshold} must")
+
+
+# --- at several steps
+
+
+def check_signature(site: Client, roster: Roster, peer: SiteId, statement: bytes, signature: bytes) -> None:
+    """SecAggError, or the verifier's own error, unless `peer` signed, with the certificate in the roster."""
+    name, _ = site.verify(roster.keys[peer].certificate, statement, signature)
+    if name != peer:
+        raise SecAggError(f"{name}'s signature came as {peer}'s")
+
+
+def check_subset(
+    what: str, sites: tuple[SiteId, ...], of: Collection[SiteId] | Mapping[SiteId, bytes], quorum: int
+) -> None:
+    """Sorted, nobody twice, nobody new, and enough."""
+    if sites != tuple(sorted(set(sites))):
+        raise SecAggError(f"{what} is not sorted, or has a site twice")
+    if strangers := set(sites).difference(of):
+        raise SecAggError(f"{what} has {len(strangers)} sites that were not there before")
+    if len(sites) < quorum:
+        raise SecAggError(f"{what} has {len(sites)} sites: {quorum} are the least")
+
+
+def check_present(what: str, sites: Iterable[SiteId], me: SiteId) -> None:
+    if me not in sites:
+        raise SecAggError(f"{what} is without this site")
+
+
+def check_holders(terms: Terms, roster: Roster, sites: Iterable[SiteId]) -> None:
+    """Fewer could not unmask; and who is left with fewer peers than that is hidden by fewer, too."""
+    there = len(set(roster.holders).intersection(sites))
+    if there < terms.threshold:
+        raise SecAggError(
+            f"{there} of the {len(roster.holders)} holders of this site's shares are left: "
+            f"{terms.threshold} are needed"
+        )

@@ -16,11 +16,17 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from ..update import AnyArena, Message, Request, Schema, SiteId, TensorSpec, Train
+from ..update import AnyArena, Arena, Message, Request, Schema, Section, SiteId, TensorSpec, Train, digest_of
+from .fixedpoint import FixedPoint
+
+if TYPE_CHECKING:
+    import torch
 
 VERSION = 1  # of all that is hashed, signed or sealed here
 NONCE_BYTES = 16
@@ -43,7 +49,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     value_bits: int
     clip: float
     max_weight: float
-    length: int  # coordinates of the vector before those of metrics
+    length: int  # items of the vector before those of metrics
     privacy: str = ""  # what differential privacy adds at sites, as it was agreed
 
     def sid(self, model: bytes) -> bytes:
@@ -62,9 +68,18 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         """Two sessions for one plan, before and after an aggregator's restart, differ in it."""
         return f"{self.run}/{self.round}/{self.attempt}/{step}-{self.nonce[:4].hex()}"
 
+    @property
+    def fixed_point(self) -> FixedPoint:
+        return FixedPoint(len(self.cohort), self.ring_bits, self.clip, self.max_weight, self.value_bits)
+
+    @property
+    def point(self) -> FixedPoint:
+        """How numbers become integers here. ConfigError when a sum over the cohort could wrap."""
+        return FixedPoint(len(self.cohort), self.ring_bits, self.clip, self.weight_max, self.value_bits)
+
     def numel(self, names: tuple[str, ...]) -> int:
         """Coordinates of the masked vector: `length`, then (sum, count) of each metric in order of names."""
-        return self.length + 2 * len(names)
+        return self.length + self.point.limbs * 2 * len(names)
 
     def schema(self, names: tuple[str, ...]) -> Schema:
         """The masked vector as an arena, so that it travels as any model does."""
@@ -93,7 +108,7 @@ class Share(Request, frozen=True, kw_only=True, tag=True):
 
     sid: bytes
     roster: dict[SiteId, Keys]
-    others: dict[SiteId, bytes]  # site -> entry_hash
+    others: dict[SiteId, bytes]  # in the full graph none; site -> entry_hash
     names: tuple[str, ...]  # of all metrics at any site, sorted
 
 
@@ -158,6 +173,39 @@ class Unmasked(Message, frozen=True, kw_only=True, tag=True):
 
 Ask = Advertise | Share | Mask | Agree | Unmask
 Answer = Keys | Shares | Masked | Agreed | Unmasked
+
+
+class RingArena(AnyArena):
+    """One vector of unsigned integers in memory, for a process that loads no torch."""
+
+    def __init__(self, schema: Schema, room: NDArray[np.uint8] | None = None) -> None:
+        """Zeros, or what is in `room` [schema.nbytes]."""
+        self.schema = schema
+        self.bytes = np.zeros(schema.nbytes, np.uint8) if room is None else room
+        (section,) = schema.sections
+        self.vector: NDArray[Any] = self.bytes[: section.nbytes].view(f"u{section.dtype}")
+        self._digest: str | None = None
+
+    @property
+    def payload(self) -> memoryview:
+        return self.bytes.data
+
+    @property
+    def digest(self) -> str:
+        if self._digest is None:  # written once, then only read
+            self._digest = digest_of(self.payload)
+        return self._digest
+
+    def span(self, section: Section, start: int, stop: int) -> memoryview:
+        return memoryview(self.vector[start:stop]).cast("B")
+
+    def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(self.vector[start:stop].view(section.dtype))
+
+    def load(self) -> Arena:
+        return Arena.wrap(self.schema, self.bytes.copy())
 
 
 # --- What is hashed, committed to and signed. Nothing else is, and no two of these are ever equal.
