@@ -72,14 +72,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     def fixed_point(self) -> FixedPoint:
         return FixedPoint(len(self.cohort), self.ring_bits, self.clip, self.max_weight, self.value_bits)
 
-    @property
-    def point(self) -> FixedPoint:
-        """How numbers become integers here. ConfigError when a sum over the cohort could wrap."""
-        return FixedPoint(len(self.cohort), self.ring_bits, self.clip, self.weight_max, self.value_bits)
-
     def numel(self, names: tuple[str, ...]) -> int:
         """Coordinates of the masked vector: `length`, then (sum, count) of each metric in order of names."""
-        return self.length + self.point.limbs * 2 * len(names)
+        return self.length + self.fixed_point().limbs * 2 * len(names)
 
     def schema(self, names: tuple[str, ...]) -> Schema:
         """The masked vector as an arena, so that it travels as any model does."""
@@ -197,7 +192,7 @@ class RingArena(AnyArena):
         return self._digest
 
     def span(self, section: Section, start: int, stop: int) -> memoryview:
-        return memoryview(self.vector[start:stop]).cast("B")
+        return self.vector[start:stop].data.cast("B")
 
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
         import torch
