@@ -1,9 +1,244 @@
-"""Fixed point (being written): see the signatures below.
+"""Fixed point: a site's numbers as integers modulo 2^r, whose sum over all sites cannot wrap.
 
-class FixedPoint:  # frozen: sites, ring_bits, value_bits (0: as many as fit), clip, max_weight
-    dtype -> np.dtype of the ring; q_max; value_bits resolved
-    encode_into(values, weight, seed, out, offset=0, spread=map) -> number clipped
-    decode_into(total, sites, weight_sum, out, spread=map); decode(total, sites, weight_sum) -> float64
-    scalar_items(count) -> ring items that `count` scalars take
-    encode_scalars(values, names) -> ring vector; decode_scalars(total, sites) -> float64
+A site's vector in the ring is [coordinates | scalars].
+
+**Coordinates** are (w/w_max)·Δ, one ring element each, so that a site's weight w never shows. x becomes
+floor(clip(x, ±c) · q_max/c + u), where q_max = 2^(b−1) − 1 and u is uniform in [0, 1): right in expectation, off
+by less than one step, c/q_max. So the mean over n sites of equal weight is off by a standard deviation of at
+most step/(2√n). u is a multiple of 2^-16, of 2^-10 where a float has no more bits beside b, and comes from the
+AES keystream of a seed: a simulated site rounds as the real one does.
+
+**Scalars** must add up exactly: the weight itself, counts, sums of metrics, a model's buffers. round(x·2^20) is
+cut into limbs of b − 1 bits, the top one signed, which add up without carrying. 20 bits below the point and 42
+above it hold counts and sums up to 4·10^12, to a millionth.
+
+Both lie within ±q_max, so n sites cannot wrap if n·q_max <= 2^(r−1) − 1: checked when a FixedPoint is made.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import mul
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, SecAggError
+from .masking import BLOCK_BYTES, KEY_BYTES, RINGS, TAG_BYTES, Buffers, RingVector, Spread, block_into
+
+MIN_VALUE_BITS = 4
+MAX_VALUE_BITS = 43  # leaves 10 of float64's 53 bits to u
+RANDOM_BYTES = 2  # of keystream for each coordinate
+PER_BLOCK = BLOCK_BYTES // RANDOM_BYTES  # coordinates that one block of the keystream rounds
+PIECE = 32 * 1024  # coordinates at a time, so that what is made of them stays in the CPU's cache
+ONE = 2**20  # a scalar of 1.0
+SCALAR_LIMIT = 2**62 // ONE  # of a scalar's magnitude at one site
+
+Floats = NDArray[np.floating[Any]]  # 1-D
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """How numbers become integers that add up; alike at all sites of a session and the aggregator."""
+
+    sites: int  # n, the most that are summed
+    ring_bits: int  # r: 16, 32 or 64
+    clip: float  # c, the bound on a coordinate of (w/w_max)·Δ
+    max_weight: float  # w_max
+    value_bits: int = 0  # b; 0: as many as n sites leave in the ring
+
+    def __post_init__(self) -> None:
+        n, r = self.sites, self.ring_bits
+        _require(r in RINGS, f"ring_bits = {r} must be one of {', '.join(map(str, RINGS))}")
+        _require(n >= 1, f"a sum over {n} sites; there must be one at least")
+        _require(0 < self.clip < float("inf"), f"clip = {self.clip:g} must be positive and finite")
+        _require(ONE**-1 <= self.max_weight <= SCALAR_LIMIT,
+                 f"max_weight = {self.max_weight:g} must be in 1e-6..{SCALAR_LIMIT:.3g}")  # fmt: skip
+        fit = (((1 << (r - 1)) - 1) // n + 1).bit_length()
+        if self.value_bits == 0:
+            object.__setattr__(self, "value_bits", min(fit, MAX_VALUE_BITS))
+        b = self.value_bits
+        advice = f"Raise ring_bits above {r}, or sum fewer sites." if r < 64 else "Sum fewer sites."
+        _require(b >= MIN_VALUE_BITS, f"{n} sites in a ring of {r} bits leave {b} bits a value, "
+                 f"{MIN_VALUE_BITS} are the least that is of use. {advice}")  # fmt: skip
+        _require(b <= MAX_VALUE_BITS, f"value_bits = {b} is more than float64 can round: "
+                 f"{MAX_VALUE_BITS} is the most. Lower it, or leave it at 0.")  # fmt: skip
+        _require(n * self.q_max < 1 << (r - 1),
+                 f"{n} sites of value_bits = {b} could sum to {n * self.q_max}, and {r} bits hold "
+                 f"{(1 << (r - 1)) - 1}: the sum would wrap. Lower value_bits to {min(fit, MAX_VALUE_BITS)}, "
+                 f"or leave it at 0.")  # fmt: skip
+
+    @property
+    def q_max(self) -> int:
+        """The largest integer that one site sends."""
+        return (1 << (self.value_bits - 1)) - 1
+
+    @property
+    def step(self) -> float:
+        """What one unit of the integers stands for in a coordinate of (w/w_max)·Δ."""
+        return self.clip / self.q_max
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of a vector in the ring: uint16, uint32 or uint64."""
+        dtype: np.dtype[Any] = RINGS[self.ring_bits]
+        return dtype
+
+    # --- Coordinates
+
+    def encode_into(
+        self,
+        values: Floats,
+        weight: float,
+        seed: bytes,
+        out: RingVector,
+        offset: int = 0,
+        spread: Spread = map,
+    ) -> int:
+        """Coordinates offset, offset + 1, .. of a site's Δ into the ring; how many were clipped.
+
+        The same integers whichever chunks they are made in. `seed` [16 bytes]: another one for each update.
+        SecAggError for a weight out of (0, max_weight] and for a value that is not finite.
+        """
+        assert len(seed) == KEY_BYTES
+        assert values.shape == out.shape == (len(out),)
+        assert out.dtype == self.dtype
+        weight = self.weight(weight)
+        clipped: list[int] = []
+
+        def encode(block: int) -> None:
+            start, stop = max(block * PER_BLOCK, offset), min((block + 1) * PER_BLOCK, offset + len(out))
+            with _noise.one() as noise, _scratch.one() as scratch, np.errstate(over="ignore"):
+                block_into(noise, seed, block, (stop - block * PER_BLOCK) * RANDOM_BYTES)
+                draws = noise[:BLOCK_BYTES].view("<u2")
+                for at in range(start, stop, PIECE):
+                    end = min(at + PIECE, stop)
+                    part = slice(at - offset, end - offset)
+                    u = draws[at - block * PER_BLOCK : end - block * PER_BLOCK]
+                    clipped.append(self._round(values[part], weight, u, out[part], scratch))
+
+        for _ in spread(encode, range(offset // PER_BLOCK, -(-(offset + len(out)) // PER_BLOCK))):
+            pass
+        return sum(clipped)
+
+    def _round(self, x: Floats, weight: float, random: NDArray[np.uint16], out: RingVector,
+               scratch: NDArray[np.uint8]) -> int:  # fmt: skip
+        """One piece; until the last floor everything is held `bits` bits higher, where u is an integer."""
+        kind, mantissa = (np.float32, 24) if self.value_bits <= 14 else (np.float64, 53)
+        bits = min(16, mantissa - self.value_bits)
+        scale = kind(weight / self.max_weight / self.step * 2.0**bits)
+        limit = self.q_max << bits
+        y, u = (scratch.view(kind)[i * PIECE : i * PIECE + len(x)] for i in (0, 1))
+        if x.itemsize < 4:
+            x = x.astype(np.float32)  # numpy's minimum of float16 takes twenty times as long
+        y[:] = x
+        y *= scale
+        clipped = 0
+        if not (kind(x.min()) * scale >= -limit and kind(x.max()) * scale <= limit):
+            if not np.isfinite(x).all():
+                raise SecAggError("an update with values that are not finite can't be summed")
+            clipped = int(np.count_nonzero(np.abs(y) > limit))
+            np.clip(y, -limit, limit, out=y)
+        u[:] = random if bits == 16 else random >> (16 - bits)
+        y += u  # rounds below u's last bit, so never up to the integer after q_max
+        y *= kind(2.0**-bits)
+        np.floor(y, y)
+        np.copyto(out.view(f"i{out.itemsize}"), y, casting="unsafe")
+        return clipped
+
+    def weight(self, weight: float) -> float:
+        """A site's weight as it counts: what its scalar says, a multiple of 2^-20."""
+        whole = round(weight * ONE) if weight == weight else 0
+        if not 0 < whole <= round(self.max_weight * ONE):
+            raise SecAggError(
+                f"a weight of {weight:g} examples, and the session's terms allow 1e-6..{self.max_weight:g}. "
+                f"Raise limits.max_examples, or weigh this site less."
+            )
+        return whole / ONE
+
+    def decode_into(
+        self, total: RingVector, sites: int, weights: float, out: Floats, spread: Spread = map
+    ) -> None:
+        """The weighted mean Σ wΔ / Σ w from the sum of the encoded vectors of `sites`, into floats of any size.
+
+        `weights` is Σ w, which came as a scalar. SecAggError for a sum that so many sites can't make.
+        """
+        assert total.shape == out.shape
+        assert total.dtype == self.dtype
+        if not weights > 0:
+            raise SecAggError(f"the weights of {sites} sites sum to {weights:g}, so they have no mean")
+        factor, signed = self.step * self.max_weight / weights, total.view(f"i{total.itemsize}")
+
+        def decode(piece: int) -> None:
+            part = signed[piece * PIECE : (piece + 1) * PIECE]
+            self._check_sums(part, sites)
+            with _scratch.one() as scratch:
+                mean = scratch.view(np.float64)[: len(part)]
+                mean[:] = part
+                mean *= factor
+                out[piece * PIECE : (piece + 1) * PIECE] = mean
+
+        for _ in spread(decode, range(-(-len(out) // PIECE))):
+            pass
+
+    def decode(self, total: RingVector, sites: int, weights: float) -> NDArray[np.float64]:
+        """The same as new float64 numbers."""
+        mean = np.empty(len(total))
+        self.decode_into(total, sites, weights, mean)
+        return mean
+
+    def _check_sums(self, sums: NDArray[np.signedinteger[Any]], sites: int) -> None:
+        most = sites * self.q_max
+        if len(sums) and not (-most <= sums.min() and sums.max() <= most):
+            raise SecAggError(
+                f"a sum of {sites} sites lies in {sums.min()}..{sums.max()}, and honest ones stay within "
+                f"±{most}: somebody sent what isn't an encoded update, or masks didn't cancel"
+            )
+
+    # --- Scalars
+
+    @property
+    def limb_bits(self) -> int:
+        return self.value_bits - 1
+
+    @property
+    def limbs(self) -> int:
+        """Ring elements that each scalar takes: enough for 64 bits."""
+        return -(-64 // self.limb_bits)
+
+    def encode_scalars(
+        self, values: NDArray[np.float64], name: Callable[[int], str] = "scalar {}".format
+    ) -> RingVector:
+        """Numbers whose sums must be exact, as limbs · len(values) ring elements.
+
+        SecAggError for one that is not finite or beyond ±4.4e12; name(i) says which.
+        """
+        bad = np.flatnonzero(~(np.abs(values) <= SCALAR_LIMIT))
+        if len(bad):
+            i = int(bad[0])
+            raise SecAggError(
+                f"{name(i)} is {values[i]:g}; sums are kept for ±{SCALAR_LIMIT:.3g} at each site"
+            )
+        whole = np.rint(values * ONE).astype(np.int64)
+        digits = [whole >> (i * self.limb_bits) for i in range(self.limbs)]
+        low = [digit & self.q_max for digit in digits[:-1]]
+        return np.concatenate([*low, digits[-1]]).astype(self.dtype)
+
+    def decode_scalars(self, total: RingVector, sites: int) -> NDArray[np.float64]:
+        """Σ over sites of each scalar, rounded once, to float64; from the sum of `sites` encoded vectors."""
+        signed = total.view(f"i{total.itemsize}")
+        self._check_sums(signed, sites)
+        columns = signed.reshape(self.limbs, -1).T.tolist()
+        places = [1 << (i * self.limb_bits) for i in range(self.limbs)]
+        return np.array([sum(map(mul, limbs, places)) / ONE for limbs in columns], np.float64)
+
+
+_noise = Buffers(BLOCK_BYTES + TAG_BYTES)
+_scratch = Buffers(2 * PIECE * 8)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(f"secagg: {message}")

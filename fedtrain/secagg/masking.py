@@ -78,13 +78,17 @@ def add_masks(
 
 def keystream(key: bytes, out: Bytes, first_block: int = 0) -> None:
     """Fill `out` with the stream of `key`, from the start of a block on."""
-    assert len(key) == KEY_BYTES
-    stream = kernel()(key)
     with rooms.one() as room:
         for block, at in enumerate(range(0, len(out), BLOCK_BYTES), first_block):
             part = out[at : at + BLOCK_BYTES]
-            stream(*_block(block, len(part)), room.data[: len(part) + TAG_BYTES])
+            block_into(room, key, block, len(part))
             part[:] = room[: len(part)]
+
+
+def block_into(room: Bytes, key: bytes, block: int, nbytes: int = BLOCK_BYTES) -> None:
+    """The first `nbytes` of one block of the stream of `key`, without a copy; writes up to TAG_BYTES more."""
+    assert len(key) == KEY_BYTES
+    kernel()(key)(*_block(block, nbytes), room.data[: nbytes + TAG_BYTES])
 
 
 class Buffers:
