@@ -74,7 +74,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     def numel(self, names: tuple[str, ...]) -> int:
         """Coordinates of the masked vector: `length`, then (sum, count) of each metric in order of names."""
-        return self.length + self.fixed_point().limbs * 2 * len(names)
+        return self.length + self.fixed_point.limbs * 2 * len(names)
 
     def schema(self, names: tuple[str, ...]) -> Schema:
         """The masked vector as an arena, so that it travels as any model does."""
