@@ -34,8 +34,17 @@ def encoding(**terms):
     return Encoding(point, SCHEMA)
 
 
+def encoded(how, update, names, seed, **options):
+    vector = np.empty(how.numel(names), how.point.dtype)
+    if isinstance(update, Update):
+        how.encode(update, names, seed, vector, **options)
+    else:
+        how.encode_metrics(update, names, vector)
+    return vector
+
+
 def total_of(how, updates):
-    vectors = [how.encode(u, NAMES, rounding_seed(7, 0, i)) for i, u in enumerate(updates)]
+    vectors = [encoded(how, u, NAMES, rounding_seed(7, 0, i)) for i, u in enumerate(updates)]
     return sum(vectors[1:], start=vectors[0]), len(updates)
 
 
@@ -67,7 +76,7 @@ def test_a_file_is_encoded_as_the_same_arena_in_memory(tmp_path):
     (tmp_path / "delta").write_bytes(each.delta.payload)
     spooled = Update(delta=ArenaFile(SCHEMA, tmp_path / "delta"), num_examples=20.0, metrics=each.metrics)
     seed = rounding_seed(1)
-    assert np.array_equal(how.encode(each, NAMES, seed), how.encode(spooled, NAMES, seed))
+    assert np.array_equal(encoded(how, each, NAMES, seed), encoded(how, spooled, NAMES, seed))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -75,7 +84,7 @@ def test_every_kind_of_float_travels(dtype):
     schema = Schema((TensorSpec("w", (1000,), dtype, True), TensorSpec("n", (), "int64", False)))
     how = Encoding(FixedPoint(sites=3, ring_bits=32, clip=1.0, max_weight=20.0), schema)
     one = update(1, schema)
-    total = how.decode(how.encode(one, (), rounding_seed(0)), 1, ())
+    total = how.decode(encoded(how, one, (), rounding_seed(0)), 1, ())
     assert torch.equal(total.delta.views()["n"], one.delta.views()["n"])
     atol = how.point.step + {"bfloat16": 0.002, "float16": 2e-4}.get(dtype, 1e-7)
     assert torch.allclose(total.delta.views()["w"], one.delta.views()["w"], atol=atol, rtol=0)
@@ -83,7 +92,7 @@ def test_every_kind_of_float_travels(dtype):
 
 def test_what_is_out_of_range_is_clipped_and_counted():
     one, how = update(1, size=100.0), encoding()
-    total = how.decode(how.encode(one, (), rounding_seed(0)), 1, ())
+    total = how.decode(encoded(how, one, (), rounding_seed(0)), 1, ())
     trained = torch.cat(
         [p.flatten() for n, p in one.delta.views().items() if "run" not in n and "num" not in n]
     )
@@ -93,7 +102,7 @@ def test_what_is_out_of_range_is_clipped_and_counted():
 def test_a_shortened_delta_is_the_delta_shortened():
     one, how = update(1), encoding()
     norm = norm_of(one.delta)
-    total = how.decode(how.encode(one, (), rounding_seed(0), scale=0.5 / norm), 1, ())
+    total = how.decode(encoded(how, one, (), rounding_seed(0), scale=0.5 / norm), 1, ())
     assert norm_of(total.delta) == pytest.approx(0.5, rel=1e-3)
 
 
@@ -108,15 +117,15 @@ def test_what_cannot_travel_is_named(change, said):
     one = update(1)
     changed = Update(**{"delta": one.delta, "num_examples": 20.0, "metrics": {}} | change)
     with pytest.raises(SecAggError, match=said):
-        encoding().encode(changed, ("loss",), rounding_seed(0))
+        encoded(encoding(), changed, ("loss",), rounding_seed(0))
 
 
 @pytest.mark.parametrize("name", ["0.weight", "1.running_var"])
 def test_nan_never_leaves_a_site(name):
     one = update(1)
     one.delta.views()[name].view(-1)[1] = math.nan
-    with pytest.raises(SecAggError, match="nan|not finite"):
-        encoding().encode(one, (), rounding_seed(0))
+    with pytest.raises(SecAggError, match=r"nan|not finite"):
+        encoded(encoding(), one, (), rounding_seed(0))
     assert math.isnan(norm_of(one.delta))
 
 
@@ -128,7 +137,7 @@ def test_sites_that_weigh_nothing_have_no_mean():
 
 def test_an_evaluation_is_metrics_alone():
     how = Encoding(FixedPoint(sites=3, ring_bits=16, clip=1.0, max_weight=10.0), None)
-    vectors = [how.encode_metrics({"accuracy": (i + 0.5, 10.0)}, ("accuracy",)) for i in range(3)]
+    vectors = [encoded(how, {"accuracy": (i + 0.5, 10.0)}, ("accuracy",), b"") for i in range(3)]
     total = how.decode(sum(vectors[1:], start=vectors[0]), 3, ("accuracy",))
     assert total.metrics == {"accuracy": (4.5, 30.0)}
     assert total.delta is None

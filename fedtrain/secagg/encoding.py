@@ -82,9 +82,16 @@ class Encoding:
     # --- The site's end
 
     def encode(
-        self, update: Update, names: Sequence[str], seed: bytes, *, scale: float = 1.0, spread: Spread = map
-    ) -> RingVector:
-        """[numel(names)]; `scale` shortens the delta. SecAggError for what is not finite or out of range."""
+        self,
+        update: Update,
+        names: Sequence[str],
+        seed: bytes,
+        vector: RingVector,
+        *,
+        scale: float = 1.0,
+        spread: Spread = map,
+    ) -> None:
+        """Into `vector` [numel(names)]; `scale` shortens the delta. SecAggError for what can't travel."""
         assert self.schema is not None
         weight, delta = update.num_examples, update.delta
         if not 0 < weight <= self.point.max_weight:
@@ -92,7 +99,6 @@ class Encoding:
                 f"it trained on {weight:g} examples, and secagg.max_examples is {self.point.max_weight:g}. "
                 f"Raise it at the aggregator and all sites, to what the largest site has."
             )
-        vector = np.empty(self.numel(names), self.point.dtype)
         at = clipped = 0
         for section in self._trained:
             for start in range(0, section.trained, CHUNK):
@@ -103,15 +109,12 @@ class Encoding:
                 at += stop - start
         self._put(vector, at, [weight, clipped, *self._exact_values(delta, weight, scale)], self._name)
         self._put_metrics(vector, update.metrics, names)
-        return vector
 
-    def encode_metrics(self, metrics: Metrics, names: Sequence[str]) -> RingVector:
-        """The vector of an evaluation."""
+    def encode_metrics(self, metrics: Metrics, names: Sequence[str], vector: RingVector) -> None:
+        """An evaluation, into `vector` [numel(names)]."""
         assert self.schema is None
-        vector = np.empty(self.numel(names), self.point.dtype)
         self._put(vector, 0, [0.0, 0.0], self._name)
         self._put_metrics(vector, metrics, names)
-        return vector
 
     def _exact_values(self, delta: AnyArena, weight: float, scale: float) -> list[float]:
         found: list[float] = []
