@@ -3,14 +3,14 @@
 A site's vector in the ring is [coordinates | scalars].
 
 **Coordinates** are (w/w_max)·Δ, one ring element each, so that a site's weight w never shows. x becomes
-floor(clip(x, ±c) · q_max/c + u), where q_max = 2^(b−1) − 1 and u is uniform in [0, 1): right in expectation, off
-by less than one step, c/q_max. So the mean over n sites of equal weight is off by a standard deviation of at
-most step/(2√n). u is a multiple of 2^-16, of 2^-10 where a float has no more bits beside b, and comes from the
-AES keystream of a seed: a simulated site rounds as the real one does.
+floor(clip(x, ±c) · q_max/c + u), where q_max = 2^(b−1) − 1 and u is uniform in [0, 1): right in expectation,
+off by less than one step, c/q_max. So the mean over n sites of equal weight is off by a standard deviation
+of at most step/(2√n). u is a multiple of 2^-16, of 2^-10 where a float has no more bits beside b, and comes
+from the AES keystream of a seed: a simulated site rounds as the real one does.
 
-**Scalars** must add up exactly: the weight itself, counts, sums of metrics, a model's buffers. round(x·2^20) is
-cut into limbs of b − 1 bits, the top one signed, which add up without carrying. 20 bits below the point and 42
-above it hold counts and sums up to 4·10^12, to a millionth.
+**Scalars** must add up exactly: the weight itself, counts, sums of metrics, a model's buffers. round(x·2^20)
+is cut into limbs of b − 1 bits, the top one signed, which add up without carrying. 20 bits below the point
+and 42 above it hold counts and sums up to 4·10^12, to a millionth.
 
 Both lie within ±q_max, so n sites cannot wrap if n·q_max <= 2^(r−1) − 1: checked when a FixedPoint is made.
 """
@@ -83,8 +83,7 @@ class FixedPoint:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of a vector in the ring: uint16, uint32 or uint64."""
-        dtype: np.dtype[Any] = RINGS[self.ring_bits]
-        return dtype
+        return RINGS[self.ring_bits]
 
     # --- Coordinates
 
@@ -130,7 +129,8 @@ class FixedPoint:
         bits = min(16, mantissa - self.value_bits)
         scale = kind(weight / self.max_weight / self.step * 2.0**bits)
         limit = self.q_max << bits
-        y, u = (scratch.view(kind)[i * PIECE : i * PIECE + len(x)] for i in (0, 1))
+        room: Floats = scratch.view(kind)
+        y, u = room[: len(x)], room[PIECE : PIECE + len(x)]
         if x.itemsize < 4:
             x = x.astype(np.float32)  # numpy's minimum of float16 takes twenty times as long
         y[:] = x
@@ -161,7 +161,7 @@ class FixedPoint:
     def decode_into(
         self, total: RingVector, sites: int, weights: float, out: Floats, spread: Spread = map
     ) -> None:
-        """The weighted mean Σ wΔ / Σ w from the sum of the encoded vectors of `sites`, into floats of any size.
+        """The weighted mean Σ wΔ / Σ w from the sum of `sites` encoded vectors, into floats of any size.
 
         `weights` is Σ w, which came as a scalar. SecAggError for a sum that so many sites can't make.
         """

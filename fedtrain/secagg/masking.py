@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 KEY_BYTES = 16
 BLOCK_BYTES = 256 * 1024
 TAG_BYTES = 16  # GCM puts its tag behind a block
-RINGS = {16: np.dtype(np.uint16), 32: np.dtype(np.uint32), 64: np.dtype(np.uint64)}  # r -> integers mod 2^r
+RINGS: dict[int, np.dtype[Any]] = {r: np.dtype(f"u{r // 8}") for r in (16, 32, 64)}  # integers modulo 2^r
 
 RingVector = NDArray[Any]  # 1-D, contiguous, of a dtype of RINGS
 Bytes = NDArray[np.uint8]  # 1-D, contiguous
