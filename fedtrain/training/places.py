@@ -77,8 +77,8 @@ class Folder:
                 for block in blocks:
                     view, at = memoryview(block), 0
                     while at < len(view):
-                        at += f.write(view[at:])
-                    written += len(view)
+                        got = f.write(view[at:])
+                        at, written = at + got, written + got
                 os.fsync(f.fileno())
             partial.replace(file)
             fd = os.open(file.parent, os.O_RDONLY)
