@@ -56,7 +56,7 @@ class Trusted:
 
 
 class Verifier:
-    """Says which site of this federation signed, if its certificate leads to this root; keeps checked chains."""
+    """Says which site signed, if its certificate leads to this root. Keeps checked chains."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
@@ -65,6 +65,18 @@ Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]  # (certificate, 
 Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
 # vector, uint [terms.numel(names)], into `out`, which may hold anything before
 Step = TypeVar("Step", bound=Request)
+
+
+class Offer(Protocol):
+    """What step 0 is asked with: messages.Advertise, or a request like it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def round(self) -> int: ...
+    @property
+    def terms(self) -> Terms: ...
+
 
 HAD = 1000  # sessions whose ids a site remembers, so as not to take part twice
 
@@ -133,7 +145,7 @@ class Client:
     """One site, through any number of sessions, one at a time. Nothing of a session is kept after its end.
 
     Two sums of one update over different sites differ by single sites' updates, so with Policy.one_sum a
-    round's update is unmasked in one set of survivors only, in however many attempts, and never for an earlier
+    round's update is unmasked in one set of survivors only, in however many attempts, and none of an earlier
     round than the last. Like everything here this is forgotten when the process ends.
     """
 
@@ -158,20 +170,18 @@ class Client:
         self._last: tuple[str, Answer | Failure] = ("", Failure(reason=""))
         self._arena: RingArena | None = None
 
-    def begin(
-        self, request_id: str, terms: Terms, model: bytes, names: tuple[str, ...], encode: Encode
-    ) -> Keys | Failure:
+    def begin(self, request: Offer, model: bytes, names: tuple[str, ...], encode: Encode) -> Keys | Failure:
         """Step 0, when the update is there: a new session, which ends any other.
 
         `model`: SHA-256 of the weights that this site trained on. `names`: of its metrics, sorted. `encode`
         is called once, at step 2.
         """
         assert names == tuple(sorted(set(names)))
-        if request_id != self._last[0]:
+        if request.id != self._last[0]:
             self._end()
-            self._sid = terms.sid(model)
-            self._session = take_part(self, terms, self._sid, names, encode)
-            self._advance(request_id, None)
+            self._sid = request.terms.sid(model)
+            self._session = take_part(self, request, self._sid, names, encode)
+            self._advance(request.id, None)
         reply = self._last[1]
         assert isinstance(reply, Keys | Failure), reply
         return reply
@@ -217,13 +227,13 @@ class Client:
 
 
 def take_part(
-    site: Client, terms: Terms, sid: bytes, names: tuple[str, ...], encode: Encode
+    site: Client, asked: Offer, sid: bytes, names: tuple[str, ...], encode: Encode
 ) -> Generator[Answer, Request, None]:
     """One session. SecAggError where this site will not go on; then nothing of it can be opened any more."""
-    me, sign, random = site.site, site.sign, site.random
+    me, sign, random, terms = site.site, site.sign, site.random, asked.terms
 
     # 0: fresh keys
-    check_terms(site, terms, sid)
+    check_terms(site, asked, sid)
     mask_pair, seal_pair = KeyPair(random(32)), KeyPair(random(32))
     seed = bytes_of(number_of(random(32)) % shamir.PRIME)
     keys = Keys(
@@ -293,9 +303,12 @@ def due(step: type[Step], request: Request) -> Step:
 # --- 0
 
 
-def check_terms(site: Client, terms: Terms, sid: bytes) -> None:
+def check_terms(site: Client, asked: Offer, sid: bytes) -> None:
     """SecAggError unless this site may take part under these terms."""
+    terms = asked.terms
     site.policy.check(terms)
+    if terms.round != asked.round:
+        raise SecAggError(f"round {asked.round + 1} is asked for, under terms for round {terms.round + 1}")
     name, fingerprint = site.verify(site.certificate, b"", site.sign(b""))
     if terms.cohort.get(site.site) != fingerprint or name != site.site:
         raise SecAggError("the cohort does not have this site with its present certificate")
@@ -447,7 +460,7 @@ def check_survivors(site: Client, terms: Terms, roster: Roster, mask: Mask, agre
     opened, over = site.opened
     if site.policy.one_sum and opened == terms.round and sites != over:
         raise SecAggError(
-            f"round {terms.round + 1} was unmasked here in a sum over {len(over)} sites, and a sum over others "
+            f"round {terms.round + 1} was unmasked here in a sum over {len(over)} sites, and one over others "
             f"would give away what differs. Ask for these {len(over)} again, or restart this site"
         )
 
@@ -458,13 +471,13 @@ def check_survivors(site: Client, terms: Terms, roster: Roster, mask: Mask, agre
 def check_agreed(
     site: Client, terms: Terms, roster: Roster, agree: Agree, unmask: Unmask, statement: bytes
 ) -> None:
-    """SecAggError unless so many holders of this site's shares signed its list that no other list has as many."""
-    voters = set(roster.holders).union({site.site}).intersection(agree.sites)
+    """SecAggError unless so many holders of this site's shares signed its list that no other has as many."""
+    voters = set(roster.holders).intersection(agree.sites)
     if not unmask.signatures.keys() <= voters:
         raise SecAggError("signatures came from others than the survivors among this site's peers")
     for peer in unmask.signatures.keys() - {site.site}:
         check_signature(site, roster, peer, statement, unmask.signatures[peer])
-    agreed = len(unmask.signatures.keys() | {site.site})
+    agreed = len(unmask.signatures.keys() | ({site.site} & voters))
     if agreed < terms.threshold:
         raise SecAggError(f"{agreed} sites signed the list of survivors, {terms.threshold} must")
 

@@ -49,7 +49,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     value_bits: int
     clip: float
     max_weight: float
-    length: int  # items of the vector before those of metrics
+    length: int  # ring elements of the vector before those of metrics
     privacy: str = ""  # what differential privacy adds at sites, as it was agreed
 
     def sid(self, model: bytes) -> bytes:
@@ -73,7 +73,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         return FixedPoint(len(self.cohort), self.ring_bits, self.clip, self.max_weight, self.value_bits)
 
     def numel(self, names: tuple[str, ...]) -> int:
-        """Coordinates of the masked vector: `length`, then (sum, count) of each metric in order of names."""
+        """Ring elements of the masked vector: `length`, then (sum, count) of each metric in order of names."""
         return self.length + self.fixed_point.limbs * 2 * len(names)
 
     def schema(self, names: tuple[str, ...]) -> Schema:
