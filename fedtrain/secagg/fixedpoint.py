@@ -54,7 +54,7 @@ class FixedPoint:
         _require(r in RINGS, f"ring_bits = {r} must be one of {', '.join(map(str, RINGS))}")
         _require(n >= 1, f"a sum over {n} sites; there must be one at least")
         _require(0 < self.clip < float("inf"), f"clip = {self.clip:g} must be positive and finite")
-        _require(ONE**-1 <= self.max_weight <= SCALAR_LIMIT,
+        _require(1 / ONE <= self.max_weight <= SCALAR_LIMIT,
                  f"max_weight = {self.max_weight:g} must be in 1e-6..{SCALAR_LIMIT:.3g}")  # fmt: skip
         fit = (((1 << (r - 1)) - 1) // n + 1).bit_length()
         if self.value_bits == 0:
@@ -99,12 +99,12 @@ class FixedPoint:
         """Coordinates offset, offset + 1, .. of a site's Δ into the ring; how many were clipped.
 
         The same integers whichever chunks they are made in. `seed` [16 bytes]: another one for each update.
-        SecAggError for a weight out of (0, max_weight] and for a value that is not finite.
+        SecAggError for a `weight` out of (0, max_weight] and for a value that is not finite.
         """
         assert len(seed) == KEY_BYTES
         assert values.shape == out.shape == (len(out),)
         assert out.dtype == self.dtype
-        weight = self.weight(weight)
+        self._check_weight(weight)
         clipped: list[int] = []
 
         def encode(block: int) -> None:
@@ -149,14 +149,16 @@ class FixedPoint:
         return clipped
 
     def weight(self, weight: float) -> float:
-        """A site's weight as it counts: what its scalar says, a multiple of 2^-20."""
-        whole = round(weight * ONE) if weight == weight else 0
-        if not 0 < whole <= round(self.max_weight * ONE):
+        """A site's weight as it counts: the multiple of 2^-20 that its scalar can say."""
+        self._check_weight(weight)
+        return max(1, round(weight * ONE)) / ONE
+
+    def _check_weight(self, weight: float) -> None:
+        if not 0 < weight <= self.max_weight:
             raise SecAggError(
-                f"a weight of {weight:g} examples, and the session's terms allow 1e-6..{self.max_weight:g}. "
-                f"Raise limits.max_examples, or weigh this site less."
+                f"a weight of {weight:g}, and it must be in (0, {self.max_weight:g}]. "
+                f"Raise the bound at the aggregator and all sites."
             )
-        return whole / ONE
 
     def decode_into(
         self, total: RingVector, sites: int, weights: float, out: Floats, spread: Spread = map
