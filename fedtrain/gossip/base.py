@@ -113,12 +113,16 @@ class Algorithm:
 
 
 class Compressor(Protocol):
-    """What CHOCO needs of one; fedtrain.compression has them."""
+    """What CHOCO needs of one, on float32 vectors; fedtrain.compression has them."""
 
-    def encode(self, vector: Vector, seed: int, state: Any) -> tuple[Any, Any]:
-        """(payload, the state for the next call)."""
+    def init(self, n: int) -> State:
+        """The state before the first call."""
 
-    def decode(self, payload: Any) -> Vector: ...
+    def encode(self, vector: Vector, seed: int, state: State) -> tuple[torch.Tensor, State]:
+        """The payload (uint8), and the state for the next call."""
+
+    def decode(self, payload: torch.Tensor, seed: int, n: int) -> Vector:
+        """The vector again, as well as it can be told."""
 
 
 class Blend:

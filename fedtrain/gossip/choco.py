@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..config import require
+from ..update import seed_of
 from .base import Algorithm, LocalSteps, Parcel, Receive, Send
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ class Choco(Algorithm):
     stays in x − x̂ and comes later. Both ends of an edge move by opposite amounts, so the mean stays to the
     last rounding, if both hold the same copies. A peer that missed a q says so in the next round
     ("lost/NAME"): both leave that edge out, and in the round after it is sent the whole copy.
+
+    The compressor should be a contraction, without an error feedback of its own. γ = 1 suits int8 and
+    sign, 0.3 the top 10 %, less where less is sent. The paper's bound is 100 to 1000 times too careful.
     """
 
     compressor: Compressor
@@ -34,20 +38,21 @@ class Choco(Algorithm):
         require(0 < self.gamma <= 1, "gossip.gamma", f"{self.gamma} must be in (0, 1]")
 
     def init(self, x: Vector) -> State:
-        return {"copy": x.new_zeros(x.shape), "sent": _number(0)}
+        own = {f"compressor/{name}": value for name, value in self.compressor.init(x.numel()).items()}
+        return own | {"copy": x.new_zeros(x.shape), "sent": _number(0)}
 
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         held = {j: _held(state, j, t) for j in near.incoming}
         asked = "asked" in state  # a neighbour has lost our copy
 
         trained = yield LocalSteps(x)
-        payload, _ = self.compressor.encode(trained - state["copy"], seed=t, state=None)
-        mine, sent = state["copy"] + self.compressor.decode(payload), int(state["sent"]) + 1
+        payload, remembered = self._encode(trained - state["copy"], seed_of(near.peer, t), state)
+        mine, sent = state["copy"] + self._decode(payload, near.peer, t, x), int(state["sent"]) + 1
         fields = {"sent": float(sent)} | {f"lost/{j}": 1.0 for j, copy in held.items() if copy is None}
         yield Send(Parcel({"q": payload} | ({"copy": mine} if asked else {}), fields))
         heard: Heard = yield Receive()
 
-        after, mixed = {"copy": mine, "sent": _number(sent)}, trained.clone()
+        after, mixed = remembered | {"copy": mine, "sent": _number(sent)}, trained.clone()
         for j, copy in held.items():
             if (parcel := heard.parcels.get(j)) is None:
                 continue  # this q is lost for good, and the copy with it
@@ -55,7 +60,7 @@ class Choco(Algorithm):
             if "copy" in parcel.parts:
                 vector = parcel.parts["copy"].clone()
             elif copy is not None and copy[1] == theirs - 1:
-                vector = copy[0] + self.compressor.decode(parcel.parts["q"])
+                vector = copy[0] + self._decode(parcel.parts["q"], j, t, x)
             else:
                 vector = None
             if vector is not None:
@@ -65,6 +70,14 @@ class Choco(Algorithm):
             if vector is not None and (asked or not lost_ours):  # and so at the other end
                 mixed.add_(vector - mine, alpha=self.gamma * near.incoming[j])
         return mixed, after
+
+    def _encode(self, difference: Vector, seed: int, state: State) -> tuple[torch.Tensor, State]:
+        own = {n.removeprefix("compressor/"): v for n, v in state.items() if n.startswith("compressor/")}
+        payload, own = self.compressor.encode(difference.float(), seed, own)
+        return payload, {f"compressor/{name}": value for name, value in own.items()}
+
+    def _decode(self, payload: torch.Tensor, sender: PeerId, t: int, like: Vector) -> Vector:
+        return self.compressor.decode(payload, seed_of(sender, t), like.numel()).to(like.dtype)
 
 
 def _held(state: State, peer: PeerId, t: int) -> tuple[Vector, int] | None:
