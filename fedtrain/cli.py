@@ -8,13 +8,14 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +208,37 @@ def simulate(config: Config, json: bool, debug: str | None, fresh: bool, partiti
         drive(simulation.simulate(config, emit=emit, debug=debug, fresh=fresh))
 
 
+@cli.command()
+@click.argument("kind", metavar="KIND")
+@click.option("-n", "peers", type=click.IntRange(min=1), required=True, help="How many peers.")
+@click.option("--weights", default="", metavar="NAME",
+              help="metropolis, uniform or push-sum; without it, what suits the graph.")  # fmt: skip
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Draw the graph to FILE.")  # fmt: skip
+@click.option("--parameters", type=click.IntRange(min=1), default=1_000_000, show_default=True,
+              help="Of the model whose bytes are told, float32.")  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of a graph that is drawn."
+)
+@as_json
+def topology(
+    kind: str, peers: int, weights: str, png: Path | None, parameters: int, seed: int, json: bool
+) -> None:
+    """Tell how fast peers agree on the graph KIND: ring, base:1, regular:4, ..."""
+    from .topology import analysis, parse
+
+    graph = parse(kind, weights)
+    report = analysis.report(graph, peers, seed)
+    if png is not None:
+        analysis.draw(graph, peers, png, seed)
+    if json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(report))
+    else:
+        click.echo("\n".join(report.lines(parameters)))
+
+
 # --- across machines
 
 
@@ -272,6 +304,22 @@ def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
 
     with shown(config.site_dir(name), json=json) as emit:
         drive(site.run(config, name, data_dir=data_dir, emit=emit))
+
+
+@cli.command()
+@with_config
+@as_json
+@click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              metavar="DIR", help="Where the data is.")  # fmt: skip
+@click.option("--from", "start", metavar="RUN", help="Start a new run with the last model of this one.")
+def datacenter(config: Config, json: bool, data_dir: Path | None, start: str | None) -> None:
+    """Train with all ranks that torchrun started, as [parallel] says."""
+    from .runtime import datacenter
+
+    source = None if start is None else _run_dir(config, start)
+    first = os.environ.get("RANK", "0") == "0"
+    with shown(config.datacenter_dir, json=json) if first else nullcontext(datacenter.silent) as emit:
+        datacenter.run(config, emit=emit, data_dir=data_dir, start=source)
 
 
 # --- looking at runs
