@@ -372,7 +372,7 @@ class Config:
         """Where checkpoints lie: checkpoint.dir, or a folder of the run's own."""
         own = self.checkpoint.dir
         if not own:
-            return self.run_dir / "checkpoints"
+            return self.datacenter_dir / "checkpoints"
         return own if "://" in own else self.root / own
 
     def site_dir(self, site: str) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 from .. import config
 from ..errors import ConfigError
 from .base import Strategy, corrects, server_step, state_init
+from .diloco import DiLoCo
 from .fedadagrad import FedAdagrad
 from .fedadam import FedAdam
 from .fedavg import FedAvg
@@ -21,6 +22,7 @@ from .fedprox import FedProx
 from .fedyogi import FedYogi
 
 STRATEGIES: dict[str, type[Strategy]] = {
+    "diloco": DiLoCo,
     "fedadagrad": FedAdagrad,
     "fedadam": FedAdam,
     "fedavg": FedAvg,

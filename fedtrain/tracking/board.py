@@ -54,6 +54,7 @@ class Board:
     need: int | None = None  # sites that the next round waits for
     sites: dict[SiteId, SiteRow] = field(default_factory=dict)
     history: dict[int, RoundRow] = field(default_factory=dict)
+    step: e.Stepped | None = None  # a datacenter's last
     best: e.Best | None = None
     finished: e.RunFinished | None = None
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=3))
@@ -125,6 +126,8 @@ class Board:
                 self.notices.append(f"round {event.round}, attempt {event.attempt} failed: {event.reason}")
             case e.RoundCommitted():
                 self._commit(event)
+            case e.Stepped():
+                self.step = event
             case e.Evaluated():
                 if row := self.history.get(event.round):
                     self.history[event.round] = replace(row, metrics=event.metrics)
@@ -139,7 +142,7 @@ class Board:
         self.run, self.mode, self.rounds = event.run, event.mode, event.rounds
         self.config_digest, self.started = event.config_digest, event.time
         self.round, self.under_way = event.resumed_from or 0, None
-        self.need = self.finished = None
+        self.need = self.finished = self.step = None
         self.history = {n: row for n, row in self.history.items() if n <= self.round}
         if self.best is not None and self.best.round > self.round:
             self.best = None

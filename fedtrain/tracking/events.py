@@ -35,7 +35,7 @@ class RunStarted(Event, frozen=True, tag="run_started"):
     """A process began, or went on with, a run; `resumed_from` is the number of rounds already committed."""
 
     run: str
-    mode: str  # simulate | federated | site
+    mode: str  # simulate | federated | site | datacenter
     rounds: int
     sites: int = 0  # known so far
     config_digest: str = ""
@@ -123,6 +123,22 @@ class RoundCommitted(Event, frozen=True, tag="round_committed"):
     bytes_out: int = 0
 
 
+class Stepped(Event, frozen=True, tag="step"):
+    """Of a datacenter: the optimizer steps since the last such event. Times are per step, of all ranks."""
+
+    step: int
+    round: int
+    loss: float | None = None
+    lr: float | None = None
+    seconds: float | None = None
+    examples_per_s: float | None = None
+    items_per_s: float | None = None  # in units of the loss's weight: tokens, say
+    mfu: float | None = None  # share of the devices' peak that the model's arithmetic used
+    comm_share: float | None = None  # of a step's time, in which gradients were under way
+    memory_bytes: int | None = None  # rank 0's most so far
+    skipped: int = 0  # steps left out because their gradient was not finite
+
+
 class Evaluated(Event, frozen=True, tag="evaluated"):
     """A round's model was evaluated at the sites: exact averages, and each site's own."""
 
@@ -155,7 +171,7 @@ class RunFinished(Event, frozen=True, tag="run_finished"):
 
 AnyEvent = (
     RunStarted | Waiting | SiteJoined | SiteLost | JoinRefused | RoundStarted | SiteState | UpdateReceived
-    | UpdateRefused | RoundFailed | RoundCommitted | Evaluated | Best | Notice | RunFinished
+    | UpdateRefused | RoundFailed | RoundCommitted | Stepped | Evaluated | Best | Notice | RunFinished
 )  # fmt: skip
 KINDS: dict[str, type[Event]] = {str(c.__struct_config__.tag): c for c in get_args(AnyEvent)}
 

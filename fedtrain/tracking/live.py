@@ -157,6 +157,8 @@ def line(event: Event, board: Board) -> str | None:
             eta = board.eta_s(event.time)
             parts += [f"ETA {duration(eta)}"] if eta else []
             return "  ".join(p for p in parts if p)
+        case e.Stepped():
+            return f"{_round(event.round, board)}{_step(event)}"
         case e.Evaluated():
             return f"{_round(event.round, board)}evaluated: {averages(event.metrics)}"
         case e.Best():
@@ -168,6 +170,22 @@ def line(event: Event, board: Board) -> str | None:
             model = f"; model in {event.model}" if event.model else ""
             return f"run {board.run or 'is'} finished{after}{_because(event.reason)}{model}"
     return None
+
+
+def _step(event: e.Stepped) -> str:
+    """A datacenter's step, as a line of figures."""
+    parts = [f"step {event.step}", averages({"loss": event.loss})]
+    parts += [f"lr {event.lr:.3g}"] if event.lr is not None else []
+    parts += [duration(event.seconds)] if event.seconds is not None else []
+    if event.examples_per_s is not None:
+        parts.append(f"{event.examples_per_s:,.0f} examples/s")
+    if event.items_per_s is not None and event.items_per_s != event.examples_per_s:
+        parts.append(f"{event.items_per_s:,.0f} items/s")
+    parts += [f"MFU {event.mfu:.1%}"] if event.mfu is not None else []
+    parts += [f"comm {event.comm_share:.0%}"] if event.comm_share is not None else []
+    parts += [size(event.memory_bytes)] if event.memory_bytes is not None else []
+    parts += [f"{event.skipped} skipped"] if event.skipped else []
+    return "  ".join(p for p in parts if p)
 
 
 def _round(number: int | None, board: Board) -> str:
@@ -275,6 +293,8 @@ def _numbers(board: Board) -> str:
         parts += ["evaluated: " + averages(board.metrics)]
     if board.best is not None:
         parts += [f"best {board.best.metric} {number(board.best.value)} in round {board.best.round}"]
+    if board.step is not None and board.finished is None:
+        parts += [_step(board.step)]
     parts += [sparkline([r.loss for r in list(board.history.values())[-30:]])]
     return "   ".join(p for p in parts if p)
 

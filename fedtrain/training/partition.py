@@ -186,13 +186,13 @@ class SimulatedSites:
                 return self.task.data(site)
         from .examples import subset
 
-        return subset(self._pool, self.parts[site])
+        return subset(self.pool, self.parts[site])
 
     def eval_data(self) -> dict[str, Any]:
         """What to evaluate on: each natural site's own set, or the one set of the pool, as "central"."""
         sites = self.names if self.natural else self.names[:1]
         if not self.natural and type(self.task).eval_data is Task.eval_data:
-            return {"central": self._pool}
+            return {"central": self.pool}
         with user_code(folder_of(self.task), "eval_data()"):
             found = {site: self.task.eval_data(site) for site in sites}
         return found if self.natural else {"central": found[sites[0]]}
@@ -203,16 +203,17 @@ class SimulatedSites:
         spec = self.simulate.partition
         kind, _ = parse(spec)
         if kind in ("dirichlet", "shards"):
-            labels = labels_of(self._pool)
+            labels = labels_of(self.pool)
         else:
             from .examples import examples_of
 
-            labels = examples_of(self._pool).count
+            labels = examples_of(self.pool).count
         parts = partition(labels, spec, len(self.names), seed_of(self.seed, "partition"))
         return dict(zip(self.names, parts, strict=True))
 
     @cached_property
-    def _pool(self) -> Any:
+    def pool(self) -> Any:
+        """All examples of a task without natural sites."""
         with user_code(folder_of(self.task), f"data({self.names[0]!r})"):
             return self.task.data(self.names[0])
 

@@ -61,35 +61,41 @@ class State:
         schedule: torch.optim.lr_scheduler.LRScheduler | None,
         data: Data,
         outer: dict[str, torch.Tensor] | None = None,
+        island: int | None = None,
     ) -> None:
-        """`parts`: the model, or this rank's stages of it; names in them are those of the whole model."""
+        """`parts`: the model, or this rank's stages of it; names in them are those of the whole model.
+        `island`: which one this rank is of, where islands train apart: each then keeps its own."""
         self.parts, self.optimizer, self.schedule, self.data = list(parts), optimizer, schedule, data
         self.outer = outer if outer is not None else {}  # "<name>" -> tensor, of an outer step (DiLoCo)
+        self._own = "" if island is None else f"island-{island}"
         self.step = 0  # optimizer steps taken
+        self.round = 0  # rounds done
         self._made = False  # whether the optimizer has its slots
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model": ..., "optimizer": ..., "outer": ..., "schedule": ..., "data": ..., "step": int}."""
+        """{"model": ..., "optimizer": ..., "outer": ..., "schedule": ..., "data": ..., "step", "round"}."""
         self._init_optimizer()
-        return {
+        own = {
             "model": self.model(),
             "optimizer": self._slots(),
-            "outer": self.outer,
             "schedule": {} if self.schedule is None else self.schedule.state_dict(),
             "data": self.data.state_dict(),
             "step": self.step,
         }
+        shared = {"outer": self.outer, "round": self.round}
+        return shared | ({self._own: own} if self._own else own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Tensors are copied into ours (nothing is copied where they are ours already)."""
-        _copy(self.model(), state["model"])
+        own = state[self._own] if self._own else state
+        _copy(self.model(), own["model"])
         self._init_optimizer()
-        _copy(self._slots(), state["optimizer"])
+        _copy(self._slots(), own["optimizer"])
         _copy(self.outer, state["outer"])
         if self.schedule is not None:
-            self.schedule.load_state_dict(dict(state["schedule"]))
-        self.data.load_state_dict(dict(state["data"]))
-        self.step = int(state["step"])
+            self.schedule.load_state_dict(dict(own["schedule"]))
+        self.data.load_state_dict(dict(own["data"]))
+        self.step, self.round = int(own["step"]), int(state["round"])
 
     def model(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers of the parts on this rank, by the whole model's names."""

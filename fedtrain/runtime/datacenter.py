@@ -1,0 +1,350 @@
+"""`torchrun ... -m fedtrain datacenter`: rounds of steps by all ranks of a mesh together.
+
+A round is what it is in a federation: train.local_epochs passes over the data, or train.local_steps steps.
+With parallel.sync = "step" all ranks train one model on the pool of all data, and a round is when it is
+committed and evaluated. With "local" each island is a site: it trains on its own data, and [strategy] steps
+on the mean of what the islands moved.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import Config
+from ..errors import ConfigError
+from ..store import Checkpoint, RunStore
+from ..strategies import Strategy, build, corrects, server_step, state_init
+from ..training.checkpoint import Checkpoints
+from ..training.mesh import AXES, Mesh, Sizes, joined
+from ..training.parallel.data import Dealt, pooled
+from ..training.parallel.engine import MeshEngine, Step
+from ..training.parallel.outer import Outer
+from ..training.parallel.state import State
+from ..training.partition import SimulatedSites
+from ..training.task import Task, load_task, task_digest
+from ..update import SiteId, averages
+from .federated import Result
+
+Emit = Callable[..., None]
+POOL = "datacenter"  # whose data it is where all ranks share it
+
+
+def run(
+    config: Config,
+    *,
+    emit: Emit,
+    data_dir: Path | None = None,
+    start: Path | None = None,
+    done: Path | None = None,
+) -> Result:
+    """Train to config.run.rounds, from the newest checkpoint on. Called alike by every rank that torchrun
+    started, or by one process alone; rank 0 speaks for all, so others are given an `emit` that is silent.
+
+    `start`: a run directory (a federation's, say) whose last model a new run begins with. `done`: see joined.
+    """
+    own = [config.strategy.kind] if ":" in config.strategy.kind else []
+    digest = task_digest(config.run.task, config.root, *own)
+    with joined(config.parallel, config.train.device, done) as device:
+        sizes = Sizes.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
+        mesh = Mesh(sizes, device, islands=config.parallel.sync == "local")
+        task = load_task(config.run.task, config.root, data_dir)
+        with _store(config, mesh) as store:
+            room = Datacenter(config, task, mesh, store, emit)
+            if store is not None:
+                store.begin(room.engine.schema, agreed(config), run=config.run.name, task_digest=digest)
+            return room.run(start)
+
+
+class Datacenter:
+    """One run, at one rank of its mesh."""
+
+    def __init__(self, config: Config, task: Task, mesh: Mesh, store: RunStore | None, emit: Emit) -> None:
+        """`store` is rank 0's."""
+        self.config, self.mesh, self.store, self.emit = config, mesh, store, emit
+        strategy = build(config.strategy.kind, config.strategy.options, config.root)
+        self.islands = config.parallel.sync == "local"
+        self.afresh = self.islands and not config.parallel.carry
+        self.sites = sites_of(task, config, mesh.islands)
+        self.name, everything = data_of(self.sites, mesh) if self.islands else (POOL, pool_of(self.sites))
+        self.data = Dealt(
+            everything, config.train, config.run.seed, self.name, mesh.data_rank, mesh.data_ranks
+        )
+        self.engine = MeshEngine(
+            task, config, mesh, steps=self._steps_in_all(), example=self.data.example(),
+            correct=strategy.correct if self.islands and corrects(strategy) else None,
+        )  # fmt: skip
+        self.outer = self._outer(strategy) if self.islands else None
+        self.state = State(
+            self.engine.parts, self.engine.optimizer, self.engine.schedule, self.data,
+            self.outer.tensors() if self.outer else None, mesh.island if self.islands else None,
+        )  # fmt: skip
+        self.checkpoints = Checkpoints(
+            config.checkpoint_dir,
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            background=config.checkpoint.background,
+            format="full" if config.checkpoint.format == "full" else "sharded",
+            patience_s=config.checkpoint.patience,
+            notice=lambda line: emit("notice", text=line),
+        )
+
+    def run(self, start: Path | None) -> Result:
+        """Every round that is left."""
+        config, state = self.config, self.state
+        resumed = self.checkpoints.restore(state)
+        if not resumed and start is not None:
+            self._begin_with(start)
+        self.emit(
+            "run_started", run=config.run.name, mode="datacenter", rounds=config.run.rounds,
+            sites=self.mesh.islands if self.islands else 0, config_digest=config.digest(),
+            resumed_from=state.round or None,
+        )  # fmt: skip
+        self.emit("notice", text=f"ranks {self.mesh.sizes.world}, mesh {self.mesh.sizes}")
+        reason, metrics = "rounds done", dict[str, float]()
+        while state.round < config.run.rounds:
+            self.emit("round_started", round=state.round + 1)
+            self._commit(self._round())
+            if self._evaluation_is_due():
+                metrics = self._evaluate()
+                if stop := self._reason_to_stop():
+                    reason = stop
+                    break
+        self.checkpoints.finish(state, state.round if self.islands else state.step)
+        best = self.store.best_round if self.store is not None else None
+        self.emit("run_finished", round=state.round, reason=reason)
+        return Result(state.round, reason, metrics, best, config.datacenter_dir)
+
+    # --- a round
+
+    def _round(self) -> dict[str, Any]:
+        """Train to the round's end; what its row in the store says."""
+        began, engine, state = time.monotonic(), self.engine, self.state
+        meter = Meter(engine, self.config, self.emit)
+        engine.begin_round(afresh=self.afresh)
+        if self.afresh:
+            state.optimizer, state.schedule = engine.optimizer, engine.schedule
+            self.data.begin(state.round)
+            engine.seed(state.round, self.name)
+        before = state.step
+        while not self._round_is_over(state.step - before):
+            if not self.afresh:
+                engine.seed("step", state.step, self.mesh.island, self.mesh.data_rank)
+            step = engine.step(self.data.take(), f"step {state.step + 1}")
+            state.step += 1
+            meter.add(step, state.step, state.round + 1)
+            if self.outer is not None:
+                self.outer.after_step(
+                    state.step - before, self._steps_in_a_round(), step.weight, step.examples
+                )
+            elif not self._round_is_over(state.step - before):  # at the end of a round it counts as done
+                self.checkpoints.maybe_save(state, state.step)
+        state.round += 1
+        if self.outer is not None:
+            self.outer.end_round(state.step - before)
+            self.outer.settle()
+            self.checkpoints.save(state.round, state)
+        else:
+            self.checkpoints.maybe_save(state, state.step)
+        loss = meter.loss_of_round()
+        sites = self.mesh.islands if self.islands else 1
+        return {"loss": loss, "metrics": {"loss": loss}, "sites": sites, "seconds": time.monotonic() - began}
+
+    def _round_is_over(self, taken: int) -> bool:
+        train, state = self.config.train, self.state
+        if train.local_steps:
+            resumed = state.step - state.round * train.local_steps if not self.islands else taken
+            return resumed >= train.local_steps
+        passes = self.data.epoch - (0 if self.afresh else state.round * train.local_epochs)
+        return passes >= train.local_epochs
+
+    def _steps_in_a_round(self) -> int | None:
+        """None where a stream ends when it ends."""
+        train, epoch = self.config.train, self.data.steps_an_epoch
+        return train.local_steps or (None if epoch is None else epoch * train.local_epochs)
+
+    def _steps_in_all(self) -> int | None:
+        steps = self._steps_in_a_round()
+        return None if steps is None else steps * self.config.run.rounds
+
+    def _outer(self, strategy: Strategy) -> Outer:
+        parallel = self.config.parallel
+        return Outer(
+            self.engine, self.mesh,
+            lambda weights, state, mean: server_step(strategy, weights, state, mean),
+            lambda weights: state_init(strategy, weights),
+            size=lambda: self.data.examples.count,
+            fragments=parallel.fragments, overlap=parallel.overlap, mix=parallel.mix,
+        )  # fmt: skip
+
+    def _begin_with(self, run_dir: Path) -> None:
+        """The last model of another run, on rank 0's disk, is where this one starts."""
+        weights = None
+        if self.store is not None:
+            with closing(RunStore(run_dir, read_only=True)) as source:
+                last = source.latest()
+            if last is None:
+                raise ConfigError(f"{run_dir} has no committed round to start from.")
+            weights = last.weights.load()
+            if difference := self.engine.schema.difference(weights.schema):
+                raise ConfigError(f"{run_dir} holds another model: {difference}.")
+        self.engine.install(weights)
+        if self.outer is not None:
+            self.outer.begin_anew()
+
+    # --- after a round
+
+    def _commit(self, record: dict[str, Any]) -> None:
+        with self._common_model():
+            weights = self.engine.gather()
+        if self.store is not None and weights is not None:
+            self.store.commit(Checkpoint(self.state.round, weights), record)
+            self.emit("round_committed", round=self.state.round, **record)
+
+    def _evaluate(self) -> dict[str, float]:
+        """On all ranks together: exact averages, and each site's own."""
+        with self._common_model():
+            found = {name: self.engine.evaluate(data) for name, data in self.sites.eval_data().items()}
+        metrics = averages(found)
+        if self.store is not None:
+            number, metric = self.state.round, self.config.evaluate.metric
+            best_yet = (self.store.evaluation(self.store.best_round) or {}).get(metric)
+            best = metric in metrics and self.config.evaluate.better(metrics[metric], best_yet)
+            self.store.evaluated(number, metrics, best=best)
+            each = {site: averages({site: found[site]}) for site in sorted(found)}
+            self.emit("evaluated", round=number, metrics=metrics, by_site=each)
+            if best:
+                self.emit("best", round=number, metric=metric, value=metrics[metric])
+        return metrics
+
+    def _evaluation_is_due(self) -> bool:
+        every, number = self.config.evaluate.every, self.state.round
+        return bool(every) and (number % every == 0 or number >= self.config.run.rounds)
+
+    def _reason_to_stop(self) -> str | None:
+        """Rank 0 has the evaluations, and all must agree."""
+        evaluate = self.config.evaluate
+        since = self.store.evaluations_since_best() if self.store is not None else 0
+        since = self.mesh.from_first(since) if evaluate.patience else 0
+        if evaluate.patience and since >= evaluate.patience:
+            return f"{evaluate.metric} has not improved for {since} evaluations"
+        return None
+
+    def _common_model(self) -> AbstractContextManager[None]:
+        return self.outer.shared() if self.outer is not None else nullcontext()
+
+
+class Meter:
+    """Losses and times of a round's steps. Losses are read when they are shown: no step waits for one."""
+
+    def __init__(self, engine: MeshEngine, config: Config, emit: Emit) -> None:
+        self.engine, self.config, self.emit = engine, config, emit
+        self._loss: list[torch.Tensor] = []  # since the last event
+        self._weight = 0.0
+        self._round = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)  # Σ loss, Σ weight
+        self._examples = self._steps = self._skipped = 0
+        self._since = time.monotonic()
+
+    def add(self, step: Step, number: int, round: int) -> None:
+        """Take a step in; every parallel.log_every of them is a `step` event."""
+        self._loss.append(step.loss)
+        self._weight += step.weight
+        self._examples += step.examples
+        self._steps += 1
+        self._skipped += not step.taken
+        if number % self.config.parallel.log_every == 0:
+            self._tell(number, round)
+
+    def loss_of_round(self) -> float:
+        """Over all examples that the round's steps saw, of every island."""
+        self._take_losses()
+        mesh = self.engine.mesh
+        axes = tuple(axis for axis in AXES if axis != "tp" and getattr(mesh.sizes, axis) > 1)
+        loss, weight = mesh.sum(self._round, axes).tolist()
+        return loss / weight if weight else math.nan
+
+    def _take_losses(self) -> torch.Tensor:
+        """Σ loss and Σ weight since the last time, of this rank."""
+        loss = torch.stack(self._loss).sum() if self._loss else self._round.new_zeros(())
+        found = torch.stack([loss, torch.full_like(loss, self._weight)])
+        self._round += found
+        self._loss, self._weight = [], 0.0
+        return found
+
+    def _tell(self, number: int, round: int) -> None:
+        engine, mesh = self.engine, self.engine.mesh
+        axes = mesh.averaging_axes + (("pp",) if mesh.sizes.pp > 1 else ())
+        loss, weight = mesh.sum(self._take_losses(), axes).tolist()
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        self.emit(
+            "step", step=number, round=round, loss=loss / weight if weight else None,
+            lr=float(engine.optimizer.param_groups[0]["lr"]), seconds=seconds / self._steps,
+            examples_per_s=self._examples / seconds, items_per_s=weight / seconds,
+            memory_bytes=memory_bytes(mesh.device), skipped=self._skipped,
+        )  # fmt: skip
+        self._examples = self._steps = self._skipped = 0
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most that this rank has had so far: of the GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# --- whose data
+
+
+def sites_of(task: Task, config: Config, islands: int) -> SimulatedSites:
+    """The task's natural sites, or its pool; with islands, dealt to them as [simulate] deals it to sites."""
+    return SimulatedSites(task, replace(config.simulate, sites=islands), config.run.seed)
+
+
+def data_of(sites: SimulatedSites, mesh: Mesh) -> tuple[SiteId, Any]:
+    """An island's name and examples. Where there are more natural sites than islands, they are dealt out."""
+    if len(sites.names) < mesh.islands:
+        raise ConfigError(
+            f"parallel.sync = local: {mesh.islands} islands, but the task has {len(sites.names)} sites. "
+            f"Use parallel.replicate = {len(sites.names)} or fewer."
+        )
+    names = sites.names[mesh.island :: mesh.islands]
+    return names[0], pooled([sites.data(name) for name in names])
+
+
+def pool_of(sites: SimulatedSites) -> Any:
+    """The data of all sites."""
+    return pooled([sites.data(name) for name in sites.names]) if sites.natural else sites.pool
+
+
+# --- the run directory
+
+
+@contextmanager
+def _store(config: Config, mesh: Mesh) -> Iterator[RunStore | None]:
+    """Rank 0's; others have none."""
+    if mesh.rank != 0:
+        yield None
+        return
+    with closing(RunStore(config.datacenter_dir)) as store:
+        yield store
+
+
+def agreed(config: Config) -> dict[str, str]:
+    """What must not change between two starts of one run; the mesh may."""
+    return config.agreed() | {
+        f"parallel.{key}": repr(getattr(config.parallel, key)) for key in ("sync", "carry", "fragments")
+    }
+
+
+def silent(kind: str, **fields: Any) -> None:
+    """Rank 0 speaks for all."""

@@ -1,0 +1,218 @@
+"""Who stands where among the ranks: one DeviceMesh (pp, dp_replicate, dp_shard, cp, tp), one process each.
+
+Ranks that differ only in pp, cp and tp work on the same examples. Ranks that differ in dp have their own;
+with sync = "local" the dp_replicate axis is the islands, between which nothing passes within a round.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..config import ParallelConfig
+from ..errors import ConfigError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+LEAVE_S = 0.3  # torch's threads need so long after the groups are gone, or the process may abort
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks along each axis."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of(cls, config: ParallelConfig, world: int) -> Sizes:
+        """As [parallel] says for a world of so many ranks; ConfigError where they don't multiply to it."""
+        others = config.pp * config.cp * config.tp
+        dp = config.dp or max(1, world // others)
+        product = f"pp {config.pp} × dp {dp} × cp {config.cp} × tp {config.tp} = {others * dp}"
+        if others * dp != world:
+            raise ConfigError(
+                f"parallel: {product}, but there are {world} ranks. Start {others * dp} "
+                f"(torchrun --nproc-per-node {others * dp}), or let parallel.dp = 0 take what is left."
+            )
+        replicate = config.replicate or (1 if config.sync == "step" else dp)
+        if dp % replicate:
+            raise ConfigError(
+                f"parallel.replicate: {dp} data-parallel ranks can't form {replicate} equal copies. "
+                f"Use a divisor of {dp}."
+            )
+        return cls(config.pp, replicate, dp // replicate, config.cp, config.tp)
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "1"
+
+
+class Mesh:
+    """This rank's place, and the groups of ranks that it works with."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, *, islands: bool = False) -> None:
+        """`islands`: dp_replicate ranks train apart. Needs a process group unless there is one rank."""
+        self.sizes, self.device = sizes, device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.islands = sizes.dp_replicate if islands else 1
+        self._whole: DeviceMesh | None = None
+        self._flats: dict[tuple[str, ...], DeviceMesh] = {}
+        if dist.is_initialized():
+            shape = tuple(getattr(sizes, axis) for axis in AXES)
+            self._whole = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        place = dict(zip(AXES, self._whole.get_coordinate() or (), strict=True)) if self._whole else {}
+        self.at: dict[str, int] = {axis: place.get(axis, 0) for axis in AXES}
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """The part of the mesh along some axes, through this rank."""
+        assert self._whole is not None, "one rank has no mesh"
+        return self._whole[axes]
+
+    # --- data
+
+    @property
+    def island(self) -> int:
+        return self.at["dp_replicate"] if self.islands > 1 else 0
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks of this island have examples of their own."""
+        return self.sizes.dp // self.islands
+
+    @property
+    def data_rank(self) -> int:
+        within = self.at["dp_replicate"] * self.sizes.dp_shard if self.islands == 1 else 0
+        return within + self.at["dp_shard"]
+
+    # --- groups
+
+    @property
+    def averaging(self) -> int:
+        """How many ranks the gradient of one parameter is averaged over."""
+        return self.data_ranks * self.sizes.cp
+
+    @property
+    def averaging_axes(self) -> tuple[str, ...]:
+        """The axes that they lie along, those of one rank left out."""
+        axes = ("dp_shard", "cp") if self.islands > 1 else ("dp_replicate", "dp_shard", "cp")
+        return tuple(axis for axis in axes if getattr(self.sizes, axis) > 1)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """The axes of one island: pp, cp, tp and the dp ones that are not islands."""
+        return tuple(
+            axis
+            for axis in AXES
+            if getattr(self.sizes, axis) > 1 and not (axis == "dp_replicate" and self.islands > 1)
+        )
+
+    def flat(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """Some axes as one."""
+        if axes not in self._flats:
+            self._flats[axes] = self[axes[0]] if len(axes) == 1 else self[axes]._flatten()
+        return self._flats[axes]
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along these axes only; None where that is itself alone."""
+        if not axes:
+            return None
+        if math.prod(getattr(self.sizes, axis) for axis in axes) == self.sizes.world:
+            return dist.group.WORLD
+        return self.flat(axes).get_group()
+
+    def sum(self, values: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        """In place, over the ranks along these axes."""
+        group = self.group(axes)
+        if group is not None:
+            dist.all_reduce(values, group=group)
+        return values
+
+    def from_first(self, number: int) -> int:
+        """What rank 0 has, on all ranks."""
+        if not dist.is_initialized():
+            return number
+        box = torch.tensor(number, device=self.device)
+        dist.broadcast(box, 0)
+        return int(box)
+
+
+# --- joining and leaving
+
+
+@contextmanager
+def joined(config: ParallelConfig, device: str, done: Path | None = None) -> Iterator[torch.device]:
+    """This process among those that torchrun started: NCCL on GPUs, Gloo on CPUs. Alone without torchrun.
+
+    `done` is a folder: each rank that got to the end writes `rank-N` there, for whoever judges by more
+    than exit codes.
+    """
+    here = device_here(device)
+    if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
+        yield here
+        return
+    backend = "nccl" if here.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=config.timeout),
+        device_id=here if here.type == "cuda" else None,
+    )
+    try:
+        yield here
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    shutdown(done)
+
+
+def shutdown(done: Path | None = None) -> None:
+    """Leave the process group so that the process then ends well.
+
+    Exit soon after destroy_process_group() aborts (SIGABRT) now and then, for torch's threads are still at
+    it: hence the pause, and the marker, by which a finished rank is known whatever its exit status.
+    """
+    if not dist.is_initialized():
+        return
+    rank = dist.get_rank()
+    dist.barrier()
+    if done is not None:
+        (done / f"rank-{rank}").touch()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    time.sleep(LEAVE_S)
+
+
+def device_here(name: str) -> torch.device:
+    """train.device for this rank; "auto" and "cuda" are the GPU of its local rank."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"train.device: rank {local} of this machine has no GPU, there are "
+                f"{torch.cuda.device_count()}. Start fewer ranks, or set train.device = cpu."
+            )
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+    return torch.device(name)

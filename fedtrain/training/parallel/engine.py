@@ -1,0 +1,469 @@
+"""One model trained by all ranks of a mesh: the steps that every way to synchronize runs.
+
+What a step does is what local.Engine does with the same batch on one process: the gradient of
+(Σ loss sums) / (Σ weights) over all ranks and microbatches, clipped, stepped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ...config import Config
+from ...errors import ConfigError, TaskError
+from ...update import Arena, Metrics, Schema, TensorSpec, seed_of, unique_tensors
+from ..examples import Stream, examples_of, move
+from ..local import FP16_SCALE, Correct, build_model, seed_all
+from ..mesh import Mesh
+from ..task import Batch, Task, checked, examples_in, folder_of, mean_and_weight, user_code
+from .context import context_parallel, part_of
+from .data import Share, cut, gather
+from .hooks import compress
+from .optimizer import optimizer_of, schedule_of
+from .pipeline import Pipeline, inputs_of, stages_of
+from .plan import plan_of
+from .wrap import Loss, data_parallel, save_memory, split_tensors
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step saw; of this rank, where not said otherwise."""
+
+    loss: torch.Tensor  # Σ loss over the examples, a float64 scalar
+    weight: float  # Σ weight
+    examples: int  # of all ranks
+    norm: torch.Tensor  # of the whole gradient, before clipping; NaN or Inf where the step was not taken
+    taken: bool  # by all ranks or by none
+
+
+class MeshEngine:
+    """One model over the ranks of a mesh. Made, and called, alike on every rank."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        mesh: Mesh,
+        *,
+        steps: int | None = None,
+        example: Batch | None = None,
+        correct: Correct | None = None,
+    ) -> None:
+        """`steps`: how many there will be, where parallel.decay asks. `example`: any batch, for pp."""
+        torch.set_num_threads(config.train.threads)
+        self.task, self.mesh, self.correct = task, mesh, correct
+        self.train, self.parallel, self.run_seed = config.train, config.parallel, config.run.seed
+        self.scale = FP16_SCALE if self.train.precision == "fp16" else 1.0
+        self._folder = folder_of(task)
+        self._stand_in: Batch | None = None  # for a rank that has no examples in a step
+        self._pipeline: Pipeline | None = None
+        self._autocast: AbstractContextManager[Any] = nullcontext()
+        if self.train.precision != "fp32" and self.parallel.zero < 2:
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.train.precision]
+            self._autocast = torch.autocast(mesh.device.type, dtype=dtype)
+        model = build_model(task, self.run_seed, mesh.device).to(mesh.device)
+        self.schema = Schema.of(model)  # of the whole model, as a federation knows it
+        self.plan = plan_of(task, model)
+        self.parts, self._roots = self._parallel(model, example)
+        for part in self.parts:
+            part.train()
+        named = [pair for part in self.parts for pair in unique_tensors(part).items()]
+        self._parameters = [p for _, p in named if isinstance(p, nn.Parameter) and p.requires_grad]
+        shared_by = mesh.group(mesh.averaging_axes) if self.parallel.zero == 1 else None
+        self.optimizer = optimizer_of(task, self._parameters, self.train, shared_by)
+        self.schedule = schedule_of(self.optimizer, self.parallel, steps)
+
+    @property
+    def spread(self) -> int:
+        """Ranks whose gradients the wrapper averages; 1 where there is none."""
+        return self.mesh.averaging
+
+    def _parallel(self, model: nn.Module, example: Batch | None) -> tuple[list[nn.Module], list[nn.Module]]:
+        """(the model or its stages, the modules that average their gradients)."""
+        config, mesh = self.parallel, self.mesh
+        if mesh.sizes.pp == 1:
+            split_tensors(model, self.plan, config, mesh)
+            units = self.plan.units(model)
+            save_memory(units, config)
+            root = data_parallel(
+                Loss(self.task, model, self._autocast), units, config, mesh, self.train.precision
+            )
+            if isinstance(root, DistributedDataParallel):
+                compress(root, config)
+            elif config.comm_hook != "none" and mesh.averaging_axes:
+                raise ConfigError(
+                    "parallel.comm_hook works with plain data parallelism: zero 0 or 1, no tp, pp."
+                )
+            return [model], [root]
+        if example is None:
+            raise ConfigError("parallel.pp: data() is a stream; a pipeline needs to see a batch beforehand")
+        loss = Loss(self.task, model, self._autocast)
+        micro = examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp)
+        inputs = inputs_of(self.task.loss, cut(example, 0, max(1, micro)))
+        stages = stages_of(model, self.plan, config, mesh, inputs)
+        for stage in stages.values():
+            split_tensors(stage, self.plan, config, mesh)
+            units = self.plan.units(stage) if self.plan.stage is not None else []
+            save_memory(units, config)
+            with_autocast(stage, self._autocast)
+            data_parallel(stage, units, config, mesh, self.train.precision)
+        self._pipeline = Pipeline(loss.of, stages, config, mesh)
+        parts = [stages[index] for index in sorted(stages)]
+        return parts, parts
+
+    # --- one step
+
+    def seed(self, *purpose: object) -> None:
+        """Every source of random numbers of this rank, by the run and what they are for. Ranks that work on
+        the same examples draw the same."""
+        seed_all(seed_of(self.run_seed, *purpose), self.mesh.device)
+
+    def step(self, shares: Sequence[Share], doing: str) -> Step:
+        """One optimizer step over these batches; `doing` stands in errors: "step 7", say.
+
+        TaskError where a gradient is not finite and parallel.nonfinite says so; else no rank takes the step.
+        """
+        batches = [(self._here(batch), 0 if batch is None else examples_in(batch)) for batch, _ in shares]
+        total = sum(n for _, n in shares)
+        while True:
+            with user_code(self._folder, doing):
+                loss, weight, factor = self._backward(batches, total)
+            self._rescale(factor)
+            norm = self._norm()
+            finite = bool(norm.isfinite())
+            if finite or self.scale == 1.0 or self.train.precision != "fp16":
+                break
+            self.scale /= 2  # the step is taken again, not skipped
+        if not finite and self.parallel.nonfinite == "raise":
+            raise TaskError(
+                f"{doing}: the gradient is not finite (norm {float(norm)}). Lower train.lr or set "
+                f"train.clip_norm; parallel.nonfinite = skip leaves such steps out."
+            )
+        if finite:
+            self._update(norm)
+        return Step(loss, weight, total, norm, finite)
+
+    def _backward(self, batches: list[tuple[Batch, int]], total: int) -> tuple[torch.Tensor, float, float]:
+        """Gradients of all ranks' batches together, but for a factor. Returns (Σ loss, Σ weight, factor)."""
+        self.optimizer.zero_grad()
+        sums: list[torch.Tensor] = []
+        weights: list[float] = []
+        known = True  # whether the factor is in the gradient already
+
+        def measured(loss: Any, batch: Batch, counts: bool) -> torch.Tensor:
+            nonlocal known
+            mean, weight = mean_and_weight(loss, batch)
+            sums.append(
+                (mean.detach() * weight).double() if counts else mean.new_zeros((), dtype=torch.float64)
+            )
+            weights.append(weight if counts else 0.0)
+            if self._pipeline is not None:
+                known = False
+                part = weight if counts else 0.0
+            elif not isinstance(loss, tuple):
+                part = weight * self.mesh.data_ranks / total if counts else 0.0
+            elif len(batches) > 1:
+                known = False
+                part = weight if counts else 0.0
+            else:
+                whole = self.over_ranks(weights[-1])
+                part = weights[-1] * self.spread / whole if whole else 0.0
+            part *= self.scale
+            return mean if part == 1.0 else mean * part
+
+        for i, (batch, mine) in enumerate(batches):
+            counts = mine > 0
+            with self._syncing(i == len(batches) - 1), self._context(batch) as present:
+                if self._pipeline is not None:
+                    self._pipeline.train(present, lambda loss, b, counts=counts: measured(loss, b, counts))  # type: ignore[misc]
+                else:
+                    measured(self._roots[0](present), present, counts).backward()  # type: ignore[no-untyped-call]
+        loss = (
+            torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        )
+        factor = 1.0
+        if not known or self._pipeline is not None:
+            whole = self.over_ranks(math.fsum(weights))
+            factor = self.spread / whole if whole else 0.0
+        return loss, math.fsum(weights), factor / self.scale
+
+    def over_ranks(self, weight: float) -> float:
+        """Summed over all that one gradient is of."""
+        axes = self.mesh.averaging_axes + (("pp",) if self.mesh.sizes.pp > 1 else ())
+        if not axes:
+            return weight
+        each = torch.tensor(weight, dtype=torch.float64, device=self.mesh.device)
+        return float(self.mesh.sum(each, axes))
+
+    def _rescale(self, factor: float) -> None:
+        for p in self._parameters:  # beside tp, a replicated parameter's gradient may still be in parts
+            if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements):
+                p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+        if factor != 1.0 and (gradients := self.gradients()):
+            torch._foreach_mul_(gradients, factor)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's pieces."""
+        return [local(p.grad) for p in self._parameters if p.grad is not None]
+
+    def _norm(self) -> torch.Tensor:
+        """L2 norm of the whole gradient, the same on every rank of the island: so all agree whether it is
+        finite. Without shards every rank has all of it, and nothing is sent."""
+        mesh = self.mesh
+        island = math.prod(getattr(mesh.sizes, axis) for axis in mesh.model_axes if axis != "pp")
+        owned: dict[int, list[torch.Tensor]] = {}  # in how many ranks a piece lies -> pieces
+        for p in self._parameters:
+            if p.grad is not None:
+                owned.setdefault(island // _pieces(p.grad), []).append(local(p.grad))
+        total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        for copies, gradients in owned.items():
+            norms = torch.stack(torch._foreach_norm(gradients))
+            total += norms.to(mesh.device).double().square().sum() / copies
+        if mesh.sizes.pp > 1 or any(copies < island for copies in owned):
+            mesh.sum(total, mesh.model_axes)
+        return total.sqrt()
+
+    def _update(self, norm: torch.Tensor) -> None:
+        if self.train.clip_norm:
+            factor = float(self.train.clip_norm / (norm + 1e-6))
+            if factor < 1.0:
+                torch._foreach_mul_(self.gradients(), factor)
+        if self.correct is not None:
+            for p, begun in zip(self._parameters, self._start, strict=True):
+                if p.grad is not None:
+                    self.correct(local(p.grad).view(-1), local(p.detach()).view(-1), begun)
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def begin_round(self, *, afresh: bool) -> None:
+        """Remember where the round began, for a strategy's site half. `afresh`: with a new optimizer."""
+        if self.correct is not None:
+            self._start = [local(p.detach()).clone().view(-1) for p in self._parameters]
+        if afresh:
+            shared_by = self.mesh.group(self.mesh.averaging_axes) if self.parallel.zero == 1 else None
+            self.optimizer = optimizer_of(self.task, self._parameters, self.train, shared_by)
+            self.schedule = None
+
+    @contextmanager
+    def _syncing(self, now: bool) -> Iterator[None]:
+        """Gradients are averaged with the last batch of a step only."""
+        with ExitStack() as stack:
+            for root in self._roots:
+                if isinstance(root, DistributedDataParallel) and not now:
+                    stack.enter_context(root.no_sync())
+                elif isinstance(root, FSDPModule):
+                    root.set_requires_gradient_sync(now)
+            yield
+
+    @contextmanager
+    def _context(self, batch: Batch) -> Iterator[Batch]:
+        if self.mesh.sizes.cp == 1:
+            yield batch
+            return
+        mine, length = part_of(batch, self.plan, self.mesh)
+        with context_parallel(self.parts[0], self.plan, self.mesh, length):
+            yield mine
+
+    def _here(self, batch: Batch | None) -> Batch:
+        if batch is None:
+            if self._stand_in is None:
+                raise ConfigError(
+                    "train.batch_size: fewer examples than data-parallel ranks in the first step"
+                )
+            return self._stand_in
+        batch = batch if self.mesh.device.type == "cpu" else move(batch, self.mesh.device)
+        self._stand_in = cut(batch, 0, 1) if self._pipeline is None else batch
+        return batch
+
+    # --- evaluation
+
+    def evaluate(self, dataset: Any) -> Metrics:
+        """Σ over the whole dataset of what the task's evaluate() gives; the same on every rank."""
+        self.seed("evaluate")
+        for part in self.parts:
+            part.eval()
+        mine: Metrics = {}
+        with user_code(self._folder, "evaluation"), torch.no_grad():
+            for batch, counts in self._evaluation_batches(dataset):
+                metrics = self._measure(self._here(batch))
+                for name, (value, number) in (metrics if counts else {}).items():
+                    have = mine.get(name, (0.0, 0.0))
+                    mine[name] = have[0] + value, have[1] + number
+        for part in self.parts:
+            part.train()
+        return self._summed(mine) or {"loss": (0.0, 0.0)}
+
+    def _evaluation_batches(self, dataset: Any) -> Iterator[tuple[Batch, bool]]:
+        """As many on every rank, for a forward pass may be a collective: (batch, whether it counts)."""
+        sizes, at = self.mesh.sizes, self.mesh.at
+        ranks = sizes.dp * sizes.cp
+        rank = (at["dp_replicate"] * sizes.dp_shard + at["dp_shard"]) * sizes.cp + at["cp"]
+        examples, size = examples_of(dataset), self.train.eval_batch_size
+        if isinstance(examples, Stream):
+            for batch in examples.batches(size, False, None):
+                n = examples_in(batch)
+                low, high = n * rank // ranks, n * (rank + 1) // ranks
+                yield (cut(batch, low, high), True) if high > low else (cut(batch, 0, 1), False)
+            return
+        for start in range(0, examples.count, size * ranks):
+            low = start + rank * size
+            high = min(low + size, examples.count)
+            counts = high > low
+            yield gather(examples, torch.arange(low, high) if counts else torch.arange(1)), counts
+
+    def _measure(self, batch: Batch) -> Metrics:
+        if self._pipeline is not None:
+            found: Metrics | None = self._pipeline.forward(batch, self._metrics)
+            return found or {}
+        if isinstance(self._roots[0], FSDPModule):
+            self._roots[0].unshard()  # the task's own call may not pass through the root
+        return self._metrics(self.parts[0], batch)
+
+    def _metrics(self, model: nn.Module, batch: Batch) -> Metrics:
+        with self._autocast:
+            metrics = checked(self.task.evaluate(model, batch))
+            if "loss" not in metrics:
+                mean, weight = mean_and_weight(self.task.loss(model, batch), batch)
+                metrics["loss"] = float(mean) * weight, weight
+        return metrics
+
+    def _summed(self, mine: Metrics) -> Metrics:
+        if not dist.is_initialized():
+            return mine
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine if self.mesh.at["tp"] == 0 else {})
+        total: Metrics = {}
+        for one in everyone:
+            for name, (value, number) in one.items():
+                have = total.get(name, (0.0, 0.0))
+                total[name] = have[0] + value, have[1] + number
+        return total
+
+    # --- the model, whole and in shards
+
+    def gather(self) -> Arena | None:
+        """The whole model, on rank 0; None on others. One tensor at a time: nobody holds a second model."""
+        out = Arena.zeros(self.schema) if self.mesh.rank == 0 else None
+        views = out.views() if out is not None else {}
+        mine = {name: t for part in self.parts for name, t in unique_tensors(part).items()}
+        with torch.no_grad():
+            for spec in self.schema.tensors:
+                whole = self._whole(spec, mine.get(spec.name))
+                if out is not None and whole is not None:
+                    views[spec.name].copy_(whole)
+        return out
+
+    def _whole(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if self.mesh.sizes.pp == 1:
+            return tensor
+        # A pipeline's ranks have different tensors: the one that has it shows it to the others.
+        group = self.mesh["pp"].get_group()
+        owner = torch.tensor(self.mesh.rank if tensor is not None else -1, device=self.mesh.device)
+        dist.all_reduce(owner, op=dist.ReduceOp.MAX, group=group)
+        if int(owner) < 0:
+            raise TaskError(f"{spec.name} is in no stage of the pipeline; is it shared between stages?")
+        if tensor is None:
+            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.mesh.device)
+        else:
+            tensor = tensor.detach().contiguous()
+        dist.broadcast(tensor, int(owner), group=group)
+        return tensor
+
+    def install(self, weights: Arena | None) -> None:
+        """The whole model as rank 0 has it into every rank's part of it, one tensor at a time."""
+        views = weights.views() if weights is not None else {}
+        mine = {name: t for part in self.parts for name, t in unique_tensors(part).items()}
+        with torch.no_grad():
+            for spec in self.schema.tensors:
+                if spec.name in views and self.mesh.rank == 0:
+                    whole = views[spec.name].to(self.mesh.device).clone()
+                else:
+                    whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.mesh.device)
+                if dist.is_initialized():
+                    dist.broadcast(whole, 0)
+                target = mine.get(spec.name)
+                if isinstance(target, DTensor):
+                    source = distribute_tensor(
+                        whole, target.device_mesh, target.placements, src_data_rank=None
+                    )
+                    local(target).copy_(local(source))
+                elif target is not None:
+                    target.copy_(whole)
+
+    def shards(self) -> Arena:
+        """A copy of this rank's own part of the model, as an arena: all of it where nothing is sharded."""
+        arena = Arena.zeros(self._shard_schema(), str(self.mesh.device))
+        views = arena.views()
+        with torch.no_grad():
+            for name, tensor in self._local_tensors().items():
+                views[name].copy_(tensor)
+        return arena
+
+    def load_shards(self, arena: Arena) -> None:
+        """What `shards` gave, changed, back into the model."""
+        views = arena.views()
+        with torch.no_grad():
+            for name, tensor in self._local_tensors().items():
+                tensor.copy_(views[name])
+
+    def as_shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """A tensor that belongs to this rank's part of the one of that name, as a part of such a whole."""
+        like = next(t for part in self.parts for n, t in unique_tensors(part).items() if n == name)
+        if not isinstance(like, DTensor):
+            return piece
+        return DTensor.from_local(
+            piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def _local_tensors(self) -> dict[str, torch.Tensor]:
+        return {name: local(t.detach()) for part in self.parts for name, t in unique_tensors(part).items()}
+
+    def _shard_schema(self) -> Schema:
+        trained = {spec.name: spec for spec in self.schema.tensors}
+        mine = self._local_tensors()
+        specs = [
+            TensorSpec(spec.name, tuple(mine[spec.name].shape), spec.dtype, spec.trained)
+            for spec in trained.values()
+            if spec.name in mine
+        ]
+        return Schema(tuple(specs))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _pieces(tensor: torch.Tensor) -> int:
+    """Into how many different pieces a tensor is cut over the ranks."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    return math.prod(
+        tensor.device_mesh.size(i) for i, place in enumerate(tensor.placements) if place.is_shard()
+    )
+
+
+def with_autocast(module: nn.Module, autocast: AbstractContextManager[Any]) -> None:
+    """A stage's forward in narrower floats; its backward follows."""
+    if isinstance(autocast, nullcontext):
+        return
+    forward: Callable[..., Any] = module.forward
+
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        with autocast:
+            return forward(*args, **kwargs)
+
+    module.forward = narrow

@@ -1,0 +1,209 @@
+"""A model cut into stages, and a task's loss run through them.
+
+A task knows nothing of stages: its loss calls model(x) and makes a number of what comes back. So the first
+stage runs the loss with a stand-in that takes down x and goes no further, and the last stage runs it with
+one that gives the pipeline's output back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    SplitPoint,
+    pipeline,
+)
+
+from ...config import ParallelConfig
+from ...errors import ConfigError, TaskError
+from ..mesh import Mesh
+from ..task import Batch, examples_in
+from .data import cut
+from .plan import Plan
+
+STAGES_A_RANK = 2  # of the interleaved schedule
+Call = Callable[[nn.Module, Batch], Any]  # the task's loss, or its evaluate
+Measured = Callable[
+    [Any, Batch], torch.Tensor
+]  # (what loss() returned, its batch) -> what backward starts from
+
+
+class Pipeline:
+    """This rank's stages, and schedules for each shape of batch that came."""
+
+    def __init__(self, loss: Call, stages: dict[int, nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
+        """`stages`: by number, those of this rank; wrapped already."""
+        self.loss, self.stages, self.config, self.mesh = loss, stages, config, mesh
+        self.group = mesh["pp"].get_group()
+        self.number = mesh.sizes.pp * (STAGES_A_RANK if config.schedule == "interleaved" else 1)
+        self.first, self.last = 0 in stages, self.number - 1 in stages
+        self._schedules: dict[tuple[Any, ...], Any] = {}
+        self._present: tuple[Batch, Measured] | None = None
+
+    def train(self, batch: Batch, measured: Measured) -> None:
+        """Forward and backward of a batch in microbatches; `measured` is called for each at the last."""
+        count = self.config.microbatches or 2 * self.mesh.sizes.pp
+        self._present = batch, measured
+        schedule = self._schedule(batch, count, training=True)
+        given: dict[str, Any] = {"return_outputs": False}
+        if self.last:
+            given["target"] = torch.arange(examples_in(batch))
+        schedule.step(*(inputs_of(self.loss, batch) if self.first else ()), **given)
+        self._present = None
+
+    def forward(self, batch: Batch, call: Call) -> Any:
+        """What `call(model, batch)` gives, at the last stage's rank; None at others. Without gradients."""
+        schedule = self._schedule(batch, 1, training=False)
+        output = schedule.eval(*(inputs_of(call, batch) if self.first else ()))
+        return call(Replay(output), batch) if self.last else None
+
+    def _schedule(self, batch: Batch, count: int, *, training: bool) -> Any:
+        n = examples_in(batch)
+        if n % count:
+            raise TaskError(
+                f"a pipeline's microbatches are of one size, but {n} examples can't be cut into {count}. "
+                f"Set parallel.microbatches to a divisor, train.batch_size to a multiple, drop_last = true."
+            )
+        key = training, count, *(tuple(t.shape) for t in _tensors(batch))
+        if key not in self._schedules:
+            stages: list[Any] = [
+                PipelineStage(module, index, self.number, self.mesh.device, group=self.group)
+                for index, module in sorted(self.stages.items())
+            ]
+            loss = self._loss if training else None
+            if self.config.schedule == "interleaved":
+                self._schedules[key] = ScheduleInterleaved1F1B(stages, count, loss, scale_grads=False)
+            elif self.config.schedule == "gpipe" or not training:
+                self._schedules[key] = ScheduleGPipe(stages[0], count, loss, scale_grads=False)
+            else:
+                self._schedules[key] = Schedule1F1B(stages[0], count, loss, scale_grads=False)
+        return self._schedules[key]
+
+    def _loss(self, output: Any, which: torch.Tensor) -> torch.Tensor:
+        assert self._present is not None, "only within train()"
+        batch, measured = self._present
+        micro = cut(batch, int(which[0]), int(which[-1]) + 1)
+        return measured(self.loss(Replay(output), micro), micro)
+
+
+# --- A task's loss, in two halves
+
+
+class Asked(BaseException):
+    """The task called its model: all that was wanted of it."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        self.inputs = inputs
+
+
+class Ask(nn.Module):
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if named:
+            raise TaskError(
+                f"in a pipeline the model is called with positional tensors, not {', '.join(sorted(named))}="
+            )
+        raise Asked(inputs)
+
+
+class Replay(nn.Module):
+    """A model whose output is known."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output
+
+
+def inputs_of(call: Call, batch: Batch) -> tuple[Any, ...]:
+    """What the task's loss, or evaluate, calls its model with."""
+    try:
+        call(Ask(), batch)
+    except Asked as asked:
+        return asked.inputs
+    raise TaskError("loss() never called its model: a pipeline has nothing to run")
+
+
+# --- A model, in stages
+
+
+def stages_of(
+    model: nn.Module, plan: Plan, config: ParallelConfig, mesh: Mesh, micro: Any
+) -> dict[int, nn.Module]:
+    """This rank's stages by number. As the task's plan cuts them; a Sequential between its children; any
+    other model by tracing it with `micro`, the inputs of one microbatch (not beside tp, whose modules a
+    trace takes apart)."""
+    ranks = mesh.sizes.pp
+    number = ranks * (STAGES_A_RANK if config.schedule == "interleaved" else 1)
+    mine = [index for index in range(number) if index % ranks == mesh.at["pp"]]
+    if plan.stage is not None:
+        blocks = len(plan.units(model))
+        cuts = [blocks * i // number for i in range(number + 1)]
+        if blocks < number:
+            raise ConfigError(f"parallel.pp: {blocks} blocks can't make {number} stages. Lower pp.")
+        return {
+            i: plan.stage(copy.deepcopy(model), range(cuts[i], cuts[i + 1]), i == 0, i == number - 1)
+            for i in mine
+        }
+    if isinstance(model, nn.Sequential):
+        named = list(model.named_children())
+        cuts = even_cuts([sum(p.numel() for p in child.parameters()) for _, child in named], number)
+        return {i: Slice(named[cuts[i] : cuts[i + 1]]) for i in mine}
+    if mesh.sizes.tp > 1:
+        raise ConfigError("parallel: pp beside tp needs a parallel_plan() with a stage().")
+    if not plan.blocks:
+        raise ConfigError(
+            f"parallel.pp: nothing says where a {type(model).__name__} may be cut. Name its blocks in the "
+            f"task's parallel_plan(), or make it a Sequential."
+        )
+    names = [f"{plan.blocks}.{name}" for name, _ in model.get_submodule(plan.blocks).named_children()]
+    cuts = [len(names) * i // number for i in range(1, number)]
+    traced = pipeline(model, micro, split_spec={names[at]: SplitPoint.BEGINNING for at in cuts})
+    return {i: traced.get_stage_module(i) for i in mine}
+
+
+class Slice(nn.Module):
+    """Some children of a Sequential, under their names there."""
+
+    def __init__(self, children: list[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, child in children:
+            self.add_module(name, child)
+
+    def forward(self, x: Any) -> Any:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def even_cuts(weights: list[int], parts: int) -> list[int]:
+    """Where to cut a list into so many non-empty runs of about the same weight: parts + 1 positions."""
+    if len(weights) < parts:
+        raise ConfigError(f"parallel.pp: {len(weights)} layers can't make {parts} stages. Lower pp.")
+    total, seen, cuts = sum(weights), 0, [0]
+    for at, weight in enumerate(weights):
+        left = parts - len(cuts)
+        if (
+            left
+            and at > cuts[-1]
+            and (len(weights) - at == left or (seen + weight / 2) * parts >= total * len(cuts))
+        ):
+            cuts.append(at)
+        seen += weight
+    return [*cuts, len(weights)]
+
+
+def _tensors(batch: Batch) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return [t for value in values for t in _tensors(value)]

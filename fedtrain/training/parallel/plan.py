@@ -1,0 +1,78 @@
+"""How a model may be split: what a task's parallel_plan() returns, and plans for models that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ...errors import ConfigError
+
+Cut = Callable[[nn.Module, range, bool, bool], nn.Module]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything is optional: data parallelism needs none of it."""
+
+    blocks: str = ""  # where the repeated blocks are, as in "transformer.h": units of FSDP and checkpointing
+    tensor: Mapping[str, Any] = field(default_factory=dict)  # "blocks.*.up": ColwiseParallel(), for tp
+    sequence: Mapping[str, Any] = field(default_factory=dict)  # takes the place of `tensor` with parallel.sp
+    stage: Cut | None = None  # (model, its blocks, first?, last?) -> one stage of a pipeline, names kept
+    length: int = 1  # the dimension of a batch's tensors that is the sequence, for cp
+    positions: Sequence[str] = ()  # buffers along the sequence, such as "positions", cut for cp too
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated blocks; of a Sequential without any its own children that have parameters."""
+        if self.blocks:
+            try:
+                return list(model.get_submodule(self.blocks).children())
+            except AttributeError:
+                raise ConfigError(
+                    f"parallel_plan(): blocks = {self.blocks!r} is not in the model, which has "
+                    f"{', '.join(name for name, _ in model.named_children())}."
+                ) from None
+        if isinstance(model, nn.Sequential):
+            return [child for child in model if any(True for _ in child.parameters())]
+        return []
+
+
+def plan_of(task: Any, model: nn.Module) -> Plan:
+    """The task's own plan, else the one for a model that is known here, else an empty one."""
+    own = getattr(task, "parallel_plan", None)
+    plan = own() if own is not None else None
+    return plan or KNOWN.get(type(model).__name__, Plan)()
+
+
+def _llama() -> Plan:
+    """transformers' Llama, Mistral and Qwen2 families (LlamaForCausalLM and those built alike)."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    return Plan(
+        blocks="model.layers",
+        tensor={
+            **{f"{attention}.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+            f"{attention}.o_proj": RowwiseParallel(),
+            **{f"{mlp}.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
+            f"{mlp}.down_proj": RowwiseParallel(),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        },
+    )
+
+
+def _gpt2() -> Plan:
+    """transformers' GPT-2. Its Conv1D holds weights transposed and q, k, v in one, which torch's styles don't
+    split: so its blocks are units of FSDP and of checkpointing, and tp is refused."""
+    return Plan(blocks="transformer.h")
+
+
+KNOWN: dict[str, Callable[[], Plan]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _llama,
+    "Qwen2ForCausalLM": _llama,
+    "GPT2LMHeadModel": _gpt2,
+}

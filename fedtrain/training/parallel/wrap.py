@@ -1,0 +1,135 @@
+"""A model made parallel: tensor parallel, then activation checkpointing, compile, and data parallel around.
+
+The task's loss is a module around the model, and the data-parallel wrapper is around that. So the task is
+given its own model, not a wrapper: what it reads of it, or calls, or calls twice, works as on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from ...config import ParallelConfig
+from ...errors import ConfigError
+from ..mesh import Mesh
+from ..task import Batch, Task
+from .plan import Plan
+
+
+class Loss(nn.Module):
+    """task.loss(model, ·) as a module."""
+
+    def __init__(self, task: Task, model: nn.Module, autocast: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self.task, self.model, self.autocast = task, model, autocast
+
+    def forward(self, batch: Batch) -> Any:
+        return self.of(self.model, batch)
+
+    def of(self, model: nn.Module, batch: Batch) -> Any:
+        """The same loss of another model: a stand-in, say."""
+        with self.autocast:
+            return self.task.loss(model, batch)
+
+
+def split_tensors(model: nn.Module, plan: Plan, config: ParallelConfig, mesh: Mesh) -> None:
+    """Tensor parallel, and sequence parallel, as the plan says."""
+    if mesh.sizes.tp == 1:
+        return
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    styles = plan.sequence if config.sp else plan.tensor
+    if not styles:
+        raise ConfigError(
+            f"parallel.{'sp' if config.sp else 'tp'}: no plan says how a {type(model).__name__} is split. "
+            f"Give the task a parallel_plan(), see docs/datacenter.md."
+        )
+    # A fresh style for each use is not needed; a fresh dict is, parallelize_module pops from it.
+    parallelize_module(model, mesh["tp"], dict(styles))
+
+
+def save_memory(units: list[nn.Module], config: ParallelConfig) -> None:
+    """Activation checkpointing and compile. forward() itself is replaced: names of parameters stay."""
+    for unit in units:
+        if config.checkpoint_activations:
+            unit.forward = _again(unit.forward)
+        if config.compile:
+            unit.forward = torch.compile(unit.forward)
+
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed
+
+
+def data_parallel(
+    root: nn.Module, units: list[nn.Module], config: ParallelConfig, mesh: Mesh, precision: str
+) -> nn.Module:
+    """What averages the gradients of `root` over the data-parallel and context-parallel ranks.
+
+    DDP alone where nothing else is; fully_shard for zero 2 and 3; replicate_with_fsdp beside tp or pp, where
+    DDP fails. `root` itself where there is one rank to average over.
+    """
+    axes = mesh.averaging_axes
+    if config.zero >= 2:
+        return _sharded(root, units, config, mesh, precision)
+    if not axes:
+        return root
+    if mesh.sizes.tp > 1 or mesh.sizes.pp > 1:
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        flat = mesh.flat(axes)
+        for unit in units:
+            replicate(unit, mesh=flat)
+        replicate(root, mesh=flat)  # in place, as fully_shard
+        return root
+    from torch.nn.parallel import DistributedDataParallel
+
+    gradient_bytes = sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)
+    return DistributedDataParallel(
+        root,
+        # PowerSGD with more than one bucket hangs on Gloo: one that holds everything.
+        bucket_cap_mb=gradient_bytes // 2**20 + 1 if config.comm_hook == "powersgd" else None,
+        device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
+        process_group=mesh.group(axes),
+        gradient_as_bucket_view=True,
+        init_sync=False,  # every rank builds the model under the same seed
+        find_unused_parameters=config.find_unused,
+    )
+
+
+def _sharded(
+    root: nn.Module, units: list[nn.Module], config: ParallelConfig, mesh: Mesh, precision: str
+) -> nn.Module:
+    shards = tuple(axis for axis in ("dp_shard", "cp") if getattr(mesh.sizes, axis) > 1)
+    copies = mesh.sizes.dp_replicate > 1 and mesh.islands == 1
+    if not shards:
+        raise ConfigError(
+            f"parallel.zero = {config.zero}: nothing to shard over, mesh {mesh.sizes}. "
+            f"Lower parallel.replicate, or set parallel.zero = 0."
+        )
+    if copies and len(shards) > 1:
+        raise ConfigError("parallel: HSDP (replicate > 1) with cp is not supported; set replicate = 1.")
+    flat = mesh[("dp_replicate", shards[0])] if copies else mesh.flat(shards)
+    policy = MixedPrecisionPolicy()
+    if precision != "fp32":
+        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if config.offload else OffloadPolicy()
+    for module in [*units, root]:
+        fully_shard(
+            module,
+            mesh=flat,
+            reshard_after_forward=config.zero == 3,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+    return root
