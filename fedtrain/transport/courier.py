@@ -224,7 +224,7 @@ class Courier:
             case Kind.OFFER:
                 self.heard(peer, header.round, now)
                 self._offered(peer, header, body, now)
-            case Kind.DONE | Kind.REJECT:
+            case Kind.DONE | Kind.REFUSE:
                 self._answered(peer, header, body)
             case Kind.CANCEL:
                 self._cancelled(peer, header)
@@ -322,8 +322,8 @@ class Courier:
             out.sent += 1
 
     def _answered(self, peer: PeerId, header: Header, body: Body) -> None:
-        """DONE or REJECT: how it ended."""
-        if header.kind is Kind.REJECT and header.transfer == 0:  # of a PULL
+        """DONE or REFUSE: how it ended."""
+        if header.kind is Kind.REFUSE and header.transfer == 0:  # of a PULL
             if self._pulling.pop(peer, None) is not None:
                 self.states[peer] = None
             return
@@ -376,7 +376,7 @@ class Courier:
 
     def _pulled(self, peer: PeerId, now: float) -> None:
         if self._state is None:
-            self._say(peer, Kind.REJECT, body=b"no state to give yet")
+            self._say(peer, Kind.REFUSE, body=b"no state to give yet")
         elif (peer, Kind.STATE) not in self._posted:
             self._send_unasked(peer, Kind.STATE, *self._state, now)
 
@@ -396,14 +396,14 @@ class Courier:
                 f"round {header.round} is over" if not self._open or header.round < self._round
                 else f"not an in-neighbour in round {header.round}"
             )  # fmt: skip
-            self._say(peer, Kind.REJECT, round=header.round, transfer=header.transfer, body=reason.encode())
+            self._say(peer, Kind.REFUSE, round=header.round, transfer=header.transfer, body=reason.encode())
         elif slot.offer is None:
             self._accept(slot, header, nbytes, note)
         elif slot.transfer == header.transfer:
             self._say(peer, Kind.NACK, header.round, slot.transfer, slot.had, slot.credit)
         else:  # the giver was started again in the middle of a transfer
             self._lose(slot, "its first share was broken off")
-            self._say(peer, Kind.REJECT, round=header.round, transfer=header.transfer, body=b"broken off")
+            self._say(peer, Kind.REFUSE, round=header.round, transfer=header.transfer, body=b"broken off")
 
     def _accept(self, slot: Incoming, header: Header, nbytes: int, note: bytes) -> None:
         offer = Offer(slot.peer, header.round, nbytes, header.weight, header.degree, header.codec, note)
@@ -511,7 +511,7 @@ class Courier:
         self._refuse(slot.peer, self._round, reason)
         if not slot.whole:
             body = reason.encode()[:200]
-            self._say(slot.peer, Kind.REJECT, round=self._round, transfer=slot.transfer, body=body)
+            self._say(slot.peer, Kind.REFUSE, round=self._round, transfer=slot.transfer, body=body)
         self._end(slot, f"refused: {reason}")
 
     def _lose(self, slot: Incoming, why: str) -> None:
@@ -544,7 +544,7 @@ class Courier:
     def _unasked(self, peer: PeerId, header: Header, body: Body) -> None:
         """A letter, or the state that we pulled: into a buffer of its own, once its size is known to fit."""
         if header.kind is Kind.STATE and peer not in self._pulling:
-            self._say(peer, Kind.REJECT, round=header.round, transfer=header.transfer, body=b"not asked for")
+            self._say(peer, Kind.REFUSE, round=header.round, transfer=header.transfer, body=b"not asked for")
             return
         nbytes, note = unpack_offer(header, body, self._limits.payload_bytes)
         if header.transfer in self._had.get(peer, ()):

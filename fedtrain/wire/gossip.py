@@ -15,7 +15,7 @@ How a share travels (transport/courier.py):
            <- ACK(index, count)           has `index` chunks, takes up to `count`: the giver's credit
            CHUNK(index) ...               ->
            <- DONE                        has it whole, and counts it; it is given
-    or     <- REJECT(reason)              does not count it, and never will
+    or     <- REFUSE(reason)              does not count it, and never will
     or     CANCEL                         -> comes no more of it; with transfer 0: has none for you
     again  <- NACK(index, count)          go back to chunk `index`
     and    WANT(round)                    -> expects your share of this round
@@ -50,7 +50,7 @@ assert _LAYOUT.size == HEADER_BYTES
 class Kind(IntEnum):
     HELLO = 1  # who I am (a signed entry), what I train
     WELCOME = 2
-    REJECT = 3
+    REJECT = 3  # a HELLO, with the reason
     MEMBERS = 4  # signed entries of the roster, and who is alive
     OFFER = 5
     LETTER = 6
@@ -66,9 +66,21 @@ class Kind(IntEnum):
     PONG = 16
     SUSPECT = 17  # please ping this one for me
     LEAVE = 18
+    REFUSE = 19  # a share
 
 
 OFFERS = (Kind.OFFER, Kind.LETTER, Kind.STATE)
+
+
+class Greeting(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a HELLO: what both ends must have alike, and which start of its process a peer is in."""
+
+    version: str  # of fedtrain, for the message when protocols differ
+    task_digest: str
+    schema_digest: str
+    agreed: dict[str, str]  # Config.agreed()
+    examples: float | None = None  # of the peer's data
+    boot: bytes = b""
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):
@@ -120,7 +132,7 @@ def unpack(data: bytes | memoryview) -> tuple[Header, Stamp]:
         raise WireError(f"not ours: it begins with {magic!r}")
     if version != VERSION:
         raise WireError(f"protocol {version} there, {VERSION} here: run the same fedtrain at both ends")
-    if not 1 <= kind <= Kind.LEAVE:
+    if not 1 <= kind <= max(Kind):
         raise WireError(f"unknown kind of message {kind}")
     if not math.isfinite(weight):
         raise WireError(f"a weight of {weight}")
