@@ -99,6 +99,7 @@ class Encoding:
                 f"it trained on {weight:g} examples, and secagg.max_examples is {self.point.max_weight:g}. "
                 f"Raise it at the aggregator and all sites, to what the largest site has."
             )
+        weight = self.point.weight(weight)  # as its scalar will say
         at = clipped = 0
         for section in self._trained:
             for start in range(0, section.trained, CHUNK):
