@@ -9,10 +9,13 @@ FedtrainError
   TaskError          the user's task raised; carries its type and place, never its data
   RoundError         a round could not be finished; the global weights are unchanged
     TooFewSites      fewer valid replies than min_sites
+      Unfinished     fewer than a secure sum needs; says who dropped out, and who sent what cannot be
     SecAggError      a secure sum can't be made, or what came back can't be one
   BadUpdate          an update was refused and named; the round goes on with the others
   WireError          bytes that are not ours: unknown frame, wrong size, wrong digest
 """
+
+from collections.abc import Mapping, Sequence
 
 
 class FedtrainError(Exception):
@@ -56,6 +59,30 @@ class TooFewSites(RoundError):
             f"Lower strategy.min_sites, raise strategy.round_deadline, or start more sites."
         )
         self.have, self.need = have, need
+
+
+class Unfinished(TooFewSites):
+    """A secure sum was not made: fewer sites, or good shares, than it takes. Nothing was learnt."""
+
+    def __init__(
+        self,
+        what: str,
+        have: int,
+        need: int,
+        *,
+        dropped: Mapping[str, str],
+        blamed: Mapping[str, str],
+        survivors: Sequence[str] = (),
+    ) -> None:
+        """`dropped`, `blamed`: site -> what happened; `survivors`: over whom the sum may have been opened."""
+        first = [f" {site}: {reason}." for site, reason in sorted({**dropped, **blamed}.items())[:3]]
+        Exception.__init__(
+            self,
+            f"secure sum, {what}: {have}, and {need} are needed.{''.join(first)} "
+            f"Lower strategy.min_sites, raise strategy.round_deadline, or start more sites.",
+        )
+        self.have, self.need, self.survivors = have, need, tuple(survivors)
+        self.dropped, self.blamed = dict(dropped), dict(blamed)
 
 
 class SecAggError(RoundError):

@@ -22,7 +22,6 @@ from .fixedpoint import FixedPoint
 from .keys import (
     KeyPair,
     bytes_of,
-    check_public,
     number_of,
     pair_mask_key,
     pair_mask_sign,
@@ -32,8 +31,6 @@ from .keys import (
 )
 from .masking import Spread, add_masks
 from .messages import (
-    MAX_NAME,
-    MAX_NAMES,
     NONCE_BYTES,
     Agree,
     Agreed,
@@ -58,10 +55,9 @@ from .messages import (
     shares_statement,
     survivors_statement,
 )
+from .roster import Verify, check_entry, check_names, check_signer, holders_of, peers_by_site
 
 Sign = Callable[[bytes], bytes]
-Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]  # (certificate, message, signature) ->
-# (the site's name, its certificate's fingerprint); raises FedtrainError unless all is as it must be
 Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
 # vector, uint [terms.numel(names)], into `out`, which may hold anything before
 Step = TypeVar("Step", bound=Request)
@@ -350,48 +346,20 @@ class Roster:
         if keys.get(me) != mine:
             raise SecAggError("the roster has another key for this site than it sent")
         check_subset("the roster", sites, terms.cohort, terms.quorum)
-        check_names(share)
         entries = {**share.others, **{name: entry_hash(name, entry) for name, entry in keys.items()}}
         seed = roster_hash(sid, entries, share.names)
-        peers, holders = neighbourhood(sites, terms.degree, seed, me)
+        by_site = peers_by_site(sites, terms.degree, seed)
+        peers = by_site[me]
         if keys.keys() != {me, *peers}:
             raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
-        publics = [key for entry in keys.values() for key in (entry.mask_key, entry.seal_key)]
-        if len(set(publics)) < len(publics):
-            raise SecAggError("two sites of the roster have the same key")
+        used = {mine.mask_key, mine.seal_key}
         for peer in peers:
-            entry = keys[peer]
-            name, fingerprint = site.verify(
-                entry.certificate, keys_statement(sid, peer, entry), entry.signature
-            )
-            if name != peer or fingerprint != terms.cohort[peer]:
-                raise SecAggError(
-                    f"{peer}'s keys are signed by {name}, or with another certificate than agreed"
-                )
-            check_public(peer, entry.mask_key, entry.seal_key)
-        return cls(sites, seed, keys, peers, holders)
-
-
-def neighbourhood(
-    sites: tuple[SiteId, ...], degree: int, seed: bytes, me: SiteId
-) -> tuple[tuple[SiteId, ...], tuple[SiteId, ...]]:
-    """Whom a site masks with, and who holds its shares."""
-    if degree == 0:
-        return tuple(peer for peer in sites if peer != me), sites
-    peers = tuple(sites[i] for i in graph.neighbours(len(sites), degree, seed)[sites.index(me)])
-    return peers, peers
-
-
-def check_names(share: Share) -> None:
-    """Each metric of each site that is seen here has its place; none has two."""
-    names = share.names
-    if names != tuple(sorted(set(names))) or len(names) > MAX_NAMES or any(len(n) > MAX_NAME for n in names):
-        raise SecAggError(
-            f"{len(names)} names of metrics: sorted, different, and at most {MAX_NAMES} are due"
-        )
-    for site, entry in share.roster.items():
-        if missing := set(entry.names).difference(names):
-            raise SecAggError(f"{len(missing)} of {site}'s metrics have no place in the vector")
+            check_entry(peer, keys[peer], terms, sid, site.verify, used)
+        check_names("the roster", share.names)
+        for name, entry in keys.items():
+            if missing := set(entry.names).difference(share.names):
+                raise SecAggError(f"{len(missing)} of {name}'s metrics have no place in the vector")
+        return cls(sites, seed, keys, peers, holders_of(me, by_site, terms.degree))
 
 
 def deal(secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], bytes]) -> dict[SiteId, bytes]:
@@ -431,7 +399,8 @@ def check_dealers(site: Client, terms: Terms, sid: bytes, roster: Roster, mask: 
     if mask.dealt.keys() != peers or mask.sealed.keys() != peers:
         raise SecAggError("shares came from others than this site's peers who dealt")
     for peer, dealt in mask.dealt.items():
-        check_signature(site, roster, peer, shares_statement(sid, roster.hash, dealt.dealt), dealt.signature)
+        statement = shares_statement(sid, roster.hash, dealt.dealt)
+        check_signer(site.verify, peer, roster.keys, statement, dealt.signature)
 
 
 def open_shares(
@@ -476,20 +445,13 @@ def check_agreed(
     if not unmask.signatures.keys() <= voters:
         raise SecAggError("signatures came from others than the survivors among this site's peers")
     for peer in unmask.signatures.keys() - {site.site}:
-        check_signature(site, roster, peer, statement, unmask.signatures[peer])
+        check_signer(site.verify, peer, roster.keys, statement, unmask.signatures[peer])
     agreed = len(unmask.signatures.keys() | ({site.site} & voters))
     if agreed < terms.threshold:
         raise SecAggError(f"{agreed} sites signed the list of survivors, {terms.threshold} must")
 
 
 # --- at several steps
-
-
-def check_signature(site: Client, roster: Roster, peer: SiteId, statement: bytes, signature: bytes) -> None:
-    """SecAggError, or the verifier's own error, unless `peer` signed, with the certificate in the roster."""
-    name, _ = site.verify(roster.keys[peer].certificate, statement, signature)
-    if name != peer:
-        raise SecAggError(f"{name}'s signature came as {peer}'s")
 
 
 def check_subset(

@@ -22,7 +22,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..update import AnyArena, Arena, Message, Request, Schema, Section, SiteId, TensorSpec, Train, digest_of
+from ..update import (
+    AnyArena,
+    Arena,
+    Evaluate,
+    Message,
+    Request,
+    Schema,
+    Section,
+    SiteId,
+    TensorSpec,
+    Train,
+    digest_of,
+)
 from .fixedpoint import FixedPoint
 
 if TYPE_CHECKING:
@@ -73,7 +85,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         return FixedPoint(len(self.cohort), self.ring_bits, self.clip, self.max_weight, self.value_bits)
 
     def numel(self, names: tuple[str, ...]) -> int:
-        """Ring elements of the masked vector: `length`, then (sum, count) of each metric in order of names."""
+        """Ring elements of the masked vector: `length`, then (sum, count) of each metric by name."""
         return self.length + self.fixed_point.limbs * 2 * len(names)
 
     def schema(self, names: tuple[str, ...]) -> Schema:
@@ -83,6 +95,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 class Advertise(Train, frozen=True, kw_only=True, tag=True):
     """Train on these weights, keep the update, and offer keys under these terms."""
+
+    terms: Terms
+
+
+class AdvertiseEvaluation(Evaluate, frozen=True, kw_only=True, tag=True):
+    """The same for an evaluation, whose vector is its metrics alone."""
 
     terms: Terms
 

@@ -1,18 +1,58 @@
-"""The aggregator's side of secure aggregation: five exchanges, and the sum of the vectors that arrived."""
+"""The aggregator's side of secure aggregation: five exchanges, and the sum of the vectors that arrived.
+
+Vectors are added up as they come and none is kept. What a site sends is checked against what it signed; who
+sends what cannot be is named, and the session goes on with the others while enough are left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import FedtrainError, SecAggError, Unfinished
 from ..exchange import Cohort
-from ..update import Request, SiteId
-from .client import Verify
-from .masking import Spread
-from .messages import Terms
+from ..update import AnyArena, Failure, Message, Request, SiteId, chunks
+from .keys import (
+    SECRET_BYTES,
+    KeyPair,
+    bytes_of,
+    number_of,
+    pair_mask_key,
+    pair_mask_sign,
+    self_mask_key,
+)
+from .masking import RINGS, Spread, add_masks
+from .messages import (
+    MAX_NAMES,
+    Agree,
+    Agreed,
+    Dealt,
+    Keys,
+    Mask,
+    Masked,
+    Share,
+    Shares,
+    Terms,
+    Unmask,
+    Unmasked,
+    dealt_hash,
+    entry_hash,
+    masked_statement,
+    roster_hash,
+    seed_commitment,
+    share_commitment,
+    shares_statement,
+    survivors_statement,
+)
+from .roster import Verify, check_entry, check_signer, holders_of, peers_by_site
+from .shamir import Weights
+
+Reply = TypeVar("Reply", bound=Message)
 
 
 class Aside(Protocol):
@@ -49,11 +89,341 @@ async def secure_sum(
     aside: Aside = at_once,
     spread: Spread = map,
 ) -> SecureSum:
-    """One session with the sites of terms.cohort. TooFewSites below the quorum: then nothing was learnt.
+    """One session with the sites of terms.cohort. Unfinished (TooFewSites) below the quorum.
 
     `advertise` is step 0's request (messages.Advertise), answered when a site has trained, within
     `deadline_s`; each later step has `step_deadline_s`. `agreed(U3)` is called before the first share
     is asked for: from then on an honest site gives this update into no sum over other sites (Client), so a
-    caller that tries again must plan just these.
+    caller that tries again must plan just these. SecAggError when what comes out can't be a sum.
     """
-    raise NotImplementedError
+    sid, request_id = terms.sid(model), terms.request_id
+    session = Session(cohort, terms)
+
+    # 0: keys -> U1
+    keys: dict[SiteId, Keys] = {}
+    used: set[bytes] = set()
+    asked: Mapping[SiteId, Request] = dict.fromkeys(sorted(terms.cohort), advertise)
+    async for site, entry in session.ask("keys", asked, Keys, deadline_s):
+        with session.checking(site, "keys"):
+            check_entry(site, entry, terms, sid, verify, used)
+            keys[site] = entry
+    session.need("keys", keys)
+    sites = tuple(sorted(keys))
+    names = tuple(sorted({name for entry in keys.values() for name in entry.names}))
+    if len(names) > MAX_NAMES:
+        raise SecAggError(f"the sites have {len(names)} metrics together, at most {MAX_NAMES} are allowed")
+
+    # 1: shares -> U2
+    entries = {site: entry_hash(site, keys[site]) for site in sites}
+    roster = roster_hash(sid, entries, names)
+    peers = peers_by_site(sites, terms.degree, roster)
+    holders = {site: holders_of(site, peers, terms.degree) for site in sites}
+    shares: dict[SiteId, Shares] = {}
+    dealt: dict[SiteId, Dealt] = {}
+    asked = rosters(request_id("share"), sid, keys, entries, peers, names)
+    async for site, hand in session.ask("shares", asked, Shares, step_deadline_s):
+        with session.checking(site, "shares"):
+            check_sealed(site, hand, holders[site])
+            digest = dealt_hash(hand.sealed)
+            check_signer(verify, site, keys, shares_statement(sid, roster, digest), hand.signature)
+            shares[site], dealt[site] = hand, Dealt(digest, hand.signature)
+    leave_out_lonely(session, shares, holders, terms.threshold)
+    session.need("shares", shares)
+
+    # 2: masked vectors -> U3
+    dealers, total = tuple(sorted(shares)), np.zeros(terms.numel(names), RINGS[terms.ring_bits])
+    schema, folded = terms.schema(names), set[SiteId]()
+    asked = {
+        site: Mask(
+            id=request_id("mask"),
+            sid=sid,
+            sites=dealers,
+            dealt={peer: dealt[peer] for peer in peers[site] if peer in dealt},
+            sealed={peer: shares[peer].sealed[site] for peer in peers[site] if peer in shares},
+        )
+        for site in dealers
+    }
+    async for site, masked in session.ask("masked vectors", asked, Masked, step_deadline_s):
+        with session.checking(site, "masked vectors"):
+            if masked.vector.schema != schema:
+                raise SecAggError(f"the vector is not {schema.tensors[0]}")
+            statement = masked_statement(sid, roster, masked.vector.digest)
+            check_signer(verify, site, keys, statement, masked.signature)
+            await aside(fold, total, masked.vector)
+            folded.add(site)
+    session.need("masked vectors", folded)
+    survivors = tuple(sorted(folded))
+
+    # 3: signatures of one list of survivors
+    signatures: dict[SiteId, bytes] = {}
+    statement = survivors_statement(sid, roster, survivors)
+    asked = dict.fromkeys(survivors, Agree(id=request_id("agree"), sid=sid, sites=survivors))
+    async for site, vote in session.ask("signatures", asked, Agreed, step_deadline_s):
+        with session.checking(site, "signatures"):
+            check_signer(verify, site, keys, statement, vote.signature)
+            signatures[site] = vote.signature
+    session.need("signatures", signatures)
+
+    # 4: shares of what is to be taken out
+    session.survivors = survivors
+    agreed(survivors)
+    wanted = Wanted(session, sid, keys, shares, holders, survivors)
+    asked = votes(request_id("unmask"), sid, signatures, holders, terms)
+    async with aclosing(session.ask("shares to unmask", asked, Unmasked, step_deadline_s)) as answers:
+        async for site, answer in answers:
+            with session.checking(site, "shares to unmask"):
+                wanted.take(site, answer)
+            if wanted.enough() and await aside(wanted.rebuild):
+                break
+    if wanted.fewest() < terms.threshold:
+        raise session.unfinished("good shares to unmask", wanted.fewest(), terms.threshold)
+
+    await aside(take_out, total, wanted, sid, keys, peers, survivors, spread)
+    check_range(total, len(survivors) * terms.fixed_point.q_max)
+    return SecureSum(total, names, survivors, session.dropped, session.blamed)
+
+
+class Session:
+    """The exchanges of one session, and what became of each site that is no longer in it."""
+
+    def __init__(self, cohort: Cohort, terms: Terms) -> None:
+        self.terms, self._cohort = terms, cohort
+        self.dropped: dict[SiteId, str] = {}
+        self.blamed: dict[SiteId, str] = {}
+        self.survivors: tuple[SiteId, ...] = ()  # once a share was asked for
+
+    async def ask(
+        self, what: str, requests: Mapping[SiteId, Request], kind: type[Reply], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        """The replies of one step that are of its kind, as they come."""
+        silent = set(requests)
+        async with aclosing(self._cohort.exchange(requests, deadline_s)) as replies:
+            async for site, reply in replies:
+                silent.discard(site)
+                if isinstance(reply, kind):
+                    yield site, reply
+                elif isinstance(reply, Failure):
+                    self.dropped[site] = f"{what}: {reply.reason}"
+                else:
+                    self.blame(site, f"{what}: a {type(reply).__name__} came")
+        self.dropped |= dict.fromkeys(silent, f"{what}: no reply")
+
+    @contextmanager
+    def checking(self, site: SiteId, what: str) -> Iterator[None]:
+        """A site that what is done here fails for is out, and to blame."""
+        try:
+            yield
+        except FedtrainError as e:
+            self.blame(site, f"{what}: {e}")
+
+    def blame(self, site: SiteId, what: str) -> None:
+        self.blamed[site] = self.dropped[site] = what
+
+    def need(self, what: str, there: Collection[SiteId]) -> None:
+        """Unfinished when fewer than the quorum are."""
+        if len(there) < self.terms.quorum:
+            raise self.unfinished(what, len(there), self.terms.quorum)
+
+    def unfinished(self, what: str, have: int, need: int) -> Unfinished:
+        return Unfinished(
+            what, have, need, dropped=self.dropped, blamed=self.blamed, survivors=self.survivors
+        )
+
+
+# --- 1
+
+
+def rosters(
+    request_id: str,
+    sid: bytes,
+    keys: Mapping[SiteId, Keys],
+    entries: Mapping[SiteId, bytes],
+    peers: Mapping[SiteId, tuple[SiteId, ...]],
+    names: tuple[str, ...],
+) -> dict[SiteId, Share]:
+    """What each site is shown: itself and its peers, of others a hash. One object where all see all."""
+    if all(len(found) == len(keys) - 1 for found in peers.values()):
+        whole = Share(id=request_id, sid=sid, roster=dict(keys), others={}, names=names)
+        return dict.fromkeys(keys, whole)
+    found = {}
+    for site in keys:
+        seen = {site, *peers[site]}
+        found[site] = Share(
+            id=request_id,
+            sid=sid,
+            roster={name: keys[name] for name in sorted(seen)},
+            others={name: line for name, line in entries.items() if name not in seen},
+            names=names,
+        )
+    return found
+
+
+def check_sealed(site: SiteId, reply: Shares, holders: Collection[SiteId]) -> None:
+    """SecAggError unless there is something for each holder, of the size of two shares."""
+    if reply.sealed.keys() != set(holders):
+        raise SecAggError(f"shares for {len(reply.sealed)} sites came, {len(holders)} hold them")
+    for holder, sealed in reply.sealed.items():
+        text = 0 if holder == site else 2 * SECRET_BYTES + 16
+        if (len(sealed.text), len(sealed.seed), len(sealed.key)) != (text, SECRET_BYTES, SECRET_BYTES):
+            raise SecAggError(f"the shares for {holder} have not the size of shares")
+
+
+def leave_out_lonely(
+    session: Session, shares: dict[SiteId, Shares], holders: Mapping[SiteId, tuple[SiteId, ...]], least: int
+) -> None:
+    """Sites with too few holders left to be unmasked are out before anybody masks with them."""
+    while lonely := [site for site in shares if sum(h in shares for h in holders[site]) < least]:
+        for site in lonely:
+            session.dropped[site] = f"shares: fewer than {least} of its {len(holders[site])} holders are left"
+            del shares[site]
+
+
+# --- 2
+
+
+def fold(total: NDArray[Any], vector: AnyArena) -> None:
+    """total += vector modulo 2^r, in place, chunk by chunk."""
+    (section,) = vector.schema.sections
+    for start, stop in chunks(section):
+        total[start:stop] += np.frombuffer(vector.span(section, start, stop), total.dtype)
+
+
+# --- 4
+
+
+def votes(
+    request_id: str,
+    sid: bytes,
+    signatures: Mapping[SiteId, bytes],
+    holders: Mapping[SiteId, tuple[SiteId, ...]],
+    terms: Terms,
+) -> dict[SiteId, Unmask]:
+    """To each site that signed, as many signatures of its holders as it needs; where there are, that is."""
+    signers = sorted(signatures)[: terms.threshold]
+    if terms.degree == 0:
+        chosen = {site: signatures[site] for site in signers}
+        return dict.fromkeys(signatures, Unmask(id=request_id, sid=sid, signatures=chosen))
+    found = {}
+    for site in signatures:
+        voters = [holder for holder in holders[site] if holder in signatures][: terms.threshold]
+        if len(voters) == terms.threshold:
+            found[site] = Unmask(id=request_id, sid=sid, signatures={v: signatures[v] for v in voters})
+    return found
+
+
+Kind = Literal["seed", "key"]
+
+
+class Wanted:
+    """The secrets to rebuild: a survivor's seed of its self mask, another dealer's mask key."""
+
+    def __init__(
+        self,
+        session: Session,
+        sid: bytes,
+        keys: Mapping[SiteId, Keys],
+        shares: Mapping[SiteId, Shares],
+        holders: Mapping[SiteId, tuple[SiteId, ...]],
+        survivors: Collection[SiteId],
+    ) -> None:
+        alive = set(survivors)
+        self._session, self._sid, self._keys, self._shares = session, sid, keys, shares
+        self._threshold = session.terms.threshold
+        self._place = {site: i + 1 for i, site in enumerate(sorted(keys))}
+        self.kinds: dict[SiteId, Kind] = {site: "seed" if site in alive else "key" for site in shares}
+        self.secrets: dict[SiteId, bytes] = {}  # those rebuilt
+        self._had: dict[SiteId, dict[SiteId, bytes]] = {site: {} for site in shares}  # shares by holder
+        self._due: dict[SiteId, dict[Kind, set[SiteId]]] = {s: {"seed": set(), "key": set()} for s in keys}
+        for site, kind in self.kinds.items():
+            for holder in holders[site]:
+                self._due[holder][kind].add(site)
+
+    def take(self, holder: SiteId, reply: Unmasked) -> None:
+        """SecAggError unless it brings all that `holder` holds, and nothing else."""
+        due = self._due[holder]
+        if reply.seeds.keys() != due["seed"] or reply.keys.keys() != due["key"]:
+            raise SecAggError(
+                f"shares of {len(reply.seeds)} seeds and {len(reply.keys)} keys came, "
+                f"not of {len(due['seed'])} and {len(due['key'])}"
+            )
+        found = {**reply.seeds, **reply.keys}
+        if any(len(share) != SECRET_BYTES for share in found.values()):
+            raise SecAggError(f"a share is not {SECRET_BYTES} bytes long")
+        for site, share in found.items():
+            self._had[site][holder] = share
+
+    def enough(self) -> bool:
+        return self.fewest() >= self._threshold
+
+    def fewest(self) -> int:
+        """Shares of the secret that has the fewest, of those not rebuilt yet; the threshold if all are."""
+        left = (len(had) for site, had in self._had.items() if site not in self.secrets)
+        return min(left, default=self._threshold)
+
+    def rebuild(self) -> bool:
+        """Rebuild what can be; whether that is all. Wrong shares are thrown out, and who sent them is blamed.
+
+        Unfinished when all shares are as they were dealt, and give no secret: then it is their dealer.
+        """
+        for site, had in self._had.items():
+            while site not in self.secrets and len(had) >= self._threshold:
+                chosen = sorted(had)[: self._threshold]  # alike for many secrets, so that weights are kept
+                weights = Weights.at_zero([self._place[holder] for holder in chosen])
+                secret = bytes_of(weights.combine([number_of(had[holder]) for holder in chosen]))
+                if self._right(site, secret):
+                    self.secrets[site] = secret
+                else:
+                    self._throw_out(site, had)
+        return len(self.secrets) == len(self.kinds)
+
+    def _right(self, site: SiteId, secret: bytes) -> bool:
+        if self.kinds[site] == "seed":
+            return seed_commitment(self._sid, site, secret) == self._keys[site].commitment
+        return KeyPair(secret).public == self._keys[site].mask_key
+
+    def _throw_out(self, site: SiteId, had: dict[SiteId, bytes]) -> None:
+        kind, dealt = self.kinds[site], self._shares[site].sealed
+        wrong = [
+            holder
+            for holder, share in had.items()
+            if share_commitment(kind, self._sid, site, holder, share) != getattr(dealt[holder], kind)
+        ]
+        for holder in wrong:
+            del had[holder]
+            self._session.blame(holder, f"shares to unmask: not the share that {site} dealt to it")
+        if not wrong:
+            self._session.blame(site, "shares: they don't give the secret that it committed to")
+            raise self._session.unfinished(f"good shares of {site}", 0, self._threshold)
+
+
+def take_out(
+    total: NDArray[Any],
+    wanted: Wanted,
+    sid: bytes,
+    keys: Mapping[SiteId, Keys],
+    peers: Mapping[SiteId, tuple[SiteId, ...]],
+    survivors: Sequence[SiteId],
+    spread: Spread,
+) -> None:
+    """Subtract what survivors added: their self masks, and masks shared with those who are gone."""
+    alive, masks = set(survivors), []
+    for site, secret in wanted.secrets.items():
+        if wanted.kinds[site] == "seed":
+            masks.append((self_mask_key(secret, sid, site), -1))
+            continue
+        pair = KeyPair(secret)
+        for peer in alive.intersection(peers[site]):
+            shared = pair.agree(keys[peer].mask_key)
+            masks.append((pair_mask_key(shared, sid, peer, site), -pair_mask_sign(peer, site)))
+    add_masks(total, masks, spread)
+
+
+def check_range(total: NDArray[Any], limit: int) -> None:
+    """SecAggError when a sum is beyond what its sites could reach."""
+    signed = total.view(f"i{total.itemsize}")
+    low, high = int(signed.min(initial=0)), int(signed.max(initial=0))
+    if low < -limit or high > limit:
+        raise SecAggError(
+            f"a sum has values from {low} to {high}, and its sites can reach ±{limit} at most: one of them "
+            f"sent what no update gives, or masked for another model than the others"
+        )

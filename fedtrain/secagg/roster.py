@@ -1,0 +1,64 @@
+"""U1: whose keys are in a session, and who masks with whom. Both ends check and derive it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..errors import SecAggError
+from ..update import SiteId
+from . import graph
+from .keys import SECRET_BYTES, check_public
+from .messages import MAX_NAME, MAX_NAMES, Keys, Terms, keys_statement
+
+Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]  # (certificate, message, signature) ->
+# (the site's name, its certificate's fingerprint); raises FedtrainError unless all is as it must be
+
+
+def check_entry(
+    site: SiteId, entry: Keys, terms: Terms, sid: bytes, verify: Verify, used: set[bytes]
+) -> None:
+    """SecAggError, or the verifier's own error, unless these are fresh keys of `site` for this session.
+
+    `used`: the public keys of other entries; this one's are added.
+    """
+    statement = keys_statement(sid, site, entry)
+    name, fingerprint = verify(entry.certificate, statement, entry.signature)
+    if name != site or fingerprint != terms.cohort[site]:
+        raise SecAggError(f"{site}'s keys are signed by {name}, or with another certificate than agreed")
+    check_public(site, entry.mask_key, entry.seal_key)
+    check_names(site, entry.names)
+    publics = {entry.mask_key, entry.seal_key}
+    if len(entry.commitment) != SECRET_BYTES or len(publics) < 2 or publics & used:
+        raise SecAggError(f"{site} offers a key for two purposes, or one that another site has, too")
+    used |= publics
+
+
+def check_names(site: SiteId, names: tuple[str, ...]) -> None:
+    if names != tuple(sorted(set(names))) or len(names) > MAX_NAMES or any(len(n) > MAX_NAME for n in names):
+        raise SecAggError(
+            f"{site} has {len(names)} names of metrics: they must be sorted, different, at most {MAX_NAMES}, "
+            f"and none longer than {MAX_NAME} characters"
+        )
+
+
+def check_signer(
+    verify: Verify, site: SiteId, keys: Mapping[SiteId, Keys], statement: bytes, signature: bytes
+) -> None:
+    """SecAggError, or the verifier's own error, unless `site` signed, with the certificate in the roster."""
+    name, _ = verify(keys[site].certificate, statement, signature)
+    if name != site:
+        raise SecAggError(f"{name}'s signature came as {site}'s")
+
+
+def peers_by_site(sites: tuple[SiteId, ...], degree: int, roster: bytes) -> dict[SiteId, tuple[SiteId, ...]]:
+    """Whom each site masks with, sorted: its neighbours in a graph drawn from the roster's hash.
+
+    Degree 0 is the full graph: all others.
+    """
+    lists = graph.neighbours(len(sites), degree or len(sites) - 1, roster)
+    return {site: tuple(sites[i] for i in found) for site, found in zip(sites, lists, strict=True)}
+
+
+def holders_of(site: SiteId, peers: Mapping[SiteId, tuple[SiteId, ...]], degree: int) -> tuple[SiteId, ...]:
+    """Who holds a site's shares: in the full graph all, it too (CCS 2017), else its peers (CCS 2020)."""
+    return tuple(peers) if degree == 0 else peers[site]
