@@ -142,8 +142,6 @@ def galois_mode(key: bytes) -> Stream:
 @cache
 def kernel() -> Callable[[bytes], Stream]:
     """The faster of the two on this CPU, by a trial of a few milliseconds at first use."""
-    if not hasattr(AESGCM, "encrypt_into"):  # cryptography below 47
-        return counter_mode
     with rooms.one() as room:
         trials = {
             opened: min(_time_s(opened(bytes(KEY_BYTES)), room) for _ in range(20))
