@@ -139,7 +139,7 @@ class FixedPoint:
         if not (kind(x.min()) * scale >= -limit and kind(x.max()) * scale <= limit):
             if not np.isfinite(x).all():
                 raise SecAggError("an update with values that are not finite can't be summed")
-            clipped = int(np.count_nonzero(np.abs(y) > limit))
+            clipped = int(np.count_nonzero(np.abs(y) > limit + (1 << bits) / 2))  # not those just beside ±c
             np.clip(y, -limit, limit, out=y)
         u[:] = random if bits == 16 else random >> (16 - bits)
         y += u  # rounds below u's last bit, so never up to the integer after q_max
