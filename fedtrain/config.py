@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
@@ -123,7 +123,7 @@ class SecAggConfig:
     enabled: bool = False
     clip: float = 1.0  # bound on a coordinate of (examples / max_examples) * delta
     max_examples: float = 10_000.0  # of one site
-    ring_bits: int = 32  # bytes a coordinate travels in, times 8: 16 | 32 | 64
+    ring_bits: Literal[16, 32, 64] = 32  # bytes a coordinate travels in, times 8: 16 | 32 | 64
     value_bits: int = 0  # of them for one site's value; 0: as many as the sum over all sites leaves room for
     groups: int = 1  # sums per random group of sites, redrawn each round, for robust rules
 
@@ -195,6 +195,7 @@ class SimulateConfig:
     partition: str = "iid"  # iid | dirichlet:0.3 | shards:2 | quantity:0.5
     workers: int = 0  # processes; 0: one a core
     engine: str = "loop"  # loop (the federation's bits) | vmap (many small sites at once)
+    masks: bool = False  # do all of secure aggregation's work as it is done for real; the model is the same
 
     def __post_init__(self) -> None:
         require(self.sites >= 1, "simulate.sites", f"{self.sites} must be at least 1")

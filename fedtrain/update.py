@@ -208,6 +208,11 @@ class AnyArena:
         """The bytes of the same coordinates, for those who load no torch; only until the next call."""
         raise NotImplementedError("a subclass's")
 
+    @property
+    def payload(self) -> memoryview:
+        """All bytes, of an arena that has them in memory."""
+        raise NotImplementedError("a subclass's")
+
     def load(self) -> Arena:
         """A copy in memory, the caller's own to change."""
         raise NotImplementedError("a subclass's")
@@ -418,6 +423,13 @@ def chunks(section: Section, size: int = 1 << 18) -> Iterator[tuple[int, int]]:
         yield start, min(start + size, section.numel)
 
 
+def chunks_of(schema: Schema, size: int = 1 << 20) -> Iterator[tuple[Section, int, int]]:
+    """(section, start, stop) ranges that cover a whole model in its order, without the padding."""
+    for section in schema.sections:
+        for start, stop in chunks(section, size):
+            yield section, start, stop
+
+
 # --- Messages. An AnyArena in a message travels beside its header as bytes with a digest.
 
 
@@ -459,7 +471,8 @@ class Failure(Message, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Reply = Update | Evaluation | Failure
+Reply = Message  # whatever answers a request
+Found = Update | Evaluation | Failure  # what training and evaluation are answered with
 
 
 def averages(metrics: Mapping[SiteId, Metrics]) -> dict[str, float]:

@@ -133,20 +133,30 @@ class InTheOpen:
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
     ) -> tuple[Averages, dict[SiteId, Averages]]:
-        config = self._config
-        request = Evaluate(id=evaluate_id(config, number), round=number, weights=weights)
-        by_site: dict[SiteId, Metrics] = {}
-        replies = self.cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
-        async with aclosing(replies):
-            async for site, reply in replies:
-                try:
-                    checks.answers(request, reply, config.limits)
-                    assert isinstance(reply, Evaluation), reply
-                    by_site[site] = reply.metrics
-                except BadUpdate as e:
-                    self._emit("update_refused", round=number, site=site, reason=str(e))
-        each = {site: averages({site: by_site[site]}) for site in sorted(by_site)}
-        return averages(by_site), each
+        by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit)
+        return averages(by_site), each_alone(by_site)
+
+
+async def evaluations(
+    config: Config, cohort: Cohort, number: int, sites: Sequence[SiteId], weights: AnyArena, emit: Emit
+) -> dict[SiteId, Metrics]:
+    """What each site found, of those that answered well."""
+    request = Evaluate(id=evaluate_id(config, number), round=number, weights=weights)
+    by_site: dict[SiteId, Metrics] = {}
+    replies = cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
+    async with aclosing(replies):
+        async for site, reply in replies:
+            try:
+                checks.answers(request, reply, config.limits)
+                assert isinstance(reply, Evaluation), reply
+                by_site[site] = reply.metrics
+            except BadUpdate as e:
+                emit("update_refused", round=number, site=site, reason=str(e))
+    return by_site
+
+
+def each_alone(by_site: dict[SiteId, Metrics]) -> dict[SiteId, Averages]:
+    return {site: averages({site: by_site[site]}) for site in sorted(by_site)}
 
 
 def rule_of(config: Config, updates: int | None = None) -> Rule:

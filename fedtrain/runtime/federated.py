@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..config import Config
-from ..errors import CertificateError, JoinRefused, TooFewSites
+from ..errors import CertificateError, JoinRefused, SecAggError, TooFewSites
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
-from ..update import Arena, Schema, SiteId, seed_of
+from ..update import Arena, Found, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
 from . import checks
 from .answers import Answers, Emit, InTheOpen, aside
@@ -103,7 +103,7 @@ async def _train(
         emit("round_started", round=plan.round + 1, attempt=plan.attempt + 1, sites=plan.sites)
         try:
             after, record = await federated_round(answers, plan, strategy, checkpoint)
-        except TooFewSites as e:
+        except (TooFewSites, SecAggError) as e:
             emit("round_failed", round=plan.round + 1, attempt=plan.attempt + 1, reason=str(e))
             attempt = plan.attempt + 1
             if attempt >= config.strategy.attempts:
@@ -196,9 +196,11 @@ def _reason_to_stop(config: Config, store: RunStore, number: int) -> str | None:
 async def serve(config: Config, *, emit: Emit) -> Result:
     """`fedtrain aggregator`: the loop over sites that join by mutual TLS."""
     from ..pki import Credentials, identity_of
+    from ..pki.signing import Verifier, fingerprint
     from ..tracking.export import export
     from ..transport.grpc import GrpcCohort
     from ..transport.tls import Tls
+    from . import secure
     from .trainer import Trainer
 
     credentials = Credentials.load(config.root / config.network.certs / "aggregator")
@@ -212,6 +214,19 @@ async def serve(config: Config, *, emit: Emit) -> Result:
                 _begin(store, strategy, (await trainer.initial(store.folder / "initial")).load())
         (store.folder / "initial").unlink(missing_ok=True)
 
+        certificates: dict[SiteId, bytes] = {}  # fingerprints of those that sites are connected with
+
+        def identify(pem: bytes) -> SiteId:
+            site = site_name(identity_of(pem), credentials.identity.federation)
+            certificates[site] = fingerprint(pem)
+            return site
+
+        def admit(site: SiteId, request: Request, reply: Reply) -> None:
+            if config.secagg.enabled:
+                secure.admit(request, reply, longest)
+            else:
+                checks.admit(request, reply, about.schema, config.limits, store.joined().get(site))
+
         def welcome(site: SiteId, hello: Hello) -> None:
             agree(site, hello, config, about.schema, about.task_digest)
             store.join(site, hello.examples)
@@ -219,20 +234,32 @@ async def serve(config: Config, *, emit: Emit) -> Result:
         cohort = GrpcCohort(
             listen=config.network.listen,
             tls=Tls(credentials.key, credentials.chain, credentials.root),
-            identify=lambda pem: site_name(identity_of(pem), credentials.identity.federation),
+            identify=identify,
             welcome=welcome,
-            admit=lambda site, request, reply: checks.admit(
-                request, reply, about.schema, config.limits, store.joined().get(site)
-            ),
+            admit=admit,
             inbox=store.inbox,
+            replies=secure.REPLIES if config.secagg.enabled else Found,
             heartbeat_s=config.network.heartbeat,
             idle_s=config.network.idle,
             emit=emit,
         )
+        answers: Answers
+        if config.secagg.enabled:
+            longest = secure.longest_vector(config, about.schema)
+            answers = secure.UnderMasks(
+                config, cohort, emit,
+                federation=credentials.identity.federation,
+                fingerprints=lambda sites: {site: certificates[site] for site in sites},
+                verify=Verifier(credentials.root, credentials.identity.federation).verify,
+                settled=store.set_plan,
+                spread=secure.spread(),
+            )  # fmt: skip
+        else:
+            answers = InTheOpen(config, cohort, emit)
         await cohort.start()
         emit("notice", text=f"listening on {config.network.listen}")
         try:
-            result = await run(config, InTheOpen(config, cohort, emit), store, strategy, emit)
+            result = await run(config, answers, store, strategy, emit)
         except BaseException:
             await cohort.stop()
             raise

@@ -8,22 +8,27 @@ number of workers nor their speed changes a bit of the model.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import mmap
 import os
 import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import CertificateError, ConfigError
 from ..exchange import Cohort
+from ..secagg.messages import Advertise, AdvertiseEvaluation
 from ..store import Checkpoint, RunStore
 from ..strategies import build, state_init
 from ..update import (
@@ -40,7 +45,8 @@ from ..update import (
     Train,
     Update,
 )
-from .answers import Emit, InTheOpen
+from . import secure
+from .answers import Answers, Averages, Emit, InTheOpen, kept
 from .federated import Result, run
 from .trainer import Description, Failed, Trainer, TrainerDied, Workbench
 
@@ -82,12 +88,22 @@ async def simulate(
             cohort: Cohort = pool
             if debug is not None:
                 cohort = InlineCohort(debug, Workbench(config, data_dir, simulated=True), pool)
-            answers = InTheOpen(config, cohort, emit)
-            result = await run(config, answers, store, strategy, emit, evaluate_at=about.evaluators)
+            result = await run(
+                config, answers(config, cohort, emit), store, strategy, emit, evaluate_at=about.evaluators
+            )
         emit("run_finished", round=result.rounds, reason=result.reason)
         return result
     finally:
         store.close()
+
+
+def answers(config: Config, cohort: Cohort, emit: Emit) -> Answers:
+    """As the real federation would make one of many, with or without the work of hiding them."""
+    if not config.secagg.enabled:
+        return InTheOpen(config, cohort, emit)
+    if not config.simulate.masks:
+        return secure.FixedPointSums(config, cohort, emit)
+    return UnderMasks(config, cohort, emit)
 
 
 def forget(folder: Path) -> None:
@@ -312,6 +328,95 @@ class InlineCohort:
         async with aclosing(self._others.exchange(rest, deadline_s)) as replies:
             async for pair in replies:
                 yield pair
+
+
+class UnderMasks(secure.UnderMasks):
+    """Simulated sites under masks. One pool of data, which is no site's, is evaluated in the open."""
+
+    def __init__(self, config: Config, cohort: Cohort, emit: Emit) -> None:
+        keys = SimulatedKeys()
+        super().__init__(
+            config, MaskedCohort(config, cohort, keys), emit,
+            federation=SimulatedKeys.FEDERATION, fingerprints=keys.fingerprints, verify=keys.verify,
+            spread=secure.spread(),
+        )  # fmt: skip
+        self._openly = secure.FixedPointSums(config, cohort, emit)
+
+    async def evaluate(
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        if len(sites) == 1:
+            return await self._openly.evaluate(number, sites, weights)
+        return await super().evaluate(number, sites, weights)
+
+
+class SimulatedKeys:
+    """Signing keys of simulated sites; a certificate is a site's name, and this is who vouches for it."""
+
+    FEDERATION = "simulation"
+
+    def __init__(self) -> None:
+        self._keys: dict[SiteId, ec.EllipticCurvePrivateKey] = {}
+
+    def key(self, site: SiteId) -> ec.EllipticCurvePrivateKey:
+        return self._keys.setdefault(site, ec.generate_private_key(ec.SECP256R1()))
+
+    def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
+        return {site: hashlib.sha256(site.encode()).digest() for site in sites}
+
+    def verify(self, certificate: bytes, message: bytes, signature: bytes) -> tuple[SiteId, bytes]:
+        site = certificate.decode()
+        try:
+            self.key(site).public_key().verify(signature, message, secure.ECDSA)
+        except InvalidSignature:
+            raise CertificateError(f"{site}: a signature is not by its key") from None
+        return site, hashlib.sha256(certificate).digest()
+
+
+class MaskedCohort:
+    """Simulated sites that answer under masks, doing all that real ones do; the wire alone is left out.
+
+    The updates of a round are held until they are masked, as at so many sites.
+    """
+
+    def __init__(self, config: Config, others: Cohort, keys: SimulatedKeys) -> None:
+        self._config, self._others, self._keys = config, others, keys
+        self._sites: dict[SiteId, secure.SecureSite] = {}
+        self.bytes_in = self.bytes_out = 0
+
+    async def members(self, at_least: int) -> list[SiteId]:
+        return await self._others.members(at_least)
+
+    def tell(self, site: SiteId, line: str) -> None:
+        self._others.tell(site, line)
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        first = next(iter(requests.values()))
+        if isinstance(first, Advertise | AdvertiseEvaluation):
+            work = Train if isinstance(first, Advertise) else Evaluate
+            inner = work(id=first.id, round=first.round, weights=first.weights)
+            async with aclosing(self._others.exchange(dict.fromkeys(requests, inner), deadline_s)) as replies:
+                async for site, reply in replies:
+                    if isinstance(reply, Update | Evaluation):
+                        result = kept(reply) if isinstance(reply, Update) else reply
+                        yield site, await asyncio.to_thread(self._site(site).offer, first, result)
+                    else:
+                        yield site, reply
+            return
+        for site, request in requests.items():
+            yield site, await asyncio.to_thread(self._site(site).answer, request)  # type: ignore[arg-type]
+
+    def _site(self, site: SiteId) -> secure.SecureSite:
+        if site not in self._sites:
+            key = self._keys.key(site)
+            self._sites[site] = secure.SecureSite(
+                self._config, site, SimulatedKeys.FEDERATION,
+                certificate=site.encode(), sign=lambda message: key.sign(message, secure.ECDSA),
+                verify=self._keys.verify, spread=secure.spread(),
+            )  # fmt: skip
+        return self._sites[site]
 
 
 class Memory:

@@ -19,17 +19,32 @@ from .. import __version__
 from ..config import Config
 from ..errors import CertificateError, TaskError
 from ..pki import Credentials, aggregator_target
+from ..pki.signing import Signer, Verifier
+from ..secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
 from ..store import Ledger
 from ..transport.grpc import SiteLink
 from ..transport.tls import Tls
-from ..update import ArenaFile, Evaluate, Evaluation, Failure, Reply, Request, Schema, SiteId, Train, Update
+from ..update import (
+    ArenaFile,
+    Evaluate,
+    Evaluation,
+    Failure,
+    Found,
+    Reply,
+    Request,
+    Schema,
+    SiteId,
+    Train,
+    Update,
+)
 from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
 from ..wire.frames import Hello
+from .secure import REQUESTS as SECURE_REQUESTS
+from .secure import SecureSite, check_config, spread
 from .trainer import Description, Trainer
 
 Emit = Callable[..., None]
-REQUESTS = Train | Evaluate
 TRAINER_TRIES = 3  # a trainer that is killed is started again this often for one request
 
 
@@ -55,16 +70,35 @@ class Site:
         trainer: Trains,
         restart: Callable[[], Awaitable[Trains]],
         say: Callable[[str, int], None] = lambda state, round: None,
+        secure: SecureSite | None = None,
     ) -> None:
-        """`restart` is awaited for a new trainer when one has died; `say` tells people what goes on."""
+        """`restart` is awaited for a new trainer when one has died; `say` tells people what goes on.
+
+        With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
+        """
+        self._secure = secure
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
         self._restart, self._say = restart, say
-        self._under_way: tuple[str, asyncio.Task[Reply]] | None = None
+        self._under_way: tuple[str, asyncio.Task[Found]] | None = None
 
     async def answer(self, request: Request) -> Reply:
         """The reply to a request. The same question again, in another attempt say, gets the same reply."""
-        assert isinstance(request, Train | Evaluate), request
-        key = f"{type(request).__name__}/{request.round}/{request.weights.digest}"
+        match request, self._secure:
+            case Train() | Evaluate(), None:
+                return await self._result(request)
+            case Advertise() | AdvertiseEvaluation(), SecureSite():
+                result = await self._result(request)
+                if isinstance(result, Failure):
+                    return result
+                return await asyncio.to_thread(self._secure.offer, request, result)
+            case Share() | Mask() | Agree() | Unmask(), SecureSite():
+                return await asyncio.to_thread(self._secure.answer, request)
+        return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
+
+    async def _result(self, request: Train | Evaluate) -> Found:
+        """What training or evaluation finds, worked out once."""
+        kind = "Train" if isinstance(request, Train) else "Evaluate"
+        key = f"{kind}/{request.round}/{request.weights.digest}"
         if body := self._ledger.get(key):
             self._say("uploading", request.round + 1)
             return self._remembered(body)
@@ -83,7 +117,7 @@ class Site:
             await asyncio.gather(self._under_way[1], return_exceptions=True)
         self._under_way = None
 
-    async def _work(self, key: str, request: Train | Evaluate) -> Reply:
+    async def _work(self, key: str, request: Train | Evaluate) -> Found:
         weights = request.weights
         if difference := self._schema.difference(weights.schema):
             return Failure(reason=f"the aggregator's model is not this site's: {difference}")
@@ -98,7 +132,7 @@ class Site:
                 self._trainer = await self._restart()
         raise AssertionError("unreachable")
 
-    async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Reply:
+    async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Found:
         if isinstance(request, Evaluate):
             self._say("evaluating", request.round)
             return await self._trainer.evaluate(self._name, request.round, weights)
@@ -112,11 +146,22 @@ class Site:
         self._say("uploading", request.round + 1)
         return kept
 
-    def _remembered(self, body: bytes) -> Reply:
-        reply: Reply = decode(body, Reply)
+    def _remembered(self, body: bytes) -> Found:
+        reply: Found = decode(body, Found)
         for arena in fetch_list(reply):
             arena.path = self._ledger.outbox.path(arena.digest)
         return reply
+
+
+def secure_site(config: Config, name: SiteId, credentials: Credentials) -> SecureSite:
+    """The site's half of secure sums, with the key and the root of its certificate."""
+    check_config(config)
+    signer, federation = Signer.of(credentials), credentials.identity.federation
+    verify = Verifier(credentials.root, federation).verify
+    return SecureSite(
+        config, name, federation,
+        certificate=signer.certificate, sign=signer.sign, verify=verify, spread=spread(),
+    )  # fmt: skip
 
 
 async def run(
@@ -158,7 +203,7 @@ async def run(
             tls=Tls(credentials.key, credentials.chain, credentials.root),
             target=aggregator_target(credentials.identity.federation),
             inbox=ledger.inbox,
-            requests=REQUESTS,
+            requests=SECURE_REQUESTS if config.secagg.enabled else Train | Evaluate,
             heartbeat_s=config.network.heartbeat,
             emit=emit,
         )
@@ -168,14 +213,15 @@ async def run(
             emit("site_state", site=name, state=state, round=round)
 
         about = trainer.description
-        site = Site(name, about.schema, ledger, trainer, start, say)
+        secure = secure_site(config, name, credentials) if config.secagg.enabled else None
+        site = Site(name, about.schema, ledger, trainer, start, say, secure)
         hello = Hello(
             protocol=PROTOCOL,
             version=__version__,
             task_digest=about.task_digest,
             schema=about.schema,
             agreed=config.agreed(),
-            examples=await trainer.examples(name),
+            examples=None if secure else await trainer.examples(name),  # under masks no count is in clear
         )
         try:
             reason = await link.serve(hello, site.answer)

@@ -226,18 +226,17 @@ class RingArena(AnyArena):
 
 def statement(what: str, *parts: bytes | str | int | float) -> bytes:
     """Bytes that stand for exactly these parts: each with its type and length before it."""
-    found = [b"fedtrain secagg"]
+    found = [b"fedtrain secagg;"]
     for part in (what, *parts):
-        match part:
-            case bytes():
-                kind, body = b"b", part
-            case str():
-                kind, body = b"s", part.encode()
-            case int():
-                kind, body = b"i", struct.pack(">q", part)
-            case float():
-                kind, body = b"f", struct.pack(">d", part)
-        found += [kind, struct.pack(">I", len(body)), body]
+        if isinstance(part, bytes):
+            found += b"b%d:" % len(part), part
+        elif isinstance(part, str):
+            text = part.encode()
+            found += b"s%d:" % len(text), text
+        elif isinstance(part, float):
+            found += b"f8:", struct.pack(">d", part)
+        else:
+            found.append(b"i%d;" % part)
     return b"".join(found)
 
 
@@ -266,8 +265,9 @@ def roster_hash(sid: bytes, entries: Mapping[SiteId, bytes], names: tuple[str, .
 
 
 def dealt_hash(sealed: Mapping[SiteId, Sealed]) -> bytes:
-    lines = [part for to in sorted(sealed) for part in (to, sealed[to].text, sealed[to].seed, sealed[to].key)]
-    return hash_of("dealt", *lines)
+    holders = sorted(sealed)
+    texts = [part for holder in holders for part in (sealed[holder].text, sealed[holder].seed, sealed[holder].key)]
+    return hash_of("dealt", *holders, b"".join(texts))  # whose sizes are fixed
 
 
 def shares_statement(sid: bytes, roster: bytes, dealt: bytes) -> bytes:

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from ..errors import BadUpdate, CertificateError, ConnectError, JoinRefused, WireError
-from ..update import AnyArena, Arena, ArenaFile, Failure, Reply, Request, SiteId
+from ..update import AnyArena, ArenaFile, Failure, Found, Reply, Request, SiteId
 from ..wire.codec import arenas, decode, encode, fetch_list
 from ..wire.frames import (
     CHUNK_BYTES,
@@ -124,13 +124,16 @@ class GrpcCohort:
         welcome: Callable[[SiteId, Hello], None],
         admit: Callable[[SiteId, Request, Reply], None],
         inbox: Callable[[SiteId], Inbox],
+        replies: type | Any = Found,
         heartbeat_s: float = 5.0,
         idle_s: float = 30.0,
         emit: Emit = lambda kind, **fields: None,
     ) -> None:
         """`identify` gives a site's name from its certificate, or raises CertificateError; `welcome` raises
         JoinRefused when the site does not fit; `admit` raises BadUpdate for a reply whose header alone
-        shows that it cannot be used, before one of its bytes is accepted."""
+        shows that it cannot be used, before one of its bytes is accepted; `replies` are the message types
+        that may come."""
+        self._replies = replies
         self._listen, self._tls, self._welcome, self._admit = listen, tls, welcome, admit
         self._identify = lru_cache(maxsize=4096)(identify)
         self._inbox, self._emit = inbox, emit
@@ -338,7 +341,7 @@ class GrpcCohort:
             pending.upload.cancel()
         pending.upload = cast("asyncio.Task[None]", asyncio.current_task())
         try:
-            reply: Reply = decode(offer.body, Reply)
+            reply: Reply = decode(offer.body, self._replies)
             self._admit(site, pending.request, reply)
             for arena in fetch_list(reply):
                 await self._receive(self._inbox(site), arena, context)
@@ -385,9 +388,8 @@ def _bytes(data: Any) -> bytes:
 def read_chunk(arena: AnyArena, offset: int) -> bytes:
     """One chunk of an arena from `offset`: 0.1 ms, less than a hop to a thread and back."""
     length = min(CHUNK_BYTES, arena.schema.nbytes - offset)
-    if isinstance(arena, Arena):
+    if not isinstance(arena, ArenaFile):
         return bytes(arena.payload[offset : offset + length])
-    assert isinstance(arena, ArenaFile)
     with arena.path.open("rb", buffering=0) as f:
         f.seek(offset)
         chunk = f.read(length)

@@ -1,0 +1,430 @@
+"""Rounds under secure aggregation, both ends: a site gives its update into sums only, the aggregator learns
+the sums. The protocol itself is `secagg/`; here it meets the round, its configuration and the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import random
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from ..aggregation import aggregate
+from ..config import Config
+from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites
+from ..exchange import Cohort
+from ..secagg.client import Client, Policy, Sign
+from ..secagg.encoding import Encoding, Total, norm_of, rounding_seed
+from ..secagg.fixedpoint import ONE, SCALAR_LIMIT, FixedPoint
+from ..secagg.masking import RingVector, Spread
+from ..secagg.messages import (
+    MAX_NAMES,
+    NONCE_BYTES,
+    Advertise,
+    AdvertiseEvaluation,
+    Agree,
+    Agreed,
+    Keys,
+    Mask,
+    Masked,
+    Share,
+    Shares,
+    Terms,
+    Unmask,
+    Unmasked,
+)
+from ..secagg.roster import Verify
+from ..secagg.server import SecureSum, secure_sum
+from ..store import Plan
+from ..update import (
+    AnyArena,
+    Evaluation,
+    Failure,
+    Metrics,
+    Reply,
+    Request,
+    Schema,
+    SiteId,
+    Train,
+    Update,
+    averages,
+    chunks_of,
+    seed_of,
+)
+from . import checks
+from .answers import Averages, Emit, Mean, each_alone, evaluations, rule_of, train_id
+
+ECDSA = ec.ECDSA(hashes.SHA256())
+SITES = 3  # a sum over two is each one's update to the other
+REQUESTS = Advertise | AdvertiseEvaluation | Share | Mask | Agree | Unmask
+REPLIES = Keys | Shares | Masked | Agreed | Unmasked | Failure
+
+
+def check_config(config: Config) -> None:
+    """ConfigError for what secure aggregation cannot give."""
+    sites, groups = config.strategy.min_sites, config.secagg.groups
+    if sites < SITES * groups:
+        where = f" in each of {groups} groups" if groups > 1 else ""
+        raise ConfigError(
+            f"secagg.enabled: a sum over fewer than {SITES} sites{where} hides nobody, and "
+            f"strategy.min_sites is {sites}. Raise it to {SITES * groups}, or set secagg.enabled = false and "
+            f"let the aggregator see each site's update."
+        )
+    if groups == 1 and not rule_of(config).linear:
+        raise ConfigError(
+            f'aggregation.rule = "{config.aggregation.rule}" compares single updates, which secure '
+            f"aggregation hides. Let it compare means of random groups, with secagg.groups = "
+            f'{rule_of(config).needs} or more; or set aggregation.rule = "mean", or secagg.enabled = false.'
+        )
+    rule_of(config, groups if groups > 1 else None)
+    fixed_point(config, max(sites // groups, 1))
+
+
+def fixed_point(config: Config, sites: int) -> FixedPoint:
+    """How numbers become integers in a sum over so many sites."""
+    s = config.secagg
+    return FixedPoint(sites, s.ring_bits, s.clip, s.max_examples, s.value_bits)
+
+
+def policy(config: Config, federation: str) -> Policy:
+    """What an end insists on, from its own fedtrain.toml. `length` is a session's own."""
+    s = config.secagg
+    return Policy(
+        federation=federation, run=config.run.name, ring_bits=s.ring_bits, clip=s.clip,
+        max_weight=s.max_examples, length=0, value_bits=s.value_bits, min_sites=SITES,
+    )  # fmt: skip
+
+
+def groups_of(config: Config, plan: Plan) -> list[list[SiteId]]:
+    """The sites of a round in secagg.groups random groups of equal size or one more, redrawn each round."""
+    count = config.secagg.groups
+    if count == 1:
+        return [plan.sites]
+    sites = sorted(plan.sites)
+    random.Random(seed_of(config.run.seed, "groups", plan.round, plan.attempt)).shuffle(sites)
+    return [sorted(sites[i::count]) for i in range(count)]
+
+
+def round_seed(config: Config, number: int, site: SiteId) -> bytes:
+    return rounding_seed(config.run.name, config.run.seed, number, site)
+
+
+def one_of_groups(config: Config, schema: Schema, totals: Sequence[Total], sites: int) -> Mean:
+    """One mean of the groups': their only one, or what the robust rule makes of several."""
+    metrics = averages({str(i): total.metrics for i, total in enumerate(totals)})
+    deltas = [total.delta for total in totals if total.delta is not None]
+    if len(deltas) == 1:
+        return Mean(deltas[0], metrics, sites)
+    updates = [Update(delta=delta, num_examples=t.weight) for t, delta in zip(totals, deltas, strict=True)]
+    return Mean(aggregate(rule_of(config, len(deltas)), schema, updates), metrics, sites)
+
+
+@cache
+def spread() -> Spread:
+    """Work on masks, over all cores: cryptography and numpy let go of the interpreter."""
+    workers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="masks")
+    return workers.map
+
+
+async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.to_thread(work, *args)
+
+
+def hash_of(weights: AnyArena) -> bytes:
+    """SHA-256 of a model: what a session is bound to, where update.Digest would not bind."""
+    found = hashlib.sha256()
+    for section, start, stop in chunks_of(weights.schema):
+        found.update(weights.span(section, start, stop))
+    return found.digest()
+
+
+# --- A site's end
+
+
+class SecureSite:
+    """Gives one site's results into sums, and into nothing else. Its methods are for a thread: they work."""
+
+    def __init__(
+        self,
+        config: Config,
+        site: SiteId,
+        federation: str,
+        *,
+        certificate: bytes,
+        sign: Sign,
+        verify: Verify,
+        spread: Spread = map,
+    ) -> None:
+        self._config, self._site, self._spread = config, site, spread
+        self._policy = policy(config, federation)
+        self._clients = {
+            kind: Client(site, self._policy, certificate=certificate, sign=sign, verify=verify, spread=spread)
+            for kind in (Advertise, AdvertiseEvaluation)
+        }  # each keeps to one sum a round
+        self._client = self._clients[Advertise]
+
+    def offer(self, request: Advertise | AdvertiseEvaluation, result: Update | Evaluation) -> Keys | Failure:
+        """Step 0, with the result at hand: keys for a session under these terms, or why not."""
+        try:
+            encoding = Encoding(
+                fixed_point(self._config, len(request.terms.cohort)),
+                request.weights.schema if isinstance(result, Update) else None,
+            )
+            scale = scale_of(self._config, result) if isinstance(result, Update) else 1.0
+        except FedtrainError as e:
+            return Failure(reason=f"{self._site} refuses: {e}")
+
+        def encode(names: tuple[str, ...], vector: RingVector) -> None:
+            if isinstance(result, Update):
+                seed = round_seed(self._config, request.round, self._site)
+                encoding.encode(result, names, seed, vector, scale=scale, spread=self._spread)
+            else:
+                encoding.encode_metrics(result.metrics, names, vector)
+
+        self._client = self._clients[type(request)]
+        self._client.policy = replace(self._policy, length=encoding.length)
+        names = tuple(sorted(result.metrics))
+        return self._client.begin(request, hash_of(request.weights), names, encode)
+
+    def answer(self, request: Share | Mask | Agree | Unmask) -> Reply:
+        """Steps 1 to 4."""
+        return self._client.answer(request)
+
+
+def scale_of(config: Config, update: Update) -> float:
+    """What shortens a delta to limits.max_norm, which the aggregator can't see. BadUpdate for NaN."""
+    norm, most = norm_of(update.delta), config.limits.max_norm
+    if not norm < math.inf:
+        raise BadUpdate("its update has NaN or infinite values")
+    return min(1.0, most / norm) if most and norm else 1.0
+
+
+# --- The aggregator's end
+
+
+def admit(request: Request, reply: Reply, longest: int) -> None:
+    """BadUpdate unless the reply is of the step that was asked, of at most `longest` ring elements."""
+    due = {Share: Shares, Mask: Masked, Agree: Agreed, Unmask: Unmasked}.get(type(request), Keys)
+    if isinstance(reply, Failure):
+        return
+    if not isinstance(reply, due):
+        raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
+    if isinstance(reply, Masked) and reply.vector.schema.numel > longest:
+        raise BadUpdate(f"a masked vector of {reply.vector.schema.numel} values, at most {longest} are due")
+
+
+def longest_vector(config: Config, schema: Schema) -> int:
+    """Ring elements of the longest vector that a site of this run may send."""
+    smallest = replace(fixed_point(config, SITES), value_bits=4)  # has the most limbs
+    return Encoding(smallest, schema).numel([""] * MAX_NAMES)
+
+
+class UnderMasks:
+    """answers.Answers: sums of updates are all that comes to be known here."""
+
+    def __init__(
+        self,
+        config: Config,
+        cohort: Cohort,
+        emit: Emit,
+        *,
+        federation: str,
+        fingerprints: Callable[[Sequence[SiteId]], Mapping[SiteId, bytes]],
+        verify: Verify,
+        settled: Callable[[Plan], None] = lambda plan: None,
+        spread: Spread = map,
+    ) -> None:
+        """`fingerprints`: of the certificates with which sites are connected. `settled` keeps a plan in which
+        sites that dropped out are left out: from then on honest sites are in no other sum of this round."""
+        check_config(config)
+        self._config, self.cohort, self._emit = config, cohort, emit
+        self._policy, self._verify, self._spread = policy(config, federation), verify, spread
+        self._fingerprints, self._settled = fingerprints, settled
+
+    async def train(self, plan: Plan, weights: AnyArena) -> Mean:
+        groups, survivors = groups_of(self._config, plan), list[SiteId]()
+
+        def agreed(sites: Sequence[SiteId]) -> None:
+            survivors.extend(sites)
+            if len(groups) == 1:
+                self._settled(replace(plan, sites=list(sites)))
+
+        sums = await asyncio.gather(
+            *(self._sum(plan, sites, weights, Advertise, agreed) for sites in groups), return_exceptions=True
+        )
+        for error in sums:
+            if isinstance(error, BaseException) and (len(groups) == 1 or not isinstance(error, RoundError)):
+                raise error
+            if isinstance(error, BaseException):
+                self._emit("notice", text=f"round {plan.round + 1}: a group's sum failed: {error}")
+        totals = [s for s in sums if not isinstance(s, BaseException)]
+        count = sum(sites for _, sites in totals)
+        if count < self._config.strategy.min_sites:
+            raise TooFewSites(f"round {plan.round + 1}", count, self._config.strategy.min_sites)
+        if clipped := sum(total.clipped for total, _ in totals):
+            self._emit(
+                "notice", text=f"round {plan.round + 1}: {clipped:g} values were clipped to secagg.clip"
+            )
+        return await asyncio.to_thread(
+            one_of_groups, self._config, weights.schema, [total for total, _ in totals], count
+        )
+
+    async def evaluate(
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        plan = Plan(number, 0, list(sites))
+        try:
+            total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation)
+        except (TooFewSites, SecAggError) as e:
+            self._emit("notice", text=f"round {number} is not evaluated: {e}")
+            return {}, {}
+        return averages({"": total.metrics}), {}
+
+    async def _sum(
+        self,
+        plan: Plan,
+        sites: list[SiteId],
+        weights: AnyArena,
+        ask: type[Advertise | AdvertiseEvaluation],
+        agreed: Callable[[Sequence[SiteId]], None] = lambda sites: None,
+    ) -> tuple[Total, int]:
+        """One session, and over how many sites it is."""
+        encoding = Encoding(
+            fixed_point(self._config, len(sites)), weights.schema if ask is Advertise else None
+        )
+        terms = self._terms(plan, sites, encoding)
+        request = ask(
+            id=terms.request_id("train" if ask is Advertise else "evaluate"),
+            round=plan.round, weights=weights, terms=terms,
+        )  # fmt: skip
+        deadline_s = self._config.strategy.round_deadline
+        found = await secure_sum(
+            self.cohort,
+            terms,
+            await asyncio.to_thread(hash_of, weights),
+            request,
+            self._verify,
+            deadline_s=deadline_s,
+            step_deadline_s=deadline_s,
+            agreed=agreed,
+            aside=in_thread,
+            spread=self._spread,
+        )
+        self._tell(plan, found, training=ask is Advertise)
+        total = await asyncio.to_thread(
+            encoding.decode, found.vector, len(found.sites), found.names, self._spread
+        )
+        return total, len(found.sites)
+
+    def _terms(self, plan: Plan, sites: list[SiteId], encoding: Encoding) -> Terms:
+        quorum, threshold, degree = self._policy.graph(len(sites))
+        fingerprints, point = self._fingerprints(sites), encoding.point
+        return Terms(
+            federation=self._policy.federation, run=self._policy.run, round=plan.round, attempt=plan.attempt,
+            nonce=secrets.token_bytes(NONCE_BYTES), cohort={site: fingerprints[site] for site in sites},
+            quorum=quorum, threshold=threshold, degree=degree, ring_bits=self._config.secagg.ring_bits,
+            value_bits=point.value_bits, clip=point.clip, max_weight=point.max_weight,
+            length=encoding.length,
+        )  # fmt: skip
+
+    def _tell(self, plan: Plan, found: SecureSum, *, training: bool) -> None:
+        number = plan.round + 1 if training else plan.round
+        if training:
+            for site in found.sites:
+                self._emit("update_received", round=number, site=site, nbytes=found.vector.nbytes)
+        for site, reason in sorted({**found.dropped, **found.blamed}.items()):
+            self._emit("update_refused", round=number, site=site, reason=reason)
+            self.cohort.tell(site, f"round {number}: this site is not in the sum: {reason}")
+
+
+# --- A simulation's
+
+
+class FixedPointSums:
+    """answers.Answers with the sums that masks would give, bit for bit, and no masks."""
+
+    def __init__(self, config: Config, cohort: Cohort, emit: Emit) -> None:
+        check_config(config)
+        self._config, self.cohort, self._emit = config, cohort, emit
+        self._policy = policy(config, "")
+
+    async def train(self, plan: Plan, weights: AnyArena) -> Mean:
+        groups = groups_of(self._config, plan)
+        sums = [PlainSum(self._config, weights.schema, len(sites)) for sites in groups]
+        sum_of = {site: each for each, sites in zip(sums, groups, strict=True) for site in sites}
+        request = Train(id=train_id(self._config, plan), round=plan.round, weights=weights)
+        replies = self.cohort.exchange(
+            dict.fromkeys(plan.sites, request), self._config.strategy.round_deadline
+        )
+        async with aclosing(replies):
+            async for site, reply in replies:
+                try:
+                    checks.answers(request, reply, self._config.limits)
+                    assert isinstance(reply, Update), reply
+                    sum_of[site].add(reply, round_seed(self._config, plan.round, site))
+                except (BadUpdate, SecAggError) as e:
+                    self._emit("update_refused", round=plan.round + 1, site=site, reason=str(e))
+                    continue
+                self._emit("update_received", round=plan.round + 1, site=site, nbytes=sum_of[site].nbytes)
+        enough = [s for s, sites in zip(sums, groups, strict=True) if s.sites >= self._quorum(len(sites))]
+        count = sum(each.sites for each in enough)
+        if not enough or count < self._config.strategy.min_sites:
+            raise TooFewSites(f"round {plan.round + 1}", count, self._config.strategy.min_sites)
+        return one_of_groups(self._config, weights.schema, [each.total() for each in enough], count)
+
+    async def evaluate(
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit)
+        return averages({"": exact_sums(by_site.values())}), each_alone(by_site)
+
+    def _quorum(self, sites: int) -> int:
+        return self._policy.graph(sites)[0]
+
+
+class PlainSum:
+    """Σ of encoded updates, in the open."""
+
+    def __init__(self, config: Config, schema: Schema, sites: int) -> None:
+        """Of at most so many sites."""
+        self._config, self._encoding = config, Encoding(fixed_point(config, sites), schema)
+        self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
+        self._room = np.empty_like(self._sum)
+        self._metrics: list[Metrics] = []
+        self.nbytes, self.sites = self._sum.nbytes, 0
+
+    def add(self, update: Update, seed: bytes) -> None:
+        """SecAggError or BadUpdate for one that can't be in a sum; then it is not."""
+        self._encoding.encode(update, (), seed, self._room, scale=scale_of(self._config, update))
+        exact_sums([update.metrics])  # raises for what no scalar holds
+        self._sum += self._room
+        self._metrics.append(update.metrics)
+        self.sites += 1
+
+    def total(self) -> Total:
+        return replace(self._encoding.decode(self._sum, self.sites, ()), metrics=exact_sums(self._metrics))
+
+
+def exact_sums(all_metrics: Iterable[Metrics]) -> Metrics:
+    """Sums over sites as scalars in a masked vector add up: exactly, in steps of 2^-20."""
+    sums: dict[str, list[int]] = {}
+    for metrics in all_metrics:
+        for name, values in metrics.items():
+            if not all(abs(value) <= SCALAR_LIMIT for value in values):
+                raise SecAggError(f"the sum or count of {name} is not finite, or beyond ±{SCALAR_LIMIT:.3g}")
+            have = sums.setdefault(name, [0, 0])
+            for i, value in enumerate(values):
+                have[i] += round(value * ONE)
+    return {name: (value / ONE, count / ONE) for name, (value, count) in sums.items()}
