@@ -1,106 +1,123 @@
-"""Sites and an aggregator for tests of secure aggregation: real keys and signatures, in one process."""
+"""Sites, an aggregator and what is between them, for tests of secure aggregation, in one process."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import hmac
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from msgspec.structs import replace
 
 from fedtrain.errors import CertificateError
 from fedtrain.secagg.client import Client, Policy
 from fedtrain.secagg.messages import Advertise, RingArena, Terms
 from fedtrain.secagg.server import SecureSum, secure_sum
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Failure, Request
+from fedtrain.update import Failure, Request, Schema, TensorSpec, seed_of
 
-ECDSA = ec.ECDSA(hashes.SHA256(), deterministic_signing=True)
 MODEL = hashlib.sha256(b"the global model").digest()
-NO_WEIGHTS = RingArena(Terms.schema(  # the sites of these tests train on nothing
-    Terms(federation="", run="", round=0, attempt=0, nonce=b"", cohort={"a": b""}, quorum=1, threshold=1,
-          value_bits=4, clip=1.0, max_weight=1.0, length=1), ()))  # fmt: skip
+NO_WEIGHTS = RingArena(Schema((TensorSpec("none", (1,), "int16", False),)))  # these sites train on nothing
+STEPS = ("Advertise", "Share", "Mask", "Agree", "Unmask")
 
 
 class Authority:
-    """Signs for sites: a "certificate" is a public key with its site's name. The real ones: test_pki_signing."""
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, tuple[str, ec.EllipticCurvePublicKey]] = {}
+    """Signatures that only their site can make; certificates and ECDSA are tested in test_pki_signing."""
 
     def issue(self, site: str) -> tuple[bytes, Callable[[bytes], bytes]]:
         """(certificate, sign)"""
-        seed = int.from_bytes(hashlib.sha256(site.encode()).digest(), "big") >> 8
-        key = ec.derive_private_key(seed, ec.SECP256R1())
-        form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        certificate = site.encode() + b"\0" + key.public_key().public_bytes(*form)
-        self._known[certificate] = (site, key.public_key())
-        return certificate, lambda message: key.sign(message, ECDSA)
+        return f"certificate of {site}".encode(), lambda message: self._sign(site, message)
 
     def verify(self, certificate: bytes, message: bytes, signature: bytes) -> tuple[str, bytes]:
-        if certificate not in self._known:
-            raise CertificateError("not a site of this federation")
-        site, key = self._known[certificate]
-        try:
-            key.verify(signature, message, ECDSA)
-        except InvalidSignature:
-            raise CertificateError(f"{site}: a signature is not by its key, or over something else") from None
+        site = certificate.decode().removeprefix("certificate of ")
+        if not hmac.compare_digest(signature, self._sign(site, message)):
+            raise CertificateError(f"{site}: a signature is not by its key, or over something else")
         return site, hashlib.sha256(certificate).digest()
 
+    def _sign(self, site: str, message: bytes) -> bytes:
+        return hmac.digest(b"the key of " + site.encode(), message, "sha256")
 
-def stream(seed: object) -> Callable[[int], bytes]:
+
+def stream(*seed: object) -> Callable[[int], bytes]:
     """Seeded randomness, so that a whole session can be had twice."""
-    state, count = str(seed).encode(), iter(range(1 << 30))
+    start, count = hashlib.shake_256(repr(seed).encode()), iter(range(1 << 30))
 
     def random(n: int) -> bytes:
-        return hashlib.shake_256(state + next(count).to_bytes(4, "big")).digest(n)
+        here = start.copy()
+        here.update(next(count).to_bytes(4, "big"))
+        return here.digest(n)
 
     return random
 
 
 class Member:
-    """An honest site: what it sums, and all it was asked and answered."""
+    """An honest site: what it sums, and all that it answered."""
 
     def __init__(
-        self, site: str, policy: Policy, authority: Authority, values: np.ndarray, seed: object
+        self, site: str, federation: Federation, values: np.ndarray[Any, Any], *seed: object
     ) -> None:
-        certificate, sign = authority.issue(site)
-        self.client = Client(
-            site,
-            policy,
-            certificate=certificate,
-            sign=sign,
-            verify=authority.verify,
-            random=stream((seed, site)),
-        )
-        self.values, self.model, self.names, self.sign = values, MODEL, ("loss",), sign
-        self.fingerprint = hashlib.sha256(certificate).digest()
-        self.said: list[object] = []
+        self.site, self.values, self.model, self.names = site, values, MODEL, ("loss",)
+        self.certificate, self.sign = federation.authority.issue(site)
+        self._federation = federation
+        self.start(*seed)
 
-    def __call__(self, request: Request) -> object:
+    def start(self, *seed: object) -> None:
+        """The site's process, again perhaps: then it remembers nothing."""
+        self.said: list[object] = []
+        self.client = Client(
+            self.site,
+            self._federation.policy,
+            certificate=self.certificate,
+            sign=self.sign,
+            verify=self._federation.authority.verify,
+            random=stream(self.site, *seed),
+        )
+
+    def __call__(self, request: Request) -> Any:
         if isinstance(request, Advertise):
             reply = self.client.begin(request, self.model, self.names, self.encode)
         else:
-            reply = self.client.answer(request)
+            reply = self.client.answer(request)  # type: ignore[arg-type]
         self.said.append(reply)
         return reply
 
-    def encode(self, names: tuple[str, ...], out: np.ndarray) -> None:
-        """The ring vector: the values, then ones for the metrics."""
+    def encode(self, names: tuple[str, ...], out: np.ndarray[Any, Any]) -> None:
+        """The values, then ones for the metrics."""
         out[: len(self.values)] = self.values.astype(out.dtype)
         out[len(self.values) :] = 1
 
+    def answers(self, kind: type) -> list[Any]:
+        return [reply for reply in self.said if isinstance(reply, kind)]
+
     @property
-    def refused(self) -> str | None:
-        return next((r.reason for r in self.said if isinstance(r, Failure)), None)
+    def refused(self) -> str:
+        """Its first refusal, or nothing."""
+        return next((reply.reason for reply in self.answers(Failure)), "")
+
+
+class Bent(LocalCohort):
+    """An aggregator that sends something else than it should, or a wire that loses things."""
+
+    def __init__(
+        self,
+        members: Mapping[str, Callable[[Request], Any]],
+        bend: Callable[[str, Any], Request | None],
+    ) -> None:
+        """`bend(site, request)`: what is sent in its place; None: nothing."""
+        super().__init__(members)
+        self._bend = bend
+
+    async def exchange(self, requests, deadline_s):  # type: ignore[no-untyped-def]
+        bent = {site: self._bend(site, request) for site, request in requests.items()}
+        sent = {site: request for site, request in bent.items() if request is not None}
+        async for found in super().exchange(sent, deadline_s):
+            yield found
 
 
 class Federation:
-    """n honest members a, b, .. (or s000, ..) with terms that they accept, and a cohort of them."""
+    """n honest members a, b, .. (more than 26: s000, ..), terms that they accept, and the aggregator."""
 
     def __init__(
         self,
@@ -110,7 +127,7 @@ class Federation:
         ring_bits: int = 32,
         value_bits: int = 16,
         seed: object = 0,
-        **policy: object,
+        **policy: Any,
     ) -> None:
         self.authority = Authority()
         self.policy = Policy(
@@ -118,54 +135,57 @@ class Federation:
             max_weight=100.0, length=length, **policy,
         )  # fmt: skip
         names = [chr(ord("a") + i) for i in range(n)] if n <= 26 else [f"s{i:03}" for i in range(n)]
-        q_max = (1 << (value_bits - 1)) - 1
-        draw = np.random.default_rng(abs(hash(str(seed))))
+        draw, limit = np.random.default_rng(seed_of(seed)), (1 << (value_bits - 1)) - 1
         self.members = {
-            name: Member(name, self.policy, self.authority, draw.integers(-q_max, q_max + 1, length), seed)
-            for name in names
+            name: Member(name, self, draw.integers(-limit, limit + 1, length), seed) for name in names
         }
         quorum, threshold, degree = self.policy.graph(n)
+        prints = {name: hashlib.sha256(member.certificate).digest() for name, member in self.members.items()}
         self.terms = Terms(
-            federation="ward", run="heart", round=3, attempt=0, nonce=stream(seed)(16),
-            cohort={name: member.fingerprint for name, member in self.members.items()},
-            quorum=quorum, threshold=threshold, degree=degree, ring_bits=ring_bits, value_bits=value_bits,
-            clip=1.0, max_weight=100.0, length=length,
+            federation="ward", run="heart", round=3, attempt=0, nonce=stream("nonce", seed)(16),
+            cohort=prints, quorum=quorum, threshold=threshold, degree=degree, ring_bits=ring_bits,
+            value_bits=value_bits, clip=1.0, max_weight=100.0, length=length,
         )  # fmt: skip
 
-    def again(self, **changes: object) -> Terms:
-        """Terms of another attempt."""
-        from msgspec.structs import replace as changed
-
-        self.terms = changed(
-            self.terms,
-            attempt=self.terms.attempt + 1,
-            nonce=stream((self.terms.nonce, "next"))(16),
-            **changes,
-        )
-        return self.terms
-
-    def advertise(self, terms: Terms | None = None) -> Advertise:
-        terms = terms or self.terms
-        return Advertise(id=terms.request_id("advertise"), round=terms.round, weights=NO_WEIGHTS, terms=terms)
+    def again(self, **changes: Any) -> None:
+        """The terms of another attempt."""
+        fresh = {"attempt": self.terms.attempt + 1, "nonce": stream("next", self.terms.nonce)(16)}
+        self.terms = replace(self.terms, **fresh | changes)
 
     def sum(
-        self, loses: Callable[[str, Request], bool] = lambda site, request: False, cohort=None, **more
+        self, bend: Callable[[str, Any], Request | None] = lambda site, request: request, **options: Any
     ) -> SecureSum:
-        cohort = cohort or LocalCohort(self.members, loses)
+        """One session, through a cohort that `bend`s what is sent."""
+        request_id = self.terms.request_id("advertise")
+        advertise = Advertise(id=request_id, round=self.terms.round, weights=NO_WEIGHTS, terms=self.terms)
         return asyncio.run(
             secure_sum(
-                cohort, self.terms, MODEL, self.advertise(), self.authority.verify,
-                deadline_s=60, step_deadline_s=60, **more,
+                Bent(self.members, bend),
+                self.terms,
+                MODEL,
+                advertise,
+                self.authority.verify,
+                deadline_s=60,
+                step_deadline_s=60,
+                **options,
             )
-        )  # fmt: skip
+        )
 
-    def plain(self, sites: Iterable[str]) -> np.ndarray:
-        """The sum of what these sites send, in plain integers."""
-        members = [self.members[site] for site in sites]
-        dtype = f"u{self.policy.ring_bits // 8}"
-        total = np.zeros(self.terms.numel(("loss",)), dtype)
-        for member in members:
+    def plain(self, sites: Iterable[str], names: tuple[str, ...] = ("loss",)) -> np.ndarray[Any, Any]:
+        """The sum of what these sites send, modulo the ring."""
+        total = np.zeros(self.terms.numel(names), f"u{self.policy.ring_bits // 8}")
+        for site in sites:
             vector = np.zeros_like(total)
-            member.encode(("loss",), vector)
+            self.members[site].encode(names, vector)
             total += vector
         return total
+
+
+def losing(drops: Mapping[str, str]) -> Callable[[str, Any], Request | None]:
+    """Sites that are gone from a step on: {"c": "Mask"}."""
+
+    def bend(site: str, request: Request) -> Request | None:
+        step = STEPS.index(type(request).__name__)
+        return None if site in drops and step >= STEPS.index(drops[site]) else request
+
+    return bend

@@ -55,7 +55,7 @@ from .messages import (
     shares_statement,
     survivors_statement,
 )
-from .roster import Verify, check_entry, check_names, check_signer, holders_of, peers_by_site
+from .roster import Verify, check_entry, check_names, check_signer, holders_of, peers_of
 
 Sign = Callable[[bytes], bytes]
 Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
@@ -348,8 +348,7 @@ class Roster:
         check_subset("the roster", sites, terms.cohort, terms.quorum)
         entries = {**share.others, **{name: entry_hash(name, entry) for name, entry in keys.items()}}
         seed = roster_hash(sid, entries, share.names)
-        by_site = peers_by_site(sites, terms.degree, seed)
-        peers = by_site[me]
+        peers = peers_of(me, sites, terms.degree, seed)
         if keys.keys() != {me, *peers}:
             raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
         used = {mine.mask_key, mine.seal_key}
@@ -359,7 +358,7 @@ class Roster:
         for name, entry in keys.items():
             if missing := set(entry.names).difference(share.names):
                 raise SecAggError(f"{len(missing)} of {name}'s metrics have no place in the vector")
-        return cls(sites, seed, keys, peers, holders_of(me, by_site, terms.degree))
+        return cls(sites, seed, keys, peers, holders_of(me, sites, terms.degree, seed))
 
 
 def deal(secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], bytes]) -> dict[SiteId, bytes]:

@@ -6,11 +6,11 @@ use in the info. Agreement is X25519 (RFC 7748). A key seals one message, so its
 
 from __future__ import annotations
 
+import hmac
+
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import SecAggError
 from ..update import SiteId
@@ -20,6 +20,7 @@ from .shamir import PRIME
 
 SECRET_BYTES = 32
 NONCE = bytes(12)
+SEALED_BYTES = 2 * SECRET_BYTES + 16  # two shares, and the tag
 # u of the points whose multiples are few, so that whoever sends one knows the shared secret (RFC 7748, 6.1):
 # order 4, 2 and 1 on the curve or its twist are p - 1, 0 and 1; the other two have order 8.
 LOW_ORDER = {
@@ -97,5 +98,10 @@ def unseal(shared: bytes, sid: bytes, site: SiteId, holder: SiteId, text: bytes,
 
 
 def _derive(secret: bytes, use: str, *parts: bytes | str) -> bytes:
-    info = statement(use, *parts)
-    return HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=None, info=info).derive(secret)
+    return hkdf(secret, statement(use, *parts), KEY_BYTES)
+
+
+def hkdf(secret: bytes, info: bytes, nbytes: int, salt: bytes = b"") -> bytes:
+    """HKDF-SHA256 of up to 32 bytes: one block, which takes two HMACs."""
+    assert nbytes <= 32
+    return hmac.digest(hmac.digest(salt, secret, "sha256"), info + b"\1", "sha256")[:nbytes]

@@ -266,7 +266,9 @@ def roster_hash(sid: bytes, entries: Mapping[SiteId, bytes], names: tuple[str, .
 
 def dealt_hash(sealed: Mapping[SiteId, Sealed]) -> bytes:
     holders = sorted(sealed)
-    texts = [part for holder in holders for part in (sealed[holder].text, sealed[holder].seed, sealed[holder].key)]
+    texts = [
+        part for holder in holders for part in (sealed[holder].text, sealed[holder].seed, sealed[holder].key)
+    ]
     return hash_of("dealt", *holders, b"".join(texts))  # whose sizes are fixed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from ..errors import SecAggError
 from ..update import SiteId
@@ -50,15 +51,22 @@ def check_signer(
         raise SecAggError(f"{name}'s signature came as {site}'s")
 
 
-def peers_by_site(sites: tuple[SiteId, ...], degree: int, roster: bytes) -> dict[SiteId, tuple[SiteId, ...]]:
-    """Whom each site masks with, sorted: its neighbours in a graph drawn from the roster's hash.
+def peers_of(site: SiteId, sites: tuple[SiteId, ...], degree: int, roster: bytes) -> tuple[SiteId, ...]:
+    """Whom a site masks with, sorted: its neighbours in a graph drawn from the roster's hash.
 
     Degree 0 is the full graph: all others.
     """
-    lists = graph.neighbours(len(sites), degree or len(sites) - 1, roster)
-    return {site: tuple(sites[i] for i in found) for site, found in zip(sites, lists, strict=True)}
+    place = sites.index(site)
+    if degree == 0:
+        return sites[:place] + sites[place + 1 :]
+    return tuple(sites[i] for i in _neighbours(len(sites), degree, roster)[place])
 
 
-def holders_of(site: SiteId, peers: Mapping[SiteId, tuple[SiteId, ...]], degree: int) -> tuple[SiteId, ...]:
+def holders_of(site: SiteId, sites: tuple[SiteId, ...], degree: int, roster: bytes) -> tuple[SiteId, ...]:
     """Who holds a site's shares: in the full graph all, it too (CCS 2017), else its peers (CCS 2020)."""
-    return tuple(peers) if degree == 0 else peers[site]
+    return sites if degree == 0 else peers_of(site, sites, degree, roster)
+
+
+@lru_cache(maxsize=2)
+def _neighbours(sites: int, degree: int, roster: bytes) -> list[list[int]]:
+    return graph.neighbours(sites, degree, roster)

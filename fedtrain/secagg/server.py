@@ -18,6 +18,7 @@ from ..errors import FedtrainError, SecAggError, Unfinished
 from ..exchange import Cohort
 from ..update import AnyArena, Failure, Message, Request, SiteId, chunks
 from .keys import (
+    SEALED_BYTES,
     SECRET_BYTES,
     KeyPair,
     bytes_of,
@@ -35,6 +36,7 @@ from .messages import (
     Keys,
     Mask,
     Masked,
+    Sealed,
     Share,
     Shares,
     Terms,
@@ -49,7 +51,7 @@ from .messages import (
     shares_statement,
     survivors_statement,
 )
-from .roster import Verify, check_entry, check_signer, holders_of, peers_by_site
+from .roster import Verify, check_entry, check_signer, holders_of, peers_of
 from .shamir import Weights
 
 Reply = TypeVar("Reply", bound=Message)
@@ -116,8 +118,8 @@ async def secure_sum(
     # 1: shares -> U2
     entries = {site: entry_hash(site, keys[site]) for site in sites}
     roster = roster_hash(sid, entries, names)
-    peers = peers_by_site(sites, terms.degree, roster)
-    holders = {site: holders_of(site, peers, terms.degree) for site in sites}
+    peers = {site: peers_of(site, sites, terms.degree, roster) for site in sites}
+    holders = {site: holders_of(site, sites, terms.degree, roster) for site in sites}
     shares: dict[SiteId, Shares] = {}
     dealt: dict[SiteId, Dealt] = {}
     asked = rosters(request_id("share"), sid, keys, entries, peers, names)
@@ -262,10 +264,10 @@ def check_sealed(site: SiteId, reply: Shares, holders: Collection[SiteId]) -> No
     """SecAggError unless there is something for each holder, of the size of two shares."""
     if reply.sealed.keys() != set(holders):
         raise SecAggError(f"shares for {len(reply.sealed)} sites came, {len(holders)} hold them")
-    for holder, sealed in reply.sealed.items():
-        text = 0 if holder == site else 2 * SECRET_BYTES + 16
-        if (len(sealed.text), len(sealed.seed), len(sealed.key)) != (text, SECRET_BYTES, SECRET_BYTES):
-            raise SecAggError(f"the shares for {holder} have not the size of shares")
+    sizes = {(len(to.text), len(to.seed), len(to.key)) for name, to in reply.sealed.items() if name != site}
+    own = reply.sealed.get(site, Sealed(b"", bytes(SECRET_BYTES), bytes(SECRET_BYTES)))
+    if sizes != {(SEALED_BYTES, SECRET_BYTES, SECRET_BYTES)} or own.text or len(own.seed + own.key) != 64:
+        raise SecAggError("what came as shares has not their size")
 
 
 def leave_out_lonely(
