@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .config import Config
     from .errors import FedtrainError
+    from .training.parallel.plan import Plan
     from .training.partition import partition
     from .training.task import Task
     from .update import Arena, Schema, Update
@@ -18,13 +19,14 @@ _HOME = {
     "Arena": "update",
     "Config": "config",
     "FedtrainError": "errors",
+    "Plan": "training.parallel.plan",
     "Schema": "update",
     "Task": "training.task",
     "Update": "update",
     "partition": "training.partition",
 }
 
-__all__ = ["Arena", "Config", "FedtrainError", "Schema", "Task", "Update", "partition"]
+__all__ = ["Arena", "Config", "FedtrainError", "Plan", "Schema", "Task", "Update", "partition"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from .parallel.plan import Plan
+
 Batch = Any  # what loss() and evaluate() are given: a tuple or dict of tensors, first dimension the examples
 
 
@@ -63,6 +65,11 @@ class Task:
 
     def sites(self) -> list[str] | None:
         """The natural sites of the data, for simulation; None: the data is one pool, to be partitioned."""
+        return None
+
+    def parallel_plan(self) -> Plan | None:
+        """How the model may be split over ranks, for tensor, sequence, context and pipeline parallel; None:
+        by its class, where that is known (parallel.plan.KNOWN)."""
         return None
 
 

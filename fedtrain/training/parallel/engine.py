@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,17 +157,16 @@ class MeshEngine:
     def _backward(self, batches: list[tuple[Batch, int]], total: int) -> tuple[torch.Tensor, float, float]:
         """Gradients of all ranks' batches together, but for a factor. Returns (Σ loss, Σ weight, factor)."""
         self.optimizer.zero_grad()
-        sums: list[torch.Tensor] = []
-        weights: list[float] = []
+        sums: dict[tuple[int, int], torch.Tensor] = {}  # (batch, where in it) -> Σ loss
+        weights: dict[tuple[int, int], float] = {}
         known = True  # whether the factor is in the gradient already
 
-        def measured(loss: Any, batch: Batch, counts: bool) -> torch.Tensor:
+        def measured(counts: bool, number: int, loss: Any, batch: Batch, start: int) -> torch.Tensor:
             nonlocal known
+            at = number, start
             mean, weight = mean_and_weight(loss, batch)
-            sums.append(
-                (mean.detach() * weight).double() if counts else mean.new_zeros((), dtype=torch.float64)
-            )
-            weights.append(weight if counts else 0.0)
+            sums[at] = mean.detach().double() * (weight if counts else 0.0)
+            weights[at] = weight if counts else 0.0
             if self._pipeline is not None:
                 known = False
                 part = weight if counts else 0.0
@@ -176,8 +176,8 @@ class MeshEngine:
                 known = False
                 part = weight if counts else 0.0
             else:
-                whole = self.over_ranks(weights[-1])
-                part = weights[-1] * self.spread / whole if whole else 0.0
+                whole = self.over_ranks(weights[at])
+                part = weights[at] * self.spread / whole if whole else 0.0
             part *= self.scale
             return mean if part == 1.0 else mean * part
 
@@ -185,17 +185,18 @@ class MeshEngine:
             counts = mine > 0
             with self._syncing(i == len(batches) - 1), self._context(batch) as present:
                 if self._pipeline is not None:
-                    self._pipeline.train(present, lambda loss, b, counts=counts: measured(loss, b, counts))  # type: ignore[misc]
+                    self._pipeline.train(present, partial(measured, counts, i))
                 else:
-                    measured(self._roots[0](present), present, counts).backward()  # type: ignore[no-untyped-call]
-        loss = (
-            torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        )
+                    objective = measured(counts, i, self._roots[0](present), present, 0)
+                    objective.backward()  # type: ignore[no-untyped-call]
+        none = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        loss = torch.stack([*sums.values()]).sum() if sums else none
+        weight = math.fsum(weights.values())
         factor = 1.0
         if not known or self._pipeline is not None:
-            whole = self.over_ranks(math.fsum(weights))
+            whole = self.over_ranks(weight)
             factor = self.spread / whole if whole else 0.0
-        return loss, math.fsum(weights), factor / self.scale
+        return loss, weight, factor / self.scale
 
     def over_ranks(self, weight: float) -> float:
         """Summed over all that one gradient is of."""
@@ -220,16 +221,17 @@ class MeshEngine:
         """L2 norm of the whole gradient, the same on every rank of the island: so all agree whether it is
         finite. Without shards every rank has all of it, and nothing is sent."""
         mesh = self.mesh
+        named = [p.grad for p in self._parameters if p.grad is not None]
+        cut = mesh.sizes.pp > 1 or any(_pieces(gradient) > 1 for gradient in named)
         island = math.prod(getattr(mesh.sizes, axis) for axis in mesh.model_axes if axis != "pp")
-        owned: dict[int, list[torch.Tensor]] = {}  # in how many ranks a piece lies -> pieces
-        for p in self._parameters:
-            if p.grad is not None:
-                owned.setdefault(island // _pieces(p.grad), []).append(local(p.grad))
+        owned: dict[int, list[torch.Tensor]] = {}  # how many ranks' sums a piece will be in -> pieces
+        for gradient in named:
+            owned.setdefault(island // _pieces(gradient) if cut else 1, []).append(local(gradient))
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for copies, gradients in owned.items():
             norms = torch.stack(torch._foreach_norm(gradients))
             total += norms.to(mesh.device).double().square().sum() / copies
-        if mesh.sizes.pp > 1 or any(copies < island for copies in owned):
+        if cut:
             mesh.sum(total, mesh.model_axes)
         return total.sqrt()
 

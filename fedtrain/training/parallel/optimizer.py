@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...config import ParallelConfig, TrainConfig
 from ...errors import ConfigError
@@ -36,12 +37,17 @@ def optimizer_of(
 
 
 def _configured(parameters: list[nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
-    """fused: one pass over memory, where torch's own loop makes ten."""
+    """fused: one pass over memory, where torch's own loop makes ten. It wants a group's tensors all alike,
+    and beside tp some parameters are split and others are not."""
+    alike: dict[object, list[nn.Parameter]] = {}
+    for p in parameters:
+        alike.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    groups = [{"params": group} for group in alike.values()]
     common: dict[str, Any] = {"lr": train.lr, "weight_decay": train.weight_decay, "fused": True}
     if train.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=train.momentum, **common)
+        return torch.optim.SGD(groups, momentum=train.momentum, **common)
     kind = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, **common)
+    return kind(groups, **common)
 
 
 def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from .plan import Plan
 
 STAGES_A_RANK = 2  # of the interleaved schedule
 Call = Callable[[nn.Module, Batch], Any]  # the task's loss, or its evaluate
-Measured = Callable[
-    [Any, Batch], torch.Tensor
-]  # (what loss() returned, its batch) -> what backward starts from
+# (what loss() returned, its batch, where that begins in the whole) -> what backward starts from. May come
+# twice for one microbatch: the first step begins with a rehearsal, from which stages learn their shapes.
+Measured = Callable[[Any, Batch, int], torch.Tensor]
 
 
 class Pipeline:
@@ -90,8 +90,9 @@ class Pipeline:
     def _loss(self, output: Any, which: torch.Tensor) -> torch.Tensor:
         assert self._present is not None, "only within train()"
         batch, measured = self._present
-        micro = cut(batch, int(which[0]), int(which[-1]) + 1)
-        return measured(self.loss(Replay(output), micro), micro)
+        start, stop = int(which[0]), int(which[-1]) + 1
+        micro = cut(batch, start, stop)
+        return measured(self.loss(Replay(output), micro), micro, start)
 
 
 # --- A task's loss, in two halves

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import ConfigError
+from ..task import Task
 
 Cut = Callable[[nn.Module, range, bool, bool], nn.Module]
 
@@ -39,11 +40,9 @@ class Plan:
         return []
 
 
-def plan_of(task: Any, model: nn.Module) -> Plan:
+def plan_of(task: Task, model: nn.Module) -> Plan:
     """The task's own plan, else the one for a model that is known here, else an empty one."""
-    own = getattr(task, "parallel_plan", None)
-    plan = own() if own is not None else None
-    return plan or KNOWN.get(type(model).__name__, Plan)()
+    return task.parallel_plan() or KNOWN.get(type(model).__name__, Plan)()
 
 
 def _llama() -> Plan:

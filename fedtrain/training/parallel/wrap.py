@@ -101,6 +101,7 @@ def data_parallel(
         device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
         process_group=mesh.group(axes),
         gradient_as_bucket_view=True,
+        broadcast_buffers=mesh.sizes.cp == 1,  # a context-parallel rank has positions of its own
         init_sync=False,  # every rank builds the model under the same seed
         find_unused_parameters=config.find_unused,
     )

@@ -1,0 +1,106 @@
+"""Many datacenter runs in one launch of ranks: starting torch costs more than most of the runs.
+
+    torchrun --nproc-per-node 2 -m tests.equivalence.ranks FOLDER
+
+FOLDER has the task and `cases.json`, {name: table of a fedtrain.toml}. Of each case rank 0 writes
+`out/NAME.safetensors`, the final model, and `out/NAME.json`: its events, or the error that it ended with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from fedtrain.config import Config
+from fedtrain.errors import FedtrainError
+from fedtrain.runtime.datacenter import Datacenter, silent
+from fedtrain.store import RunStore
+from fedtrain.training.mesh import Mesh, Sizes, joined
+from fedtrain.training.task import load_task
+
+Table = dict[str, dict[str, Any]]
+ROOT = Path(__file__).parents[2]
+
+
+def launch(folder: Path, ranks: int, cases: dict[str, Table], seconds: float = 240) -> dict[str, Outcome]:
+    """Run the cases on so many ranks; what became of each."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone",
+               "-m", __name__, str(folder)]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    missing = [rank for rank in range(ranks) if not (folder / "done" / f"rank-{rank}").exists()]
+    assert not missing, f"ranks {missing} did not finish:\n{ended.stdout[-2000:]}\n{ended.stderr[:6000]}"
+    return {name: Outcome(folder / "out", name) for name in cases}
+
+
+class Outcome:
+    """One case, as rank 0 wrote it down."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        said = json.loads((folder / f"{name}.json").read_text())
+        self.error: str | None = said["error"]
+        self.events: list[dict[str, Any]] = said["events"]
+        self._model = folder / f"{name}.safetensors"
+
+    @property
+    def model(self) -> dict[str, torch.Tensor]:
+        assert self.error is None, self.error
+        return load_file(self._model)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+
+def run_case(config: Config, events: list[dict[str, Any]], device: torch.device) -> dict[str, torch.Tensor]:
+    """The final model, on rank 0."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = Mesh(Sizes.of(config.parallel, world), device, islands=config.parallel.sync == "local")
+    task = load_task(config.run.task, config.root)
+    store = RunStore(config.datacenter_dir, durable=False) if mesh.rank == 0 else None
+    emit = silent if store is None else lambda kind, **fields: events.append({"kind": kind, **fields})
+    room = Datacenter(config, task, mesh, store, emit)
+    if store is not None:
+        store.begin(room.engine.schema, {}, run=config.run.name, task_digest="")
+    room.run(None)
+    if store is None:
+        return {}
+    last = store.latest()
+    store.close()
+    assert last is not None
+    return {name: view.clone() for name, view in last.weights.load().views().items()}
+
+
+def main(folder: Path) -> None:
+    out = folder / "out"
+    for made in (out, folder / "done"):
+        made.mkdir(exist_ok=True)
+    cases: dict[str, Table] = json.loads((folder / "cases.json").read_text())
+    first = Config.of(next(iter(cases.values())), folder)
+    with joined(first.parallel, "cpu", folder / "done") as device:
+        for name, table in cases.items():
+            config = Config.of({**table, "run": {**table["run"], "name": name}}, folder)
+            events: list[dict[str, Any]] = []
+            error = None
+            try:
+                model = run_case(config, events, device)
+                if dist.get_rank() == 0:
+                    save_file(model, out / f"{name}.safetensors")
+            except FedtrainError as e:  # raised on all ranks alike
+                error = f"{type(e).__name__}: {e}"
+            if dist.get_rank() == 0:
+                (out / f"{name}.json").write_text(json.dumps({"error": error, "events": events}, default=str))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,100 @@
+"""A project small enough to train in every mesh: a GPT of the example in float64, and what it must become."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.equivalence.ranks import ROOT, Table
+
+TASK = """
+import torch
+from gpt import GPT, plan
+from torch import nn
+from torch.nn import functional as F
+import fedtrain
+
+class Text(fedtrain.Task):
+    dtype = torch.float64
+
+    def model(self):
+        return GPT(vocabulary=32, length=16, width=16, heads=4, layers=4).to(self.dtype)
+
+    def data(self, site):
+        text = torch.randint(0, 32, (80, 17), generator=torch.Generator().manual_seed(3))
+        return text[:, :-1], text[:, 1:]
+
+    def loss(self, model, batch):
+        logits = model(batch[0])
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+    def evaluate(self, model, batch):
+        return {"accuracy": ((model(batch[0]).argmax(-1) == batch[1]).sum(), batch[1].numel())}
+
+    def parallel_plan(self):
+        return plan()
+
+class Single(Text):
+    dtype = torch.float32
+
+class Padded(Text):  # batches whose tokens do not all count: the mean is over those that do
+    def loss(self, model, batch):
+        wanted = torch.where(batch[1] < 20, batch[1], -100)
+        logits = model(batch[0])
+        total = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum", ignore_index=-100)
+        return total, (wanted >= 0).sum()
+
+class Rows(fedtrain.Task):
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+        ).double()
+
+    def data(self, site):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(96, 6, generator=generator, dtype=torch.float64)
+        return x, (x @ torch.randn(6, 3, generator=generator, dtype=torch.float64)).argmax(1)
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+class Natural(Rows):
+    def sites(self):
+        return ["a", "b"]
+
+    def data(self, site):
+        x, y = super().data(site)
+        part = slice(0, 40) if site == "a" else slice(40, 96)
+        return x[part], y[part]
+"""
+STEPS = 20
+
+
+def project(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mesh_task.py").write_text(TASK)
+    shutil.copy(ROOT / "examples" / "shakespeare" / "gpt.py", folder / "gpt.py")
+    return folder
+
+
+def case(task: str = "Text", *, train: dict[str, Any] | None = None, strategy: Any = None, rounds: int = 2,
+         **parallel: Any) -> Table:  # fmt: skip
+    """20 steps of AdamW, as one table of a fedtrain.toml."""
+    return {
+        "run": {"task": f"mesh_task:{task}", "rounds": rounds, "seed": 5},
+        "train": {"batch_size": 16, "optimizer": "adamw", "lr": 0.01, "local_steps": STEPS // rounds}
+        | (train or {}),
+        "strategy": strategy or {},
+        "evaluate": {"every": 0},
+        "checkpoint": {"every": 0, "background": False},
+        "parallel": {"timeout": "30s", **parallel},
+    }
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any coordinate."""
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
