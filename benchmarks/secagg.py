@@ -1,0 +1,313 @@
+"""What secure aggregation costs beside training and the network, at a site and at the aggregator.
+
+    python benchmarks/secagg.py [--json] [--rounds 5] [--threads 2] [--case 1Mx10]
+
+Real sites and a real aggregator (secagg/client.py, secagg/server.py) with real certificates, all in this
+process; every site has its own random update. Times are medians over rounds after a first one.
+
+site_s            all five steps at one site: keys, shares, rounding, masks, signatures and their checks
+server_s          all that is left, from the first request to the mean of the survivors' updates
+*_bound_s         what no implementation of these ciphers does without, by rates measured here and on as many
+                  threads: bytes of mask by the faster keystream + bytes of vectors by adding + agreements
+*_over_bound      the one divided by the other
+flwr_*_s          Flower's own functions, each timed once and multiplied by how often it is called, where
+                  flwr is installed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from fedtrain import pki
+from fedtrain.secagg.client import Client, Policy
+from fedtrain.secagg.encoding import Encoding, rounding_seed
+from fedtrain.secagg.fixedpoint import FixedPoint
+from fedtrain.secagg.masking import BLOCK_BYTES, TAG_BYTES, ZEROS, Spread, counter_mode, galois_mode
+from fedtrain.secagg.messages import Advertise, Mask, Terms
+from fedtrain.secagg.server import secure_sum
+from fedtrain.transport.memory import LocalCohort
+from fedtrain.update import Arena, Reply, Request, Schema, TensorSpec, Update
+from fedtrain.wire import codec
+
+BLOCKS = 200  # of keystream in one trial of its rate
+MODEL = hashlib.sha256(b"the weights that all have").digest()
+RUN = {"federation": "bench", "run": "secagg"}
+METRICS = ("accuracy", "loss")
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    params: int
+    sites: int
+    dropout: float  # of the sites, after their shares were dealt: the costliest moment
+    finder: bool = False  # neighbours as secagg/graph.py finds them, against 10 % corrupt and 10 % lost
+    ring_bits: int = 32
+
+    @property
+    def policy(self) -> Policy:
+        fixed, length = self.encoding.point, self.encoding.length
+        return Policy(
+            **RUN, ring_bits=self.ring_bits, clip=fixed.clip, max_weight=fixed.max_weight, length=length,
+            full_graph=0 if self.finder else self.sites, corrupt=0.1, dropout=0.1,
+        )  # fmt: skip
+
+    @property
+    def encoding(self) -> Encoding:
+        schema = Schema((TensorSpec("w", (self.params,), "float32", True),))
+        return Encoding(FixedPoint(self.sites, self.ring_bits, clip=1.0, max_weight=100.0), schema)
+
+
+CASES = [
+    Case("100kx100-full-0", 100_000, 100, 0.0),
+    Case("1Mx10-full-30", 1_000_000, 10, 0.3),
+    Case("1Mx10-full-30-r16", 1_000_000, 10, 0.3, ring_bits=16),
+    Case("1Mx100-full-30", 1_000_000, 100, 0.3),
+    Case("1Mx100-finder-10", 1_000_000, 100, 0.1, finder=True),
+    Case("10Mx10-full-10", 10_000_000, 10, 0.1),
+]
+
+
+class Site:
+    """A site whose training has ended, and the time that it takes over its replies."""
+
+    def __init__(self, name: str, case: Case, spread: Spread, verifier: pki.Verifier, folder: Path) -> None:
+        signer = pki.Signer.of(pki.Credentials.load(folder / "sites" / name))
+        self.client = Client(
+            name, case.policy, certificate=signer.certificate, sign=signer.sign, verify=verifier.verify,
+            spread=spread,
+        )  # fmt: skip
+        self.fingerprint = pki.fingerprint(signer.certificate)
+        self.values = np.random.default_rng(list(name.encode())).standard_normal(case.params, np.float32)
+        self.values *= 0.01
+        delta = Arena.wrap(case.encoding.schema, padded(self.values, case.encoding.schema.nbytes))
+        self.update = Update(delta=delta, num_examples=50.0, metrics=dict.fromkeys(METRICS, (20.0, 50.0)))
+        self.encoding, self.spread = case.encoding, spread
+        self.spent_s = self.sent_bytes = 0.0
+
+    def __call__(self, request: Request) -> Reply:
+        began = clock()
+        if isinstance(request, Advertise):
+            self.spent_s = self.sent_bytes = 0.0
+            reply = self.client.begin(request, MODEL, METRICS, self.encode)
+        else:
+            reply = self.client.answer(request)
+        self.spent_s += clock() - began
+        self.sent_bytes += len(codec.encode(reply)) + sum(a.schema.nbytes for a in codec.arenas(reply))
+        return reply
+
+    def encode(self, names: tuple[str, ...], out: np.ndarray) -> None:
+        seed = rounding_seed("bench", self.client.site)
+        self.encoding.encode(self.update, names, seed, out, spread=self.spread)
+
+
+def padded(values: np.ndarray, nbytes: int) -> bytearray:
+    """An arena's bytes; sections end on a multiple of 64."""
+    return bytearray(values.tobytes().ljust(nbytes, b"\0"))
+
+
+clock = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Timing:
+    site_s: float  # median over the survivors
+    server_s: float
+    upload_bytes: float  # of a survivor
+
+
+def run(case: Case, rounds: int, spread: Spread, folder: Path) -> list[Timing]:
+    verifier = pki.Verifier((folder / "ca/root.pem").read_bytes(), RUN["federation"])
+    names = [f"s{i:03}" for i in range(case.sites)]
+    sites = {name: Site(name, case, spread, verifier, folder) for name in names}
+    lost = set(names[: round(case.sites * case.dropout)])
+    cohort = LocalCohort(sites, lambda site, request: isinstance(request, Mask) and site in lost)
+    there = [sites[name] for name in names if name not in lost]
+    expected = sum(site.values.astype(np.float64) for site in there) / len(there)
+    quorum, threshold, degree = case.policy.graph(case.sites)
+    found = []
+    for number in range(rounds + 1):
+        terms = Terms(
+            **RUN, round=number, attempt=0, nonce=np.random.bytes(16),
+            cohort={name: site.fingerprint for name, site in sites.items()}, quorum=quorum,
+            threshold=threshold, degree=degree, ring_bits=case.ring_bits,
+            value_bits=case.encoding.point.value_bits, clip=case.policy.clip,
+            max_weight=case.policy.max_weight, length=case.policy.length,
+        )  # fmt: skip
+        offer = Advertise(
+            id=terms.request_id("advertise"), round=number, weights=there[0].update.delta, terms=terms
+        )
+
+        async def once(terms: Terms = terms, offer: Advertise = offer) -> np.ndarray:
+            total = await secure_sum(
+                cohort, terms, MODEL, offer, verifier.verify, deadline_s=600, step_deadline_s=600,
+                spread=spread,
+            )  # fmt: skip
+            assert total.sites == tuple(name for name in names if name not in lost)
+            assert not total.blamed
+            mean = case.encoding.decode(total.vector, len(total.sites), total.names, spread)
+            assert mean.metrics["loss"] == (20.0 * len(there), 50.0 * len(there))
+            return mean.delta.views()["w"].numpy()
+
+        began = clock()
+        mean = asyncio.run(once())
+        whole = clock() - began
+        assert np.abs(mean - expected).max() < 4 * case.encoding.point.step
+        found.append(
+            Timing(
+                statistics.median(site.spent_s for site in there),
+                whole - sum(site.spent_s for site in sites.values()),
+                statistics.median(site.sent_bytes for site in there),
+            )
+        )
+    return found[1:]
+
+
+# --- The bound
+
+
+@dataclass(frozen=True)
+class Rates:
+    keystream: float  # bytes/s over all threads, by the faster kernel
+    add: float  # bytes/s of a vector added to another
+    agree_s: float  # one X25519 agreement
+
+    def site_s(self, case: Case) -> float:
+        k, nbytes = neighbours(case), case.params * case.ring_bits // 8
+        return (k + 1) * nbytes / self.keystream + 2 * k * self.agree_s
+
+    def server_s(self, case: Case) -> float:
+        nbytes, lost = case.params * case.ring_bits // 8, round(case.sites * case.dropout)
+        left = case.sites - lost
+        pairs = lost * neighbours(case) * left / (case.sites - 1)  # masks of those who were lost
+        return (left + pairs) * nbytes / self.keystream + left * nbytes / self.add + pairs * self.agree_s
+
+
+def neighbours(case: Case) -> int:
+    return case.policy.graph(case.sites)[2] or case.sites - 1
+
+
+def measure(threads: int) -> Rates:
+    def streaming(kernel: Callable[[bytes], Callable[..., object]]) -> Callable[[int], None]:
+        def work(_: int) -> None:
+            stream, room = kernel(bytes(16)), memoryview(bytearray(BLOCK_BYTES + TAG_BYTES))
+            for block in range(BLOCKS):
+                stream(block.to_bytes(12, "big"), ZEROS, room)
+
+        return work
+
+    with ThreadPoolExecutor(threads) as pool:
+        stream_s = min(
+            fastest(lambda kernel=kernel: list(pool.map(streaming(kernel), range(threads))))
+            for kernel in (counter_mode, galois_mode)
+        )
+    pair, public = X25519PrivateKey.generate(), X25519PrivateKey.generate().public_key()
+    agree_s = fastest(lambda: [pair.exchange(public) for _ in range(100)]) / 100
+    total, vector = np.zeros((2, 4_000_000), np.uint32)
+    add_s = fastest(lambda: np.add(total, vector, out=total))
+    return Rates(threads * BLOCKS * BLOCK_BYTES / stream_s, vector.nbytes / add_s, agree_s)
+
+
+def fastest(work: Callable[[], object], times: int = 7) -> float:
+    found = []
+    for _ in range(times):
+        began = clock()
+        work()
+        found.append(clock() - began)
+    return min(found)
+
+
+# --- Flower
+
+
+def flower(case: Case) -> tuple[float, float] | None:
+    """(site_s, server_s) of its functions, each as often as its workflow calls it; None where it isn't."""
+    try:
+        from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
+        from flwr.common.secure_aggregation.crypto.symmetric_encryption import (
+            generate_key_pairs,
+            generate_shared_key,
+        )
+        from flwr.common.secure_aggregation.ndarrays_arithmetic import parameters_addition, parameters_mod
+        from flwr.common.secure_aggregation.quantization import quantize
+        from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
+    except ImportError:
+        return None
+    k, lost = neighbours(case), round(case.sites * case.dropout)
+    left, threshold = case.sites - lost, case.policy.graph(case.sites)[1]
+    pairs = lost * k * left / (case.sites - 1)
+    values = [np.random.standard_normal(case.params)]
+    (secret, _), (_, public) = generate_key_pairs(), generate_key_pairs()
+    shares = create_shares(bytes(32), threshold, k + 1)
+    vector = quantize(values, 8.0, 1 << 22)
+    mask_s = fastest(lambda: pseudo_rand_gen(bytes(32), 1 << 32, [(case.params,)]), 2)
+    add_s = fastest(lambda: parameters_addition(vector, vector), 2)
+    agree_s = fastest(lambda: generate_shared_key(secret, public), 5)
+    share_s = fastest(lambda: create_shares(bytes(32), threshold, k + 1), 2)
+    combine_s = fastest(lambda: combine_shares(shares[:threshold]), 2)
+    quantize_s = fastest(lambda: quantize(values, 8.0, 1 << 22), 2)
+    mod_s = fastest(lambda: parameters_mod(vector, 1 << 32), 2)
+    site_s = quantize_s + (k + 1) * (mask_s + add_s) + mod_s + k * agree_s + 2 * share_s
+    server_s = (
+        left * add_s + case.sites * combine_s + (left + pairs) * (mask_s + add_s) + pairs * agree_s + mod_s
+    )
+    return site_s, server_s
+
+
+def main() -> None:
+    global clock
+    parser = common.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--case", default="", help="only cases with this in their name")
+    parser.add_argument("--cpu", action="store_true",
+                        help="CPU time of one thread, for a machine that does other things, too")  # fmt: skip
+    args = parser.parse_args()
+    common.begin(args)
+    if args.cpu:
+        clock, args.threads = time.process_time, 1
+    rates = measure(args.threads)
+    common.emit("secagg", f"{args.threads} threads", "keystream", rates.keystream / 1e9, "GB/s")
+    common.emit("secagg", "1 thread", "add", rates.add / 1e9, "GB/s")
+    common.emit("secagg", "1 thread", "agreement", rates.agree_s * 1e6, "µs")
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.threads) as pool:
+        folder = Path(name) / "certs"
+        pki.init(folder, RUN["federation"])
+        for i in range(max(case.sites for case in CASES)):
+            pki.issue(folder, "site", f"s{i:03}")
+        for case in CASES:
+            if args.case in case.name:
+                report(case, run(case, args.rounds, pool.map if args.threads > 1 else map, folder), rates)
+
+
+def report(case: Case, timings: list[Timing], rates: Rates) -> None:
+    site_s = statistics.median(t.site_s for t in timings)
+    server_s = statistics.median(t.server_s for t in timings)
+    common.emit("secagg", case.name, "site_s", site_s, "s")
+    common.emit("secagg", case.name, "site_bound_s", rates.site_s(case), "s")
+    common.emit("secagg", case.name, "site_over_bound", site_s / rates.site_s(case), "×")
+    common.emit("secagg", case.name, "server_s", server_s, "s")
+    common.emit("secagg", case.name, "server_bound_s", rates.server_s(case), "s")
+    common.emit("secagg", case.name, "server_over_bound", server_s / rates.server_s(case), "×")
+    upload = statistics.median(t.upload_bytes for t in timings) / case.params
+    common.emit("secagg", case.name, "upload_bytes_per_param", upload, "B")
+    if peer := flower(case):
+        common.emit("secagg", case.name, "flwr_site_s", peer[0], "s")
+        common.emit("secagg", case.name, "flwr_server_s", peer[1], "s")
+
+
+if __name__ == "__main__":
+    main()
