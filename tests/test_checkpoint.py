@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -197,6 +197,7 @@ def damaged(folder, file, damage):
     return path, before
 
 
+@settings(deadline=None)
 @given(
     where=st.floats(0, 1, exclude_max=True),
     bit=st.integers(0, 7),
@@ -383,6 +384,7 @@ def same(a, b):
     return a == b
 
 
+@settings(deadline=None)
 @given(json_like)
 def test_values_come_back_as_they_were(value):
     assert same(value, unplain(json.loads(json.dumps(plain(value)))))

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedtrain.errors import ConfigError
@@ -43,6 +43,7 @@ def take(samplers):
     return batches
 
 
+@settings(deadline=None)
 @given(sizes, st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=8))
 def test_any_succession_of_worlds_takes_the_batches_of_one_process(sizes, worlds):
     (alone,), state = world(1, sizes), None
@@ -65,6 +66,7 @@ def test_two_ranks_then_three_then_one_skip_nothing_and_see_nothing_twice():
     assert sorted(seen) == list(range(101))
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(1, 4))
 def test_an_epoch_is_a_permutation_in_as_many_steps_as_said(sizes, ranks):
     samplers, seen = world(ranks, sizes), []
@@ -77,6 +79,7 @@ def test_an_epoch_is_a_permutation_in_as_many_steps_as_said(sizes, ranks):
         assert sorted(seen) == list(range(sizes["count"]))
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_drop_last_gives_full_batches_but_never_nothing(sizes):
     (sampler,) = world(1, sizes | {"drop_last": True})
@@ -86,6 +89,7 @@ def test_drop_last_gives_full_batches_but_never_nothing(sizes):
     assert set(totals) == {min(full, sizes["count"])}
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(0, 5))
 def test_what_is_read_ahead_is_what_is_taken(sizes, steps):
     (sampler,) = world(1, sizes)
@@ -123,6 +127,7 @@ def test_no_data_is_an_error():
         Sampler(0, 2, seed=0)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 9))
 def test_shares_are_adjacent_and_cover_all(total, ranks):
     ends = [share_of(total, r, ranks) for r in range(ranks)]

@@ -1,0 +1,345 @@
+"""A dataset as a few large files on a disk or in a bucket, read by many ranks in any order, and checked.
+
+    data/
+      00000.safetensors    a column a tensor, [examples, ...]
+      00001.safetensors
+      index.json           written last: how many examples each has, and its SHA-256
+
+`write_shards` makes it of any dataset. `ShardedDataset` is a map-style torch Dataset: it works in a
+DataLoader and in Task.data, in every mode. Shards of a bucket are fetched when they are needed into a folder
+on this machine's disk, which has a bound and is shared by all ranks and runs here.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch.utils.data import Dataset
+
+from ..errors import ConfigError, StoreError
+from .examples import Stream, examples_of
+from .places import BLOCK, Folder, Place, place_of
+
+INDEX = "index.json"
+FORMAT = 1
+Kind = Literal["tuple", "dict", "tensor"]  # of an example
+Columns = dict[str, torch.Tensor]  # name ("0", "1", ... of a tuple) -> [examples, ...]
+
+
+class Shard(msgspec.Struct, frozen=True):
+    file: str
+    count: int  # examples
+    bytes: int
+    sha256: str
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    format: int = FORMAT
+    kind: Kind
+    columns: list[str]
+    shards: list[Shard]
+
+
+# --- Writing
+
+
+def write_shards(data: Any, where: Path | str, *, shard_bytes: int = 64 << 20) -> Index:
+    """Any dataset as shards of about `shard_bytes` in a folder or at s3://bucket/prefix.
+
+    `data` is what Task.data may return: a Dataset, tensors, or an iterable of ready batches. All examples
+    must have the same shapes. The index comes last: without it there is no dataset yet.
+    """
+    place = place_of(where)
+    shards: list[Shard] = []
+    what: tuple[Kind, list[str]] | None = None
+    for number, (kind, columns) in enumerate(_packed(data, shard_bytes)):
+        what = kind, list(columns)
+        content = save({name: t.contiguous() for name, t in columns.items()})
+        file = f"{number:05d}.safetensors"
+        view = memoryview(content)
+        place.write(file, (view[at : at + BLOCK] for at in range(0, len(view), BLOCK)))
+        count = len(next(iter(columns.values())))
+        shards.append(Shard(file, count, len(content), hashlib.sha256(content).hexdigest()))
+    if what is None:
+        raise ConfigError("the data has no examples: there is nothing to write")
+    index = Index(kind=what[0], columns=what[1], shards=shards)
+    place.write(INDEX, [msgspec.json.format(msgspec.json.encode(index), indent=1)])
+    return index
+
+
+def _packed(data: Any, shard_bytes: int) -> Iterator[tuple[Kind, Columns]]:
+    """Columns of about `shard_bytes`, one shard after the other."""
+    held: list[tuple[Kind, Columns]] = []
+    size = 0
+    for kind, columns in map(_columns, _batches(data)):
+        row = sum(t[0].nbytes for t in columns.values())
+        rows = len(next(iter(columns.values())))
+        at = 0
+        while at < rows:
+            step = max(1, min(rows - at, (shard_bytes - size) // max(1, row)))
+            held.append((kind, {name: t[at : at + step] for name, t in columns.items()}))
+            at, size = at + step, size + step * row
+            if size + row > shard_bytes:
+                yield _joined(held)
+                held, size = [], 0
+    if held:
+        yield _joined(held)
+
+
+def _batches(data: Any) -> Iterator[Any]:
+    examples = examples_of(data)
+    size = 256 if isinstance(examples, Stream) else min(256, examples.count)
+    try:
+        yield from examples.batches(size, False, None)
+    except (RuntimeError, TypeError) as e:  # of collating examples that don't go together
+        raise ConfigError(f"examples differ: {e}. Pad or cut them to the same shapes.") from e
+
+
+def _columns(batch: Any) -> tuple[Kind, Columns]:
+    if isinstance(batch, torch.Tensor):
+        return "tensor", {"0": batch}
+    if isinstance(batch, dict) and all(isinstance(t, torch.Tensor) for t in batch.values()):
+        return "dict", dict(batch)
+    if isinstance(batch, tuple | list) and all(isinstance(t, torch.Tensor) for t in batch):
+        return "tuple", {str(i): t for i, t in enumerate(batch)}
+    raise ConfigError(
+        f"an example is a {type(batch).__name__} that doesn't become tensors. Shards hold a tensor, "
+        f"a tuple of tensors, or a dict of them, of the same shapes in each example."
+    )
+
+
+def _joined(parts: list[tuple[Kind, Columns]]) -> tuple[Kind, Columns]:
+    try:
+        return parts[0][0], {name: torch.cat([c[name] for _, c in parts]) for name in parts[0][1]}
+    except (RuntimeError, KeyError) as e:
+        raise ConfigError(f"examples differ: {e}. Pad or cut them to the same shapes.") from None
+
+
+# --- Reading
+
+
+class ShardedDataset(Dataset[Any]):
+    """The examples of a folder or bucket of shards, by number.
+
+    `cache`: where a bucket's shards are kept, at most `cache_bytes` of them; a folder is read in place. Each
+    shard's SHA-256 is checked when this process first opens it. `window`: see `order`.
+    """
+
+    def __init__(
+        self,
+        where: Path | str,
+        *,
+        cache: Path | str | None = None,
+        cache_bytes: int = 16 << 30,
+        window: int = 8,
+    ) -> None:
+        self.where, self.window = where, window
+        place = place_of(where)
+        self.index = _read_index(place)
+        self._ends = list(accumulate(shard.count for shard in self.index.shards))
+        if isinstance(place, Folder):
+            self._cache: Cache | None = None
+        else:
+            own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedtrain" / "shards"
+            self._cache = Cache(Path(cache) if cache else own, cache_bytes)
+        self._open: OrderedDict[int, Columns] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> Any:
+        if not -len(self) <= number < len(self):
+            raise IndexError(number)
+        shard, row = self._at(number % len(self))
+        return self._example({name: t[row] for name, t in self._columns_of(shard).items()})
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Many at once: each shard is opened once."""
+        found: list[Any] = [None] * len(numbers)
+        for i in sorted(range(len(numbers)), key=numbers.__getitem__):
+            found[i] = self[numbers[i]]
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": OrderedDict()}  # a loader's worker opens its own
+
+    def order(self, seed: int) -> torch.Tensor:
+        """A permutation of all examples in which neighbours share shards, int64 [len(self)].
+
+        Shards are shuffled, and then the examples of each `window` of them together: so a run reads each
+        shard about once an epoch, and `window` of them need room at a time. 0: one window of all.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(self.index.shards), generator=generator).tolist()
+        size = self.window or len(order)
+        pieces = []
+        for at in range(0, len(order), size):
+            chosen = order[at : at + size]
+            rows = torch.cat(
+                [torch.arange(self._ends[s] - self.index.shards[s].count, self._ends[s]) for s in chosen]
+            )
+            pieces.append(rows[torch.randperm(len(rows), generator=generator)])
+        return torch.cat(pieces)
+
+    def _at(self, number: int) -> tuple[int, int]:
+        """(shard, row in it) of an example."""
+        shard = bisect.bisect_right(self._ends, number)
+        return shard, number - (self._ends[shard] - self.index.shards[shard].count)
+
+    def _columns_of(self, number: int) -> Columns:
+        """A shard's columns, mapped from its file: pages are read when they are looked at."""
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        shard = self.index.shards[number]
+        if self._cache is None:
+            path = Path(self.where) / shard.file
+            if sha256(path) != shard.sha256:
+                raise StoreError(f"{path} is damaged: its SHA-256 is not {shard.sha256[:12]}…")
+        else:
+            path = self._cache.get(shard, place_of(self.where))
+        with safe_open(path, framework="pt") as file:
+            columns = {name: file.get_tensor(name) for name in self.index.columns}
+        if any(len(t) != shard.count for t in columns.values()):
+            raise StoreError(f"{path} doesn't have the {shard.count} examples that {INDEX} says.")
+        while len(self._open) >= max(2, self.window or len(self.index.shards)):
+            self._open.popitem(last=False)
+        self._open[number] = columns
+        return columns
+
+    def _example(self, row: Columns) -> Any:
+        match self.index.kind:
+            case "dict":
+                return row
+            case "tuple":
+                return tuple(row.values())
+            case _:
+                return next(iter(row.values()))
+
+
+def _read_index(place: Place) -> Index:
+    try:
+        index = msgspec.json.decode(b"".join(place.read(INDEX)), type=Index)
+    except FileNotFoundError:
+        raise StoreError(f"{place} has no {INDEX}: write_shards makes it, last of all.") from None
+    except msgspec.MsgspecError as e:
+        raise StoreError(f"{place}/{INDEX} is damaged: {e}") from None
+    if index.format != FORMAT:
+        raise StoreError(f"{place}/{INDEX} has format {index.format}; this fedtrain reads {FORMAT}.")
+    if any("/" in s.file or s.file.startswith(".") for s in index.shards):
+        raise StoreError(f"{place}/{INDEX} names a file that is not beside it.")
+    return index
+
+
+# --- The cache
+
+
+class Cache:
+    """Files by their SHA-256 in a folder of a machine's own disk, at most `limit` bytes of them.
+
+    Any number of processes share it. A file is fetched by one of them while the others that want it wait, and
+    appears when its digest was right. Those not used for the longest time go first; who has one mapped keeps
+    what it has.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self._known: set[str] = set()  # what this process has checked
+
+    def get(self, shard: Shard, source: Place) -> Path:
+        """The file, fetched when it isn't here."""
+        if shard.bytes > self.limit:
+            raise ConfigError(
+                f"{source}/{shard.file} has {shard.bytes:,} bytes, the cache in {self.folder} may have "
+                f"{self.limit:,}. Raise cache_bytes, or write smaller shards."
+            )
+        path = self.folder / shard.sha256
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _locked(self._lock_of(shard.sha256)):
+            if path.exists() and (shard.sha256 in self._known or sha256(path) == shard.sha256):
+                os.utime(path)
+            else:
+                path.unlink(missing_ok=True)
+                self._fetch(shard, source, path)
+            self._known.add(shard.sha256)
+        return path
+
+    def _fetch(self, shard: Shard, source: Place, path: Path) -> None:
+        partial = self._partial(shard.sha256)
+        partial.unlink(missing_ok=True)
+        with _locked(self.folder / "lock"):
+            self._make_room(shard)
+            with partial.open("wb") as f:
+                f.truncate(shard.bytes)  # counts as used from now on
+        digest = hashlib.sha256()
+        try:
+            with partial.open("r+b") as f:
+                for block in source.read(shard.file):
+                    digest.update(block)
+                    f.write(block)
+            if digest.hexdigest() != shard.sha256:
+                raise StoreError(f"{source}/{shard.file} is damaged: its SHA-256 is not {shard.sha256[:12]}…")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _make_room(self, shard: Shard) -> None:
+        """Remove the least recently used until this one fits. Needs the folder's lock."""
+        files = []
+        for file in self.folder.iterdir():
+            if file.suffix == ".part" and not self._is_held(file):
+                file.unlink(missing_ok=True)  # of a process that died
+            elif file.suffix in ("", ".part") and file.name != "lock":
+                with suppress(FileNotFoundError):
+                    files.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+        used = sum(size for _, size, _ in files)
+        for _, size, file in sorted(files):
+            if used + shard.bytes <= self.limit:
+                return
+            if file.suffix == "":
+                file.unlink(missing_ok=True)
+                used -= size
+
+    def _partial(self, digest: str) -> Path:
+        return self.folder / f"{digest}.part"
+
+    def _lock_of(self, digest: str) -> Path:
+        return self.folder / f"{digest}.lock"
+
+    def _is_held(self, partial: Path) -> bool:
+        """Whether some process is fetching it: who does has the file's lock."""
+        with self._lock_of(partial.stem).open("a") as f:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among all processes of this machine, until the block ends or the process does."""
+    with path.open("a") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise StoreError(f"{path} is gone") from None
