@@ -7,7 +7,7 @@ any world: a rank's share of one is a slice of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...config import TrainConfig
 from ...errors import ConfigError, TaskError
 from ...update import seed_of
 from ..examples import Items, Stream, Tensors, examples_of
-from ..sampler import Order, Sampler, in_order, share_of
+from ..sampler import Order, Sampler, drawing, in_order, share_of
 from ..task import Batch, examples_in
 
 Share = tuple[Batch | None, int]  # a rank's part of a batch, and how many examples the whole batch has
@@ -35,7 +35,7 @@ class Dealt:
         self.train, self.run_seed, self.name, self.rank, self.ranks = train, run_seed, name, rank, ranks
         self._feed: Sampled | Streamed
         if isinstance(self.examples, Stream):
-            self._feed = Streamed(self.examples, train, rank, ranks)
+            self._feed = Streamed(self.examples, train, seed_of(run_seed, name), rank, ranks)
             return
         if not self.examples.count:
             raise TaskError(f"{name} has no examples: data() is empty")
@@ -67,7 +67,8 @@ class Dealt:
     def begin(self, round: int) -> None:
         """From here on in the order that a site of this name has in this round of a federation."""
         if isinstance(self.examples, Stream):
-            self._feed = Streamed(self.examples, self.train, self.rank, self.ranks)
+            seed = seed_of(self.run_seed, round, self.name)
+            self._feed = Streamed(self.examples, self.train, seed, self.rank, self.ranks)
             return
         generator = torch.Generator().manual_seed(seed_of(self.run_seed, round, self.name))
         count = self.examples.count
@@ -95,6 +96,10 @@ class Dealt:
         )  # fmt: skip
 
     def _order_of_run(self, seed: int) -> torch.Tensor:
+        """The dataset's own, where it has one (of shards, say); else all examples shuffled."""
+        own = getattr(self.examples.dataset, "order", None) if isinstance(self.examples, Items) else None
+        if own is not None:
+            return torch.as_tensor(own(seed))
         return torch.randperm(self.examples.count, generator=torch.Generator().manual_seed(seed))
 
 
@@ -122,18 +127,21 @@ class Sampled:
 
 
 class Streamed:
-    """The user's own batches: every rank reads all of them and keeps its slice of each."""
+    """The user's own batches: every rank reads all of them and keeps its slice of each.
 
-    def __init__(self, examples: Stream, train: TrainConfig, rank: int, ranks: int) -> None:
-        self.examples, self.train, self.rank, self.ranks = examples, train, rank, ranks
+    What a loader draws (its shuffling, an augmentation) comes from the seed, the pass and the batch: so all
+    ranks read the same batches, and a resumed run those of one that never stopped.
+    """
+
+    def __init__(self, examples: Stream, train: TrainConfig, seed: int, rank: int, ranks: int) -> None:
+        self.examples, self.train, self.seed, self.rank, self.ranks = examples, train, seed, rank, ranks
         self.epoch = self._taken = 0  # _taken: batches of the present pass
         self._pass: Iterator[Batch] | None = None
         self._next: list[Batch] = []  # read ahead, so that the end of a pass is seen with its last batch
 
     def take(self) -> list[Share]:
         if self._pass is None:
-            whole = self.examples.batches(self.train.batch_size, self.train.drop_last, None)
-            self._pass = islice(whole, self._taken, None)
+            self._pass = islice(self._batches(), self._taken, None)
             self._next = list(islice(self._pass, 1))
             if not self._next:
                 raise TaskError("data() gave its batches only once: return a list or a DataLoader")
@@ -149,6 +157,16 @@ class Streamed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self._taken, self._pass = int(state["epoch"]), int(state["taken"]), None
+
+    def _batches(self) -> Iterator[Batch]:
+        """Every batch of the present pass."""
+        batches = self.examples.batches(self.train.batch_size, self.train.drop_last, None)
+        for number in count():
+            with drawing(seed_of(self.seed, self.epoch, number)):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _share(self, batch: Batch) -> Share:
         total = examples_in(batch)
