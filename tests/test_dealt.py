@@ -1,0 +1,90 @@
+"""What Task.data returned, dealt to ranks: the user's own loader and dataset, resumable in any world."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from fedtrain.config import TrainConfig
+from fedtrain.training.parallel.data import Dealt
+from fedtrain.training.shards import ShardedDataset, write_shards
+
+
+class Noisy(Dataset):
+    """Examples with an augmentation that draws from torch."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i), torch.rand(()).item()])
+
+
+class Counting(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(20.0).view(20, 1))
+
+
+def loader(**kwargs):
+    return DataLoader(Noisy(), batch_size=6, shuffle=True, **kwargs)
+
+
+def sharded(folder):
+    write_shards(torch.arange(20.0).view(20, 1), folder, shard_bytes=16)
+    return ShardedDataset(folder, window=2)
+
+
+SOURCES = {
+    "a loader that shuffles": lambda folder: loader(),
+    "a loader with workers": lambda folder: loader(num_workers=2),
+    "an iterable dataset": lambda folder: Counting(),
+    "a dataset": lambda folder: TensorDataset(torch.arange(20.0).view(20, 1)),
+    "shards": sharded,
+}
+
+
+def steps(data, counts, ranks_of):
+    """Each step's batches as a world sees them: for each entry of `counts` another world of so many ranks,
+    that goes on from where the one before was."""
+    state, taken = None, []
+    for world, steps in zip(ranks_of, counts, strict=True):
+        train = TrainConfig(batch_size=6, accumulate=2)
+        ranks = [Dealt(data, train, 5, "site", r, world) for r in range(world)]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+        for step in range(steps):
+            torch.manual_seed(1000 * world + step)  # what training draws in between is nobody's concern
+            shares = [rank.take() for rank in ranks]
+            for parts in zip(*shares, strict=True):
+                batch = [p[0] if torch.is_tensor(p[0]) or p[0] is None else p[0][0] for p in parts]
+                whole = torch.cat([b for b in batch if b is not None])
+                assert {p[1] for p in parts} == {len(whole)}
+                taken.append(whole)
+        state = ranks[0].state_dict()
+        assert all(rank.state_dict() == state for rank in ranks)
+    return taken
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_worlds_that_change_take_the_batches_of_one_that_never_stopped(tmp_path, source):
+    data = SOURCES[source](tmp_path)
+    alone = steps(data, [6], [1])
+    changing = steps(data, [2, 3, 1], [2, 3, 1])
+    assert len(alone) == len(changing) > 8
+    assert all(torch.equal(a, b) for a, b in zip(alone, changing, strict=True))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_pass_has_every_example_once(tmp_path, source):
+    one_pass = torch.cat(
+        steps(SOURCES[source](tmp_path), [2], [2])
+    )  # 20 examples are two steps of two batches
+    assert sorted(one_pass[:, 0].tolist()) == list(range(20))
+
+
+def test_what_a_loader_draws_disturbs_no_other_draw():
+    torch.manual_seed(7)
+    plain = torch.rand(3)
+    torch.manual_seed(7)
+    Dealt(loader(), TrainConfig(), 5, "site").take()
+    assert torch.equal(torch.rand(3), plain)
