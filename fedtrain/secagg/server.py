@@ -129,6 +129,7 @@ async def secure_sum(
             digest = dealt_hash(hand.sealed)
             check_signer(verify, site, keys, shares_statement(sid, roster, digest), hand.signature)
             shares[site], dealt[site] = hand, Dealt(digest, hand.signature)
+    session.need("shares", shares)
     leave_out_lonely(session, shares, holders, terms.threshold)
     session.need("shares", shares)
 
