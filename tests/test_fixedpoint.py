@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedtrain.errors import ConfigError, SecAggError
-from fedtrain.secagg.fixedpoint import MAX_VALUE_BITS, ONE, PER_BLOCK, PIECE, SCALAR_LIMIT, FixedPoint
+from fedtrain.secagg.fixedpoint import MAX_VALUE_BITS, ONE, PER_BLOCK, SCALAR_LIMIT, FixedPoint
 from fedtrain.secagg.masking import RINGS, keystream
 
 SEED = b"a seed for tests"
@@ -129,10 +129,10 @@ def test_rounding_is_right_in_expectation(ring_bits, value_bits, bits):
     q = point.q_max // 3
     for fraction in (0.0, 0.25, 0.5, 2.0**-8, 1 - 2.0**-8):
         value = np.float64((q + fraction) * point.step)
-        out, scratch = np.empty(2**16, point.dtype), np.empty(2 * PIECE * 8, np.uint8)
-        for start in range(0, 2**16, PIECE):
-            draws = np.arange(start, start + PIECE, dtype=np.uint16)
-            point._round(np.full(PIECE, value), 1.0, draws, out[start : start + PIECE], scratch)
+        out, scratch = np.empty(2**16, point.dtype), np.empty(PER_BLOCK * 8, np.uint8)
+        for start in range(0, 2**16, 2**14):
+            draws = np.arange(start, start + 2**14, dtype=np.uint16)
+            point._round(np.full(2**14, value), 1.0, draws, out[start : start + 2**14], scratch)
         found = as_integers(out)
         assert set(found.tolist()) <= {q, q + 1} if fraction else {q}
         assert found.mean() - q == pytest.approx(fraction, abs=2.0**-bits)
@@ -328,7 +328,7 @@ FROZEN = {
 def test_integers_are_what_they_were(ring_bits):
     """Frozen: a simulation of another version rounds the same updates to the same integers."""
     point = FixedPoint(10, ring_bits, 0.5, 64.0)
-    values = np.linspace(-0.6, 0.6, PIECE + 5, dtype=np.float32)
+    values = np.linspace(-0.6, 0.6, 32773, dtype=np.float32)
     vector, clipped = encoded(point, values, 48.0)
     scalars = point.encode_scalars(np.array([48.0, clipped, -1e6 / 3]))
     both = np.concatenate([vector, scalars])

@@ -32,7 +32,7 @@ MIN_VALUE_BITS = 4
 MAX_VALUE_BITS = 43  # leaves 10 of float64's 53 bits to u
 RANDOM_BYTES = 2  # of keystream for each coordinate
 PER_BLOCK = BLOCK_BYTES // RANDOM_BYTES  # coordinates that one block of the keystream rounds
-PIECE = 32 * 1024  # coordinates at a time, so that what is made of them stays in the CPU's cache
+PIECE = PER_BLOCK // 2  # coordinates at a time: what is made of them is used while the CPU's cache has it
 ONE = 2**20  # a scalar of 1.0
 SCALAR_LIMIT = 2**62 // ONE  # of a scalar's magnitude at one site
 
@@ -173,16 +173,17 @@ class FixedPoint:
             raise SecAggError(f"the weights of {sites} sites sum to {weights:g}, so they have no mean")
         factor, signed = self.step * self.max_weight / weights, total.view(f"i{total.itemsize}")
 
-        def decode(piece: int) -> None:
-            part = signed[piece * PIECE : (piece + 1) * PIECE]
+        def decode(block: int) -> None:
+            these = slice(block * PER_BLOCK, (block + 1) * PER_BLOCK)
+            part = signed[these]
             self._check_sums(part, sites)
             with _scratch.one() as scratch:
                 mean = scratch.view(np.float64)[: len(part)]
                 mean[:] = part
                 mean *= factor
-                out[piece * PIECE : (piece + 1) * PIECE] = mean
+                out[these] = mean
 
-        for _ in spread(decode, range(-(-len(out) // PIECE))):
+        for _ in spread(decode, range(-(-len(out) // PER_BLOCK))):
             pass
 
     def decode(self, total: RingVector, sites: int, weights: float) -> NDArray[np.float64]:
@@ -238,7 +239,7 @@ class FixedPoint:
 
 
 _noise = Buffers(BLOCK_BYTES + TAG_BYTES)
-_scratch = Buffers(2 * PIECE * 8)
+_scratch = Buffers(PER_BLOCK * 8)
 
 
 def _require(condition: bool, message: str) -> None:

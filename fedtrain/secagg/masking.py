@@ -53,9 +53,7 @@ def add_masks(
     assert vector.dtype in RINGS.values(), vector.dtype
     assert all(len(key) == KEY_BYTES and sign in (1, -1) for key, sign in masks)
     opened, per_block = kernel(), BLOCK_BYTES // vector.itemsize
-    idle: list[
-        list[tuple[Stream, np.ufunc]]
-    ] = []  # of workers between blocks: a stream has one user at a time
+    idle: list[list[tuple[Stream, np.ufunc]]] = []  # of workers between blocks; a stream has one user
 
     def add(block: int) -> None:
         try:
