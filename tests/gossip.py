@@ -80,7 +80,7 @@ class Party:
         return peer
 
     def enrol(self, contact: Contact) -> None:
-        self.roster.__init__([*self.roster.contacts.values(), contact])  # type: ignore[misc]
+        self.roster.replace([*self.roster.contacts.values(), contact])
 
     def of(self, name: str, kind: str) -> list[dict[str, Any]]:
         return [fields for n, k, fields in self.events if (n, k) == (name, kind)]

@@ -2,54 +2,16 @@
 
 import asyncio
 import random
+import struct
 
 import pytest
 import torch
 
-from fedtrain.errors import BadUpdate
+from fedtrain.errors import BadUpdate, ConnectError
 from fedtrain.exchange import Share
 from fedtrain.transport.courier import Limits
-from fedtrain.transport.memory import Faults, LocalNetwork
-
-MIB = 1 << 20
-
-
-def vector(numel, seed):
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
-def share(x, weight=1.0):
-    return Share(memoryview(x.view(torch.uint8).numpy().data), weight)
-
-
-class Sum:
-    """acc += weight · share, chunk by chunk; keeps what it was told."""
-
-    def __init__(self, acc):
-        self.acc, self.weight, self.begun, self.order, self.ended = acc, {}, [], [], {}
-
-    def begin(self, offer):
-        if offer.nbytes != self.acc.nbytes:
-            raise BadUpdate(f"{offer.nbytes} bytes, {self.acc.nbytes} are due")
-        self.weight[offer.peer] = offer.weight
-        self.begun.append(offer)
-
-    def mix(self, peer, offset, chunk):
-        piece = torch.frombuffer(chunk, dtype=self.acc.dtype)
-        at = offset // self.acc.itemsize
-        self.acc[at : at + len(piece)].add_(piece, alpha=self.weight[peer])
-        self.order.append((offset // MIB, peer))
-
-    def end(self, peer, nbytes):
-        self.ended[peer] = nbytes
-
-
-def bounded(coroutine, seconds=60):
-    async def run():
-        async with asyncio.timeout(seconds):
-            return await coroutine
-
-    return asyncio.run(run())
+from fedtrain.transport.memory import Crashed, Faults, LocalNetwork
+from tests.gossip import MIB, Sum, bounded, share, vector
 
 
 async def one_round(network, name, x, others, round=0, deadline_s=60.0, late_s=0.0):
@@ -110,3 +72,141 @@ def test_a_share_of_the_wrong_size_is_refused_before_a_byte_of_it_is_sent():
     assert "40 bytes, 20971520 are due" in a.kept["b"]
     assert b.missing.keys() == b.kept.keys() == {"a"}
     assert mixer.ended == {}
+
+
+# --- push-sum, in exact numbers, under everything that can go wrong
+
+PEERS, ROUNDS, SIZE, DEADLINE_S = 5, 6, 24, 30.0
+TINY = Limits(chunk_bytes=64, window=2)  # 24 float64 make three chunks
+
+
+class Staged:
+    """Whole shares, by peer."""
+
+    def __init__(self):
+        self.coming, self.counted = {}, {}
+
+    def begin(self, offer):
+        if offer.nbytes != 8 * SIZE:
+            raise BadUpdate(f"{offer.nbytes} bytes")
+        self.coming[offer.peer] = (bytearray(offer.nbytes), offer)
+
+    def mix(self, peer, offset, chunk):
+        self.coming[peer][0][offset : offset + len(chunk)] = chunk
+
+    def end(self, peer, nbytes):
+        data, offer = self.coming.pop(peer)
+        if nbytes == 8 * SIZE:
+            assert peer not in self.counted
+            (mass,) = struct.unpack("<d", offer.note)
+            self.counted[peer] = (
+                torch.frombuffer(data, dtype=torch.float64) * offer.weight,
+                mass * offer.weight,
+            )
+
+
+class PushSum:
+    """The reference: x and mass move together, a quarter to each of at most three out-neighbours. All numbers
+    are sums of few powers of two, so that nothing is ever rounded."""
+
+    def __init__(self, seed):
+        self.draw = random.Random(seed)
+        self.names = [f"p{i}" for i in range(PEERS)]
+        self.state = {
+            n: (torch.full((SIZE,), float(2**i), dtype=torch.float64), 1.0) for i, n in enumerate(self.names)
+        }
+        self.total = sum(x for x, _ in self.state.values())
+        self.mass_unsure, self.waits, self.outcomes, self.counts = 0.0, [], {}, set()
+        self.seed = seed
+
+    def out(self, name, t):
+        draw = random.Random(f"{self.seed}/{t}/{name}")
+        others = [n for n in self.names if n != name]
+        return draw.sample(others, draw.randint(1, 3))
+
+    async def peer(self, network, name):
+        async with network.join(name) as neighbors:
+            for t in range(ROUNDS):
+                neighbors.announce(t)
+                await neighbors.sleep(self.draw.uniform(0, 3))
+                await self.round(neighbors, name, t)
+            await neighbors.sleep(300.0)
+
+    async def round(self, neighbors, name, t):
+        x, mass = self.state[name]
+        out, mixer = self.out(name, t), Staged()
+        expected = [n for n in self.names if n != name and name in self.out(n, t)]
+        payload = memoryview(x.numpy().data).cast("B")
+        given = Share(payload, 0.25, note=struct.pack("<d", mass))
+        try:
+            done = await neighbors.exchange(t, dict.fromkeys(out, given), expected, mixer, DEADLINE_S)
+        except Crashed:
+            self.taken(name, t, mixer)
+            raise
+        self.taken(name, t, mixer)
+        self.waits.append(done.waited_s)
+        assert set(mixer.counted) == done.arrived
+        assert done.arrived | done.missing.keys() == set(expected)
+        for outcome, peers in (("given", done.given), ("kept", done.kept), ("unsure", done.unsure)):
+            self.outcomes |= {(name, peer, t): outcome for peer in peers}
+        keep = 1 - 0.25 * (len(done.given) + len(done.unsure))
+        got = mixer.counted.values()
+        self.state[name] = (x * keep + sum(v for v, _ in got), mass * keep + sum(m for _, m in got))
+
+    def taken(self, name, t, mixer):
+        self.counts |= {(peer, name, t) for peer in mixer.counted}
+
+    def check(self, faults, network):
+        """No share counts twice, or against its giver's knowledge; nothing is lost but what is said to be."""
+        crashed = set(faults.crash_s)
+        for (giver, taker, t), outcome in self.outcomes.items():
+            counted = (giver, taker, t) in self.counts
+            if outcome == "kept":
+                assert not counted, (giver, taker, t)
+            if outcome == "given" and taker not in crashed:
+                assert counted, (giver, taker, t)
+        assert len(self.outcomes) <= PEERS * ROUNDS * 3
+        lost = {k for k, o in self.outcomes.items() if o == "unsure" and k not in self.counts}
+        if not crashed and not lost:
+            assert torch.equal(sum(x for x, _ in self.state.values()), self.total)
+            assert sum(m for _, m in self.state.values()) == PEERS
+        return lost
+
+
+def one_run(seed, faults):
+    work, network = PushSum(seed), None
+
+    async def main():
+        nonlocal network
+        network = LocalNetwork(work.names, faults=faults, seed=seed, limits=TINY)
+        done = await asyncio.gather(*(work.peer(network, n) for n in work.names), return_exceptions=True)
+        for name, error in zip(work.names, done, strict=True):
+            assert error is None or (isinstance(error, Crashed) and name in faults.crash_s), repr(error)
+
+    bounded(main())
+    return work, network
+
+
+def faults_of(seed):
+    draw = random.Random(seed)
+    crash = {f"p{i}": draw.uniform(0, 25) for i in draw.sample(range(PEERS), draw.choice([0, 0, 1, 2]))}
+    return Faults(
+        drop=draw.uniform(0, 0.2), duplicate=draw.uniform(0, 0.3), delay_s=draw.uniform(0, 1.0), crash_s=crash
+    )
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.slow)], ids=["some", "to-1000"]
+)
+def test_seeded_runs_with_drop_duplicate_reorder_delay_and_crash_conserve_mass_and_never_hang(seeds):
+    hit, lost = dict.fromkeys(("drop", "duplicate", "crash"), 0), 0
+    for seed in seeds:
+        faults = faults_of(seed)
+        work, network = one_run(seed, faults)
+        lost += len(work.check(faults, network))
+        assert max(work.waits) <= 2 * DEADLINE_S + 1
+        hit["drop"] += network.lost
+        hit["duplicate"] += network.doubled
+        hit["crash"] += len(faults.crash_s)
+    assert min(hit.values()) >= len(seeds) // 2, hit  # the faults did happen
+    assert lost < len(seeds)  # a few a run: those that were given in the moment of a crash

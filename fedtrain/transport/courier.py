@@ -24,6 +24,7 @@ from ..wire.gossip import Header, Kind, chunks_of, pack_offer, unpack_offer
 
 Body = bytes | bytearray | memoryview
 Refuse = Callable[[PeerId, int, str], None]
+AGAIN = 1  # an offer's index after its connection was lost
 UNASKED = (Kind.LETTER, Kind.STATE)  # shares outside of an exchange
 
 
@@ -32,6 +33,7 @@ class Limits:
     """What one peer takes from another."""
 
     payload_bytes: int = 4 << 30  # of one share; a run sets it from its schema
+    chunk_bytes: int = CHUNK_BYTES  # the same at all peers
     window: int = 16  # chunks that a giver may be ahead of what was mixed
     retry_s: float = 1.0  # silence after which an offer is repeated
 
@@ -65,7 +67,8 @@ class Incoming:
     mixed: int = 0  # chunks handed to the mixer
     credit: int = 0
     held: deque[Body] = field(default_factory=deque)  # received, and waiting for their turn
-    asked_again: bool = False
+    asked_again: bool = False  # for a chunk that was left out
+    asked_at: int = -1  # chunks received when the share was last offered again
     outcome: str = ""  # "whole", or why it is not; "" while under way
     into: memoryview | None = None  # of a letter
 
@@ -86,6 +89,7 @@ class Courier:
         self.states: dict[PeerId, Letter | None] = {}  # answers to `pull`; None: it has none
         self.bytes_in = self.bytes_out = 0
         self.epoch = 0  # of the view, in every header
+        self._size = limits.chunk_bytes
         self._limits, self._next, self._refuse = limits, first_transfer, refuse or (lambda *_: None)
         self._round = -1  # of the exchange under way, or the last
         self._open = False
@@ -191,12 +195,12 @@ class Courier:
         self._dead.pop(peer, None)
         if self._open:
             if (out := self._out.get(peer)) and not out.outcome:
-                self._offer(out, now)
+                self._offer(out, now, AGAIN)
             if (slot := self._slots.get(peer)) and not slot.outcome and slot.offer is None:
                 self._say(peer, Kind.WANT, round=self._round)
         for (name, _), posted in self._posted.items():
             if name == peer:
-                self._offer(posted, now)
+                self._offer(posted, now, AGAIN)
         if peer in self._pulling:
             self._say(peer, Kind.PULL)
 
@@ -268,7 +272,7 @@ class Courier:
                 if (peer, Kind.STATE) not in self._coming:
                     self._say(peer, Kind.PULL)
 
-    def wake_s(self, now: float) -> float:
+    def wake_s(self) -> float:
         """When `tick` has something to do next, unless something happens before; inf: not at all."""
         times = [math.inf]
         if self._open:
@@ -288,13 +292,15 @@ class Courier:
 
     def _outgoing(self, peer: PeerId, kind: Kind, round: int, share: Share, now: float) -> Outgoing:
         self._next = (self._next % 0xFFFFFFFF) + 1
-        return Outgoing(peer, kind, round, self._next, share, chunks_of(share.payload.nbytes), now)
+        return Outgoing(
+            peer, kind, round, self._next, share, chunks_of(share.payload.nbytes, self._size), now
+        )
 
-    def _offer(self, out: Outgoing, now: float) -> None:
+    def _offer(self, out: Outgoing, now: float, index: int = 0) -> None:
         out.touched_s = now
         share = out.share
         header = Header(
-            out.kind, out.round, out.transfer, 0, out.count, share.weight, share.degree, share.codec,
+            out.kind, out.round, out.transfer, index, out.count, share.weight, share.degree, share.codec,
             self.epoch,
         )  # fmt: skip
         self.outbox.append((out.peer, header, pack_offer(share.payload.nbytes, share.note)))
@@ -312,7 +318,7 @@ class Courier:
             out.sent = header.index
         payload = out.share.payload
         while out.sent < out.credit:
-            chunk = payload[out.sent * CHUNK_BYTES : (out.sent + 1) * CHUNK_BYTES]
+            chunk = payload[out.sent * self._size : (out.sent + 1) * self._size]
             head = Header(
                 Kind.CHUNK, out.round, out.transfer, out.sent, out.count, out.share.weight, out.share.degree,
                 out.share.codec, self.epoch,
@@ -384,7 +390,7 @@ class Courier:
 
     def _offered(self, peer: PeerId, header: Header, body: Body, now: float) -> None:
         """A share of a round: of one that is over, of this one, or of one to come."""
-        nbytes, note = unpack_offer(header, body, self._limits.payload_bytes)
+        nbytes, note = unpack_offer(header, body, self._limits.payload_bytes, self._size)
         slot = self._slots.get(peer) if header.round == self._round else None
         if header.round > self._round:
             if peer not in self._early or header.round >= self._early[peer][0].round:
@@ -400,7 +406,7 @@ class Courier:
         elif slot.offer is None:
             self._accept(slot, header, nbytes, note)
         elif slot.transfer == header.transfer:
-            self._say(peer, Kind.NACK, header.round, slot.transfer, slot.had, slot.credit)
+            self._where(slot, header)
         else:  # the giver was started again in the middle of a transfer
             self._lose(slot, "its first share was broken off")
             self._say(peer, Kind.REFUSE, round=header.round, transfer=header.transfer, body=b"broken off")
@@ -419,6 +425,13 @@ class Courier:
             self._mix_on()
         else:
             self._grant(slot)
+
+    def _where(self, slot: Incoming, header: Header) -> None:
+        """It was offered again: chunks were lost if its connection was, or if none came since the last time."""
+        again = header.index == AGAIN or slot.had == slot.asked_at
+        slot.asked_at = slot.had
+        kind = Kind.NACK if again else Kind.ACK
+        self._say(slot.peer, kind, header.round, slot.transfer, slot.had, slot.credit)
 
     def _grant(self, slot: Incoming) -> None:
         """More credit, a few times a window."""
@@ -440,13 +453,13 @@ class Courier:
                 slot.asked_again = True
                 self._say(peer, Kind.NACK, slot.offer.round, slot.transfer, slot.had, slot.credit)
             return
-        due = min(CHUNK_BYTES, slot.offer.nbytes - header.index * CHUNK_BYTES)
+        due = min(self._size, slot.offer.nbytes - header.index * self._size)
         if len(body) != due:
             raise WireError(f"chunk {header.index} has {len(body)} bytes, {due} are due")
         slot.had, slot.asked_again = slot.had + 1, False
         self.bytes_in += due
         if slot.into is not None:
-            slot.into[header.index * CHUNK_BYTES :][:due] = body
+            slot.into[header.index * self._size :][:due] = body
             slot.mixed += 1
             if slot.whole:
                 self._have_letter(slot)
@@ -501,7 +514,7 @@ class Courier:
 
     def _mix(self, slot: Incoming, body: Body) -> None:
         try:
-            self._mixer.mix(slot.peer, slot.mixed * CHUNK_BYTES, memoryview(body))
+            self._mixer.mix(slot.peer, slot.mixed * self._size, memoryview(body))
             slot.mixed += 1
         except BadUpdate as e:
             self._bad(slot, str(e))
@@ -524,7 +537,7 @@ class Courier:
         slot.outcome = outcome
         slot.held.clear()
         if slot.offer is not None:
-            self._mixer.end(slot.peer, min(slot.mixed * CHUNK_BYTES, slot.offer.nbytes))
+            self._mixer.end(slot.peer, min(slot.mixed * self._size, slot.offer.nbytes))
 
     def _cancelled(self, peer: PeerId, header: Header) -> None:
         for kind in UNASKED:
@@ -546,13 +559,13 @@ class Courier:
         if header.kind is Kind.STATE and peer not in self._pulling:
             self._say(peer, Kind.REFUSE, round=header.round, transfer=header.transfer, body=b"not asked for")
             return
-        nbytes, note = unpack_offer(header, body, self._limits.payload_bytes)
+        nbytes, note = unpack_offer(header, body, self._limits.payload_bytes, self._size)
         if header.transfer in self._had.get(peer, ()):
             self._say(peer, Kind.DONE, round=header.round, transfer=header.transfer)
             return
         coming = self._coming.get((peer, header.kind))
         if coming is not None and coming.transfer == header.transfer:
-            self._say(peer, Kind.NACK, header.round, header.transfer, coming.had, coming.credit)
+            self._where(coming, header)
             return
         offer = Offer(peer, header.round, nbytes, header.weight, header.degree, header.codec, note)
         coming = Incoming(peer, offer, header.transfer, header.count, into=memoryview(bytearray(nbytes)))

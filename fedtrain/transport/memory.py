@@ -214,6 +214,7 @@ class LocalNeighbors:
         self._waiting: asyncio.Future[None] | None = None
         self._over: Callable[[], bool] = lambda: False
         self._until_s = math.inf
+        self._wake_s: float | None = None
 
     @property
     def bytes_in(self) -> int:
@@ -284,12 +285,16 @@ class LocalNeighbors:
         return over()
 
     def wake(self) -> None:
+        self._wake_s = None
         if self.waits and (self._over() or self._network.now >= self._until_s):
             assert self._waiting is not None
             self._waiting.set_result(None)
 
     def wake_s(self) -> float:
-        return min(self._until_s, self.courier.wake_s(self._network.now)) if self.waits else math.inf
+        """When it has something to do without being touched; asked far more often than it changes."""
+        if self._wake_s is None:
+            self._wake_s = min(self._until_s, self.courier.wake_s()) if self.waits else math.inf
+        return self._wake_s
 
     def fail(self, error: ConnectError) -> None:
         if self._waiting and not self._waiting.done():

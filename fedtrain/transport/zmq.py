@@ -92,6 +92,9 @@ class Peers:
     """A roster that is given, for tests and benchmarks."""
 
     def __init__(self, contacts: Iterable[Contact] = ()) -> None:
+        self.replace(contacts)
+
+    def replace(self, contacts: Iterable[Contact]) -> None:
         self.contacts = {each.peer: each for each in contacts}
         self._names = {each.key: each.peer for each in self.contacts.values()}
 
@@ -182,6 +185,7 @@ class ZmqNeighbors:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"gossip {me}", daemon=True)
         self.port = 0
+        self.wire_out = 0  # bytes of all messages sent, headers too, before encryption
 
     # --- the caller's side, on an event loop
 
@@ -356,7 +360,7 @@ class ZmqNeighbors:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        wait_s = min(max(self._courier.wake_s(now) - now, 0.0), POLL_S)
+        wait_s = min(max(self._courier.wake_s() - now, 0.0), POLL_S)
         if any(link.queue for link in self._links.values()):
             wait_s = min(wait_s, 0.002)  # a full ROUTER can't be polled for one of its peers
         ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
@@ -704,6 +708,7 @@ class ZmqNeighbors:
                     self._went_down(link)
                 continue
             link.queue.popleft()
+            self.wire_out += len(header) + len(body)
 
     # --- handing back to the caller's side
 

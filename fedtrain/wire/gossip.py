@@ -140,9 +140,9 @@ def unpack(data: bytes | memoryview) -> tuple[Header, Stamp]:
     return header, Stamp(run, schema, sender)
 
 
-def chunks_of(nbytes: int) -> int:
+def chunks_of(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     """How many chunks a payload makes."""
-    return -(-nbytes // CHUNK_BYTES)
+    return -(-nbytes // chunk_bytes)
 
 
 def pack_offer(nbytes: int, note: bytes) -> bytes:
@@ -152,13 +152,15 @@ def pack_offer(nbytes: int, note: bytes) -> bytes:
     return _NBYTES.pack(nbytes) + note
 
 
-def unpack_offer(header: Header, body: bytes | bytearray | memoryview, limit: int) -> tuple[int, bytes]:
+def unpack_offer(
+    header: Header, body: bytes | bytearray | memoryview, limit: int, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[int, bytes]:
     """(bytes of the payload, note). Nothing is allocated for an offer that says more than `limit` bytes."""
     if not _NBYTES.size <= len(body) <= _NBYTES.size + NOTE_BYTES:
         raise WireError(f"an offer's body of {len(body)} bytes")
     (nbytes,) = _NBYTES.unpack_from(body)
     if nbytes > limit:
         raise WireError(f"an offer of {nbytes} bytes, at most {limit} are taken")
-    if header.count != chunks_of(nbytes):
+    if header.count != chunks_of(nbytes, chunk_bytes):
         raise WireError(f"an offer of {nbytes} bytes in {header.count} chunks")
     return nbytes, bytes(body[_NBYTES.size :])

@@ -1,0 +1,188 @@
+"""An averaging round of real peers over ZeroMQ with CURVE, each a process of its own, on loopback.
+
+In a round each peer sends its whole model to one other and mixes what comes (the one-peer exponential graph,
+Ying et al. 2021): after log2(n) rounds all have the same average, which is checked. Beside it, in the same
+run and before each case, a bare pair of pyzmq sockets with CURVE moves the same chunks.
+
+    round_s       median over rounds of the slowest peer's time
+    bytes_ratio   all message bytes that a peer sends in a round / the model's bytes, which the graph needs
+    curve_ratio   bytes a second of all peers together / those of the bare pair
+    cpu_ratio     the bare pair's CPU seconds a byte, both ends / those of the peers
+
+    python benchmarks/gossip.py [--json] [--case 10Mx4]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import common
+import torch
+import zmq
+
+from fedtrain.exchange import Offer, Share
+from fedtrain.transport.zmq import Contact, Curve, Peers, ZmqNeighbors
+from fedtrain.wire.frames import CHUNK_BYTES
+from fedtrain.wire.gossip import Greeting
+
+CASES = {"1Mx4": (1_000_000, 4), "10Mx4": (10_000_000, 4), "1Mx8": (1_000_000, 8), "tiny": (1000, 4)}
+ROUNDS = 24
+PAIR_BYTES = 200 << 20
+GREETING = Greeting(version="benchmark", task_digest="", schema_digest="", agreed={})
+
+
+class Average:
+    """acc = (x + share) / 2"""
+
+    def __init__(self, x: torch.Tensor, acc: torch.Tensor) -> None:
+        self.acc = torch.mul(x, 0.5, out=acc)
+
+    def begin(self, offer: Offer) -> None:
+        assert offer.nbytes == self.acc.nbytes
+
+    def mix(self, peer: str, offset: int, chunk: memoryview) -> None:
+        piece = torch.frombuffer(chunk, dtype=torch.float32)
+        self.acc[offset // 4 : offset // 4 + len(piece)].add_(piece, alpha=0.5)
+
+    def end(self, peer: str, nbytes: int) -> None:
+        assert nbytes == self.acc.nbytes
+
+
+def peer(name: str, index: int, numel: int, pipe: Connection) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    asyncio.run(_peer(name, index, numel, pipe))
+
+
+async def _peer(name: str, index: int, numel: int, pipe: Connection) -> None:
+    curve, roster = Curve.new(), Peers()
+    neighbors = ZmqNeighbors(me=name, curve=curve, roster=roster, run="benchmark", greeting=GREETING)
+    neighbors.start()
+    pipe.send(Contact(name, curve.public, f"127.0.0.1:{neighbors.port}"))
+    contacts = pipe.recv()
+    roster.replace(contacts)
+    names = [each.peer for each in contacts]
+    n = len(names)
+    hops = [2**k for k in range(n.bit_length() - 1)]
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(index))
+    other = torch.empty_like(x)
+    assert len(await neighbors.meet(set(names) - {name}, 30)) == n - 1
+    pipe.send("ready")
+    pipe.recv()
+    times, sent, cpu = [], neighbors.wire_out, time.process_time()
+    for r in range(ROUNDS):
+        hop = hops[r % len(hops)]
+        to, source = names[(index + hop) % n], names[(index - hop) % n]
+        share = Share(memoryview(x.numpy().data).cast("B"))
+        start = time.perf_counter()
+        done = await neighbors.exchange(r, {to: share}, [source], Average(x, other), 60.0)
+        times.append(time.perf_counter() - start)
+        assert done.arrived == {source}, done
+        assert done.given == {to}, done
+        x, other = other, x
+        if r == len(hops) - 1:
+            agreed = x[:: max(1, numel // 100)].clone()
+    pipe.send((times, neighbors.wire_out - sent, time.process_time() - cpu, agreed))
+    pipe.recv()
+    await neighbors.stop()
+
+
+def averaging(numel: int, n: int) -> tuple[float, float, float]:
+    """(seconds a round, bytes a peer sends in a round, CPU seconds of all peers in a round)."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes, workers = [], []
+    for i in range(n):
+        here, there = spawn.Pipe()
+        workers.append(spawn.Process(target=peer, args=(f"p{i}", i, numel, there), daemon=True))
+        workers[-1].start()
+        pipes.append(here)
+    contacts = [_get(pipe) for pipe in pipes]
+    for answer in (contacts, "go"):
+        for pipe in pipes:
+            pipe.send(answer)
+        got = [_get(pipe) for pipe in pipes]
+    for pipe in pipes:
+        pipe.send("over")
+    for worker in workers:
+        worker.join(30)
+    times, sent, cpu, agreed = zip(*got, strict=True)
+    for each in agreed:
+        torch.testing.assert_close(each, agreed[0], msg="the peers do not agree")
+    slowest = [max(each) for each in zip(*times, strict=True)]
+    return statistics.median(slowest[2:]), statistics.mean(sent) / ROUNDS, sum(cpu) / ROUNDS
+
+
+def _get(pipe: Connection) -> Any:
+    assert pipe.poll(120), "a peer did not answer"
+    return pipe.recv()
+
+
+def bare_pair(total: int) -> tuple[float, float]:
+    """(bytes a second, CPU seconds a byte) of two processes' bare sockets with CURVE, in chunks of 1 MiB."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    public, secret = zmq.curve_keypair()
+    sink = spawn.Process(target=_sink, args=(public, secret, total, there), daemon=True)
+    sink.start()
+    port = _get(here)
+    context: zmq.Context[Any] = zmq.Context()
+    source = context.socket(zmq.DEALER)
+    source.curve_serverkey = public
+    source.curve_publickey, source.curve_secretkey = zmq.curve_keypair()
+    source.sndhwm = 64
+    source.connect(f"tcp://127.0.0.1:{port}")
+    cpu = time.process_time()
+    chunk = memoryview(torch.randint(0, 256, (CHUNK_BYTES,), dtype=torch.uint8).numpy().data)
+    for _ in range(total // CHUNK_BYTES):
+        source.send(chunk, copy=False)
+    rate, its_cpu = _get(here)
+    cpu = (time.process_time() - cpu + its_cpu) / total
+    source.close(0)
+    context.term()
+    sink.join(30)
+    return rate, cpu
+
+
+def _sink(public: bytes, secret: bytes, total: int, pipe: Connection) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.curve_server, router.curve_publickey, router.curve_secretkey = True, public, secret
+    router.rcvhwm = 64
+    pipe.send(router.bind_to_random_port("tcp://127.0.0.1"))
+    first = router.recv_multipart(copy=False)
+    start, cpu, got = time.perf_counter(), time.process_time(), 0
+    del first
+    for _ in range(total // CHUNK_BYTES - 1):
+        got += len(router.recv_multipart(copy=False)[1])
+    pipe.send((got / (time.perf_counter() - start), time.process_time() - cpu))
+    router.close(0)
+    context.term()
+
+
+def main() -> None:
+    parser = common.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be repeated")
+    args = parser.parse_args()
+    common.begin(args)
+    for case in args.case or CASES:
+        numel, n = CASES[case]
+        model = 4 * numel
+        if case != "tiny":
+            rates, cpus = zip(*(bare_pair(PAIR_BYTES) for _ in range(3)), strict=True)
+            rate, cpu_byte = statistics.median(rates), statistics.median(cpus)
+        round_s, sent, cpu_s = averaging(numel, n)
+        common.emit("gossip", case, "round_s", round_s, "s")
+        if case != "tiny":
+            common.emit("gossip", case, "bytes_ratio", sent / model, "")
+            common.emit("gossip", case, "curve_ratio", n * model / round_s / rate, "")
+            common.emit("gossip", case, "cpu_ratio", cpu_byte / (cpu_s / (n * model)), "")
+            common.emit("gossip", case, "bare_pair", rate / 1e9, "GB/s")
+
+
+if __name__ == "__main__":
+    main()
