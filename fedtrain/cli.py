@@ -2,7 +2,8 @@
 
 Each command imports what it needs when it runs, so that `fedtrain --help` waits for nothing. An error that
 is the user's to act on is one line on stderr; --traceback, or FEDTRAIN_DEBUG=1, shows where it came from.
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 75 a datacenter's rank that was told to leave and checkpointed,
+130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations

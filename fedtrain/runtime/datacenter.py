@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,6 +25,7 @@ from ..errors import ConfigError
 from ..store import Checkpoint, RunStore
 from ..strategies import Strategy, build, corrects, server_step, state_init
 from ..training.checkpoint import Checkpoints
+from ..training.elastic import Leave, Left, shares_store
 from ..training.mesh import AXES, Mesh, Sizes, joined
 from ..training.parallel.data import Dealt, pooled
 from ..training.parallel.engine import MeshEngine, Step
@@ -49,6 +50,7 @@ def run(
 ) -> Result:
     """Train to config.run.rounds, from the newest checkpoint on. Called alike by every rank that torchrun
     started, or by one process alone; rank 0 speaks for all, so others are given an `emit` that is silent.
+    Told to leave by SIGTERM, all ranks checkpoint and raise Left.
 
     `start`: a run directory (a federation's, say) whose last model a new run begins with. `done`: see joined.
     """
@@ -58,8 +60,11 @@ def run(
         sizes = Sizes.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
         mesh = Mesh(sizes, device, islands=config.parallel.sync == "local")
         task = load_task(config.run.task, config.root, data_dir)
-        with _store(config, mesh) as store:
-            room = Datacenter(config, task, mesh, store, emit)
+        if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            emit("notice", text="Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, ranks "
+                 "may not find each other again after a machine has come or gone.")  # fmt: skip
+        with _store(config, mesh) as store, Leave() as leave:
+            room = Datacenter(config, task, mesh, store, emit, leave)
             if store is not None:
                 store.begin(room.engine.schema, agreed(config), run=config.run.name, task_digest=digest)
             return room.run(start)
@@ -68,9 +73,18 @@ def run(
 class Datacenter:
     """One run, at one rank of its mesh."""
 
-    def __init__(self, config: Config, task: Task, mesh: Mesh, store: RunStore | None, emit: Emit) -> None:
-        """`store` is rank 0's."""
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        mesh: Mesh,
+        store: RunStore | None,
+        emit: Emit,
+        leave: Leave | None = None,
+    ) -> None:
+        """`store` is rank 0's. `leave`: what tells it to; None: nothing does."""
         self.config, self.mesh, self.store, self.emit = config, mesh, store, emit
+        self.leave = leave or Leave()
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
         self.islands = config.parallel.sync == "local"
         self.afresh = self.islands and not config.parallel.carry
@@ -119,6 +133,8 @@ class Datacenter:
                 if stop := self._reason_to_stop():
                     reason = stop
                     break
+            if state.round < config.run.rounds and self.leave.asked():
+                self._go()
         self.checkpoints.finish(state, state.round if self.islands else state.step)
         best = self.store.best_round if self.store is not None else None
         self.emit("run_finished", round=state.round, reason=reason)
@@ -148,6 +164,8 @@ class Datacenter:
                 )
             elif not self._round_is_over(state.step - before):  # at the end of a round it counts as done
                 self.checkpoints.maybe_save(state, state.step)
+                if self.leave.asked():
+                    self._go()
         state.round += 1
         if self.outer is not None:
             self.outer.end_round(state.step - before)
@@ -185,6 +203,15 @@ class Datacenter:
             size=lambda: self.data.examples.count,
             fragments=parallel.fragments, overlap=parallel.overlap, mix=parallel.mix,
         )  # fmt: skip
+
+    def _go(self) -> NoReturn:
+        """All ranks were told to leave: what they have is on the disk before they do."""
+        self.checkpoints.finish(self.state, self.state.round if self.islands else self.state.step)
+        self.emit(
+            "notice", text=f"Told to leave (SIGTERM) after step {self.state.step}, which is checkpointed. "
+            f"The same command goes on from there.",
+        )  # fmt: skip
+        raise Left
 
     def _begin_with(self, run_dir: Path) -> None:
         """The last model of another run, on rank 0's disk, is where this one starts."""

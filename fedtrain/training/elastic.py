@@ -22,6 +22,13 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: not done, and no failure; start it again
 
 
+class Left(SystemExit):
+    """A process ends because it was told to, with all that it knew checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__(LEFT)
+
+
 class Leave:
     """SIGTERM as a question that all ranks answer alike. Made in the main thread, by every rank.
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
+from .elastic import Left, meet
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 LEAVE_S = 0.3  # torch's threads need so long after the groups are gone, or the process may abort
@@ -172,13 +172,12 @@ def joined(config: ParallelConfig, device: str, done: Path | None = None) -> Ite
         yield here
         return
     backend = "nccl" if here.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(seconds=config.timeout),
-        device_id=here if here.type == "cuda" else None,
-    )
+    meet(backend, config.timeout, here if here.type == "cuda" else None)
     try:
         yield here
+    except Left:
+        shutdown()
+        raise
     except BaseException:
         dist.destroy_process_group()
         raise
