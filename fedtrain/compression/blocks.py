@@ -1,0 +1,53 @@
+"""A vector in blocks that have a scale each, worked on a few at a time, in a core's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..config import require
+
+if TYPE_CHECKING:
+    import torch
+
+    from .base import Payload, Vector
+
+CHUNK = 1 << 16  # values worked on at a time
+
+
+def check_block(block: int) -> None:
+    """Whole blocks must fill a chunk, and whole bytes a block."""
+    fits = 8 <= block <= CHUNK and CHUNK % block == 0
+    require(fits, "compression.block", f"{block} must be a power of two from 8 to {CHUNK}")
+
+
+def scale_bytes(n: int, block: int) -> int:
+    """A float32 a block, the last one maybe short."""
+    return 4 * -(-n // block)
+
+
+def parts(payload: Payload, n: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales as float32, the rest); views."""
+    import torch
+
+    edge = scale_bytes(n, block)
+    return payload[:edge].view(torch.float32), payload[edge:]
+
+
+def chunks(vector: Vector, block: int) -> Iterator[tuple[int, Vector]]:
+    """(start, values as [blocks, block]); a short last block is filled up with zeros."""
+    import torch
+
+    for at in range(0, len(vector), CHUNK):
+        part = vector[at : at + CHUNK]
+        if short := -len(part) % block:
+            part = torch.cat([part, part.new_zeros(short)])
+        yield at, part.view(-1, block)
+
+
+def scale_(vector: Vector, scales: Vector, block: int) -> None:
+    """Multiply each block in place by its scale; the last may be short."""
+    whole = len(vector) // block
+    vector[: whole * block].view(whole, block).mul_(scales[:whole, None])
+    if len(vector) % block:
+        vector[whole * block :].mul_(scales[whole])

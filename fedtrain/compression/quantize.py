@@ -1,0 +1,111 @@
+"""Integers of 8, 4 or 2 bits, with a scale for each block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..config import require
+from .base import Compressor, Keystream, checked, room, sized
+from .blocks import CHUNK, check_block, chunks, parts, scale_, scale_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from .base import Payload, State, Vector
+
+SMALLEST = 1e-36  # a block with nothing larger is sent as zeros: its scale has no reciprocal in float32
+
+
+@dataclass(frozen=True)
+class Quantize(Compressor):
+    """q = floor(x·L/s + u), x̂ = q·s/L with s = max |x| in the block, L = 2^(bits − 1) − 1 and u uniform.
+
+    Stochastic rounding (Alistarh et al. 2017, §3.1, with the largest value for the norm) is unbiased:
+    E x̂ = x to 2⁻¹⁷ of a step, |x̂ − x| < s/L, and its variance is at most (s/2L)² a value. To the nearest
+    (u = ½) it is biased, |x̂ − x| ≤ s/2L and ≤ |x|, and δ ≥ 1/block.
+    Payload: a float32 a block (s/L), then the integers in two's complement, 1, 2 or 4 in a byte, the first in
+    its lowest bits.
+    """
+
+    bits: int = 8  # 8 | 4 | 2
+    block: int = 1024  # values with one scale: smaller is more exact and larger, 32/block bits a value more
+    unbiased: bool = True  # stochastic rounding; false: to the nearest
+
+    def __post_init__(self) -> None:
+        require(self.bits in (2, 4, 8), "compression.bits", f"{self.bits} must be 2, 4 or 8")
+        check_block(self.block)
+
+    def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
+        import numpy as np
+        import torch
+
+        vector, levels = checked(vector), (1 << (self.bits - 1)) - 1
+        payload = torch.empty(self.bytes_for(len(vector)), dtype=torch.uint8)
+        scales, codes = parts(payload, len(vector), self.block)
+        scratch, dither = torch.empty(CHUNK), torch.empty(CHUNK)
+        stream, draws = Keystream(seed, "quantize"), np.empty(CHUNK, dtype=np.int16)
+        for at, part in chunks(vector, self.block):
+            steps = scratch[: part.numel()].view(part.shape)
+            largest = torch.abs(part, out=steps).amax(1)
+            scales[at // self.block :][: len(part)] = largest / levels
+            factor = torch.where(largest < SMALLEST, 0.0, levels / largest)
+            torch.mul(part, factor[:, None], out=steps)
+            if self.unbiased:
+                stream.fill(draws)  # u - ½, for what follows is rounded and not floored
+                dither.copy_(torch.from_numpy(draws))
+                steps.view(-1).add_(dither[: steps.numel()], alpha=2.0**-16)
+            _pack(steps.round_().clamp_(-levels, levels).view(-1), self.bits, codes[at * self.bits // 8 :])
+        return payload, state
+
+    def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
+        scales, codes = parts(sized(payload, self, n), n, self.block)
+        vector = room(n, out)
+        for at in range(0, n, CHUNK):
+            there = vector[at : at + CHUNK]
+            _unpack(codes[at * self.bits // 8 :], self.bits, there)
+            scale_(there, scales[at // self.block :], self.block)
+        return vector
+
+    def bytes_for(self, n: int) -> int:
+        return scale_bytes(n, self.block) + -(-n * self.bits // 8)
+
+    def contraction(self) -> Quantize:
+        return replace(self, unbiased=False)
+
+
+WORDS = {4: ("int16", 0x0F0F), 2: ("int32", 0x03030303)}  # bits -> what one byte of codes is spread over
+
+
+def _pack(steps: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """Whole float32 of so many bits each, a multiple of 8 of them, into the first bytes of `out`, or all."""
+    import torch
+
+    count = min(len(out), len(steps) * bits // 8)
+    if bits == 8:
+        out[:count].view(torch.int8).copy_(steps[:count])
+        return
+    word, mask = WORDS[bits]
+    spread = steps.to(torch.int8).view(getattr(torch, word)).bitwise_and_(mask)
+    packed = spread.clone()
+    for i in range(1, 8 // bits):
+        packed |= spread >> (i * (8 - bits))
+    out[:count].copy_(packed.view(torch.uint8)[:: 8 // bits][:count])
+
+
+def _unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """The first codes of `packed`, as many as `out` has room for, as float32."""
+    import torch
+
+    packed = packed[: -(-len(out) * bits // 8)]
+    if bits == 8:
+        out.copy_(packed.view(torch.int8))
+        return
+    word, mask = WORDS[bits]
+    bytes_ = packed.to(getattr(torch, word))
+    spread = bytes_.clone()
+    for i in range(1, 8 // bits):
+        spread |= bytes_ << (i * (8 - bits))
+    sign = 1 << (bits - 1)
+    codes = spread.bitwise_and_(mask).view(torch.int8).bitwise_xor_(sign).sub_(sign)
+    out.copy_(codes[: len(out)])
