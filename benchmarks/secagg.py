@@ -237,13 +237,11 @@ def flower(case: Case) -> tuple[float, float] | None:
     """(site_s, server_s) of its functions, each as often as its workflow calls it; None where it isn't."""
     try:
         from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
-        from flwr.common.secure_aggregation.crypto.symmetric_encryption import (
-            generate_key_pairs,
-            generate_shared_key,
-        )
+        from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
         from flwr.common.secure_aggregation.ndarrays_arithmetic import parameters_addition, parameters_mod
         from flwr.common.secure_aggregation.quantization import quantize
         from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
+        from flwr.supercore.primitives.asymmetric import generate_key_pairs
     except ImportError:
         return None
     k, lost = neighbours(case), round(case.sites * case.dropout)
@@ -252,14 +250,14 @@ def flower(case: Case) -> tuple[float, float] | None:
     values = [np.random.standard_normal(case.params)]
     (secret, _), (_, public) = generate_key_pairs(), generate_key_pairs()
     shares = create_shares(bytes(32), threshold, k + 1)
-    vector = quantize(values, 8.0, 1 << 22)
+    wide = [quantize(values, 8.0, 1 << 22)[0].astype(np.int64)]  # as with its masks, which are int64
     mask_s = fastest(lambda: pseudo_rand_gen(bytes(32), 1 << 32, [(case.params,)]), 2)
-    add_s = fastest(lambda: parameters_addition(vector, vector), 2)
+    add_s = fastest(lambda: parameters_addition(wide, wide), 2)
     agree_s = fastest(lambda: generate_shared_key(secret, public), 5)
     share_s = fastest(lambda: create_shares(bytes(32), threshold, k + 1), 2)
     combine_s = fastest(lambda: combine_shares(shares[:threshold]), 2)
     quantize_s = fastest(lambda: quantize(values, 8.0, 1 << 22), 2)
-    mod_s = fastest(lambda: parameters_mod(vector, 1 << 32), 2)
+    mod_s = fastest(lambda: parameters_mod(wide, 1 << 32), 2)
     site_s = quantize_s + (k + 1) * (mask_s + add_s) + mod_s + k * agree_s + 2 * share_s
     server_s = (
         left * add_s + case.sites * combine_s + (left + pairs) * (mask_s + add_s) + pairs * agree_s + mod_s
