@@ -65,9 +65,10 @@ class Choco(Algorithm):
                 vector = None
             if vector is not None:
                 after |= {f"copy/{j}": vector, f"sent/{j}": _number(theirs)}
-            if lost_ours := f"lost/{near.peer}" in parcel.fields:
+            lost_ours = f"lost/{near.peer}" in parcel.fields and not asked  # which had it whole, just now
+            if lost_ours:
                 after["asked"] = _number(1)
-            if vector is not None and (asked or not lost_ours):  # and so at the other end
+            if vector is not None and not lost_ours:  # and so at the other end
                 mixed.add_(vector - mine, alpha=self.gamma * near.incoming[j])
         return mixed, after
 

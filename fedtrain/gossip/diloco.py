@@ -1,4 +1,4 @@
-"""DiLoCo over gossip: an outer Nesterov step on what the neighbours found."""
+"""DiLoCo over gossip: many local steps, an outer Nesterov step, then the neighbours."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DiLoCo(Algorithm):
-    """Δ = (Wθ)ᵢ − φᵢ, v ← βv + Δ, φ ← φ + η(Δ + βv), θ the model after H local steps from φ (Douillard et al.
-    2023, Algorithm 1, whose outer gradient is −Δ). On the complete graph it is DiLoCo itself, and the
-    aggregator's fedavgm with nesterov."""
+    """Δ = θ − φ after H local steps, v ← βv + Δ, φ ← W(φ + η(Δ + βv)) (after Douillard et al. 2023,
+    Algorithm 1, whose outer gradient is −mean Δ).
+
+    Every step is linear, so on the complete graph φ is DiLoCo's, and the aggregator's fedavgm with nesterov.
+    The outer step comes before the average: momentum of the differences between peers resonates with graphs
+    that change (on the Base graph peers never came together), momentum of what each has learnt doesn't.
+    """
 
     outer_lr: float = 0.7
     momentum: float = 0.9
@@ -31,10 +35,10 @@ class DiLoCo(Algorithm):
         return {"momentum": x.new_zeros(x.shape)}
 
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
-        trained = yield LocalSteps(x)
-        blend = Blend(trained, near)
-        yield Send(Parcel({"x": trained}), {"x": blend})
-        yield Receive()
-        delta = blend.to_self().sub_(x)
+        delta = (yield LocalSteps(x)) - x
         v = (state["momentum"] * self.momentum).add_(delta)
-        return x + delta.add_(v, alpha=self.momentum).mul_(self.outer_lr), {"momentum": v}
+        stepped = x + delta.add_(v, alpha=self.momentum).mul_(self.outer_lr)
+        blend = Blend(stepped, near)
+        yield Send(Parcel({"x": stepped}), {"x": blend})
+        yield Receive()
+        return blend.to_self(), {"momentum": v}
