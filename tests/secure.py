@@ -53,13 +53,14 @@ def stream(*seed: object) -> Callable[[int], bytes]:
 
 
 class Member:
-    """An honest site: what it sums, and all that it answered."""
+    """A site: what it sums, and all that it answered; honest unless it has a `lie`."""
 
     def __init__(
         self, site: str, federation: Federation, values: np.ndarray[Any, Any], *seed: object
     ) -> None:
         self.site, self.values, self.model, self.names = site, values, MODEL, ("loss",)
         self.certificate, self.sign = federation.authority.issue(site)
+        self.lie: Callable[[Any], Any] = lambda reply: reply  # what is sent in place of an honest reply
         self._federation = federation
         self.start(*seed)
 
@@ -81,7 +82,7 @@ class Member:
         else:
             reply = self.client.answer(request)  # type: ignore[arg-type]
         self.said.append(reply)
-        return reply
+        return self.lie(reply)
 
     def encode(self, names: tuple[str, ...], out: np.ndarray[Any, Any]) -> None:
         """The values, then ones for the metrics."""

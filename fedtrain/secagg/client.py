@@ -345,6 +345,8 @@ class Roster:
         sites = tuple(sorted({*keys, *share.others}))
         if keys.get(me) != mine:
             raise SecAggError("the roster has another key for this site than it sent")
+        if both := keys.keys() & share.others.keys():
+            raise SecAggError(f"the roster has {len(both)} sites twice")
         check_subset("the roster", sites, terms.cohort, terms.quorum)
         entries = {**share.others, **{name: entry_hash(name, entry) for name, entry in keys.items()}}
         seed = roster_hash(sid, entries, share.names)
