@@ -174,7 +174,7 @@ class Datacenter:
         else:
             self.checkpoints.maybe_save(state, state.step)
         loss = meter.loss_of_round()
-        sites = self.mesh.islands if self.islands else 1
+        sites = self.mesh.islands if self.islands else 0
         return {"loss": loss, "metrics": {"loss": loss}, "sites": sites, "seconds": time.monotonic() - began}
 
     def _round_is_over(self, taken: int) -> bool:

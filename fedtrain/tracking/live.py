@@ -134,7 +134,8 @@ def line(event: Event, board: Board) -> str | None:
             return f"{event.site} may not join{_because(event.reason)}"
         case e.RoundStarted():
             again = f", attempt {event.attempt}" if event.attempt > 1 else ""
-            return f"{_round(event.round, board)}started: {_sites(len(event.sites))}{again}"
+            who = f": {_sites(len(event.sites))}" if event.sites else ""
+            return f"{_round(event.round, board)}started{who}{again}"
         case e.SiteState():
             mine = board.mode in ("site", "") and event.state in ("training", "uploading", "evaluating")
             return f"{_round(event.round, board)}{event.state}" if mine else None
@@ -151,7 +152,8 @@ def line(event: Event, board: Board) -> str | None:
         case e.RoundFailed():
             return f"{_round(event.round, board)}failed, attempt {event.attempt}{_because(event.reason)}"
         case e.RoundCommitted():
-            parts = [f"{_round(event.round, board)}done: {_sites(event.sites)}"]
+            who = f": {_sites(event.sites)}" if event.sites else ""
+            parts = [f"{_round(event.round, board)}done{who}"]
             parts += [averages({"loss": event.loss, **event.metrics})]
             parts += [duration(event.seconds)] if event.seconds is not None else []
             eta = board.eta_s(event.time)

@@ -8,12 +8,18 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    ['kind = "fedavg"', 'kind = "fedprox"\nmu = 0.1', 'kind = "fedadam"\nserver_lr = 0.05'],
-    ids=["fedavg", "fedprox", "fedadam"],
+    ("strategy", "secagg"),
+    [
+        ('kind = "fedavg"', False),
+        ('kind = "fedprox"\nmu = 0.1', False),
+        ('kind = "fedadam"\nserver_lr = 0.05', False),
+        ('kind = "fedavg"', True),
+        ('kind = "fedadam"\nserver_lr = 0.05', True),
+    ],
+    ids=["fedavg", "fedprox", "fedadam", "fedavg under masks", "fedadam under masks"],
 )
-def test_simulation_equals_aggregator_and_sites_over_mtls_bit_for_bit(tmp_path, strategy):
-    with Project(tmp_path, rounds=4, strategy=strategy) as project:
+def test_simulation_equals_aggregator_and_sites_over_mtls_bit_for_bit(tmp_path, strategy, secagg):
+    with Project(tmp_path, rounds=4, strategy=strategy, secagg=secagg) as project:
         simulated = project.simulate()
         aggregator = project.start_all()
         assert aggregator.wait(120) == 0, project.log("aggregator")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -20,6 +20,11 @@ from ...errors import TaskError
 from ..mesh import Mesh
 from ..task import Batch
 from .plan import Plan
+
+# torch.distributed.nn.functional.all_gather has wrong gradients here; the name is new in torch 2.13.
+all_gather = (
+    getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+)
 
 
 class Gathered(TorchFunctionMode):
@@ -51,9 +56,7 @@ class Gathered(TorchFunctionMode):
         if attn_mask is not None:
             raise TaskError("parallel.cp: attention with a mask of its own can't be cut; use is_causal=True")
         mine, at = query.shape[-2], self.rank * query.shape[-2]
-        key, value = (
-            all_gather_tensor_autograd(t.contiguous(), t.dim() - 2, self.group) for t in (key, value)
-        )
+        key, value = (all_gather(t.contiguous(), t.dim() - 2, self.group) for t in (key, value))
         if is_causal:
             whole = torch.arange(key.shape[-2], device=query.device)
             attn_mask = whole[None, :] <= whole[at : at + mine, None]

@@ -1,6 +1,7 @@
-"""What DDP puts on the wire in place of a float32 gradient, by parallel.comm_hook."""
+"""What DDP puts on the wire in place of a float32 gradient, by parallel.comm_hook.
 
-from __future__ import annotations
+DDP looks at a hook's annotations, which must be classes: so this file postpones none.
+"""
 
 from typing import Any
 
@@ -50,7 +51,7 @@ class TopK:
         self.memory: dict[int, torch.Tensor] = {}  # bucket -> what was not sent yet
 
     @staticmethod
-    def hook(state: TopK, bucket: GradBucket) -> Future[torch.Tensor]:
+    def hook(state: "TopK", bucket: GradBucket) -> Future[torch.Tensor]:
         return state.exchange(bucket.index(), bucket.buffer())
 
     def exchange(self, index: int, gradient: torch.Tensor) -> Future[torch.Tensor]:

@@ -93,6 +93,7 @@ def data_parallel(
         return root
     from torch.nn.parallel import DistributedDataParallel
 
+    apart: dict[str, Any] = {"broadcast_buffers": False} if mesh.sizes.cp > 1 else {}  # positions of its own
     gradient_bytes = sum(p.numel() * p.element_size() for p in root.parameters() if p.requires_grad)
     return DistributedDataParallel(
         root,
@@ -101,9 +102,9 @@ def data_parallel(
         device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
         process_group=mesh.group(axes),
         gradient_as_bucket_view=True,
-        broadcast_buffers=mesh.sizes.cp == 1,  # a context-parallel rank has positions of its own
         init_sync=False,  # every rank builds the model under the same seed
         find_unused_parameters=config.find_unused,
+        **apart,
     )
 
 

@@ -1,0 +1,179 @@
+"""Every mesh trains the model that one process trains; islands train what a federation of sites does."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedtrain.config import Config
+from fedtrain.errors import ConfigError
+from fedtrain.runtime.simulation import simulate
+from fedtrain.store import RunStore
+from fedtrain.training.local import build_model
+from fedtrain.training.mesh import Sizes
+from fedtrain.training.sampler import Sampler
+from fedtrain.training.task import load_task, mean_and_weight
+from fedtrain.update import seed_of, unique_tensors
+from tests.equivalence.ranks import Outcome, Table, launch, run_case
+from tests.equivalence.tiny import case, furthest, project
+
+CPU = torch.device("cpu")
+CLIPPED = {"clip_norm": 0.1}
+EXACT = 1e-12  # float64
+CLOSE = 1e-6  # float32
+SGD = {"optimizer": "sgd", "lr": 0.5, "local_steps": 1, "batch_size": 0}
+
+TWO = {
+    "dp": case(),
+    "dp-float32": case("Single"),
+    "dp-padded-tokens-clipped": case("Padded", train=CLIPPED),
+    "zero1": case(zero=1, train=CLIPPED),
+    "zero3": case("Padded", zero=3, train=CLIPPED | {"accumulate": 2}),
+    "sp": case(tp=2, sp=True, train=CLIPPED),
+    "cp": case(cp=2, train=CLIPPED),
+    "pp-1f1b": case("Padded", pp=2, schedule="1f1b", train=CLIPPED),
+}
+TWO_MORE = {
+    "dp-mean-loss": case("Rows"),
+    "dp-accumulated": case("Padded", train={"accumulate": 2}),
+    "zero2": case(zero=2),
+    "zero3-activations-again": case(zero=3, checkpoint_activations=True),
+    "tp": case(tp=2, train=CLIPPED),
+    "cp-zero3": case(cp=2, zero=3),
+    "pp-gpipe": case(pp=2, schedule="gpipe"),
+    "pp-interleaved": case(pp=2, schedule="interleaved"),
+    "pp-sequential": case("Rows", pp=2),
+}
+FOUR = {
+    "hsdp": case(zero=3, replicate=2, train=CLIPPED),
+    "dp-tp": case(tp=2, train=CLIPPED),
+    "zero3-tp": case(tp=2, zero=3),
+    "zero2-sp": case(tp=2, sp=True, zero=2),
+    "dp-pp": case("Padded", pp=2, train=CLIPPED),
+    "zero2-pp": case(pp=2, zero=2),
+    "pp-tp": case(pp=2, tp=2),
+    "cp-zero3": case(cp=2, zero=3, train=CLIPPED),
+    "cp-sp": case(cp=2, tp=2, sp=True),
+}
+EIGHT = {
+    "pp-dp-tp": case(pp=2, tp=2, train=CLIPPED),
+    "pp-zero3-tp": case(pp=2, tp=2, zero=3),
+    "zero3-cp-tp": case(cp=2, tp=2, zero=3),
+}
+ISLANDS = {
+    "one-step-fedavg": case("Natural", sync="local", rounds=20, train=SGD),
+    "one-step-dp": case("Natural", rounds=20, train=SGD),
+    "one-step-federation": case("Natural", sync="local", carry=False, rounds=20, train=SGD),
+    "diloco": case("Rows", sync="local", carry=False, rounds=4, train={"local_steps": 5},
+                   strategy={"kind": "diloco"}),
+    "fedprox-epochs": case("Natural", sync="local", carry=False, rounds=3, train={"local_steps": 0},
+                           strategy={"kind": "fedprox", "mu": 0.1}),
+    "fedadam": case("Text", sync="local", carry=False, rounds=3, train={"local_steps": 3},
+                    strategy={"kind": "fedadam", "server_lr": 0.05}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return project(tmp_path_factory.mktemp("datacenter"))
+
+
+@pytest.fixture(scope="module")
+def two(folder) -> dict[str, Outcome]:
+    return launch(folder, 2, TWO | ISLANDS)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The same case on one rank, each trained once."""
+    known: dict[str, dict[str, torch.Tensor]] = {}
+
+    def train(table: Table) -> dict[str, torch.Tensor]:
+        table = {**table, "parallel": {}}
+        key = repr(table)
+        if key not in known:
+            table["run"] = {**table["run"], "name": f"alone-{len(known)}"}
+            known[key] = run_case(Config.of(table, folder), [], CPU)
+        return known[key]
+
+    return train
+
+
+def by_hand(folder: Path, table: Table) -> dict[str, torch.Tensor]:
+    """A loop as anyone would write it."""
+    config = Config.of(table, folder)
+    task = load_task(config.run.task, folder)
+    model = build_model(task, config.run.seed, CPU)
+    data = task.data("")
+    optimizer = torch.optim.AdamW(model.parameters(), config.train.lr, weight_decay=0.0)
+    order = Sampler(len(data[0]), 16, seed=seed_of(config.run.seed, "datacenter"))
+    for _ in range(20):
+        (share,) = order.take()
+        batch = tuple(column[share.mine] for column in data)
+        optimizer.zero_grad()
+        mean_and_weight(task.loss(model, batch), batch)[0].backward()
+        if config.train.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_norm)
+        optimizer.step()
+    return {name: t.detach().clone() for name, t in unique_tensors(model).items()}
+
+
+def simulated(folder: Path, table: Table) -> dict[str, torch.Tensor]:
+    """What `fedtrain simulate` makes of it with two sites."""
+    table = {**table, "parallel": {}, "simulate": {"sites": 2, "workers": 1}, "secagg": {"enabled": False}}
+    table |= {"run": {**table["run"], "name": "simulated"}, "strategy": {**table["strategy"], "min_sites": 2}}
+    config = Config.of(table, folder)
+    result = asyncio.run(simulate(config, emit=lambda kind, **fields: None, fresh=True))
+    store = RunStore(result.run_dir, read_only=True)
+    last = store.latest()
+    store.close()
+    return {name: view.clone() for name, view in last.weights.load().views().items()}
+
+
+@pytest.mark.parametrize("task", ["Text", "Rows", "Padded"])
+def test_one_rank_is_a_loop_written_by_hand(folder, alone, task):
+    table = case(task, train=CLIPPED)
+    assert furthest(alone(table), by_hand(folder, table)) < EXACT
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_train_the_model_of_one(two, alone, name):
+    assert furthest(two[name].model, alone(TWO[name])) < (CLOSE if "float32" in name else EXACT)
+
+
+def test_rounds_of_one_step_with_fedavg_between_islands_are_data_parallel(two):
+    for name in ("one-step-dp", "one-step-federation"):
+        assert furthest(two["one-step-fedavg"].model, two[name].model) < EXACT
+
+
+@pytest.mark.parametrize("name", ["one-step-federation", "diloco", "fedprox-epochs", "fedadam"])
+def test_islands_train_the_model_of_a_simulated_federation(folder, two, name):
+    assert furthest(two[name].model, simulated(folder, ISLANDS[name])) < EXACT
+
+
+def test_every_round_is_committed_and_told_once(two):
+    assert [e["round"] for e in two["diloco"].of("round_committed")] == [1, 2, 3, 4]
+    assert [e["step"] for e in two["dp"].of("step")] == [10, 20]
+    assert all(0 < e["seconds"] < 60 and e["examples_per_s"] > 0 for e in two["dp"].of("step"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, TWO_MORE), (4, FOUR), (8, EIGHT)], ids=["two", "four", "eight"]
+)
+def test_more_meshes_train_the_model_of_one(folder, alone, ranks, cases):
+    outcomes = launch(folder, ranks, cases, seconds=280)
+    far = {name: furthest(outcomes[name].model, alone(table)) for name, table in cases.items()}
+    assert max(far.values()) < EXACT, far
+
+
+def test_a_mesh_that_is_not_the_world_says_the_product(folder):
+    config = Config.of(case(tp=2, pp=3), folder)
+    with pytest.raises(ConfigError, match=r"pp 3 × dp 1 × cp 1 × tp 2 = 6, but there are 4 ranks"):
+        Sizes.of(config.parallel, 4)
+    with pytest.raises(ConfigError, match=r"4 data-parallel ranks can't form 3 equal copies"):
+        Sizes.of(replace(Config().parallel, replicate=3), 4)
