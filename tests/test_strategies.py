@@ -195,5 +195,5 @@ def test_a_strategy_of_ones_own_lies_beside_the_task(tmp_path, monkeypatch):
 def test_the_table_names_every_strategy_file():
     from pathlib import Path
 
-    files = {f.stem for f in Path(strategies.__file__).parent.glob("fed*.py")}
-    assert files == set(STRATEGIES)
+    files = {f.stem for f in Path(strategies.__file__).parent.glob("*.py")}
+    assert files - {"__init__", "base", "adaptive"} == set(STRATEGIES)
