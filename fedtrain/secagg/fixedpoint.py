@@ -5,8 +5,8 @@ A site's vector in the ring is [coordinates | scalars].
 **Coordinates** are (w/w_max)·Δ, one ring element each, so that a site's weight w never shows. x becomes
 floor(clip(x, ±c) · q_max/c + u), where q_max = 2^(b−1) − 1 and u is uniform in [0, 1): right in expectation,
 off by less than one step, c/q_max. So the mean over n sites of equal weight is off by a standard deviation
-of at most step/(2√n). u is a multiple of 2^-16, of 2^-10 where a float has no more bits beside b, and comes
-from the AES keystream of a seed: a simulated site rounds as the real one does.
+of at most step/(2√n). u is an odd multiple of 2^-16, of 2^-10 where a float has no more bits beside b, and
+comes from the AES keystream of a seed: a simulated site rounds as the real one does.
 
 **Scalars** must add up exactly: the weight itself, counts, sums of metrics, a model's buffers. round(x·2^20)
 is cut into limbs of b − 1 bits, the top one signed, which add up without carrying. 20 bits below the point
@@ -111,24 +111,28 @@ class FixedPoint:
             start, stop = max(block * PER_BLOCK, offset), min((block + 1) * PER_BLOCK, offset + len(out))
             with _noise.one() as noise, _scratch.one() as scratch, np.errstate(over="ignore"):
                 block_into(noise, seed, block, (stop - block * PER_BLOCK) * RANDOM_BYTES)
-                draws = noise[:BLOCK_BYTES].view("<u2")
+                draws = noise[:BLOCK_BYTES].view("<i2")
                 for at in range(start, stop, PIECE):
                     end = min(at + PIECE, stop)
                     part = slice(at - offset, end - offset)
-                    u = draws[at - block * PER_BLOCK : end - block * PER_BLOCK]
-                    clipped.append(self._round(values[part], weight, u, out[part], scratch))
+                    random = draws[at - block * PER_BLOCK : end - block * PER_BLOCK]
+                    clipped.append(self._round(values[part], weight, random, out[part], scratch))
 
         for _ in spread(encode, range(offset // PER_BLOCK, -(-(offset + len(out)) // PER_BLOCK))):
             pass
         return sum(clipped)
 
-    def _round(self, x: Floats, weight: float, random: NDArray[np.uint16], out: RingVector,
+    def _round(self, x: Floats, weight: float, random: NDArray[np.int16], out: RingVector,
                scratch: NDArray[np.uint8]) -> int:  # fmt: skip
-        """One piece; until the last floor everything is held `bits` bits higher, where u is an integer."""
+        """One piece, held `bits` bits higher than it goes out, where u − ½ is an odd integer.
+
+        A float of 1.5 · 2^(mantissa − 1 + bits) has 2^bits as its last place: what is added to it is rounded
+        to the integer wanted, which is then in its low bits. Scaling, floor and conversion take longer.
+        """
         kind, mantissa = (np.float32, 24) if self.value_bits <= 14 else (np.float64, 53)
         bits = min(16, mantissa - self.value_bits)
-        scale = kind(weight / self.max_weight / self.step * 2.0**bits)
-        limit = self.q_max << bits
+        scale, limit = kind(weight / self.max_weight / self.step * 2.0**bits), self.q_max << bits
+        shift = kind(1.5 * 2.0 ** (mantissa - 1 + bits))
         room: Floats = scratch.view(kind)
         y, u = room[: len(x)], room[PIECE : PIECE + len(x)]
         if x.itemsize < 4:
@@ -141,11 +145,15 @@ class FixedPoint:
                 raise SecAggError("an update with values that are not finite can't be summed")
             clipped = int(np.count_nonzero(np.abs(y) > limit + (1 << bits) / 2))  # not those just beside ±c
             np.clip(y, -limit, limit, out=y)
-        u[:] = random if bits == 16 else random >> (16 - bits)
-        y += u  # rounds below u's last bit, so never up to the integer after q_max
-        y *= kind(2.0**-bits)
-        np.floor(y, y)
-        np.copyto(out.view(f"i{out.itemsize}"), y, casting="unsafe")
+        random >>= 16 - bits
+        random |= 1
+        u[:] = random
+        y += u
+        y += shift
+        integers = y.view(f"i{y.itemsize}")
+        if out.itemsize >= y.itemsize:
+            integers -= shift.view(integers.dtype)  # whose own bits a narrower ring doesn't see
+        np.copyto(out.view(f"i{out.itemsize}"), integers, casting="unsafe")
         return clipped
 
     def weight(self, weight: float) -> float:
