@@ -52,7 +52,7 @@ class Quantize(Compressor):
             factor = torch.where(largest < SMALLEST, 0.0, levels / largest)
             torch.mul(part, factor[:, None], out=steps)
             if self.unbiased:
-                stream.fill(draws)  # u - ½, for what follows is rounded and not floored
+                stream.fill(draws[: steps.numel()])  # u - ½, for what follows is rounded and not floored
                 dither.copy_(torch.from_numpy(draws))
                 steps.view(-1).add_(dither[: steps.numel()], alpha=2.0**-16)
             _pack(steps.round_().clamp_(-levels, levels).view(-1), self.bits, codes[at * self.bits // 8 :])
