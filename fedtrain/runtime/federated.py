@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from ..strategies import Strategy, build, server_step, state_init
 from ..update import Arena, Found, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
 from . import checks
-from .answers import Answers, Emit, InTheOpen, aside
+from .answers import Answers, Averages, Emit, InTheOpen, aside
 
 if TYPE_CHECKING:
     from ..pki import Identity
@@ -73,9 +73,9 @@ async def run(
         resumed_from=checkpoint.round or None,
     )
     while True:
-        if _evaluation_is_due(config, store, checkpoint.round):
+        if evaluation_is_due(config, store, checkpoint.round):
             await _evaluate(config, answers, store, checkpoint, emit, evaluate_at)
-        if reason := _reason_to_stop(config, store, checkpoint.round):
+        if reason := reason_to_stop(config, store, checkpoint.round):
             break
         emit("waiting", need=config.strategy.min_sites)
         members = await answers.cohort.members(config.strategy.min_sites)
@@ -155,6 +155,18 @@ async def _evaluate(
     number = checkpoint.round
     sites = list(evaluate_at or await answers.cohort.members(config.strategy.min_sites))
     metrics, by_site = await answers.evaluate(number, sites, checkpoint.weights)
+    keep_evaluation(config, store, number, metrics, by_site, emit)
+
+
+def keep_evaluation(
+    config: Config,
+    store: RunStore,
+    number: int,
+    metrics: Averages,
+    by_site: Mapping[SiteId, Averages],
+    emit: Emit,
+) -> None:
+    """Write down what a round's model is worth, and whether it is the best so far."""
     value = metrics.get(config.evaluate.metric)
     best_yet = (store.evaluation(store.best_round) or {}).get(config.evaluate.metric)
     best = value is not None and config.evaluate.better(value, best_yet)
@@ -174,14 +186,16 @@ def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId])
     return sorted(draw.sample(members, count))
 
 
-def _evaluation_is_due(config: Config, store: RunStore, number: int) -> bool:
+def evaluation_is_due(config: Config, store: RunStore, number: int) -> bool:
+    """Whether the model after `number` rounds should be evaluated now."""
     every = config.evaluate.every
     if number == 0 or not every or (number % every and number < config.run.rounds):
         return False
     return store.evaluation(number) is None
 
 
-def _reason_to_stop(config: Config, store: RunStore, number: int) -> str | None:
+def reason_to_stop(config: Config, store: RunStore, number: int) -> str | None:
+    """Why the run is over after `number` rounds; None when it goes on."""
     if number >= config.run.rounds:
         return "rounds done"
     since_best = store.evaluations_since_best()
