@@ -204,6 +204,21 @@ class SimulateConfig:
 
 
 @dataclass(frozen=True)
+class GossipConfig:
+    """How peers average without a server. Other keys are the algorithm's own fields."""
+
+    algorithm: str = "dpsgd"
+    topology: str = "base:1"  # who talks to whom: `fedtrain topology` knows them
+    weights: str = ""  # metropolis | uniform | push-sum; "": what suits the topology
+    compressor: str = "quantize:8"  # of choco
+    round_deadline: Seconds = Seconds(600)  # a neighbour later than this, by its own start, is left out
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(self.round_deadline > 0, "gossip.round_deadline", "must be positive")
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """How many ranks share the training of one model: `fedtrain datacenter`, or a site of several ranks."""
 
@@ -287,6 +302,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
+    gossip: GossipConfig = field(default_factory=GossipConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     root: Path = Path()
@@ -321,7 +337,9 @@ class Config:
     @classmethod
     def of(cls, table: dict[str, Any], root: Path | str = ".") -> Config:
         table = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in table.items()}
-        for section, kind in (("strategy", StrategyConfig), ("aggregation", AggregationConfig)):
+        for section, kind in (
+            ("strategy", StrategyConfig), ("aggregation", AggregationConfig), ("gossip", GossipConfig)
+        ):  # fmt: skip
             keys = table.get(section, {})
             if isinstance(keys, dict) and "options" not in keys:
                 own = {f.name for f in fields(kind)}
@@ -363,6 +381,11 @@ class Config:
     @property
     def simulate_dir(self) -> Path:
         return self.root / self.run.dir / f"{self.run.name}+simulate"
+
+    @property
+    def gossip_dir(self) -> Path:
+        """A simulation's of peers."""
+        return self.root / self.run.dir / f"{self.run.name}+gossip"
 
     @property
     def datacenter_dir(self) -> Path:
