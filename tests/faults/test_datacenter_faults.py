@@ -1,0 +1,227 @@
+"""`fedtrain datacenter` under torchrun, with what goes wrong in datacenters: the final model is that of a run
+that nothing happened to."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+
+import pytest
+import torch
+
+from fedtrain.store import RunStore
+from tests.bucket import bucket
+from tests.torchrun import Cluster, kill
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROUNDS, STEPS_A_ROUND = 3, 10
+TASK = """
+import time
+import torch
+from torch import nn
+import fedtrain
+
+class Waves(fedtrain.Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 2)).double()
+
+    def data(self, site):
+        x = torch.randn(96, 5, generator=torch.Generator().manual_seed(2)).double()
+        return x, (x[:, 0] > 0).long()
+
+    def loss(self, model, batch):
+        time.sleep(float(open("pace").read()))
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+class Run:
+    """A project in a folder, and the machines that train it; `with` ends them."""
+
+    def __init__(self, folder, *, slow=0.05, checkpoints="", dropout=True, **machines):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        (folder / "task.py").write_text(TASK if dropout else TASK.replace("Dropout(0.1)", "Identity()"))
+        self.pace(slow)
+        (folder / "fedtrain.toml").write_text(
+            f'[run]\nname = "r"\ntask = "task:Waves"\nrounds = {ROUNDS}\nseed = 5\n'
+            f'[train]\nbatch_size = 12\nlocal_steps = {STEPS_A_ROUND}\noptimizer = "adam"\ndevice = "cpu"\n'
+            f'[evaluate]\nevery = 0\n[parallel]\nlog_every = 1\ntimeout = "60s"\n'
+            f'[checkpoint]\nevery = 2\nkeep = 2\ndir = "{checkpoints}"\npatience = "60s"\n'
+        )
+        self.dir = folder / "runs" / "r+datacenter"
+        self.cluster = Cluster(folder, "-m", "fedtrain", "datacenter", "--json", **machines)
+
+    def pace(self, seconds):
+        """How long a step lasts, from now on."""
+        (self.folder / "pace.new").write_text(str(seconds))
+        (self.folder / "pace.new").replace(self.folder / "pace")
+
+    def __enter__(self):
+        self.cluster.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.cluster.__exit__(*error)
+
+    def start(self, *also):
+        return self.cluster.add(*also)
+
+    def events(self, kind):
+        path = self.dir / "events.jsonl"
+        if not path.exists():
+            return []
+        found = [
+            json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
+        return [e for e in found if e["kind"] == kind]
+
+    def notices(self):
+        return [e["text"] for e in self.events("notice")]
+
+    def step(self):
+        """The last one that rank 0 logged."""
+        steps = self.events("step")
+        return steps[-1]["step"] if steps else 0
+
+    def at_step(self, step):
+        self.cluster.wait_for(lambda: self.step() >= step)
+
+    def kill(self, rank, number=signal.SIGKILL):
+        kill(self.cluster.wait_for(lambda: self.cluster.rank(rank)), number)
+
+    def finished(self, agent):
+        assert agent.wait(300) == 0, self.cluster.log()
+
+    def model(self):
+        with contextlib.closing(RunStore(self.dir, read_only=True)) as store:
+            last = store.latest()
+        assert last.round == ROUNDS
+        return last.weights
+
+    def checkpoints(self):
+        return sorted((self.dir / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The digest of the model of two ranks that nothing happened to."""
+    with Run(tmp_path_factory.mktemp("whole") / "p", slow=0.0, ranks=2) as run:
+        run.finished(run.start())
+        return run.model().digest
+
+
+def test_each_rank_killed_at_seeded_steps_changes_no_bit(tmp_path, whole):
+    with Run(tmp_path / "p", ranks=2) as run:
+        agent = run.start()
+        for i, at in enumerate(sorted(random.Random(3).sample(range(3, ROUNDS * STEPS_A_ROUND - 3), 4))):
+            run.at_step(at)
+            run.kill(i % 2)
+        run.finished(agent)
+        assert run.model().digest == whole
+
+
+def test_killed_with_its_newest_checkpoint_damaged_it_goes_on_from_the_one_before(tmp_path, whole):
+    with Run(tmp_path / "p", ranks=2, restarts=0) as run:
+        agent = run.start()
+        run.at_step(9)
+        run.cluster.lose(agent)
+        newest = [c for c in run.checkpoints() if (c / "manifest.json").exists()][-1]
+        file = sorted(newest.glob("*.safetensors"))[-1]
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 4
+        file.write_bytes(content)
+        run.finished(run.start())
+        (line,) = [text for text in run.notices() if "damaged" in text]
+        assert f"{newest.name}/{file.name}" in line
+        assert run.model().digest == whole
+
+
+def test_sigterm_is_a_checkpoint_of_that_step_and_no_step_is_taken_twice(tmp_path, whole):
+    with Run(tmp_path / "p", ranks=2, restarts=0) as run:
+        agent = run.start()
+        run.at_step(7)
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(120) != 0
+        reached = run.step()
+        assert reached < ROUNDS * STEPS_A_ROUND
+        assert f"Told to leave (SIGTERM) after step {reached}" in run.notices()[-1]
+        assert run.checkpoints()[-1].name == f"step-{reached:09d}"
+        run.finished(run.start())
+        assert [e["step"] for e in run.events("step")] == list(range(1, ROUNDS * STEPS_A_ROUND + 1))
+        assert run.model().digest == whole
+
+
+def test_a_world_of_two_then_three_then_one_ends_with_the_same_model(tmp_path):
+    with Run(tmp_path / "whole", slow=0.0, dropout=False, ranks=2) as run:
+        run.finished(run.start())
+        expected = run.model().views()
+    with Run(tmp_path / "p", slow=0.1, dropout=False, nodes="1:3") as run:
+        first, second = run.start(), run.start()
+        run.cluster.wait_for(lambda: any(text.startswith("ranks 2") for text in run.notices()))
+        run.at_step(3)
+        run.pace(5)  # a machine may take long to come
+        third = run.start()
+        run.cluster.wait_for(lambda: any(text.startswith("ranks 3") for text in run.notices()))
+        run.pace(0.2)
+        reached = run.step()
+        run.at_step(reached + 3)
+        run.cluster.lose(second)
+        run.cluster.lose(third)
+        run.finished(first)
+        assert [text for text in run.notices() if text.startswith("ranks ")][-1].startswith("ranks 1")
+        for name, tensor in run.model().views().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_a_notice_and_training_goes_on_with_the_checkpoint_before(tmp_path, whole, small_disk):
+    with Run(tmp_path / "p", checkpoints=small_disk, ranks=2) as run:
+        agent = run.start()
+        run.at_step(5)
+        filler = small_disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as f:
+            while f.write(b"x" * 512):
+                pass
+        run.cluster.wait_for(lambda: [text for text in run.notices() if "was not written" in text])
+        line = next(text for text in run.notices() if "was not written" in text)
+        assert "No space left on device" in line
+        assert "Training goes on; the last good one is of step" in line
+        filler.unlink()
+        run.finished(agent)
+        assert run.model().digest == whole
+
+
+def test_a_disk_that_stays_full_is_an_error_at_the_end(tmp_path, small_disk):
+    (small_disk / "filler").write_bytes(b"x" * (250 << 10))
+    with Run(tmp_path / "p", slow=0.0, checkpoints=small_disk, ranks=2, restarts=0) as run:
+        assert run.start().wait(200) != 0
+        assert f"The checkpoint of step {ROUNDS * STEPS_A_ROUND} was not written" in run.cluster.log()
+        assert run.model().schema.numel > 0, "and the rounds are in the run's store all the same"
+
+
+def test_a_bucket_away_for_ten_seconds_and_a_kill_change_no_bit(tmp_path, whole, monkeypatch):
+    with bucket(monkeypatch) as (url, wire), Run(tmp_path / "p", checkpoints=f"{url}/r", ranks=2) as run:
+        agent = run.start()
+        run.at_step(5)
+        wire.cut()
+        threading.Timer(10, wire.mend).start()
+        run.at_step(9)  # the save of step 8 waited for the bucket
+        run.kill(1)
+        run.finished(agent)
+        assert not [text for text in run.notices() if "was not written" in text]
+        assert run.model().digest == whole

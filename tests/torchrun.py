@@ -1,0 +1,123 @@
+"""torchrun's agents, one a virtual machine, and the ranks under them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+QUICK = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
+ROOT = Path(__file__).parents[1]
+
+
+class Cluster:
+    """Machines on loopback that meet by torchrun's rendezvous; the first one holds it. `with` ends all."""
+
+    def __init__(
+        self, folder: Path, *command: str, nodes: str = "1", ranks: int = 1, restarts: int = 5
+    ) -> None:
+        """`command`: what torchrun starts, `ranks` of them a machine; `nodes`: MIN:MAX machines."""
+        self.folder, self.command, self.nodes, self.ranks, self.restarts = (
+            folder,
+            command,
+            nodes,
+            ranks,
+            restarts,
+        )
+        self.agents: list[subprocess.Popen[bytes]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            self.lose(agent)
+
+    def add(self, *also: str, **env: str) -> subprocess.Popen[bytes]:
+        """Start one more machine."""
+        log = (self.folder / f"agent-{len(self.agents)}.log").open("ab")
+        agent = subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run",
+                "--nnodes", self.nodes, "--nproc-per-node", str(self.ranks),
+                "--max-restarts", str(self.restarts), "--monitor-interval", "0.1",
+                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}",
+                "--rdzv-id", "test", "--rdzv-conf", QUICK, "--local-addr", "127.0.0.1",
+                *self.command, *also,
+            ],
+            stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True,
+            env={
+                **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **env,
+            },
+        )  # fmt: skip
+        log.close()
+        self.agents.append(agent)
+        return agent
+
+    def lose(self, agent: subprocess.Popen[bytes]) -> None:
+        """The machine is gone: its agent and its ranks at once, without a word."""
+        if agent.poll() is None:
+            for process in [psutil.Process(agent.pid), *self.children(agent)]:
+                kill(process)
+        agent.wait(30)
+
+    def children(self, agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
+        try:
+            return psutil.Process(agent.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def rank(self, number: int) -> psutil.Process | None:
+        """The process of a rank, where there is one now."""
+        for agent in self.agents:
+            for child in self.children(agent):
+                try:
+                    if child.environ().get("RANK") == str(number):
+                        return child
+                except psutil.Error:
+                    continue
+        return None
+
+    def log(self) -> str:
+        """The ends of what the agents and ranks wrote, for a failed assertion."""
+        return "\n".join(
+            p.read_text(errors="replace")[-3000:] for p in sorted(self.folder.glob("agent-*.log"))
+        )
+
+    def wait_for(self, condition: Callable[[], Any], timeout_s: float = 200) -> Any:
+        """Until `condition()` is true, for a bounded time."""
+        until = time.monotonic() + timeout_s
+        while not (found := condition()):
+            assert time.monotonic() < until, self.log()
+            time.sleep(0.02)
+        return found
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What the ranks of elastic_worker.py logged, by step, then by rank; a torn last line left out."""
+        found = []
+        for path in self.folder.glob("log-*.jsonl"):
+            for line in path.read_text().splitlines(keepends=True):
+                found += [json.loads(line) | {"pid": path.stem}] if line.endswith("\n") else []
+        return sorted(found, key=lambda line: (line["step"], line["rank"]))
+
+    def step(self) -> int:
+        return max((line["step"] for line in self.lines()), default=0)
+
+
+def kill(process: psutil.Process, number: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
