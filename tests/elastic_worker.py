@@ -1,7 +1,7 @@
 """A small DDP run of the datacenter's parts: what torchrun starts in tests/faults/test_elastic.py.
 
-python elastic_worker.py FOLDER STEPS. FOLDER/pace holds the seconds that a step lasts. Each rank writes a line
-to FOLDER/log-PID.jsonl for each step, with the examples that it took.
+python elastic_worker.py FOLDER STEPS. FOLDER/pace holds the seconds that a step lasts. Each rank writes a
+line to FOLDER/log-PID.jsonl for each step, with the examples that it took.
 """
 
 import json
