@@ -28,7 +28,7 @@ def decode(body: bytes, kind: Any) -> Any:
         raise WireError(f"a frame of {len(body)} bytes is over the limit of {MESSAGE_BYTES}")
     try:
         return msgspec.msgpack.decode(body, type=kind, dec_hook=_see_arena)
-    except (msgspec.DecodeError, RecursionError, OverflowError, BadUpdate) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, BadUpdate) as e:
         raise WireError(f"not a valid frame: {str(e)[:200]}") from None
 
 
