@@ -8,6 +8,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedtrain import pki
 from fedtrain.errors import CertificateError
@@ -24,6 +26,11 @@ def certs(tmp_path_factory):
         pki.issue(folder / federation, "aggregator")
         pki.issue(folder / federation, "site", "north")
     return folder
+
+
+@pytest.fixture(scope="module")
+def chain(certs):
+    return verifier(certs), pki.Signer.of(credentials(certs))
 
 
 def credentials(certs, who="sites/north", federation="ward"):
@@ -154,6 +161,20 @@ def test_revocation_counts_on_every_use_of_a_chain_that_is_known(certs):
 
 def test_only_p256_signs(certs):
     refused(certs, odd(certs, key=ec.generate_private_key(ec.SECP384R1())), "no P-256 key")
+
+
+@settings(max_examples=200, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_a_chain_with_any_byte_changed_proves_nothing_else(chain, place, flip):
+    """It is refused in our own words, or (as in a line's end) it still says what it said."""
+    check, signer = chain
+    changed = bytearray(signer.certificate)
+    changed[int(place * len(changed))] ^= flip
+    try:
+        found = check.verify(bytes(changed), b"m", signer.sign(b"m"))
+    except CertificateError:
+        return
+    assert found == ("north", pki.fingerprint(signer.certificate))
 
 
 @pytest.mark.parametrize("junk", [b"", b"-----BEGIN CERTIFICATE-----\n", b"x" * 100_000])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fedtrain import pki
-from fedtrain.errors import SecAggError, TooFewSites, Unfinished
+from fedtrain.errors import BadUpdate, SecAggError, TooFewSites, Unfinished
 from fedtrain.secagg import client, keys
 from fedtrain.secagg.client import Client
 from fedtrain.secagg.messages import (
@@ -188,6 +188,21 @@ def test_vectors_are_folded_from_wherever_they_lie(form, tmp_path):
     plain = federation.plain("abc")
     federation.members = {site: moved(member) for site, member in members.items()}
     assert np.array_equal(federation.sum().vector, plain)
+
+
+def test_a_vector_that_is_lost_while_it_is_folded_ends_the_session(tmp_path):
+    federation = Federation(5)
+
+    def cut(reply):
+        if not isinstance(reply, Masked):
+            return reply
+        path = tmp_path / "vector"
+        path.write_bytes(bytes(reply.vector.payload)[:7])
+        return replace(reply, vector=ArenaFile(reply.vector.schema, path, reply.vector.digest))
+
+    federation.members["b"].lie = cut
+    with pytest.raises(BadUpdate, match="7 bytes at coordinate 0"):
+        federation.sum()
 
 
 def test_a_ring_arena_is_an_arena_like_any_other():
@@ -488,7 +503,7 @@ def test_a_whole_session_is_byte_for_byte_what_it_was():
     for member in federation.members.values():
         for reply in member.said:
             said.update(encode(reply))
-    assert said.hexdigest() == "eafad5ddffcc347209604be29a6a23fc3b8bc37af57463213efde6c83990e720"
+    assert said.hexdigest() == "107abc2b88ecd2794fd3cd86364bca3f4e2771ac80e9797f007b186e81e2190c"
     assert (
         hashlib.sha256(found.vector.tobytes()).hexdigest()
         == "2a1f6283da7dd39fdee767f8570778bfcb6e212ac3e0fe458a4f97dfaa2247a3"

@@ -264,12 +264,9 @@ def roster_hash(sid: bytes, entries: Mapping[SiteId, bytes], names: tuple[str, .
     )
 
 
-def dealt_hash(sealed: Mapping[SiteId, Sealed]) -> bytes:
-    holders = sorted(sealed)
-    texts = [
-        part for holder in holders for part in (sealed[holder].text, sealed[holder].seed, sealed[holder].key)
-    ]
-    return hash_of("dealt", *holders, b"".join(texts))  # whose sizes are fixed
+def dealt_hash(sealed: dict[SiteId, Sealed]) -> bytes:
+    """Of all that a site dealt, as it travels."""
+    return hash_of("dealt", msgspec.msgpack.encode(sealed))
 
 
 def shares_statement(sid: bytes, roster: bytes, dealt: bytes) -> bytes:

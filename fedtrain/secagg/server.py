@@ -152,8 +152,9 @@ async def secure_sum(
                 raise SecAggError(f"the vector is not {schema.tensors[0]}")
             statement = masked_statement(sid, roster, masked.vector.digest)
             check_signer(verify, site, keys, statement, masked.signature)
-            await aside(fold, total, masked.vector)
             folded.add(site)
+        if site in folded:  # outside: a vector that is in the sum by half ends the session
+            await aside(fold, total, masked.vector)
     session.need("masked vectors", folded)
     survivors = tuple(sorted(folded))
 

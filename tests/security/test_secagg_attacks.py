@@ -10,9 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fedtrain.errors import RoundError, Unfinished
+from fedtrain.errors import RoundError, Unfinished, WireError
 from fedtrain.secagg import keys as session_keys
 from fedtrain.secagg import server
 from fedtrain.secagg.keys import KeyPair, pair_mask_key, pair_mask_sign
@@ -30,7 +32,7 @@ from fedtrain.secagg.messages import (
     Unmasked,
     keys_statement,
 )
-from fedtrain.wire import encode
+from fedtrain.wire import decode, encode
 
 from ..secure import MODEL, NO_WEIGHTS, Federation, losing, stream
 
@@ -127,8 +129,8 @@ def shares_given(federation):
     kinds = defaultdict(set)
     for member in federation.members.values():
         for reply in member.answers(Unmasked):
-            for kind, given in (("seed", reply.seeds), ("key", reply.keys)):
-                for site in given:
+            for kind, shares in (("seed", reply.seeds), ("key", reply.keys)):
+                for site in shares:
                     kinds[site].add(kind)
     return kinds
 
@@ -585,6 +587,33 @@ def test_the_next_round_is_summed_over_whoever_is_there():
     federation.sum()
     federation.again(round=4)
     assert federation.sum(losing({"e": "Mask"})).sites == tuple("abcd")
+
+
+# --- Anything else
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_requests_with_any_byte_changed_give_the_sum_or_none(data):
+    """What decodes is answered or refused; a site never fails in another way, and a sum is never wrong."""
+    federation = Federation(3)
+    kind = data.draw(st.sampled_from([Share, Mask, Agree, Unmask]))
+
+    def change(site, request):
+        body = bytearray(encode(request))
+        body[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
+        try:
+            return decode(bytes(body), Share | Mask | Agree | Unmask)
+        except WireError:
+            return None
+
+    try:
+        found = federation.sum(
+            on(kind, lambda site, request: change(site, request) if site == "b" else request)
+        )
+    except RoundError:
+        return
+    assert np.array_equal(found.vector, federation.plain("abc"))
 
 
 # --- Sparse graphs
