@@ -33,10 +33,13 @@ QUICK_START = """\b
 Quick start:
   fedtrain new heart && cd heart       a project that runs as it is
   fedtrain simulate                    all its sites on this machine
-  fedtrain certs init && fedtrain certs issue aggregator site-1 site-2
+  fedtrain certs init aggregator site-1 site-2 site-3
   fedtrain aggregator                  in one terminal
-  fedtrain site site-1                 in a second one; site-2 in a third
+  fedtrain site site-1                 in a second one; site-2 in a third, site-3 in a fourth
 """
+
+
+CERTIFICATE_DAYS = 30
 
 
 class Stopped(SystemExit):
@@ -250,36 +253,44 @@ def certs() -> None:
 
 @certs.command("init")
 @with_config
+@click.argument("names", metavar="[aggregator] [SITE]...", nargs=-1)
 @click.option("--federation", metavar="NAME", help="Who belongs together; without it, the run's name.")
-def certs_init(config: Config, federation: str | None) -> None:
-    """Make the federation's certificate authority, once."""
+def certs_init(config: Config, names: tuple[str, ...], federation: str | None) -> None:
+    """Make the federation's certificate authority, once; and certificates, where names are given."""
     from . import pki
 
     label = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")
     folder = pki.init(config.root / config.network.certs, federation or label)
     click.echo(f"{_short(folder)} holds the authority of {federation or label}; it stays here, and secret.")
-    click.echo("Next: fedtrain certs issue aggregator site-1 site-2")
+    for name in names:
+        _issue(config, name, days=CERTIFICATE_DAYS, request=None)
+    if not names:
+        click.echo("Next: fedtrain certs issue aggregator site-1 site-2 site-3")
 
 
 @certs.command("issue")
 @with_config
 @click.argument("names", metavar="[aggregator] [SITE]...", nargs=-1, required=True)
-@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=30, show_default=True,
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=CERTIFICATE_DAYS, show_default=True,
               help="How long they are valid.")  # fmt: skip
 @click.option("--csr", type=click.File("rb"), metavar="FILE",
               help="Sign this request (PEM) of one site, whose key then never leaves it.")  # fmt: skip
 def certs_issue(config: Config, names: tuple[str, ...], days: float, csr: Any) -> None:
     """Make, or renew, certificates: "aggregator" is the aggregator's, any other name a site's."""
-    from . import pki
-
     if csr is not None and len(names) > 1:
         raise click.UsageError("--csr is one site's: name just that site.")
     request = None if csr is None else csr.read()
     for name in names:
-        role = "aggregator" if name == "aggregator" else "site"
-        folder = pki.issue(config.root / config.network.certs, role, name, days=days, csr=request)
-        what = "holds the certificate" if request else "holds key and certificate"
-        click.echo(f"{_short(folder)} {what} of {name}")
+        _issue(config, name, days=days, request=request)
+
+
+def _issue(config: Config, name: str, *, days: float, request: bytes | None) -> None:
+    from . import pki
+
+    role = "aggregator" if name == "aggregator" else "site"
+    folder = pki.issue(config.root / config.network.certs, role, name, days=days, csr=request)
+    what = "holds the certificate" if request else "holds key and certificate"
+    click.echo(f"{_short(folder)} {what} of {name}")
 
 
 @cli.command()
@@ -321,6 +332,28 @@ def datacenter(config: Config, json: bool, data_dir: Path | None, start: str | N
     first = os.environ.get("RANK", "0") == "0"
     with shown(config.datacenter_dir, json=json) if first else nullcontext(datacenter.silent) as emit:
         datacenter.run(config, emit=emit, data_dir=data_dir, start=source)
+
+
+@cli.command()
+@with_config
+@as_json
+@click.option(
+    "--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="How many there will be."
+)
+@click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              metavar="DIR", help="Where the data is.")  # fmt: skip
+def plan(config: Config, json: bool, ranks: int, data_dir: Path | None) -> None:
+    """Estimate what a datacenter run needs of each rank, without starting it."""
+    from .runtime import datacenter
+
+    mesh, memory = datacenter.plan(config, ranks, data_dir)
+    if json:
+        import msgspec
+
+        click.echo(msgspec.json.encode({"ranks": ranks, "mesh": mesh, "memory_bytes": memory}))
+    else:
+        click.echo(f"{ranks} ranks, mesh {mesh}; memory of the rank that has most:")
+        _columns([(f"  {name}", f"{nbytes / 1e6:,.1f} MB") for name, nbytes in memory.items()])
 
 
 # --- looking at runs

@@ -92,7 +92,7 @@ class StrategyConfig:
     """Who takes part in a round, and how the global model moves. Other keys are the strategy's own fields."""
 
     kind: str = "fedavg"
-    min_sites: int = 2  # a round needs this many valid updates
+    min_sites: int = 3  # a round needs this many valid updates
     fraction: float = 1.0  # of the joined sites, sampled each round
     round_deadline: Seconds = Seconds(600)
     attempts: int = 3  # times a round is tried before the run stops
@@ -120,7 +120,7 @@ class SecAggConfig:
     Each site holds the aggregator to its own file: what is asked for there with other values is refused.
     """
 
-    enabled: bool = False
+    enabled: bool = True
     clip: float = 1.0  # bound on a coordinate of (examples / max_examples) * delta
     max_examples: float = 10_000.0  # of one site
     ring_bits: Literal[16, 32, 64] = 32  # bytes a coordinate travels in, times 8: 16 | 32 | 64

@@ -49,7 +49,13 @@ class Project:
     """Files of one federation in a folder, and the processes started in it; `with` ends them."""
 
     def __init__(
-        self, root: Path, *, rounds: int = 4, slow: float = 0.0, strategy: str = 'kind = "fedavg"'
+        self,
+        root: Path,
+        *,
+        rounds: int = 4,
+        slow: float = 0.0,
+        strategy: str = 'kind = "fedavg"',
+        secagg: bool = False,
     ) -> None:
         self.root, self.processes = root, list[subprocess.Popen[bytes]]()
         root.mkdir(parents=True, exist_ok=True)
@@ -61,6 +67,7 @@ class Project:
             f'[run]\nname = "r"\ntask = "task:Blobs"\nrounds = {rounds}\nseed = 11\n'
             f"[train]\nbatch_size = 16\nlr = 0.05\nmomentum = 0.9\n"
             f'[strategy]\n{strategy}\nmin_sites = 3\nround_deadline = "120s"\n'
+            f"[secagg]\nenabled = {str(secagg).lower()}\n"
             f'[network]\nlisten = "127.0.0.1:{port}"\nidle = "60s"\n'
         )
         if not (root / "certs").exists():

@@ -110,10 +110,11 @@ def test_nothing_but_the_package_can_enter_the_image():
     assert not re.search(r"^ADD|\.pem|\.key|certs/|secret|password", DOCKERFILE, re.I | re.M)
 
 
-def test_compose_runs_an_aggregator_and_two_sites_with_our_commands():
+def test_compose_runs_an_aggregator_and_three_sites_with_our_commands():
     services = compose()["services"]
     assert {name: s["command"] for name, s in services.items()} == {
         "aggregator": ["aggregator"], "site-1": ["site", "site-1"], "site-2": ["site", "site-2"],
+        "site-3": ["site", "site-3"],
     }  # fmt: skip
     for service in services.values():
         command_of(service["command"])

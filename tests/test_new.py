@@ -35,7 +35,7 @@ def test_a_new_project_has_its_four_files_and_its_name(project):
 
 def test_the_new_config_is_short_and_right_for_two_sites(project):
     config = Config.load(project / "fedtrain.toml", env={})
-    assert (config.strategy.min_sites, config.run.rounds) == (2, 5)
+    assert (config.strategy.min_sites, config.run.rounds) == (3, 5)
     assert len((project / "fedtrain.toml").read_text().splitlines()) <= 30
 
 
@@ -49,7 +49,7 @@ def test_the_new_task_is_at_most_forty_lines_and_trains_as_it_is(project):
     assert ast.get_docstring(ast.parse(source))
     config = Config.load(project / "fedtrain.toml", env={})
     task = load_task(config.run.task, project)
-    assert task.sites() == ["site-1", "site-2"]
+    assert task.sites() == ["site-1", "site-2", "site-3"]
     data = {site: task.data(site) for site in task.sites()}
     assert not torch.equal(data["site-1"][0], data["site-2"][0])
     assert torch.equal(data["site-1"][0], task.data("site-1")[0])  # the same in every process
@@ -65,11 +65,11 @@ def test_the_new_task_is_at_most_forty_lines_and_trains_as_it_is(project):
     assert 0 <= correct <= count == 200
 
 
-def test_the_readme_names_every_command_that_a_two_site_run_needs(project):
+def test_the_readme_names_every_command_that_a_run_needs(project):
     readme = (project / "README.md").read_text()
     for command in (
-        "simulate", "certs init", "certs issue aggregator site-1 site-2", "aggregator", "site site-1",
-        "site site-2", "watch", "export heart",
+        "simulate", "certs init aggregator site-1 site-2 site-3", "aggregator", "site site-1",
+        "site site-2", "site site-3", "watch", "export heart",
     ):  # fmt: skip
         assert f"\nfedtrain {command}" in readme
 

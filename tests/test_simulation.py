@@ -73,6 +73,7 @@ def configured(folder, *, task="Pool", sites=7, name="run", rounds=3, engine="lo
             "run": {"task": f"pool_task:{task}", "rounds": rounds, "seed": 5, "name": name},
             "train": {"batch_size": 16, "lr": 0.1},
             "strategy": {"kind": "fedadam", **strategy},
+            "secagg": {"enabled": False},
             "simulate": {"sites": sites, "partition": "quantity:1", "workers": 1, "engine": engine},
         },
         folder,

@@ -11,7 +11,7 @@ import fedtrain
 
 class Task(fedtrain.Task):
     def sites(self):
-        return ["site-1", "site-2"]  # who has data; delete this to split one pool by simulate.partition
+        return ["site-1", "site-2", "site-3"]  # who has data; without this, simulate.partition splits a pool
 
     def model(self):
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
