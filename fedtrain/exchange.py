@@ -161,6 +161,9 @@ class Neighbors(Protocol):
         """Tell all peers that this one is at `round` now, before it trains: their deadlines for it count
         from here, so a slow peer makes its neighbours wait but not miss each other."""
 
+    def progress(self) -> dict[PeerId, int]:
+        """The round that each peer announced last; whoever finds himself far behind pulls a state."""
+
     async def exchange(
         self,
         round: int,
@@ -178,8 +181,8 @@ class Neighbors(Protocol):
         """
 
     def post(self, round: int, shares: Mapping[PeerId, Share]) -> None:
-        """Asynchronous modes: send and don't wait. The payload is the transport's from here on. What has
-        not left yet of an earlier post to the same peer is replaced."""
+        """Asynchronous modes: send and don't wait. The payload is the transport's from here on. An earlier
+        post to the same peer that has not begun to leave is replaced."""
 
     def take(self) -> list[Letter]:
         """Letters since the last call, at most one from each peer, its latest; in the peers' order."""

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from fedtrain.errors import BadUpdate, ConnectError
+from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Share
 from fedtrain.transport.courier import Limits
 from fedtrain.transport.memory import Crashed, Faults, LocalNetwork
@@ -210,3 +210,99 @@ def test_seeded_runs_with_drop_duplicate_reorder_delay_and_crash_conserve_mass_a
         hit["crash"] += len(faults.crash_s)
     assert min(hit.values()) >= len(seeds) // 2, hit  # the faults did happen
     assert lost < len(seeds)  # a few a run: those that were given in the moment of a crash
+
+
+def test_a_partition_costs_one_deadline_and_is_forgotten_when_it_is_over():
+    def cut(giver, taker, now):
+        return 5 < now < 40 and (giver in "ab") != (taker in "ab")
+
+    async def one(network, name):
+        others, went = [n for n in "abcd" if n != name], []
+        async with network.join(name) as neighbors:
+            for t in range(8):
+                neighbors.announce(t)
+                await neighbors.sleep(2.0)
+                mixer = Sum(torch.zeros(100))
+                shares = dict.fromkeys(others, share(vector(100, t)))
+                went.append((t, await neighbors.exchange(t, shares, others, mixer, 10.0)))
+            await neighbors.sleep(100.0)
+        return went
+
+    async def main():
+        network = LocalNetwork("abcd", faults=Faults(delay_s=0.01, cut=cut))
+        return await asyncio.gather(*(one(network, n) for n in "abcd"))
+
+    for name, went in zip("abcd", bounded(main()), strict=True):
+        near = next(side for side in ("ab", "cd") if name in side)
+        assert any(done.arrived == set(near) - {name} for _, done in went)
+        assert all(done.waited_s <= 20 for _, done in went)
+        assert went[-1][1].arrived == went[-1][1].given == set("abcd") - {name}
+
+
+def test_a_peer_that_comes_back_pulls_the_state_and_goes_on_with_the_others():
+    async def stays(network, name):
+        async with network.join(name) as neighbors:
+            for t in range(10):
+                neighbors.announce(t)
+                neighbors.publish(t, share(vector(100, t)))
+                await neighbors.sleep(2.0)
+                other = "b" if name == "a" else "a"
+                shares = dict.fromkeys((other, "c"), share(vector(100, t)))
+                done = await neighbors.exchange(t, shares, [other, "c"], Sum(torch.zeros(100)), 5.0)
+            await neighbors.sleep(100.0)
+        return done
+
+    async def returns(network):
+        with pytest.raises(Crashed):
+            async with network.join("c") as neighbors:
+                await neighbors.sleep(100.0)
+        async with network.join("a-clock") as clock:
+            await clock.sleep(8.0)
+        async with network.join("c") as neighbors:
+            letter = await neighbors.pull("a", 10.0)
+            assert letter.round > 0
+            got = torch.frombuffer(letter.share.payload, dtype=torch.float32)
+            assert torch.equal(got, vector(100, letter.round))
+            for t in range(letter.round + 1, 10):
+                await neighbors.sleep(2.0)
+                shares = dict.fromkeys("ab", share(got))
+                done = await neighbors.exchange(t, shares, ["a", "b"], Sum(torch.zeros(100)), 5.0)
+            await neighbors.sleep(50.0)
+        return done
+
+    async def main():
+        network = LocalNetwork(["a", "b", "c", "a-clock"], faults=Faults(crash_s={"c": 3.0}, delay_s=0.01))
+        return await asyncio.gather(stays(network, "a"), stays(network, "b"), returns(network))
+
+    a, b, c = bounded(main())
+    assert c.arrived == {"a", "b"}
+    assert "c" in a.arrived
+    assert "c" in b.arrived
+
+
+def test_letters_do_not_wait_and_the_latest_wins():
+    async def writes(network):
+        async with network.join("a") as neighbors:
+            for t in range(20):
+                neighbors.post(t, {"b": share(vector(100, t))})
+                await neighbors.sleep(1.0)
+            await neighbors.sleep(60.0)
+
+    async def reads(network):
+        rounds = []
+        async with network.join("b") as neighbors:
+            while not rounds or rounds[-1] < 19:
+                assert await neighbors.arrival(60.0)
+                (letter,) = neighbors.take()
+                got = torch.frombuffer(letter.share.payload, dtype=torch.float32)
+                assert torch.equal(got, vector(100, letter.round))
+                rounds.append(letter.round)
+        return rounds
+
+    async def main():
+        network = LocalNetwork("ab", faults=Faults(delay_s=0.3, duplicate=0.3, drop=0.1), seed=3, limits=TINY)
+        return (await asyncio.gather(writes(network), reads(network)))[1]
+
+    rounds = bounded(main())
+    assert rounds == sorted(set(rounds))
+    assert len(rounds) > 3

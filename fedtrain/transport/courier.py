@@ -104,6 +104,7 @@ class Courier:
         self._heard: dict[PeerId, tuple[int, float]] = {}  # which round a peer announced last, and when
         self._dead: dict[PeerId, str] = {}
         self._posted: dict[tuple[PeerId, Kind], Outgoing] = {}
+        self._behind: dict[tuple[PeerId, Kind], tuple[int, Share]] = {}  # to follow what is posted
         self._coming: dict[tuple[PeerId, Kind], Incoming] = {}  # letters and states
         self._had: dict[PeerId, deque[int]] = {}  # transfers of letters that were had whole
         self._pulling: dict[PeerId, float] = {}  # when we last asked
@@ -127,7 +128,7 @@ class Courier:
         self._undecided = set(self._out)
         for out in self._out.values():
             if out.peer in self._dead:
-                self._settle(out, self._dead[out.peer])
+                self._settle(out, self._dead[out.peer], now)
             else:
                 self._offer(out, now)
         early, self._early = self._early, {}
@@ -154,7 +155,7 @@ class Courier:
         for slot in self._slots.values():
             self._lose(slot, "the exchange was stopped here")
         for out in self._out.values():
-            self._settle(out, "the exchange was stopped here")
+            self._settle(out, "the exchange was stopped here", now)
         self._check_end(now)
 
     def post(self, round: int, shares: Mapping[PeerId, Share], now: float) -> None:
@@ -184,9 +185,10 @@ class Courier:
         if slot := self._slots.get(peer):
             self._lose(slot, why)
         if out := self._out.get(peer):
-            self._settle(out, why)
+            self._settle(out, why, now)
         for kind in UNASKED:
             self._posted.pop((peer, kind), None)
+            self._behind.pop((peer, kind), None)
             self._coming.pop((peer, kind), None)
         self._check_end(now)
 
@@ -217,6 +219,11 @@ class Courier:
                 self._offer(out, now)
             self._check_end(now)
 
+    @property
+    def progress(self) -> dict[PeerId, int]:
+        """The round that each peer announced last, of those that are not dead."""
+        return {peer: round for peer, (round, _) in list(self._heard.items()) if peer not in self._dead}
+
     def receive(self, peer: PeerId, header: Header, body: Body, now: float) -> None:
         """A message of an authenticated peer. WireError: it breaks the protocol, and changed nothing that
         others rely on."""
@@ -229,7 +236,7 @@ class Courier:
                 self.heard(peer, header.round, now)
                 self._offered(peer, header, body, now)
             case Kind.DONE | Kind.REFUSE:
-                self._answered(peer, header, body)
+                self._answered(peer, header, body, now)
             case Kind.CANCEL:
                 self._cancelled(peer, header)
             case Kind.WANT:
@@ -259,7 +266,7 @@ class Courier:
             for out in self._out.values():
                 if not out.outcome:
                     if now >= self._until(out.peer):
-                        self._settle(out, f"did not take it within {self._deadline_s:g} s")
+                        self._settle(out, f"did not take it within {self._deadline_s:g} s", now)
                     elif now >= out.touched_s + retry_s:
                         self._offer(out, now)
             self._check_end(now)
@@ -327,7 +334,7 @@ class Courier:
             self.bytes_out += chunk.nbytes
             out.sent += 1
 
-    def _answered(self, peer: PeerId, header: Header, body: Body) -> None:
+    def _answered(self, peer: PeerId, header: Header, body: Body, now: float) -> None:
         """DONE or REFUSE: how it ended."""
         if header.kind is Kind.REFUSE and header.transfer == 0:  # of a PULL
             if self._pulling.pop(peer, None) is not None:
@@ -338,10 +345,10 @@ class Courier:
             return
         if header.kind is Kind.DONE and out.sent < out.count:
             if out.kind is Kind.OFFER and out.sent == 0:  # an earlier life of ours had given it
-                self._decide(out, "given")
+                self._decide(out, now, "given")
                 return
             raise WireError(f"it has {out.count} chunks, of {out.sent} that were sent")
-        self._decide(out, "given" if header.kind is Kind.DONE else "kept", _text(body))
+        self._decide(out, now, "given" if header.kind is Kind.DONE else "kept", _text(body))
 
     def _transfer(self, peer: PeerId, header: Header) -> Outgoing | None:
         """What this answer is about; None when it is over, as answers cross on the way."""
@@ -351,19 +358,21 @@ class Courier:
                 return out
         return None
 
-    def _settle(self, out: Outgoing, why: str) -> None:
+    def _settle(self, out: Outgoing, why: str, now: float) -> None:
         """Without an answer. A taker that can't have the last chunk can't have counted it."""
         if not out.outcome:
-            self._decide(out, "unsure" if out.count and out.sent == out.count else "kept", why)
+            self._decide(out, now, "unsure" if out.count and out.sent == out.count else "kept", why)
             if out.peer not in self._dead:
                 self._say(out.peer, Kind.CANCEL, round=out.round, transfer=out.transfer)
 
-    def _decide(self, out: Outgoing, outcome: str, why: str = "") -> None:
+    def _decide(self, out: Outgoing, now: float, outcome: str, why: str = "") -> None:
         out.outcome, out.why = outcome, why
         if out.kind is Kind.OFFER:
             self._undecided.discard(out.peer)
         else:
             del self._posted[out.peer, out.kind]
+            if waiting := self._behind.pop((out.peer, out.kind), None):
+                self._send_unasked(out.peer, out.kind, *waiting, now)
 
     def _want(self, peer: PeerId, header: Header) -> None:
         if header.round > self._round:
@@ -374,8 +383,14 @@ class Courier:
             self._say(peer, Kind.CANCEL, round=header.round, transfer=self._out[peer].transfer)
 
     def _send_unasked(self, peer: PeerId, kind: Kind, round: int, share: Share, now: float) -> None:
-        if before := self._posted.pop((peer, kind), None):
+        """One transfer at a time: what is on its way arrives, what waits behind it is replaced."""
+        before = self._posted.get((peer, kind))
+        if before is not None and before.sent:
+            self._behind[peer, kind] = (round, share)
+            return
+        if before is not None:
             self._say(peer, Kind.CANCEL, round=before.round, transfer=before.transfer)
+            del self._posted[peer, kind]
         if peer not in self._dead:
             self._posted[peer, kind] = out = self._outgoing(peer, kind, round, share, now)
             self._offer(out, now)
@@ -427,7 +442,7 @@ class Courier:
             self._grant(slot)
 
     def _where(self, slot: Incoming, header: Header) -> None:
-        """It was offered again: chunks were lost if its connection was, or if none came since the last time."""
+        """Offered again: chunks were lost if the connection was, or if none came since the last time."""
         again = header.index == AGAIN or slot.had == slot.asked_at
         slot.asked_at = slot.had
         kind = Kind.NACK if again else Kind.ACK

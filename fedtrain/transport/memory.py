@@ -234,6 +234,9 @@ class LocalNeighbors:
                 self.courier.outbox.append((name, Header(Kind.PING, round), b""))
         self._network.touched(self)
 
+    def progress(self) -> dict[PeerId, int]:
+        return self.courier.progress
+
     async def exchange(
         self,
         round: int,

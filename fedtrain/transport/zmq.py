@@ -255,6 +255,9 @@ class ZmqNeighbors:
     def announce(self, round: int) -> None:
         self._do(lambda: self._announce(round))
 
+    def progress(self) -> dict[PeerId, int]:
+        return self._courier.progress
+
     async def exchange(
         self,
         round: int,
