@@ -35,7 +35,7 @@ __all__ = ["RULES", "Mean", "Rule", "Stack", "WeightedMean", "aggregate", "build
 def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> Rule:
     """The rule that [aggregation] describes: its name, and the keys that are the rule's own fields.
 
-    `updates`: how few may come in a round; ConfigError when the rule can't keep its promise with those.
+    `updates`: how few there may be in a round; ConfigError when the rule can't keep its promise with those.
     """
     config.one_of("aggregation.rule", kind, RULES)
     cls = RULES[kind]
@@ -45,8 +45,9 @@ def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> 
     rule = config.build(cls, dict(options), "aggregation")
     if updates is not None and updates < rule.needs:
         raise ConfigError(
-            f"aggregation.rule: {_named(kind, rule)} needs {rule.needs} updates a round, but "
-            f"strategy.min_sites is {updates}. Raise it to {rule.needs}, or choose a rule that needs less."
+            f"aggregation.rule: {_named(kind, rule)} needs {rule.needs} updates a round, but {updates} may be "
+            f"all that come. Raise strategy.min_sites to {rule.needs} (secagg.groups, where groups are compared), "
+            f"or choose a rule that needs less."
         )
     return rule
 
