@@ -66,7 +66,13 @@ class Cluster:
         )  # fmt: skip
         log.close()
         self.agents.append(agent)
+        if len(self.agents) == 1:  # whoever is first on the port holds the rendezvous
+            self.wait_for(self._listening)
         return agent
+
+    def _listening(self) -> bool:
+        with socket.socket() as s:
+            return s.connect_ex(("127.0.0.1", self.port)) == 0
 
     def lose(self, agent: subprocess.Popen[bytes]) -> None:
         """The machine is gone: its agent and its ranks at once, without a word."""
