@@ -154,8 +154,13 @@ class Letter:
 class Neighbors(Protocol):
     """A peer's neighbours: who they are in a round is the caller's to say, by its topology."""
 
-    bytes_in: int  # payload bytes received and sent so far, for the log
-    bytes_out: int
+    @property
+    def bytes_in(self) -> int:
+        """Payload bytes received so far, for the log."""
+
+    @property
+    def bytes_out(self) -> int:
+        """And sent."""
 
     def announce(self, round: int) -> None:
         """Tell all peers that this one is at `round` now, before it trains: their deadlines for it count

@@ -382,6 +382,10 @@ class Workbench:
             self.description.sites = names
             self.description.evaluators = names if self._simulated.natural else ["central"]
 
+    def initial(self) -> Arena:
+        """The weights that a run starts from: equal at all sites."""
+        return self._engine.initial()
+
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Update:
         return self._engine.train(site, self._load("data", site), round, weights, out)
 
@@ -401,7 +405,7 @@ class Workbench:
         match ask:
             case Initial(out):
                 with _new_file(self.description.schema, Path(out)) as arena:
-                    return Saved(arena.copy_(self._engine.initial()).digest)
+                    return Saved(arena.copy_(self.initial()).digest)
             case Examples(site):
                 return Counted(self.examples(site))
             case TrainOne(site, round, place, out):
