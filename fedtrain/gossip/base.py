@@ -96,6 +96,7 @@ class Algorithm:
     """How peers average. Its fields are its configuration; all that changes is x and the state."""
 
     directed: ClassVar[bool] = False  # takes push-sum weights; else W must be doubly stochastic
+    waits: ClassVar[bool] = True  # for its in-neighbours; else it asks for a Mailbox
     static: ClassVar[bool] = False  # wants the same graph in every round
     vectors: ClassVar[float] = 1.0  # sent to each neighbour in a round, in models
 

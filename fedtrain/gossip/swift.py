@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..config import require
 from .base import Algorithm, Blend, LocalSteps, Mailbox, Parcel, Send
@@ -23,6 +23,8 @@ class Swift(Algorithm):
     """
 
     staleness: int = 8
+
+    waits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require(self.staleness >= 0, "gossip.staleness", f"{self.staleness} must be 0 or more rounds")
