@@ -14,7 +14,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ from ..training.elastic import Leave, Left, shares_store
 from ..training.mesh import AXES, Mesh, Sizes, joined
 from ..training.parallel.data import Dealt, pooled
 from ..training.parallel.engine import MeshEngine, Step
+from ..training.parallel.estimate import estimate
 from ..training.parallel.outer import Outer
 from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
@@ -68,6 +69,14 @@ def run(
             if store is not None:
                 store.begin(room.engine.schema, agreed(config), run=config.run.name, task_digest=digest)
             return room.run(start)
+
+
+def plan(config: Config, ranks: int, data_dir: Path | None = None) -> tuple[str, dict[str, int]]:
+    """The mesh of so many ranks, and the bytes that the one with most will want, by what they are for."""
+    task = load_task(config.run.task, config.root, data_dir)
+    sites = sites_of(task, config, 1)
+    memory = estimate(task, config, ranks, sites.data(sites.names[0]))
+    return str(Sizes.of(config.parallel, ranks)), {**asdict(memory), "total": memory.total}
 
 
 class Datacenter:

@@ -1,0 +1,99 @@
+"""How much memory a rank of a mesh will want, before anything is started."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...config import Config
+from ...update import unique_tensors
+from ..examples import Stream, examples_of
+from ..local import build_model
+from ..mesh import Sizes
+from ..task import Task, examples_in, folder_of, mean_and_weight, user_code
+from .data import cut, gather
+from .plan import Plan, plan_of
+from .wrap import save_memory
+
+SLOTS = {"sgd": 0, "adam": 2, "adamw": 2}  # tensors of a parameter's size that the optimizer keeps
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that has most. What a CUDA context or a process takes by itself (some hundred MB) and
+    what allocators waste come on top."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def estimate(task: Task, config: Config, ranks: int, data: Any) -> Memory:
+    """Parameters, gradients and optimizer's state are counted, as the mesh of so many ranks cuts them.
+    Activations are measured: what autograd keeps of two examples of `data`, for as many as a rank has."""
+    sizes, parallel, train = Sizes.of(config.parallel, ranks), config.parallel, config.train
+    model = build_model(task, config.run.seed, torch.device("cpu"))
+    plan = plan_of(task, model)
+    whole = _cut_bytes(model, plan, sizes, parallel.sp)
+    shards = sizes.dp_shard * sizes.cp if parallel.zero >= 2 else 1
+    together = max(_units_bytes(model, plan, sizes)) if parallel.zero == 3 else 0  # gathered for its turn
+    slots = SLOTS[train.optimizer] + (train.optimizer == "sgd" and train.momentum > 0)
+    sharing = sizes.dp if parallel.zero == 1 else shards
+    width = 2 if train.precision != "fp32" and parallel.zero >= 2 else 4
+    gathered = whole * width // 4 if parallel.zero == 2 else together * width // 4
+    activations = _activations(model, plan, task, config, data, sizes)
+    return Memory(whole // shards + gathered, whole // shards, slots * whole // sharing, activations)
+
+
+def _cut_bytes(model: nn.Module, plan: Plan, sizes: Sizes, sp: bool) -> int:
+    """Of the parameters of one rank before data-parallel shards: split by tp where the plan says so, by pp
+    in equal parts."""
+    split = tuple(plan.sequence if sp else plan.tensor)
+    total = 0
+    for name, t in unique_tensors(model).items():
+        module = name.rpartition(".")[0]
+        ours = sizes.tp if any(fnmatch.fnmatch(module, pattern) for pattern in split) else 1
+        total += t.nbytes // ours
+    return total // sizes.pp
+
+
+def _units_bytes(model: nn.Module, plan: Plan, sizes: Sizes) -> list[int]:
+    units = [sum(p.nbytes for p in unit.parameters()) for unit in plan.units(model)]
+    rest = sum(p.nbytes for p in model.parameters()) - sum(units)
+    return [(max(units, default=0) + rest) // sizes.tp]
+
+
+def _activations(model: nn.Module, plan: Plan, task: Task, config: Config, data: Any, sizes: Sizes) -> int:
+    save_memory(plan.units(model), config.parallel)
+    kept: dict[int, int] = {}  # storage -> bytes, each once
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    examples = examples_of(data)
+    if isinstance(examples, Stream):
+        batch = next(iter(examples.batches(config.train.batch_size, False, None)))
+        batch = cut(batch, 0, min(2, examples_in(batch)))
+    else:
+        batch = gather(examples, torch.arange(min(2, examples.count)))
+    with user_code(folder_of(task), "the estimate"), saved_tensors_hooks(note, lambda tensor: tensor):
+        loss, _ = mean_and_weight(task.loss(model, batch), batch)  # its graph lives until we have counted
+        sampled = sum(kept.values())
+    del loss
+    size = config.train.batch_size or (0 if isinstance(examples, Stream) else examples.count)
+    mine = -(-max(1, size) // (sizes.dp if config.parallel.sync == "step" else sizes.dp_shard))
+    return sampled * mine // max(1, examples_in(batch)) // (sizes.pp * sizes.tp * sizes.cp)
