@@ -45,9 +45,9 @@ def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> 
     rule = config.build(cls, dict(options), "aggregation")
     if updates is not None and updates < rule.needs:
         raise ConfigError(
-            f"aggregation.rule: {_named(kind, rule)} needs {rule.needs} updates a round, but {updates} may be "
-            f"all that come. Raise strategy.min_sites to {rule.needs} (secagg.groups, where groups are compared), "
-            f"or choose a rule that needs less."
+            f"aggregation.rule: {_named(kind, rule)} needs {rule.needs} updates a round, but {updates} "
+            f"may be all that come. Raise strategy.min_sites (secagg.groups, where groups are compared) "
+            f"to {rule.needs}, or choose a rule that needs less."
         )
     return rule
 
