@@ -95,14 +95,14 @@ class Idle:
         pass
 
 
-def project(root: Path, numel: int, rounds: int) -> None:
+def project(root: Path, numel: int, rounds: int, secure: bool = False) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     (root / "task.py").write_text(TASK.format(numel=numel))
     (root / "fedtrain.toml").write_text(
         f'[run]\nname = "bench"\ntask = "task:Payload"\nrounds = {rounds}\n'
-        f"[strategy]\nmin_sites = {len(SITES)}\n"
+        f"[strategy]\nmin_sites = {len(SITES)}\n[secagg]\nenabled = {str(secure).lower()}\n"
         f'[evaluate]\nevery = 0\n[network]\nlisten = "127.0.0.1:{port}"\n'
     )
     init(root / "certs")
@@ -111,11 +111,11 @@ def project(root: Path, numel: int, rounds: int) -> None:
         issue(root / "certs", "site", name)
 
 
-def deployed(numel: int, rounds: int) -> dict[str, float]:
+def deployed(numel: int, rounds: int, secure: bool) -> dict[str, float]:
     """One run of the real thing."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        project(root, numel, rounds + WARM_UP)
+        project(root, numel, rounds + WARM_UP, secure)
         sites = [
             subprocess.Popen(
                 [sys.executable, __file__, "site", folder, name, str(numel)], stdout=subprocess.DEVNULL
@@ -256,6 +256,7 @@ def main() -> None:
     parser = common.arguments(__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES), help="which of " + ", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--secure", action="store_true", help="with secure aggregation; cases end in -secure")
     args = parser.parse_args()
     common.begin(args)
     units = {
@@ -266,10 +267,11 @@ def main() -> None:
         "bare_stream_ratio": "x",
     }
     for case in args.cases.split(","):
-        figures = deployed(CASES[case], args.rounds)
+        figures = deployed(CASES[case], args.rounds, args.secure)
         figures["bare_stream_ratio"] = figures["round_s"] / bare(CASES[case])
         for metric, value in figures.items():
-            common.emit("deployed_round", case, metric, value, units[metric])
+            name = f"{case}-secure" if args.secure else case
+            common.emit("deployed_round", name, metric, value, units[metric])
 
 
 if __name__ == "__main__":

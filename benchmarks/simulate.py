@@ -54,12 +54,13 @@ class Timing:
     updates_per_s: float  # of the rounds after it
 
 
-def run(folder: Path, engine: str, workers: int, rounds: int) -> Timing:
+def run(folder: Path, engine: str, workers: int, rounds: int, secure: bool = False) -> Timing:
     config = Config.of(
         {
             "run": {"task": "digits_task:Digits", "rounds": rounds, "seed": 1},
             "train": {"batch_size": 32, "lr": 0.1},
             "evaluate": {"every": 0},
+            "secagg": {"enabled": secure},
             "simulate": {"sites": SITES, "workers": workers, "engine": engine},
         },
         folder,
@@ -100,6 +101,9 @@ def main() -> None:
             common.emit("simulate", case, "updates_per_s_1_worker", rates[1], "updates/s")
             common.emit("simulate", case, "speedup_2_over_1", statistics.median(ratios), "×")
             common.emit("simulate", case, "first_round_s", first, "s")
+            secure = [run(folder, engine, 2, args.rounds, secure=True) for _ in range(args.repeat)]
+            rate = statistics.median(t.updates_per_s for t in secure)
+            common.emit("simulate", f"{case}-secure", "updates_per_s", rate, "updates/s")
 
 
 if __name__ == "__main__":
