@@ -5,13 +5,15 @@
 Real sites and a real aggregator (secagg/client.py, secagg/server.py) with real certificates, all in this
 process; every site has its own random update. Times are medians over rounds after a first one.
 
-site_s            all five steps at one site: keys, shares, rounding, masks, signatures and their checks
-server_s          all that is left, from the first request to the mean of the survivors' updates
-*_bound_s         what no implementation of these ciphers does without, by rates measured here and on as many
-                  threads: bytes of mask by the faster keystream + bytes of vectors by adding + agreements
-*_over_bound      the one divided by the other
-flwr_*_s          Flower's own functions, each timed once and multiplied by how often it is called, where
-                  flwr is installed
+site_s                  all five steps at one site: keys, shares, rounding, masks, signatures and their checks
+  site_signatures_s     of that, signing and checking signatures, which the bound leaves out
+server_s                all that is left, from the first request to the mean of the survivors' updates
+site_, server_bound_s   what these ciphers take alone, at rates measured here on as many threads: each byte of
+                        mask drawn by the faster keystream and added once, vectors added, keys agreed on
+*_over_bound            the one divided by the other
+upload_bytes_per_param  all that a site sends in a round, headers, keys and shares too
+flwr_*_s                Flower's own functions, each timed once and multiplied by how often it is called,
+                        where flwr is installed
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import common
 import numpy as np
@@ -87,8 +90,8 @@ class Site:
     def __init__(self, name: str, case: Case, spread: Spread, verifier: pki.Verifier, folder: Path) -> None:
         signer = pki.Signer.of(pki.Credentials.load(folder / "sites" / name))
         self.client = Client(
-            name, case.policy, certificate=signer.certificate, sign=signer.sign, verify=verifier.verify,
-            spread=spread,
+            name, case.policy, certificate=signer.certificate, sign=self.timed(signer.sign),
+            verify=self.timed(verifier.verify), spread=spread,
         )  # fmt: skip
         self.fingerprint = pki.fingerprint(signer.certificate)
         self.values = np.random.default_rng(list(name.encode())).standard_normal(case.params, np.float32)
@@ -96,12 +99,21 @@ class Site:
         delta = Arena.wrap(case.encoding.schema, padded(self.values, case.encoding.schema.nbytes))
         self.update = Update(delta=delta, num_examples=50.0, metrics=dict.fromkeys(METRICS, (20.0, 50.0)))
         self.encoding, self.spread = case.encoding, spread
-        self.spent_s = self.sent_bytes = 0.0
+        self.spent_s = self.signatures_s = self.sent_bytes = 0.0
+
+    def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: bytes) -> Any:
+            began = clock()
+            result = work(*args)
+            self.signatures_s += clock() - began
+            return result
+
+        return measured
 
     def __call__(self, request: Request) -> Reply:
         began = clock()
         if isinstance(request, Advertise):
-            self.spent_s = self.sent_bytes = 0.0
+            self.spent_s = self.signatures_s = self.sent_bytes = 0.0
             reply = self.client.begin(request, MODEL, METRICS, self.encode)
         else:
             reply = self.client.answer(request)
@@ -125,6 +137,7 @@ clock = time.perf_counter
 @dataclass(frozen=True)
 class Timing:
     site_s: float  # median over the survivors
+    signatures_s: float  # the same
     server_s: float
     upload_bytes: float  # of a survivor
 
@@ -169,6 +182,7 @@ def run(case: Case, rounds: int, spread: Spread, folder: Path) -> list[Timing]:
         found.append(
             Timing(
                 statistics.median(site.spent_s for site in there),
+                statistics.median(site.signatures_s for site in there),
                 whole - sum(site.spent_s for site in sites.values()),
                 statistics.median(site.sent_bytes for site in there),
             )
@@ -182,25 +196,33 @@ def run(case: Case, rounds: int, spread: Spread, folder: Path) -> list[Timing]:
 @dataclass(frozen=True)
 class Rates:
     keystream: float  # bytes/s over all threads, by the faster kernel
-    add: float  # bytes/s of a vector added to another
-    agree_s: float  # one X25519 agreement
+    add_mask: float  # bytes/s over all threads, of blocks in the cache
+    add_vector: (
+        float  # bytes/s of a vector in memory added to another, which the aggregator does on one thread
+    )
+    agree_s: float  # one X25519 agreement, on one thread: Python's lock is held in it
 
     def site_s(self, case: Case) -> float:
         k, nbytes = neighbours(case), case.params * case.ring_bits // 8
-        return (k + 1) * nbytes / self.keystream + 2 * k * self.agree_s
+        return (k + 1) * nbytes * self.mask_s + 2 * k * self.agree_s
 
     def server_s(self, case: Case) -> float:
         nbytes, lost = case.params * case.ring_bits // 8, round(case.sites * case.dropout)
         left = case.sites - lost
         pairs = lost * neighbours(case) * left / (case.sites - 1)  # masks of those who were lost
-        return (left + pairs) * nbytes / self.keystream + left * nbytes / self.add + pairs * self.agree_s
+        return (left + pairs) * nbytes * self.mask_s + left * nbytes / self.add_vector + pairs * self.agree_s
+
+    @property
+    def mask_s(self) -> float:
+        """A byte of mask, drawn and added."""
+        return 1 / self.keystream + 1 / self.add_mask
 
 
 def neighbours(case: Case) -> int:
     return case.policy.graph(case.sites)[2] or case.sites - 1
 
 
-def measure(threads: int) -> Rates:
+def measure(threads: int, spread: Spread) -> Rates:
     def streaming(kernel: Callable[[bytes], Callable[..., object]]) -> Callable[[int], None]:
         def work(_: int) -> None:
             stream, room = kernel(bytes(16)), memoryview(bytearray(BLOCK_BYTES + TAG_BYTES))
@@ -209,16 +231,21 @@ def measure(threads: int) -> Rates:
 
         return work
 
-    with ThreadPoolExecutor(threads) as pool:
-        stream_s = min(
-            fastest(lambda kernel=kernel: list(pool.map(streaming(kernel), range(threads))))
-            for kernel in (counter_mode, galois_mode)
-        )
+    def adding(_: int) -> None:
+        total, block = np.zeros((2, BLOCK_BYTES // 4), np.uint32)
+        for _ in range(BLOCKS):
+            np.add(total, block, out=total)
+
+    stream_s, mask_s = (
+        min(fastest(lambda work=work: list(spread(work, range(threads)))) for work in works)
+        for works in ([streaming(counter_mode), streaming(galois_mode)], [adding])
+    )
     pair, public = X25519PrivateKey.generate(), X25519PrivateKey.generate().public_key()
     agree_s = fastest(lambda: [pair.exchange(public) for _ in range(100)]) / 100
     total, vector = np.zeros((2, 4_000_000), np.uint32)
     add_s = fastest(lambda: np.add(total, vector, out=total))
-    return Rates(threads * BLOCKS * BLOCK_BYTES / stream_s, vector.nbytes / add_s, agree_s)
+    nbytes = threads * BLOCKS * BLOCK_BYTES
+    return Rates(nbytes / stream_s, nbytes / mask_s, vector.nbytes / add_s, agree_s)
 
 
 def fastest(work: Callable[[], object], times: int = 7) -> float:
@@ -276,25 +303,30 @@ def main() -> None:
     args = parser.parse_args()
     common.begin(args)
     if args.cpu:
-        clock, args.threads = time.process_time, 1
-    rates = measure(args.threads)
-    common.emit("secagg", f"{args.threads} threads", "keystream", rates.keystream / 1e9, "GB/s")
-    common.emit("secagg", "1 thread", "add", rates.add / 1e9, "GB/s")
-    common.emit("secagg", "1 thread", "agreement", rates.agree_s * 1e6, "µs")
+        clock, args.threads = time.thread_time, 1
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.threads) as pool:
+        spread = pool.map if args.threads > 1 else map
+        rates = measure(args.threads, spread)
+        common.emit("secagg", "machine", "threads", args.threads, "")
+        common.emit("secagg", "machine", "keystream", rates.keystream / 1e9, "GB/s")
+        common.emit("secagg", "machine", "add_mask", rates.add_mask / 1e9, "GB/s")
+        common.emit("secagg", "machine", "add_vector", rates.add_vector / 1e9, "GB/s")
+        common.emit("secagg", "machine", "agreement", rates.agree_s * 1e6, "µs")
         folder = Path(name) / "certs"
         pki.init(folder, RUN["federation"])
         for i in range(max(case.sites for case in CASES)):
             pki.issue(folder, "site", f"s{i:03}")
         for case in CASES:
             if args.case in case.name:
-                report(case, run(case, args.rounds, pool.map if args.threads > 1 else map, folder), rates)
+                report(case, run(case, args.rounds, spread, folder), rates)
 
 
 def report(case: Case, timings: list[Timing], rates: Rates) -> None:
     site_s = statistics.median(t.site_s for t in timings)
     server_s = statistics.median(t.server_s for t in timings)
     common.emit("secagg", case.name, "site_s", site_s, "s")
+    signatures_s = statistics.median(t.signatures_s for t in timings)
+    common.emit("secagg", case.name, "site_signatures_s", signatures_s, "s")
     common.emit("secagg", case.name, "site_bound_s", rates.site_s(case), "s")
     common.emit("secagg", case.name, "site_over_bound", site_s / rates.site_s(case), "×")
     common.emit("secagg", case.name, "server_s", server_s, "s")
