@@ -25,8 +25,8 @@ import common
 import torch
 import zmq
 
-from fedtrain.exchange import Offer, Share
-from fedtrain.transport.zmq import Contact, Curve, Peers, ZmqNeighbors
+from fedtrain.exchange import Contact, Offer, Share
+from fedtrain.transport.zmq import Curve, Peers, ZmqNeighbors
 from fedtrain.wire.frames import CHUNK_BYTES
 from fedtrain.wire.gossip import Greeting
 

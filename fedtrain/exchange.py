@@ -151,6 +151,15 @@ class Letter:
     share: Share
 
 
+@dataclass(frozen=True)
+class Contact:
+    """Where a peer is found, and the key that proves it."""
+
+    peer: PeerId
+    key: bytes  # CURVE public key, z85
+    address: str | None = None  # host:port; None: it can't be called, it calls
+
+
 class Neighbors(Protocol):
     """A peer's neighbours: who they are in a round is the caller's to say, by its topology."""
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fedtrain.errors import BadUpdate
-from fedtrain.exchange import Offer, Share
-from fedtrain.transport.zmq import Contact, Curve, Peers, ZmqNeighbors
+from fedtrain.exchange import Contact, Offer, Share
+from fedtrain.transport.zmq import Curve, Peers, ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
 
 MIB = 1 << 20

@@ -31,7 +31,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ..errors import ConnectError, JoinRefused, WireError
-from ..exchange import Exchanged, Letter, Mixer, PeerId, Share
+from ..exchange import Contact, Exchanged, Letter, Mixer, PeerId, Share
 from ..wire.codec import decode, encode
 from ..wire.frames import Refused
 from ..wire.gossip import (
@@ -70,15 +70,6 @@ class Curve:
     @classmethod
     def new(cls) -> Curve:
         return cls(*zmq.curve_keypair())
-
-
-@dataclass(frozen=True)
-class Contact:
-    """Where a peer is found, and the key that is its name."""
-
-    peer: PeerId
-    key: bytes  # CURVE public key, z85
-    address: str | None = None  # host:port; None: it can't be called, it calls
 
 
 class Roster(Protocol):

@@ -10,8 +10,9 @@ import pytest
 import torch
 import zmq
 
+from fedtrain.exchange import Contact
 from fedtrain.transport.courier import Limits
-from fedtrain.transport.zmq import BAN_S, PATIENCE, Contact, Curve
+from fedtrain.transport.zmq import BAN_S, PATIENCE, Curve
 from fedtrain.wire.codec import encode
 from fedtrain.wire.gossip import Header, Kind, Stamp, pack, pack_offer, unpack
 from tests.gossip import GREETING, MIB, Sum, bounded, party, share, vector

@@ -1,0 +1,189 @@
+"""The roster of a gossip run: who may speak, under which CURVE key, and where. Each entry is its peer's word.
+
+    roster/NAME.peer     one file a peer: name, CURVE public key, address, signed with its certificate's key
+    curve.key            beside key.pem: the secret half, mode 0600, made at the site on first use
+
+ZeroMQ knows no certificates. So a site signs its CURVE key with the key of its certificate, and everybody
+takes only entries whose certificate leads to the federation's root, names the peer, and is not revoked. The
+folder is looked at again while a run goes on: a new file lets a peer in, a deleted or revoked one cuts it
+off.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ..errors import CertificateError, ConfigError
+from ..exchange import Contact
+from ..update import SiteId
+from .signing import Signer, Verifier
+
+SUFFIX = ".peer"
+ENTRY_BYTES = 32 << 10  # ours have under 3 KiB
+CONTEXT = b"fedtrain roster entry 1\0"  # what is signed begins with this, and so is no other statement
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer says of itself."""
+
+    peer: SiteId
+    federation: str
+    key: bytes  # CURVE public key, z85, 40 bytes
+    address: str | None = None  # host:port; None: it can't be called, it calls
+    number: int = 0  # grows with each new claim of a peer: the highest counts
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A claim as it was signed, and all that is needed to believe it."""
+
+    claim: bytes  # a Claim in MessagePack, the very bytes that were signed
+    signature: bytes  # DER
+    certificate: bytes  # PEM: leaf, then issuing CA
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def enrol(signer: Signer, claim: Claim) -> Entry:
+    """A peer's own entry; anybody may pass it on."""
+    body = msgspec.msgpack.encode(claim)
+    return Entry(claim=body, signature=signer.sign(CONTEXT + body), certificate=signer.certificate)
+
+
+def check(data: bytes, verifier: Verifier, federation: str) -> tuple[Contact, int]:
+    """What an entry's bytes say, and its number; CertificateError says why it can't be believed."""
+    if len(data) > ENTRY_BYTES:
+        raise CertificateError(f"a roster entry of {len(data)} bytes: at most {ENTRY_BYTES}")
+    try:
+        entry = msgspec.msgpack.decode(data, type=Entry)
+        claim = msgspec.msgpack.decode(entry.claim, type=Claim)
+    except (msgspec.DecodeError, RecursionError) as e:
+        raise CertificateError(f"not a roster entry: {str(e)[:120]}") from None
+    signed_by, _ = verifier.verify(entry.certificate, CONTEXT + entry.claim, entry.signature)
+    if signed_by != claim.peer:
+        raise CertificateError(
+            f"{signed_by} signed an entry for {claim.peer[:80]!r}: a peer speaks for itself"
+        )
+    if claim.federation != federation:
+        raise CertificateError(f"{claim.peer}: its entry is for the federation {claim.federation[:80]!r}")
+    if len(claim.key) != 40:
+        raise CertificateError(f"{claim.peer}: a CURVE key of {len(claim.key)} characters, 40 are due")
+    return Contact(claim.peer, claim.key, claim.address), claim.number
+
+
+class Roster:
+    """The entries of a folder, checked, and looked at again when it changes. Safe to ask from any thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        verifier: Verifier,
+        federation: str,
+        *,
+        refuse: Callable[[str, str], None] = lambda file, reason: None,
+    ) -> None:
+        """`refuse(file, reason)` hears of each entry that is not believed, once."""
+        self.folder, self._verifier, self._federation = Path(folder), verifier, federation
+        self._refuse = refuse
+        self._entries: dict[SiteId, bytes] = {}
+        self._contacts: dict[SiteId, Contact] = {}
+        self._names: dict[bytes, SiteId] = {}
+        self._numbers: dict[SiteId, int] = {}
+        self._told: set[tuple[str, str]] = set()
+        self.reload()
+
+    def contact(self, peer: SiteId) -> Contact | None:
+        return self._contacts.get(peer)
+
+    def peer_of(self, key: bytes) -> SiteId | None:
+        return self._names.get(key)
+
+    def peers(self) -> list[SiteId]:
+        return sorted(self._contacts)
+
+    def entries(self) -> dict[SiteId, bytes]:
+        """What to give to a peer that joins: each entry as its peer signed it."""
+        return dict(self._entries)
+
+    def reload(self) -> bool:
+        """Read the folder again; True when somebody is new, gone, or has another key or address.
+
+        Every entry is checked each time, so a certificate that has expired or was revoked meanwhile strikes
+        its peer off.
+        """
+        files = {path.name: path for path in sorted(self.folder.glob(f"*{SUFFIX}"))}
+        return self._set({name: path.read_bytes()[: ENTRY_BYTES + 1] for name, path in files.items()})
+
+    def add(self, data: bytes) -> Contact:
+        """An entry that came from a peer: checked, then kept as a file. CertificateError when it is no good,
+        or not newer than the one that is there."""
+        contact, number = check(data, self._verifier, self._federation)
+        have = self._numbers.get(contact.peer, -1)
+        if number <= have and contact != self._contacts[contact.peer]:
+            raise CertificateError(f"{contact.peer}: an entry with number {number}, the one here has {have}")
+        save(self.folder, contact.peer, data)
+        self.reload()
+        return contact
+
+    def _set(self, files: dict[str, bytes]) -> bool:
+        entries: dict[SiteId, bytes] = {}
+        contacts: dict[SiteId, Contact] = {}
+        names: dict[bytes, SiteId] = {}
+        numbers: dict[SiteId, int] = {}
+        for file, data in files.items():
+            try:
+                contact, number = check(data, self._verifier, self._federation)
+                if file != contact.peer + SUFFIX:
+                    raise CertificateError(f"it is the entry of {contact.peer}")
+                if contact.key in names:
+                    raise CertificateError(f"{names[contact.key]} has the same CURVE key")
+            except CertificateError as e:
+                if (file, str(e)) not in self._told:
+                    self._told.add((file, str(e)))
+                    self._refuse(file, str(e))
+                continue
+            entries[contact.peer], contacts[contact.peer] = data, contact
+            names[contact.key], numbers[contact.peer] = contact.peer, number
+        changed = contacts != self._contacts
+        self._entries, self._contacts, self._names, self._numbers = entries, contacts, names, numbers
+        return changed
+
+
+def save(folder: Path, peer: SiteId, data: bytes) -> Path:
+    """Write an entry in one step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{peer}{SUFFIX}"
+    temporary = folder / f".{peer}.{os.getpid()}"
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+    return path
+
+
+def own_curve(folder: Path, new: Callable[[], tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
+    """(public, secret) in z85 from `folder`/curve.key, made by `new` on first use, and never leaving it."""
+    path = Path(folder) / "curve.key"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            raise CertificateError(
+                f"{path} can be read by others (mode {mode:04o}): chmod 600 {path}"
+            ) from None
+        parts = path.read_bytes().split()
+        if len(parts) != 2 or any(len(part) != 40 for part in parts):
+            raise CertificateError(f"{path} is no CURVE key pair. Delete it: a new one is made.") from None
+        return parts[0], parts[1]
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be made: {e.strerror}") from None
+    public, secret = new()
+    with os.fdopen(fd, "wb") as f:
+        os.fchmod(fd, 0o600)
+        f.write(public + b"\n" + secret + b"\n")
+        os.fsync(fd)
+    return public, secret

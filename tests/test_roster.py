@@ -1,0 +1,154 @@
+"""The roster: a CURVE key counts because a certificate of the federation vouches for it."""
+
+import os
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import zmq
+
+from fedtrain.errors import CertificateError
+from fedtrain.pki import Credentials, init, issue
+from fedtrain.pki.roster import CONTEXT, Claim, Entry, Roster, check, enrol, own_curve, save
+from fedtrain.pki.signing import Signer, Verifier
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certs")
+    init(folder)
+    for name in ("a", "b"):
+        issue(folder, "site", name)
+    issue(folder, "aggregator")
+    other = tmp_path_factory.mktemp("other")
+    init(other)
+    issue(other, "site", "a")
+    return folder, other
+
+
+def signer(folder, name):
+    return Signer.of(Credentials.load(folder / ("aggregator" if name == "aggregator" else f"sites/{name}")))
+
+
+def verifier(folder, **options):
+    return Verifier((folder / "ca" / "root.pem").read_bytes(), "fedtrain", **options)
+
+
+def claim(peer="a", **fields):
+    key = zmq.curve_keypair()[0]
+    return Claim(**({"peer": peer, "federation": "fedtrain", "key": key, "address": "h:1"} | fields))
+
+
+def test_an_entry_is_believed_when_its_certificate_leads_to_the_root(certs):
+    mine = claim()
+    contact, _ = check(enrol(signer(certs[0], "a"), mine).encode(), verifier(certs[0]), "fedtrain")
+    assert (contact.peer, contact.key, contact.address) == ("a", mine.key, "h:1")
+
+
+def test_s02_an_entry_signed_under_another_root_is_refused(certs):
+    with pytest.raises(CertificateError, match="does not lead to the root"):
+        check(enrol(signer(certs[1], "a"), claim()).encode(), verifier(certs[0]), "fedtrain")
+
+
+def test_s05_a_site_cannot_enter_a_key_for_another(certs):
+    with pytest.raises(CertificateError, match="b signed an entry for 'a'"):
+        check(enrol(signer(certs[0], "b"), claim("a")).encode(), verifier(certs[0]), "fedtrain")
+
+
+def test_an_aggregators_certificate_makes_no_peer(certs):
+    with pytest.raises(CertificateError, match="is not a site"):
+        check(enrol(signer(certs[0], "aggregator"), claim("a")).encode(), verifier(certs[0]), "fedtrain")
+
+
+def test_an_entry_of_another_federation_is_refused(certs):
+    entry = enrol(signer(certs[0], "a"), claim(federation="elsewhere"))
+    with pytest.raises(CertificateError, match="is for the federation 'elsewhere'"):
+        check(entry.encode(), verifier(certs[0]), "fedtrain")
+
+
+def test_a_changed_byte_anywhere_is_refused(certs):
+    data = enrol(signer(certs[0], "a"), claim()).encode()
+    for at in range(0, len(data), 37):
+        bad = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with pytest.raises(CertificateError):
+            check(bad, verifier(certs[0]), "fedtrain")
+    with pytest.raises(CertificateError, match="not a roster entry"):
+        check(os.urandom(2000), verifier(certs[0]), "fedtrain")
+    with pytest.raises(CertificateError, match="at most"):
+        check(bytes(10**6), verifier(certs[0]), "fedtrain")
+
+
+def test_a_signature_over_something_else_is_no_entry(certs):
+    a, mine = signer(certs[0], "a"), enrol(signer(certs[0], "a"), claim())
+    for signed in (mine.claim, CONTEXT, b"secure aggregation" + mine.claim):
+        entry = Entry(claim=mine.claim, signature=a.sign(signed), certificate=a.certificate)
+        with pytest.raises(CertificateError, match="a signature"):
+            check(entry.encode(), verifier(certs[0]), "fedtrain")
+
+
+def test_a_file_lets_a_peer_in_and_its_removal_strikes_it_off(certs, tmp_path):
+    roster = Roster(tmp_path, verifier(certs[0]), "fedtrain")
+    assert roster.peers() == []
+    mine = claim()
+    path = save(tmp_path, "a", enrol(signer(certs[0], "a"), mine).encode())
+    assert roster.reload()
+    assert roster.peer_of(mine.key) == "a"
+    assert not roster.reload()
+    path.unlink()
+    assert roster.reload()
+    assert roster.peer_of(mine.key) is None
+    assert roster.contact("a") is None
+
+
+def test_s06_a_revoked_or_expired_certificate_strikes_its_peer_off_at_the_next_look(certs, tmp_path):
+    revoked, now = set(), [datetime.now(UTC)]
+    save(tmp_path, "a", enrol(signer(certs[0], "a"), claim()).encode())
+    check_ = verifier(certs[0], revoked=lambda serial: serial in revoked, now=lambda: now[0])
+    told = []
+    roster = Roster(tmp_path, check_, "fedtrain", refuse=lambda file, why: told.append((file, why)))
+    assert roster.peers() == ["a"]
+    revoked.add(Credentials.load(certs[0] / "sites" / "a").identity.serial)
+    assert roster.reload()
+    assert roster.peers() == []
+    roster.reload()
+    assert [file for file, why in told] == ["a.peer"]
+    assert "revoked" in told[0][1]
+    revoked.clear()
+    assert roster.reload()
+    now[0] += timedelta(days=60)
+    assert roster.reload()
+    assert roster.peers() == []
+
+
+def test_a_key_of_two_peers_or_a_file_of_another_name_is_refused(certs, tmp_path):
+    key = zmq.curve_keypair()[0]
+    for name in ("a", "b"):
+        save(tmp_path, name, enrol(signer(certs[0], name), claim(name, key=key)).encode())
+    save(tmp_path, "c", enrol(signer(certs[0], "b"), claim("b")).encode())
+    told = {}
+    roster = Roster(tmp_path, verifier(certs[0]), "fedtrain", refuse=told.__setitem__)
+    assert roster.peers() == ["a"]
+    assert told == {"b.peer": "a has the same CURVE key", "c.peer": "it is the entry of b"}
+
+
+def test_an_entry_passed_on_replaces_an_older_one_and_no_newer_one(certs, tmp_path):
+    roster, a = Roster(tmp_path, verifier(certs[0]), "fedtrain"), signer(certs[0], "a")
+    old, new = claim(number=1), claim(number=2)
+    roster.add(enrol(a, old).encode())
+    roster.add(enrol(a, new).encode())
+    with pytest.raises(CertificateError, match="number 1, the one here has 2"):
+        roster.add(enrol(a, old).encode())
+    assert roster.contact("a").key == new.key
+
+
+def test_s08_the_secret_key_is_made_at_the_site_with_mode_0600_and_kept(tmp_path):
+    public, secret = own_curve(tmp_path, zmq.curve_keypair)
+    assert (tmp_path / "curve.key").stat().st_mode & 0o777 == 0o600
+    assert own_curve(tmp_path, zmq.curve_keypair) == (public, secret)
+    assert zmq.curve_public(secret) == public
+    (tmp_path / "curve.key").chmod(0o644)
+    with pytest.raises(CertificateError, match="can be read by others"):
+        own_curve(tmp_path, zmq.curve_keypair)
+    (tmp_path / "curve.key").write_text("nonsense")
+    (tmp_path / "curve.key").chmod(0o600)
+    with pytest.raises(CertificateError, match="no CURVE key pair"):
+        own_curve(tmp_path, zmq.curve_keypair)
