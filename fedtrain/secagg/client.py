@@ -252,15 +252,17 @@ def take_part(
     }
     seeds, mask_keys = (deal(secret, roster, terms, random) for secret in (seed, mask_pair.secret))
     sealed = {
-        holder: seal_shares(shared.get(holder), sid, me, holder, seeds[holder], mask_keys[holder])
+        holder: seal_shares(roster, shared.get(holder), sid, holder, seeds[holder], mask_keys[holder])
         for holder in roster.holders
     }
     dealt = dealt_hash(sealed)
 
     # 2: the vector under its masks, for those who dealt
     mask = due(Mask, (yield Shares(sealed=sealed, signature=sign(shares_statement(sid, roster.hash, dealt)))))
-    check_dealers(site, terms, sid, roster, mask)
-    held = {peer: open_shares(shared[peer], sid, peer, me, mask.sealed[peer]) for peer in mask.dealt}
+    check_dealers(terms, roster, mask)
+    held = {
+        peer: open_shares(roster, shared[peer], sid, peer, sealed) for peer, sealed in mask.sealed.items()
+    }
     if me in roster.holders:
         held[me] = (seeds[me], mask_keys[me])
     arena = site.arena(terms, share.names)
@@ -268,7 +270,7 @@ def take_part(
     own_mask = self_mask_key(seed, sid, me)
     add_masks(
         arena.vector,
-        [(own_mask, 1), *((masks[peer], pair_mask_sign(me, peer)) for peer in mask.dealt)],
+        [(own_mask, 1), *((masks[peer], pair_mask_sign(me, peer)) for peer in mask.sealed)],
         site.spread,
     )
     statement = masked_statement(sid, roster.hash, arena.digest)
@@ -332,6 +334,7 @@ def signed(keys: Keys, signature: bytes) -> Keys:
 class Roster:
     """U1, as this site was shown it and as it checked it."""
 
+    me: SiteId
     sites: tuple[SiteId, ...]  # sorted; place + 1 is a site's x in Shamir's polynomials
     hash: bytes
     keys: dict[SiteId, Keys]  # of `peers` and this site
@@ -360,7 +363,7 @@ class Roster:
         for name, entry in keys.items():
             if missing := set(entry.names).difference(share.names):
                 raise SecAggError(f"{len(missing)} of {name}'s metrics have no place in the vector")
-        return cls(sites, seed, keys, peers, holders_of(me, sites, terms.degree, seed))
+        return cls(me, sites, seed, keys, peers, holders_of(me, sites, terms.degree, seed))
 
 
 def deal(secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], bytes]) -> dict[SiteId, bytes]:
@@ -376,45 +379,47 @@ def deal(secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], by
 
 
 def seal_shares(
-    shared: bytes | None, sid: bytes, site: SiteId, holder: SiteId, seed: bytes, key: bytes
+    roster: Roster, shared: bytes | None, sid: bytes, holder: SiteId, seed: bytes, key: bytes
 ) -> Sealed:
     """Two shares for their holder; with no `shared` secret the holder is the site, and only commits."""
     commitments = (
-        share_commitment("seed", sid, site, holder, seed),
-        share_commitment("key", sid, site, holder, key),
+        share_commitment("seed", sid, roster.me, holder, seed),
+        share_commitment("key", sid, roster.me, holder, key),
     )
-    text = seal(shared, sid, site, holder, seed + key, b"".join(commitments)) if shared else b""
-    return Sealed(text, *commitments)
+    if shared is None:
+        return Sealed(b"", *commitments)
+    beside = b"".join((roster.hash, *commitments))
+    return Sealed(seal(shared, sid, roster.me, holder, seed + key, beside), *commitments)
 
 
 # --- 2
 
 
-def check_dealers(site: Client, terms: Terms, sid: bytes, roster: Roster, mask: Mask) -> None:
-    """SecAggError unless enough sites dealt, and this site's peers among them saw this very roster."""
-    me, dealers = site.site, mask.sites
+def check_dealers(terms: Terms, roster: Roster, mask: Mask) -> None:
+    """SecAggError unless enough sites dealt, and all of this site's peers among them dealt to it."""
+    dealers = mask.sites
     check_subset("the list of those who dealt shares", dealers, roster.sites, terms.quorum)
-    check_present("the list of those who dealt shares", dealers, me)
+    check_present("the list of those who dealt shares", dealers, roster.me)
     check_holders(terms, roster, dealers)
-    peers = set(roster.peers).intersection(dealers)
-    if mask.dealt.keys() != peers or mask.sealed.keys() != peers:
+    if mask.sealed.keys() != set(roster.peers).intersection(dealers):
         raise SecAggError("shares came from others than this site's peers who dealt")
-    for peer, dealt in mask.dealt.items():
-        statement = shares_statement(sid, roster.hash, dealt.dealt)
-        check_signer(site.verify, peer, roster.keys, statement, dealt.signature)
 
 
 def open_shares(
-    shared: bytes, sid: bytes, site: SiteId, holder: SiteId, sealed: Sealed
+    roster: Roster, shared: bytes, sid: bytes, site: SiteId, sealed: Sealed
 ) -> tuple[bytes, bytes]:
-    """The shares of `site` that `holder` is to keep. SecAggError if they are not what `site` committed to."""
-    text = unseal(shared, sid, site, holder, sealed.text, sealed.seed + sealed.key)
+    """The shares of `site` that this one is to keep.
+
+    SecAggError unless `site` sealed them under this very roster, and they are what it committed to.
+    """
+    beside = b"".join((roster.hash, sealed.seed, sealed.key))
+    text = unseal(shared, sid, site, roster.me, sealed.text, beside)
     seed, key = text[: len(text) // 2], text[len(text) // 2 :]
     if (
-        share_commitment("seed", sid, site, holder, seed) != sealed.seed
-        or share_commitment("key", sid, site, holder, key) != sealed.key
+        share_commitment("seed", sid, site, roster.me, seed) != sealed.seed
+        or share_commitment("key", sid, site, roster.me, key) != sealed.key
     ):
-        raise SecAggError(f"{site}'s shares for {holder} are not those that it told the aggregator")
+        raise SecAggError(f"{site}'s shares for {roster.me} are not those that it told the aggregator")
     return seed, key
 
 

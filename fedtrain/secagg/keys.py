@@ -83,7 +83,7 @@ def pair_mask_sign(site: SiteId, peer: SiteId) -> int:
 
 
 def seal(shared: bytes, sid: bytes, site: SiteId, holder: SiteId, text: bytes, beside: bytes) -> bytes:
-    """`text` for `holder` alone; `beside` is not hidden, but it, sender and receiver can't change."""
+    """`text` for `holder` alone, which opens only beside the same `beside`, and as from `site`."""
     cipher = AESGCM(_derive(shared, "seal", sid, site, holder))
     return cipher.encrypt(NONCE, text, statement("sealed", sid, site, holder, beside))
 
@@ -94,7 +94,9 @@ def unseal(shared: bytes, sid: bytes, site: SiteId, holder: SiteId, text: bytes,
     try:
         return cipher.decrypt(NONCE, text, statement("sealed", sid, site, holder, beside))
     except InvalidTag:
-        raise SecAggError(f"what came as {site}'s shares for {holder} was not sealed by it") from None
+        raise SecAggError(
+            f"what came as {site}'s was not sealed by it for {holder} and this roster"
+        ) from None
 
 
 def _derive(secret: bytes, use: str, *parts: bytes | str) -> bytes:

@@ -138,20 +138,12 @@ class Shares(Message, frozen=True, kw_only=True, tag=True):
     signature: bytes  # over the roster's hash and dealt_hash(sealed)
 
 
-class Dealt(msgspec.Struct, frozen=True, array_like=True):
-    """That a site saw this roster and dealt its shares."""
-
-    dealt: bytes  # dealt_hash of its sealed shares
-    signature: bytes
-
-
 class Mask(Request, frozen=True, kw_only=True, tag=True):
-    """U2, and what its sites dealt to this one."""
+    """U2, and what this site's peers among them dealt to it. What opens was sealed under the same roster."""
 
     sid: bytes
     sites: tuple[SiteId, ...]  # U2, sorted
-    dealt: dict[SiteId, Dealt]  # of this site's neighbours in U2
-    sealed: dict[SiteId, Sealed]  # from the same, for this site
+    sealed: dict[SiteId, Sealed]  # by who sealed it
 
 
 class Masked(Message, frozen=True, kw_only=True, tag=True):
@@ -270,7 +262,7 @@ def dealt_hash(sealed: dict[SiteId, Sealed]) -> bytes:
 
 
 def shares_statement(sid: bytes, roster: bytes, dealt: bytes) -> bytes:
-    """What Shares.signature is over; `roster` is a roster_hash here and below."""
+    """What Shares.signature is over, so that a site answers for what it dealt; `roster`: a roster_hash."""
     return statement("shares", sid, roster, dealt)
 
 

@@ -32,7 +32,6 @@ from .messages import (
     MAX_NAMES,
     Agree,
     Agreed,
-    Dealt,
     Keys,
     Mask,
     Masked,
@@ -121,14 +120,13 @@ async def secure_sum(
     peers = {site: peers_of(site, sites, terms.degree, roster) for site in sites}
     holders = {site: holders_of(site, sites, terms.degree, roster) for site in sites}
     shares: dict[SiteId, Shares] = {}
-    dealt: dict[SiteId, Dealt] = {}
     asked = rosters(request_id("share"), sid, keys, entries, peers, names)
     async for site, hand in session.ask("shares", asked, Shares, step_deadline_s):
         with session.checking(site, "shares"):
             check_sealed(site, hand, holders[site])
-            digest = dealt_hash(hand.sealed)
-            check_signer(verify, site, keys, shares_statement(sid, roster, digest), hand.signature)
-            shares[site], dealt[site] = hand, Dealt(digest, hand.signature)
+            statement = shares_statement(sid, roster, dealt_hash(hand.sealed))
+            check_signer(verify, site, keys, statement, hand.signature)
+            shares[site] = hand
     session.need("shares", shares)
     leave_out_lonely(session, shares, holders, terms.threshold)
     session.need("shares", shares)
@@ -141,7 +139,6 @@ async def secure_sum(
             id=request_id("mask"),
             sid=sid,
             sites=dealers,
-            dealt={peer: dealt[peer] for peer in peers[site] if peer in dealt},
             sealed={peer: shares[peer].sealed[site] for peer in peers[site] if peer in shares},
         )
         for site in dealers
