@@ -196,18 +196,28 @@ def new(folder: Path) -> None:
 @cli.command()
 @with_config
 @as_json
+@click.option("--mode", type=click.Choice(["federated", "gossip"]), default="federated", show_default=True,
+              help="Around an aggregator, or each with its neighbours.")  # fmt: skip
 @click.option("--debug", metavar="SITE", help="Train this site in this process, so that breakpoint() works.")
 @click.option("--fresh", is_flag=True, help="Forget the earlier rounds of this simulation and start over.")
 @click.option(
     "--partition-png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="First draw to FILE which site has how much of which label.",
 )  # fmt: skip
-def simulate(config: Config, json: bool, debug: str | None, fresh: bool, partition_png: Path | None) -> None:
+def simulate(
+    config: Config, json: bool, mode: str, debug: str | None, fresh: bool, partition_png: Path | None
+) -> None:
     """Train with all sites simulated on this machine."""
     from .runtime import simulation
 
     if partition_png is not None:
         simulation.draw_partition(config, partition_png)
+    if mode == "gossip":
+        from .runtime import gossip
+
+        with shown(config.gossip_dir, json=json, plain=debug is not None) as emit:
+            drive(gossip.simulate(config, emit=emit, fresh=fresh))
+        return
     with shown(config.simulate_dir, json=json, plain=debug is not None) as emit:
         drive(simulation.simulate(config, emit=emit, debug=debug, fresh=fresh))
 

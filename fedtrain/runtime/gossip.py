@@ -1,0 +1,530 @@
+"""Gossip: peers that train and average with their neighbours, without a server.
+
+`Peer.round` is the page: it drives an algorithm of gossip/ between the training engine and a peer's end of
+the graph seam, over ZeroMQ or in memory, and can't tell which. `simulate` runs all peers in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .. import compression, topology
+from ..aggregation import WeightedMean
+from ..config import Config
+from ..errors import BadUpdate, ConfigError
+from ..exchange import Neighborhood, Neighbors, Offer, PeerId, Share
+from ..gossip import Algorithm, Blend, Heard, LocalSteps, Parcel, Receive, Send, build
+from ..store import Checkpoint, RunStore
+from ..topology import Topology
+from ..transport.memory import LocalNetwork
+from ..update import ALIGN, FLOATS, Arena, Metrics, Schema, Section, Update, averages
+from .answers import Emit
+from .federated import Result, evaluation_is_due, keep_evaluation, reason_to_stop
+from .simulation import agreed as agreed_simulation
+from .simulation import forget
+from .trainer import Workbench
+
+if TYPE_CHECKING:
+    import torch
+
+    Vector = torch.Tensor
+    Train = Callable[[int, Arena, Arena], Awaitable[Update]]  # round, from these weights; delta into the last
+
+PART_TYPES = (*FLOATS, "uint8", "int64")  # of what travels
+AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
+
+
+def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
+    """What [gossip] describes; ConfigError where its parts don't go together."""
+    gossip = config.gossip
+    if config.strategy.kind not in AVERAGE_ONLY:
+        raise ConfigError(
+            f"strategy.kind: {config.strategy.kind} steps at the server, and gossip has none. "
+            f'Use {" or ".join(AVERAGE_ONLY)}; gossip.algorithm = "diloco" has momentum.'
+        )
+    compressor = None
+    if gossip.algorithm == "choco":
+        if gossip.compressor.startswith("error_feedback"):
+            raise ConfigError("gossip.compressor: choco remembers errors itself. Leave error_feedback out.")
+        compressor = compression.parse(gossip.compressor).contraction()
+    algorithm = build(gossip.algorithm, gossip.options, compressor)
+    file = gossip.topology.removeprefix("file:")
+    spec = gossip.topology if file == gossip.topology else f"file:{config.root / file}"
+    graph = topology.parse(spec, gossip.weights)
+    push_sum = (gossip.weights or topology.KINDS[graph.kind].weights) == "push-sum"
+    if push_sum and not algorithm.directed:
+        raise ConfigError(
+            f"gossip.algorithm: {gossip.algorithm} would lose the mean on {graph}, whose weights are "
+            f'push-sum\'s. Use "sgp" or "epidemic", or another topology.'
+        )
+    if algorithm.static and graph.period(8) != 1:
+        raise ConfigError(
+            f"gossip.topology: {graph} changes from round to round, and {gossip.algorithm} keeps a copy "
+            f'of each neighbour. Use one that stays, as "regular:4".'
+        )
+    return algorithm, graph
+
+
+# --- a model as the vectors that travel
+
+
+def trained_part(arena: Arena) -> Vector:
+    """All trained coordinates as one vector, float32 or float64; a view where they lie in one piece."""
+    parts = [_wide(arena.flat(s)[: s.trained]) for s in _trained(arena.schema)]
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def other_parts(arena: Arena) -> dict[str, Vector]:
+    """What is averaged plainly, by dtype: buffers and frozen parameters. Booleans and bytes stay at home."""
+    found = {}
+    for section in arena.schema.sections:
+        if section.dtype not in ("bool", "uint8") and section.numel > _first_other(section):
+            found[f"other/{section.dtype}"] = _wide(arena.flat(section)[_first_other(section) :])
+    return found
+
+
+def write(arena: Arena, trained: Vector, others: Mapping[str, Vector]) -> Arena:
+    """Put both back, each rounded once to its own dtype."""
+    at = 0
+    for section in _trained(arena.schema):
+        arena.flat(section)[: section.trained].copy_(trained[at : at + section.trained])
+        at += section.trained
+    for section in arena.schema.sections:
+        if (other := others.get(f"other/{section.dtype}")) is not None:
+            into = arena.flat(section)[_first_other(section) :]
+            into.copy_(other if section.dtype in FLOATS else other.round())
+    arena._digest = None
+    return arena
+
+
+def _trained(schema: Schema) -> list[Section]:
+    return [s for s in schema.sections if s.dtype in FLOATS and s.trained]
+
+
+def _first_other(section: Section) -> int:
+    return section.trained if section.dtype in FLOATS else 0
+
+
+def _wide(vector: Vector) -> Vector:
+    if not vector.is_floating_point():
+        return vector.double()
+    return vector if vector.element_size() >= 4 else vector.float()
+
+
+def _joined(parts: list[Vector]) -> Vector:
+    import torch
+
+    if not parts:
+        raise ConfigError("the task's model has no trained parameters: there is nothing to agree on")
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
+    return torch.cat([p.to(dtype) for p in parts])
+
+
+# --- parcels as bytes
+
+
+class Note(msgspec.Struct, array_like=True):
+    """The header of a parcel: its parts, in the order of the bytes, and its numbers."""
+
+    parts: list[tuple[str, str, int]]  # name, dtype, how many
+    fields: dict[str, float]
+
+
+def share_of(parcel: Parcel, weight: float, degree: int) -> Share:
+    """The bytes of a parcel; without a copy when it has one part. Each part begins on 64 bytes."""
+    import torch
+
+    blocks = [part.contiguous().view(torch.uint8) for part in parcel.parts.values()]
+    if len(blocks) > 1:
+        data = torch.zeros(sum(map(_padded, map(len, blocks))), dtype=torch.uint8)
+        at = 0
+        for block in blocks:
+            data[at : at + len(block)] = block
+            at += _padded(len(block))
+    else:
+        data = blocks[0]
+    note = Note(
+        [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in parcel.parts.items()],
+        dict(parcel.fields),
+    )
+    return Share(memoryview(data.numpy().data), weight, degree, note=msgspec.msgpack.encode(note))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Inbox:
+    """exchange.Mixer: what neighbours send goes into a round's blends, chunk by chunk, or is kept whole.
+
+    A parcel is checked before it is used: parts that we have too are of our type and size, the others small
+    enough to hold, and every number and value is finite (S16, S17).
+    """
+
+    def __init__(
+        self, blends: Mapping[str, Blend], like: Mapping[str, torch.Tensor], most_bytes: int
+    ) -> None:
+        """`like`: our own parts. What is not blended may have `most_bytes` in all."""
+        self._blends, self._like, self._most = blends, like, most_bytes
+        self._parts: dict[PeerId, list[_Part]] = {}
+        self._fields: dict[PeerId, dict[str, float]] = {}
+
+    def begin(self, offer: Offer) -> None:
+        import torch
+
+        note = _checked_note(offer.note)
+        at, parts = 0, []
+        for name, dtype_name, numel in note.parts:
+            dtype: torch.dtype = getattr(torch, dtype_name)
+            mine = self._like.get(name)
+            if mine is not None and (mine.dtype, mine.numel()) != (dtype, numel):
+                raise BadUpdate(f"{name[:64]} is {dtype_name}[{numel}], ours {mine.dtype}[{mine.numel()}]")
+            parts.append(_Part(name, dtype, at, numel * dtype.itemsize))
+            at += parts[-1].nbytes if len(note.parts) == 1 else _padded(parts[-1].nbytes)
+        if at != offer.nbytes:
+            raise BadUpdate(f"{offer.nbytes} bytes, its parts have {at}")
+        if missing := self._blends.keys() - {part.name for part in parts}:
+            raise BadUpdate(f"it has no {', '.join(sorted(missing))}")
+        whole = [part for part in parts if part.name not in self._blends]
+        if (nbytes := sum(part.nbytes for part in whole)) > self._most:
+            raise BadUpdate(f"{nbytes} bytes to be held, at most {self._most} are allowed")
+        for part in whole:
+            part.held = torch.empty(part.nbytes, dtype=torch.uint8)
+        self._parts[offer.peer], self._fields[offer.peer] = parts, note.fields
+        for blend in self._blends.values():
+            blend.begin(offer.peer, note.fields)
+
+    def mix(self, peer: PeerId, offset: int, chunk: memoryview) -> None:
+        import torch
+
+        data = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)  # what is lent may be read-only
+        for part in self._parts[peer]:
+            start, stop = max(part.start, offset), min(part.start + part.nbytes, offset + len(data))
+            if start >= stop:
+                continue
+            piece = data[start - offset : stop - offset]
+            values = piece.clone().view(part.dtype) if (start - offset) % 8 else piece.view(part.dtype)
+            if part.dtype.is_floating_point and not bool(values.isfinite().all()):
+                raise BadUpdate(f"{part.name} has NaN or Inf")
+            if part.held is None:
+                self._blends[part.name].add(peer, values)
+            else:
+                part.held[start - part.start : stop - part.start] = piece
+
+    def end(self, peer: PeerId, nbytes: int) -> None:
+        """Nothing to do: the exchange says who was whole."""
+
+    def parcel(self, peer: PeerId) -> Parcel:
+        """What is held of a neighbour that was whole."""
+        held = {p.name: p.held.view(p.dtype) for p in self._parts[peer] if p.held is not None}
+        return Parcel(held, self._fields[peer])
+
+
+@dataclass
+class _Part:
+    name: str
+    dtype: torch.dtype
+    start: int  # bytes, in the payload
+    nbytes: int
+    held: torch.Tensor | None = None  # uint8; None where it is blended
+
+
+def _checked_note(note: bytes) -> Note:
+    try:
+        found = msgspec.msgpack.decode(note, type=Note)
+    except msgspec.DecodeError as e:
+        raise BadUpdate(f"its note can't be read: {e}") from None
+    if any(dtype not in PART_TYPES or numel < 0 for _, dtype, numel in found.parts):
+        raise BadUpdate(f"its parts are not of {', '.join(PART_TYPES)}")
+    if not all(math.isfinite(value) for value in found.fields.values()):
+        raise BadUpdate("its numbers are not finite")
+    if found.fields.get("mass", 1.0) <= 0:
+        raise BadUpdate(f"its mass is {found.fields['mass']:g}")
+    return found
+
+
+# --- a peer
+
+
+@dataclass(frozen=True)
+class Told:
+    """How a peer's round went."""
+
+    metrics: Metrics  # of its own training
+    missing: Mapping[PeerId, str]  # in-neighbours that were not heard, and why
+    loss: float  # what the peer believes to be the mean training loss over all peers
+    moved: float  # and the root mean square of how far averaging moved their models, relative to the models
+
+
+class Peer:
+    """One peer: a model, an algorithm's state, and how both change in a round.
+
+    What lives between rounds is `kept()`; a peer that is given it back goes on as if nothing had happened.
+    """
+
+    def __init__(
+        self, name: PeerId, algorithm: Algorithm, model: Arena, train: Train, neighbors: Neighbors
+    ) -> None:
+        import torch
+
+        self.name, self.algorithm, self.model, self.round = name, algorithm, model, 0
+        self.state = algorithm.init(trained_part(model))
+        self._train, self._neighbors = train, neighbors
+        self._gauge = torch.zeros(2, dtype=torch.float64)  # estimates of the means over all: loss, moves²
+        self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it told last
+        self._loss = self._moved = 0.0
+        self._metrics: Metrics = {}
+        self._letters: dict[PeerId, tuple[int, Parcel]] = {}  # the newest of each, and when it came
+
+    @property
+    def bytes_out(self) -> int:
+        return self._neighbors.bytes_out
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """All that the next round starts from, but for its number."""
+        own = {"model": self.model.data, "gauge": self._gauge, "told": self._own}
+        return own | {f"state/{name}": value for name, value in self.state.items()}
+
+    def go_on(self, checkpoint: Checkpoint) -> None:
+        """From what `kept` was, under "NAME/" in a checkpoint's state."""
+        prefix = f"{self.name}/"
+        kept = {n.removeprefix(prefix): v for n, v in checkpoint.state.items() if n.startswith(prefix)}
+        self.model = Arena(self.model.schema, kept.pop("model"))
+        self._gauge, self._own, self.round = kept.pop("gauge"), kept.pop("told"), checkpoint.round
+        self.state = {name.removeprefix("state/"): value for name, value in kept.items()}
+
+    async def step(self, near: Neighborhood, deadline_s: float) -> Told:
+        """The next round: do what the algorithm asks for; then model and state change together."""
+        t, others, own = self.round, other_parts(self.model), self._own
+        self._neighbors.announce(t)
+        party = self.algorithm.round(trained_part(self.model), self.state, near, t)
+        answer: Vector | Heard | None = None
+        while True:
+            try:
+                request = party.send(answer)
+            except StopIteration as end:
+                x, state = end.value
+                break
+            answer = None
+            if isinstance(request, LocalSteps):
+                answer, others = await self._local_steps(request.x, others)
+            elif isinstance(request, Send):
+                own = self._gauge.new_tensor([self._loss, self._moved**2])
+                # What travels beside the algorithm's parts and is averaged plainly. By the gauge each peer
+                # follows the means over all peers, as gradient tracking follows the gradient's.
+                sides = {**others, "gauge": self._gauge + (own - self._own)}
+                exchange = _Exchange(self, near, request, sides, deadline_s)
+            elif isinstance(request, Receive):
+                answer = await exchange.received()
+            else:
+                answer = heard = self._newest(request.staleness)
+                exchange.read(heard)
+        mixed = exchange.mixed()
+        self._gauge, self._own = mixed.pop("gauge"), own
+        others = {name: mixed[name] + (others[name] - sides[name]) for name in others}
+        told = exchange.told
+        self._moved = float((x - told).norm() / x.norm().clamp(min=1e-30)) if told is not None else 0.0
+        self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
+        loss, moved = self._gauge.tolist()
+        return Told(self._metrics, exchange.missing, loss, math.sqrt(max(0.0, moved)))
+
+    async def _local_steps(
+        self, start: Vector, others: dict[str, Vector]
+    ) -> tuple[Vector, dict[str, Vector]]:
+        weights, delta = write(self.model.load(), start, others), Arena.zeros(self.model.schema)
+        update = await self._train(self.round, weights, delta)
+        value, number = update.metrics.get("loss", (0.0, 0.0))
+        self._metrics, self._loss = update.metrics, value / number if number else 0.0
+        moved = other_parts(delta)
+        return start + trained_part(delta), {name: v + moved[name] for name, v in others.items()}
+
+    def _newest(self, staleness: int) -> Heard:
+        for letter in self._neighbors.take():
+            inbox = Inbox({}, {}, 4 * self.model.schema.nbytes + (1 << 16))
+            share = letter.share
+            try:
+                inbox.begin(Offer(letter.peer, letter.round, len(share.payload), share.weight, share.degree,
+                                  share.codec, share.note))  # fmt: skip
+                inbox.mix(letter.peer, 0, share.payload)
+            except BadUpdate:
+                continue  # as if it had not come: what is stale returns to self
+            self._letters[letter.peer] = self.round, inbox.parcel(letter.peer)
+        return Heard({p: parcel for p, (at, parcel) in self._letters.items() if self.round - at <= staleness})
+
+
+class _Exchange:
+    """One round's giving and taking, from Send to the mix of what travels beside."""
+
+    def __init__(
+        self, peer: Peer, near: Neighborhood, send: Send, sides: Mapping[str, Vector], deadline_s: float
+    ) -> None:
+        self._near, self._directed = near, peer.algorithm.directed
+        self._mass = send.parcel.fields.get("mass", 1.0)
+        self._blends = {name: Blend(vector, near, self._mass) for name, vector in sides.items()}
+        self._returned, self.missing = 0.0, dict[PeerId, str]()
+        self.told = send.parcel.parts.get("x")
+        parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
+        shares = {k: share_of(parcel, w, len(near.outgoing)) for k, w in near.outgoing.items()}
+        if not peer.algorithm.waits:
+            peer._neighbors.post(peer.round, shares)
+            return
+        self._inbox = Inbox(
+            {**send.blends, **self._blends}, parcel.parts, 2 * peer.model.schema.nbytes + (1 << 16)
+        )
+        self._under_way = asyncio.ensure_future(
+            peer._neighbors.exchange(peer.round, shares, list(near.incoming), self._inbox, deadline_s)
+        )
+
+    async def received(self) -> Heard:
+        """Who came. Where ours did not arrive, theirs is left out too, unless it is mixed in already."""
+        exchanged = await self._under_way
+        self.missing = dict(exchanged.missing)
+        self._returned = self._mass * sum(self._near.outgoing[peer] for peer in sorted(exchanged.kept))
+        heard = sorted(exchanged.arrived - exchanged.kept.keys())
+        return Heard({peer: self._inbox.parcel(peer) for peer in heard}, exchanged.kept.keys())
+
+    def read(self, heard: Heard) -> None:
+        """Blend what letters had beside."""
+        for peer in sorted(heard.parcels.keys() & self._near.incoming.keys()):
+            parcel = heard.parcels[peer]
+            for name, blend in self._blends.items():
+                blend.begin(peer, parcel.fields)
+                blend.add(peer, parcel.parts[name])
+
+    def mixed(self) -> dict[str, Vector]:
+        return {
+            name: blend.by_mass(self._returned)[0] if self._directed else blend.to_self()
+            for name, blend in self._blends.items()
+        }
+
+
+# --- all peers in this process
+
+
+async def simulate(
+    config: Config, *, emit: Emit, fresh: bool = False, data_dir: Path | None = None
+) -> Result:
+    """Every site of the simulation as a peer, from the last committed round on, or from the first when
+    `fresh`. What is committed is every peer's model; the run's model is their mean."""
+    algorithm, graph = algorithm_of(config)
+    if fresh:
+        forget(config.gossip_dir)
+    bench = Workbench(config, data_dir, simulated=True)
+    about = bench.description
+    graph.check(about.sites, config.run.seed)
+    store = RunStore(config.gossip_dir, durable=False)
+    try:
+        agreed = agreed_simulation(config) | {
+            f"gossip.{f.name}": repr(getattr(config.gossip, f.name)) for f in fields(config.gossip)
+        }
+        store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
+        async with AsyncExitStack() as stack:
+            network = LocalNetwork(about.sites)
+            initial = bench.initial()
+            peers = {
+                name: Peer(
+                    name, algorithm, initial.load(), _trainer(bench, name),
+                    await stack.enter_async_context(network.join(name)),
+                )
+                for name in about.sites
+            }  # fmt: skip
+            result = await _rounds(config, graph, peers, bench, store, emit)
+        emit("run_finished", round=result.rounds, reason=result.reason)
+        return result
+    finally:
+        store.close()
+
+
+async def _rounds(
+    config: Config,
+    graph: Topology,
+    peers: Mapping[PeerId, Peer],
+    bench: Workbench,
+    store: RunStore,
+    emit: Emit,
+) -> Result:
+    checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
+    number = 0 if checkpoint is None else checkpoint.round
+    emit(
+        "run_started", run=config.run.name, mode="gossip", rounds=config.run.rounds, sites=len(peers),
+        config_digest=config.digest(), resumed_from=number or None,
+    )  # fmt: skip
+    if checkpoint is None:
+        checkpoint = _checkpoint(0, peers)
+        store.commit(checkpoint, {})
+    else:
+        for peer in peers.values():
+            peer.go_on(checkpoint)
+    everyone = Topology("complete")
+    while True:
+        if evaluation_is_due(config, store, number):
+            weights = checkpoint.weights.load()
+            each = {
+                site: bench.evaluate(site, number, weights).metrics for site in bench.description.evaluators
+            }
+            by_site = {site: averages({site: metrics}) for site, metrics in each.items()}
+            keep_evaluation(config, store, number, averages(each), by_site, emit)
+        if reason := reason_to_stop(config, store, number):
+            break
+        began = time.monotonic()
+        emit("round_started", round=number + 1, sites=list(peers))
+        algorithm = next(iter(peers.values())).algorithm
+        mixing = (everyone if algorithm.everyone(number) else graph).round(
+            list(peers), number, config.run.seed
+        )
+        bytes_out = sum(peer.bytes_out for peer in peers.values())
+        told = await asyncio.gather(
+            *(peer.step(mixing.graph[name], config.gossip.round_deadline) for name, peer in peers.items())
+        )
+        number += 1
+        checkpoint = _checkpoint(number, peers)
+        sent = sum(peer.bytes_out for peer in peers.values()) - bytes_out
+        trained = averages({name: t.metrics for name, t in zip(peers, told, strict=True)})
+        record = {
+            "loss": trained.get("loss"),
+            "metrics": trained | {"disagreement": disagreement(peers, checkpoint)},
+            "sites": len(peers),
+            "seconds": time.monotonic() - began,
+            "bytes_in": sent,
+            "bytes_out": sent,
+        }
+        store.commit(checkpoint, record)
+        emit("round_committed", round=number, **record)
+    return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
+
+
+def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:
+    """The root mean square distance of the peers' models from their mean, relative to it."""
+    mean = trained_part(checkpoint.weights.load())
+    square = sum(float((trained_part(p.model) - mean).double().square().sum()) for p in peers.values())
+    return math.sqrt(square / len(peers)) / max(float(mean.double().norm()), 1e-30)
+
+
+def _trainer(bench: Workbench, name: PeerId) -> Train:
+    async def train(round: int, weights: Arena, delta: Arena) -> Update:
+        return bench.train(name, round, weights, delta)
+
+    return train
+
+
+def _checkpoint(number: int, peers: Mapping[PeerId, Peer]) -> Checkpoint:
+    """The mean model, and all that every peer keeps."""
+    first = next(iter(peers.values())).model
+    mean = WeightedMean(first.schema)
+    for name in sorted(peers):
+        mean.add(Update(delta=peers[name].model, num_examples=1.0))
+    weights = mean.result()
+    for section in first.schema.sections:
+        if section.dtype in ("bool", "uint8"):
+            weights.flat(section).copy_(first.flat(section))
+    state = {f"{name}/{key}": value for name, peer in peers.items() for key, value in peer.kept().items()}
+    return Checkpoint(number, weights, state)
