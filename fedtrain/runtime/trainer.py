@@ -35,7 +35,13 @@ from ..update import Arena, ArenaFile, Evaluation, Metrics, Schema, SiteId, Upda
 if TYPE_CHECKING:
     import torch
 
-SECTIONS = ("run", "train", "strategy", "simulate")  # of fedtrain.toml; where keys lie is not among them
+SECTIONS = (
+    "run",
+    "train",
+    "strategy",
+    "simulate",
+    "parallel",
+)  # of fedtrain.toml; where keys lie is not among them
 DATASETS = 1024  # sites whose data a trainer keeps loaded, those used last
 DATA_BYTES = 2 << 30  # and of their tensors at most so much
 KEPT_BYTES = 32 << 20  # of freed memory, by glibc's malloc in a trainer
@@ -369,14 +375,20 @@ class Workbench:
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
         correct = strategy.correct if strategies.corrects(strategy) else None
-        self._engine = Engine(self._task, config.train, config.run.seed, correct)
+        self._team = None
+        if config.parallel.ranks > 1 and not simulated:
+            from .ranks import gathered
+
+            self._team = gathered(config, self._task, self._load, data_dir)
+        else:
+            self._engine = Engine(self._task, config.train, config.run.seed, correct)
         stack = self._simulated is not None and config.simulate.engine == "vmap"
         self._vmapped = Vmapped(self._engine) if stack else None
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
         self._data_bytes = 0
         self._weights: tuple[Place, Arena] | None = None
         self._slab: tuple[str, mmap.mmap] | None = None
-        self.description = Description(self._engine.schema, digest)
+        self.description = Description((self._team or self._engine).schema, digest)
         if self._simulated is not None:
             names = self._simulated.names
             self.description.sites = names
@@ -384,12 +396,21 @@ class Workbench:
 
     def initial(self) -> Arena:
         """The weights that a run starts from: equal at all sites."""
-        return self._engine.initial()
+        return (self._team or self._engine).initial()
+
+    @property
+    def broken(self) -> bool:
+        """Whether only a new process can go on: ranks lost each other in the middle of a request."""
+        return self._team is not None and self._team.broken
 
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Update:
+        if self._team is not None:
+            return self._team.train(site, round, weights, out)
         return self._engine.train(site, self._load("data", site), round, weights, out)
 
     def evaluate(self, site: SiteId, round: int, weights: Arena) -> Evaluation:
+        if self._team is not None:
+            return Evaluation(metrics=self._team.evaluate(site, weights))
         return Evaluation(metrics=self._engine.evaluate(self._load("eval_data", site), weights))
 
     def examples(self, site: SiteId) -> float | None:
@@ -397,7 +418,7 @@ class Workbench:
 
         data = self._load("data", site)
         examples = examples_of(data)
-        if isinstance(examples, Stream) or self._engine.weighs_items(data):
+        if isinstance(examples, Stream) or (self._team or self._engine).weighs_items(data):
             return None
         return float(examples.count)
 
@@ -574,6 +595,8 @@ def _serve(channel: socket.socket) -> None:
         except Exception as e:  # torch and the user's code run here, and this process has to go on
             answer = _failed(e)
         say(answer)
+        if bench.broken:
+            return
 
 
 def _leave_with(channel: socket.socket) -> None:

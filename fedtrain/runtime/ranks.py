@@ -1,0 +1,257 @@
+"""A site whose trainer is several ranks: `parallel.ranks` processes, one a device, that train one model.
+
+Rank 0 is the trainer process itself: it alone has to do with the supervisor. It starts the others, tells
+them each request, and they train it together, each with the data that it loads. They are of its process
+group, and wait for its store: whatever ends rank 0 ends them. All of them talk over loopback.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
+
+from .. import strategies
+from ..config import Config
+from ..errors import ConfigError, TaskError
+from ..training.examples import examples_of
+from ..training.local import MOVES, Correct, build_model
+from ..training.mesh import Mesh, Sizes, device_here
+from ..training.parallel.data import Dealt
+from ..training.parallel.engine import MeshEngine
+from ..training.task import Task, folder_of, load_task, user_code
+from ..update import Arena, Metrics, Schema, SiteId, Update
+
+Fetch = Callable[[str, SiteId], Any]  # ("data" or "eval_data", site) -> what the task has
+
+
+FOREVER = timedelta(days=3650)
+
+
+class Told(msgspec.Struct, array_like=True):
+    """What all ranks do next."""
+
+    what: str  # train | evaluate
+    site: SiteId
+    round: int
+
+
+class Hired(msgspec.Struct, array_like=True):
+    """All that another rank begins with, on its standard input."""
+
+    rank: int
+    port: int
+    config: dict[str, Any]
+    root: str
+    data_dir: str | None
+
+
+class Team:
+    """All ranks of one site, as seen from one of them."""
+
+    def __init__(self, config: Config, task: Task, fetch: Fetch, rank: int, store: TCPStore) -> None:
+        if config.parallel.sync != "step":
+            raise ConfigError(
+                "parallel.sync: the ranks of one site train one model; islands are for datacenters"
+            )
+        self.config, self.task, self.fetch, self.store = config, task, fetch, store
+        self._requests = 0
+        os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        device = device_here(config.train.device)
+        sizes = Sizes.of(config.parallel, config.parallel.ranks)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store, rank=rank, world_size=config.parallel.ranks,
+            timeout=timedelta(seconds=config.parallel.timeout),
+            device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+        self.mesh = Mesh(sizes, device)
+        strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+        self._correct: Correct | None = strategy.correct if strategies.corrects(strategy) else None
+        self._engine: MeshEngine | None = None
+        self.broken = (
+            False  # a request ended in the middle of a collective: there is no other with these ranks
+        )
+        self.schema = Schema.of(build_model(task, config.run.seed, torch.device("cpu")))
+
+    # --- rank 0: what a trainer asks
+
+    def initial(self) -> Arena:
+        return Arena.of(build_model(self.task, self.config.run.seed, torch.device("cpu")))
+
+    def train(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Update:
+        """As local.Engine's, but for the last bits: sums over ranks are rounded in another order."""
+        self._tell(Told("train", site, round))
+        update = self._together(lambda: self._train(site, round, weights, out))
+        assert isinstance(update, Update), "rank 0 has the model"
+        return update
+
+    def evaluate(self, site: SiteId, weights: Arena) -> Metrics:
+        self._tell(Told("evaluate", site, 0))
+        metrics: Metrics = self._together(lambda: self._evaluate(site, weights))
+        return metrics
+
+    def weighs_items(self, dataset: Any) -> bool:
+        model = build_model(self.task, self.config.run.seed, torch.device("cpu"))
+        with user_code(folder_of(self.task), "training"), torch.no_grad():
+            for batch in examples_of(dataset).batches(self.config.train.eval_batch_size, False, None):
+                return isinstance(self.task.loss(model, batch), tuple)
+        return False
+
+    # --- every rank
+
+    def follow(self) -> None:
+        """Do what rank 0 says, until it is gone."""
+        while (told := self._hear()) is not None:
+            with suppress(Unready):  # told by rank 0
+                if told.what == "train":
+                    self._train(told.site, told.round, None, None)
+                else:
+                    self._evaluate(told.site, None)
+
+    def _train(self, site: SiteId, round: int, weights: Arena | None, out: Arena | None) -> Update | None:
+        train, mesh = self.config.train, self.mesh
+        data = self._loaded(
+            lambda: Dealt(self.fetch("data", site), train, self.config.run.seed, site,
+                          mesh.data_rank, mesh.data_ranks)
+        )  # fmt: skip
+        engine = self._engine_for(data)
+        engine.install(weights)
+        engine.begin_round(afresh=True)
+        data.begin(round)
+        # The first rank draws what a site of one would.
+        engine.seed(round, site, *([mesh.data_rank] if mesh.data_rank else []))
+        loss, weight, seen, steps = torch.zeros((), dtype=torch.float64, device=mesh.device), 0.0, 0, 0
+        while steps < train.local_steps if train.local_steps else data.epoch < train.local_epochs:
+            step = engine.step(data.take(), f"site {site}, round {round}")
+            steps += 1
+            loss += step.loss
+            weight += step.weight
+            seen += step.examples
+        whole = engine.over_ranks(weight)
+        total = engine.over_ranks(float(loss))
+        local = engine.gather()
+        if weights is None or out is None or local is None:
+            return None
+        subtract(local, weights, out)
+        num_examples = data.examples.count * whole / seen / mesh.sizes.cp
+        return Update(delta=out, num_examples=num_examples, metrics={"loss": (total, whole)})
+
+    def _evaluate(self, site: SiteId, weights: Arena | None) -> Metrics:
+        dataset = self._loaded(lambda: self.fetch("eval_data", site))
+        engine = self._engine_for(None) if self._engine else self._engine_for(self._dealt_once(dataset))
+        engine.install(weights)
+        return engine.evaluate(dataset)
+
+    def _dealt_once(self, dataset: Any) -> Dealt:
+        return Dealt(dataset, self.config.train, 0, "", self.mesh.data_rank, self.mesh.data_ranks)
+
+    def _engine_for(self, data: Dealt | None) -> MeshEngine:
+        if self._engine is None:
+            example = data.example() if data is not None else None
+            self._engine = MeshEngine(
+                self.task, self.config, self.mesh, example=example, correct=self._correct
+            )
+        return self._engine
+
+    def _loaded(self, load: Callable[[], Any]) -> Any:
+        """What `load` gives, once all ranks have theirs: else all raise, and none waits for the others."""
+        found, error = None, None
+        try:
+            found = load()
+        except (TaskError, ConfigError) as e:
+            error = e
+        failed = torch.tensor(error is not None, dtype=torch.int32, device=self.mesh.device)
+        dist.all_reduce(failed)
+        if error is not None:
+            raise Unready(str(error))
+        if int(failed):
+            raise Unready(f"{int(failed)} of {self.config.parallel.ranks} ranks could not load their data")
+        return found
+
+    def _together(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Unready:
+            raise
+        except BaseException:
+            self.broken = True
+            raise
+
+    def _tell(self, told: Told) -> None:
+        self.store.set(f"request {self._requests}", msgspec.json.encode(told).decode())
+        self._requests += 1
+
+    def _hear(self) -> Told | None:
+        """However long it takes: rounds may be days apart."""
+        key = f"request {self._requests}"
+        self._requests += 1
+        try:
+            self.store.wait([key], FOREVER)
+            return msgspec.json.decode(self.store.get(key), type=Told)
+        except RuntimeError:  # the store was rank 0's
+            return None
+
+
+class Unready(TaskError):
+    """A request ended before its first collective, on all ranks alike: the next one may be tried."""
+
+
+def gathered(config: Config, task: Task, fetch: Fetch, data_dir: Path | None) -> Team:
+    """Rank 0 of a site's team, the other ranks started."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    store = TCPStore(
+        "127.0.0.1", listener.getsockname()[1], config.parallel.ranks, True,
+        timeout=timedelta(seconds=config.parallel.timeout), wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    for rank in range(1, config.parallel.ranks):
+        hired = Hired(rank, store.port, config.table(), str(config.root), str(data_dir) if data_dir else None)
+        process = subprocess.Popen([sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE)
+        assert process.stdin is not None, "a pipe was asked for"
+        process.stdin.write(msgspec.json.encode(hired))
+        process.stdin.close()
+    return Team(config, task, fetch, 0, store)
+
+
+def subtract(local: Arena, start: Arena, out: Arena) -> None:
+    """How far the weights moved: local - start."""
+    for section in local.schema.sections:
+        if section.dtype in MOVES:
+            torch.sub(local.flat(section), start.flat(section), out=out.flat(section))
+        else:
+            out.flat(section).zero_()
+    out._digest = None
+
+
+def main() -> None:
+    """Another rank: for as long as rank 0 is there."""
+    hired = msgspec.json.decode(sys.stdin.buffer.read(), type=Hired)
+    config = Config.of(hired.config, hired.root)
+    task = load_task(config.run.task, config.root, Path(hired.data_dir) if hired.data_dir else None)
+    folder = folder_of(task)
+
+    @functools.cache
+    def fetch(what: str, site: SiteId) -> Any:
+        with user_code(folder, f"{what}({site!r})"):
+            return task.data(site) if what == "data" else task.eval_data(site)
+
+    timeout = timedelta(seconds=config.parallel.timeout)
+    store = TCPStore("127.0.0.1", hired.port, config.parallel.ranks, False, timeout=timeout)
+    Team(config, task, fetch, hired.rank, store).follow()
+
+
+if __name__ == "__main__":
+    main()

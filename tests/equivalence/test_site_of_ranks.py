@@ -1,0 +1,117 @@
+"""A site whose trainer is several ranks sends the update that a site of one process sends."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from fedtrain.config import Config
+from fedtrain.errors import TaskError
+from fedtrain.runtime.trainer import Trainer
+from fedtrain.update import Update
+from tests.equivalence.tiny import project
+
+EXACT = 1e-12  # float64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return project(tmp_path_factory.mktemp("site"))
+
+
+def configured(folder: Path, *, task: str = "Padded", ranks: int = 1, **parallel) -> Config:
+    return Config.of(
+        {
+            "run": {"task": f"mesh_task:{task}", "seed": 5},
+            "train": {
+                "batch_size": 16,
+                "optimizer": "adamw",
+                "lr": 0.01,
+                "local_epochs": 2,
+                "clip_norm": 0.5,
+            },
+            "strategy": {"kind": "fedprox", "mu": 0.1},
+            "parallel": {"ranks": ranks, "timeout": "60s", **parallel},
+        },
+        folder,
+    )
+
+
+async def two_rounds(config: Config, scratch: Path) -> list[tuple[torch.Tensor, Update, float]]:
+    """(delta, update, loss in evaluation) of two rounds, each from the initial weights."""
+    found = []
+    async with await Trainer.start(config, scratch=scratch) as trainer:
+        initial = await trainer.initial(scratch / "initial")
+        assert await trainer.examples("a") in (80.0, 96.0, None)
+        for round in (0, 1):
+            update = await trainer.train("a", round, initial, scratch / f"delta-{round}")
+            value, count = (await trainer.evaluate("a", round, initial)).metrics["loss"]
+            delta = update.delta.load()
+            flat = torch.cat([delta.flat(s) for s in delta.schema.sections if s.trained])
+            found.append((flat, update, value / count))
+    return found
+
+
+def both(folder: Path, tmp_path: Path, task: str, ranks: int, **parallel) -> None:
+    one = asyncio.run(two_rounds(configured(folder, task=task), tmp_path))
+    several = asyncio.run(two_rounds(configured(folder, task=task, ranks=ranks, **parallel), tmp_path))
+    for (delta, update, loss), (other, theirs, their_loss) in zip(one, several, strict=True):
+        assert (delta - other).abs().max() < EXACT
+        assert delta.abs().max() > 1e-3
+        assert theirs.num_examples == pytest.approx(update.num_examples, rel=EXACT)
+        assert theirs.metrics["loss"] == pytest.approx(update.metrics["loss"], rel=EXACT)
+        assert their_loss == pytest.approx(loss, rel=EXACT)
+
+
+def test_a_site_of_two_ranks_sends_the_update_of_one(folder, tmp_path):
+    both(folder, tmp_path, "Padded", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"zero": 3}, {"tp": 2, "zero": 2}, {"pp": 2}], ids=["zero3", "tp", "pp"])
+def test_a_site_of_four_ranks_sends_the_update_of_one(folder, tmp_path, mesh):
+    both(folder, tmp_path, "Text" if "pp" in mesh else "Padded", 4, **mesh)
+
+
+def test_a_rank_that_is_killed_ends_the_request_and_a_new_trainer_goes_on(folder, tmp_path):
+    async def run() -> None:
+        config = configured(folder, ranks=2)
+        trainer = await Trainer.start(config, scratch=tmp_path)
+        initial = await trainer.initial(tmp_path / "initial")
+        await trainer.train("a", 0, initial, tmp_path / "delta")
+        (other,) = psutil.Process(trainer._process.pid).children()
+        os.kill(other.pid, signal.SIGKILL)
+        with pytest.raises(TaskError):
+            await trainer.train("a", 1, initial, tmp_path / "delta")
+        with pytest.raises(TaskError, match="the trainer process"):
+            await trainer.train("a", 1, initial, tmp_path / "delta")
+        await trainer.close()
+        async with await Trainer.start(config, scratch=tmp_path) as another:
+            await another.train("a", 1, initial, tmp_path / "delta")
+
+    asyncio.run(run())
+
+
+def test_data_that_one_rank_cannot_load_fails_the_request_and_nothing_else(tmp_path):
+    folder = project(tmp_path / "project")
+    with (folder / "mesh_task.py").open("a") as f:
+        f.write(
+            "\nimport os\n\nclass Elsewhere(Rows):\n    def data(self, site):\n"
+            "        if site == 'b' and os.environ['LOCAL_RANK'] == '1':\n            raise OSError\n"
+            "        return super().data(site)\n"
+        )
+
+    async def run() -> None:
+        async with await Trainer.start(
+            configured(folder, task="Elsewhere", ranks=2), scratch=tmp_path
+        ) as trainer:
+            initial = await trainer.initial(tmp_path / "initial")
+            with pytest.raises(TaskError, match="1 of 2 ranks could not load their data"):
+                await trainer.train("b", 0, initial, tmp_path / "delta")
+            await trainer.train("a", 0, initial, tmp_path / "delta")
+
+    asyncio.run(run())
