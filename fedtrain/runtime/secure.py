@@ -122,13 +122,16 @@ def round_seed(config: Config, number: int, site: SiteId) -> bytes:
 
 
 def one_of_groups(config: Config, schema: Schema, totals: Sequence[Total], sites: int) -> Mean:
-    """One mean of the groups': their only one, or what the robust rule makes of several."""
+    """One mean of the groups: their only one, or what the rule makes of several. TooFewSites for too few."""
     metrics = averages({str(i): total.metrics for i, total in enumerate(totals)})
     deltas = [total.delta for total in totals if total.delta is not None]
-    if len(deltas) == 1:
+    if config.secagg.groups == 1:
         return Mean(deltas[0], metrics, sites)
+    rule = rule_of(config)
+    if len(deltas) < rule.needs:
+        raise TooFewSites(f"groups with a sum, for {config.aggregation.rule}", len(deltas), rule.needs)
     updates = [Update(delta=delta, num_examples=t.weight) for t, delta in zip(totals, deltas, strict=True)]
-    return Mean(aggregate(rule_of(config, len(deltas)), schema, updates), metrics, sites)
+    return Mean(aggregate(rule, schema, updates), metrics, sites)
 
 
 @cache
@@ -205,10 +208,13 @@ class SecureSite:
 
 def scale_of(config: Config, update: Update) -> float:
     """What shortens a delta to limits.max_norm, which the aggregator can't see. BadUpdate for NaN."""
-    norm, most = norm_of(update.delta), config.limits.max_norm
+    most = config.limits.max_norm
+    if not most:
+        return 1.0
+    norm = norm_of(update.delta)
     if not norm < math.inf:
         raise BadUpdate("its update has NaN or infinite values")
-    return min(1.0, most / norm) if most and norm else 1.0
+    return min(1.0, most / norm) if norm else 1.0
 
 
 # --- The aggregator's end

@@ -1,0 +1,437 @@
+"""Rounds under secure aggregation: the fixed-point mean, whoever drops out, over real connections too."""
+
+import asyncio
+import math
+from itertools import chain
+
+import pytest
+import torch
+
+from fedtrain.config import Config
+from fedtrain.errors import ConfigError, TooFewSites
+from fedtrain.pki import Credentials
+from fedtrain.pki.signing import Signer, Verifier, fingerprint
+from fedtrain.runtime import federated, secure
+from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.simulation import UnderMasks
+from fedtrain.runtime.site import Site
+from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
+from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
+from fedtrain.strategies import build, state_init
+from fedtrain.transport.grpc import GrpcCohort, SiteLink
+from fedtrain.transport.memory import LocalCohort
+from fedtrain.update import Arena, Evaluate, Evaluation, Failure, Schema, TensorSpec, Train, Update
+
+from .federation import certificates, hello, tls
+
+SCHEMA = Schema(
+    (
+        TensorSpec("w", (300,), "float32", True),
+        TensorSpec("mean", (3,), "float32", False),
+        TensorSpec("count", (), "int64", False),
+    )
+)
+SITES = ["a", "b", "c", "d"]
+STEPS = [Advertise, Share, Mask, Agree, Unmask]
+
+
+def config(folder, *, sites=SITES, **sections):
+    table = {
+        "run": {"name": "r", "seed": 3, "rounds": 2},
+        "strategy": {"min_sites": 3, "round_deadline": "20s"},
+        "evaluate": {"every": 0},
+    }
+    for name, keys in sections.items():
+        table[name] = table.get(name, {}) | keys
+    return Config.of(table, folder)
+
+
+def found(site, number=0, size=0.1):
+    """What a site's training gives: its own in every round."""
+    arena, seed = Arena.zeros(SCHEMA), 100 * number + ord(site[-1])
+    generator = torch.Generator().manual_seed(seed)
+    for name, view in arena.views().items():
+        if view.is_floating_point():
+            view.copy_(size * torch.randn(view.shape, generator=generator))
+        else:
+            view.fill_(seed)
+        assert name in ("w", "mean", "count")
+    weight = 10.0 + ord(site[-1]) % 7
+    return Update(delta=arena, num_examples=weight, metrics={"loss": (weight * 0.5, weight)})
+
+
+def trains(site):
+    def answer(request):
+        if isinstance(request, Evaluate):
+            return Evaluation(metrics={"accuracy": (ord(site[-1]) % 5, 10.0)})
+        return found(site, request.round)
+
+    return answer
+
+
+def openly(sites=SITES, loses=lambda site, request: False, **changed):
+    return LocalCohort({site: trains(site) for site in sites} | changed, loses)
+
+
+class Events(list):
+    def __call__(self, kind, **fields):
+        self.append((kind, fields))
+
+    def of(self, kind):
+        return [fields for k, fields in self if k == kind]
+
+
+def zeros():
+    return Arena.zeros(SCHEMA)
+
+
+def mean_of(answers, sites=SITES, number=0):
+    return asyncio.run(answers.train(Plan(number, 0, list(sites)), zeros()))
+
+
+def fixed(cfg, sites=SITES, cohort=None, number=0):
+    return mean_of(secure.FixedPointSums(cfg, cohort or openly(sites), Events()), sites, number)
+
+
+# --- Masks change nothing
+
+
+@pytest.mark.parametrize("ring_bits", [16, 32, 64])
+def test_under_masks_the_mean_is_the_fixed_point_mean_bit_for_bit(tmp_path, ring_bits):
+    cfg = config(tmp_path, secagg={"ring_bits": ring_bits})
+    masked = mean_of(UnderMasks(cfg, openly(), Events()))
+    assert masked.delta.digest == fixed(cfg).delta.digest
+    assert masked.metrics == fixed(cfg).metrics == {"loss": 0.5}
+    assert masked.sites == 4
+
+
+def test_the_fixed_point_mean_is_the_plain_mean_to_a_step(tmp_path):
+    cfg = config(tmp_path, secagg={"max_examples": 20})
+    plain = mean_of(InTheOpen(cfg, openly(), Events())).delta.views()
+    close = fixed(cfg).delta.views()
+    assert torch.allclose(close["w"], plain["w"], atol=1e-7, rtol=0)
+    assert torch.allclose(close["mean"], plain["mean"], atol=1e-6, rtol=0)
+    assert torch.equal(close["count"], plain["count"])
+
+
+def test_the_round_rounds_anew_each_time_and_for_each_site(tmp_path):
+    cfg = config(tmp_path, secagg={"value_bits": 8})
+    same = [Update(delta=found("a").delta, num_examples=5.0) for _ in range(2)]
+    cohort = openly(a=lambda r: same[0], b=lambda r: same[1], c=lambda r: same[0], d=lambda r: same[1])
+    digests = {fixed(cfg, cohort=cohort, number=n).delta.digest for n in range(3)}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(("groups", "rule"), [(2, "mean"), (3, "median")])
+def test_groups_are_redrawn_each_round_and_their_means_are_what_a_robust_rule_sees(tmp_path, groups, rule):
+    sites = [f"site-{c}" for c in "abcdefghijkl"]
+    cfg = config(
+        tmp_path,
+        secagg={"groups": groups, "clip": 100.0},
+        strategy={"min_sites": 9},
+        aggregation={"rule": rule},
+    )
+    drawn = [secure.groups_of(cfg, Plan(number, 0, sites)) for number in range(4)]
+    assert all(sorted(chain(*each)) == sites for each in drawn)
+    assert len({tuple(map(tuple, each)) for each in drawn}) == 4
+    hostile = {"site-a": lambda r: Update(delta=found("a", size=1e4).delta, num_examples=10.0)}
+    masked = mean_of(UnderMasks(cfg, openly(sites, **hostile), Events()), sites)
+    assert masked.delta.digest == fixed(cfg, sites, openly(sites, **hostile)).delta.digest
+    if rule == "median":  # the one hostile group is not the median
+        assert masked.delta.views()["w"].abs().max() < 1
+
+
+# --- Dropouts
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_site_lost_at_any_step_costs_nothing_but_its_update(tmp_path, step):
+    cfg, events = config(tmp_path), Events()
+    cohort = MaskedLosing(cfg, lambda site, request: site == "d" and isinstance(request, step))
+    mean = mean_of(cohort.answers(events))
+    inside = SITES if step in (Agree, Unmask) else ["a", "b", "c"]
+    expected = fixed(cfg, cohort=openly(loses=lambda site, request: site not in inside))
+    assert mean.delta.digest == expected.delta.digest
+    assert mean.sites == len(inside)
+    assert {e["site"] for e in events.of("update_received")} == set(inside)
+
+
+def test_too_few_abort_and_the_next_attempt_trains_nobody_again(tmp_path):
+    cfg, events, asked = config(tmp_path, run={"rounds": 1}), Events(), []
+
+    def loses(site, request):
+        asked.append((site, type(request).__name__, request.id))
+        return site in "cd" and isinstance(request, Mask) and request.id.split("/")[2] == "0"
+
+    answers = MaskedLosing(cfg, loses).answers(events)
+    with RunStoreOf(cfg) as store:
+        asyncio.run(federated.run(cfg, answers, store, build("fedavg", {}), events))
+        weights = store.latest().weights
+    assert [e["attempt"] for e in events.of("round_started")] == [1, 2]
+    assert "3 are needed" in events.of("round_failed")[0]["reason"]
+    assert torch.equal(weights.views()["w"], fixed(cfg).delta.views()["w"])
+
+
+def test_too_few_groups_for_the_rule_fail_the_attempt(tmp_path):
+    sites = [f"site-{c}" for c in "abcdefghi"]
+    keys = {"secagg": {"groups": 3}, "aggregation": {"rule": "median"}, "strategy": {"min_sites": 9}}
+    gone = secure.groups_of(config(tmp_path, **keys), Plan(0, 0, sites))[1][0]
+    lossy = openly(sites, loses=lambda site, request: site == gone)
+    answers = secure.FixedPointSums(config(tmp_path, **keys), lossy, Events())
+    answers._config = config(tmp_path, **keys | {"strategy": {"min_sites": 6}})  # so that groups are too few
+    with pytest.raises(TooFewSites, match="groups with a sum, for median: 2 sites replied, 3 are needed"):
+        mean_of(answers, sites)
+
+
+class MaskedLosing:
+    """Simulated sites under masks, whose requests are lost as `loses` says."""
+
+    def __init__(self, cfg, loses):
+        self.cfg, self.loses = cfg, loses
+
+    def answers(self, events):
+        answers = UnderMasks(self.cfg, openly(), events)
+        inner, loses = answers.cohort, self.loses
+
+        class Losing:
+            bytes_in = bytes_out = 0
+            members, tell = inner.members, inner.tell
+
+            async def exchange(self, requests, deadline_s):
+                kept = {site: r for site, r in requests.items() if not loses(site, r)}
+                if kept:
+                    async for pair in inner.exchange(kept, deadline_s):
+                        yield pair
+
+        answers.cohort = Losing()
+        return answers
+
+
+class RunStoreOf:
+    def __init__(self, cfg):
+        self.store = RunStore(cfg.run_dir)
+        self.store.begin(SCHEMA, cfg.agreed(), task_digest="t")
+        strategy = build(cfg.strategy.kind, cfg.strategy.options)
+        self.store.commit(Checkpoint(0, zeros(), state_init(strategy, zeros())), {})
+
+    def __enter__(self):
+        return self.store
+
+    def __exit__(self, *_):
+        self.store.close()
+
+
+# --- What can't be summed
+
+
+def test_s16_an_update_with_nan_never_leaves_its_site_and_the_round_goes_on(tmp_path):
+    bad = found("d")
+    bad.delta.views()["w"][7] = math.nan
+    cfg, events = config(tmp_path), Events()
+    mean = mean_of(UnderMasks(cfg, openly(d=lambda r: bad), events))
+    assert mean.delta.digest == fixed(cfg, cohort=openly(d=lambda r: bad)).delta.digest
+    assert mean.sites == 3
+    assert [e["site"] for e in events.of("update_refused")] == ["d"]
+    assert "not finite" in events.of("update_refused")[0]["reason"]
+
+
+def test_a_site_with_more_examples_than_agreed_is_told_what_to_change(tmp_path):
+    cfg, events = config(tmp_path, secagg={"max_examples": 15}), Events()
+    many = Update(delta=found("d").delta, num_examples=16.0)
+    few = {site: lambda r, s=site: Update(delta=found(s).delta, num_examples=5.0) for site in "abc"}
+    mean_of(UnderMasks(cfg, openly(d=lambda r: many, **few), events))
+    assert "16 examples, and secagg.max_examples is 15" in events.of("update_refused")[0]["reason"]
+
+
+def test_s19_a_delta_over_the_norm_bound_is_shortened_at_the_site(tmp_path):
+    cfg = config(tmp_path, limits={"max_norm": 0.5})
+    mean = mean_of(UnderMasks(cfg, openly(), Events()))
+    assert mean.delta.digest == fixed(cfg).delta.digest
+    assert float(mean.delta.views()["w"].norm()) <= 0.5
+
+
+def test_clipped_values_are_counted_without_saying_whose(tmp_path):
+    events = Events()
+    mean_of(UnderMasks(config(tmp_path, secagg={"clip": 1e-4}), openly(), events))
+    (notice,) = events.of("notice")
+    assert "values were clipped to secagg.clip" in notice["text"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"strategy": {"min_sites": 2}}, r"fewer than 3 sites hides nobody.*Raise it to 3"),
+        ({"secagg": {"groups": 2}}, r"in each of 2 groups.*Raise it to 6"),
+        ({"aggregation": {"rule": "median"}}, r"compares single updates.*secagg\.groups"),
+        (
+            {"secagg": {"groups": 2}, "strategy": {"min_sites": 6}, "aggregation": {"rule": "krum", "f": 1}},
+            r"krum",
+        ),
+        ({"secagg": {"ring_bits": 16, "value_bits": 15}}, "would wrap"),
+    ],
+)
+def test_what_secure_aggregation_cannot_give_is_refused_before_the_first_round(tmp_path, sections, said):
+    with pytest.raises(ConfigError, match=said):
+        secure.check_config(config(tmp_path, **sections))
+
+
+# --- Over real connections
+
+
+class Blobs:
+    """A site's trainer: no process, but files as a process leaves them."""
+
+    def __init__(self, site):
+        self.site, self.trained = site, 0
+
+    async def train(self, site, round, weights, out):
+        self.trained += 1
+        update = found(site, round)
+        out.write_bytes(update.delta.payload)
+        return Update(delta=update.delta, num_examples=update.num_examples, metrics=update.metrics)
+
+    async def evaluate(self, site, round, weights):
+        return trains(site)(Evaluate(id="", round=round, weights=weights))
+
+    async def close(self):
+        pass
+
+
+class Federation:
+    """An aggregator and sites over mutual TLS, in this process; `lost(site, request)` ends a site."""
+
+    def __init__(self, folder, cfg, lost=lambda site, request: False):
+        self.folder, self.cfg, self.lost = folder, cfg, lost
+        self.certs = certificates(folder / "certs", *SITES)
+        self.events, self.trainers, self.tasks = Events(), {s: Blobs(s) for s in SITES}, {}
+        self.seen = {}  # fingerprints
+
+    async def __aenter__(self):
+        root = Credentials.load(self.certs / "aggregator").root
+
+        def identify(pem):
+            from fedtrain.pki import identity_of
+
+            name = identity_of(pem).name
+            self.seen[name] = fingerprint(pem)
+            return name
+
+        self.cohort = GrpcCohort(
+            listen="127.0.0.1:0", tls=tls(self.certs / "aggregator"), identify=identify,
+            welcome=lambda site, hello: None,
+            admit=lambda site, request, reply: secure.admit(request, reply, 10_000),
+            inbox=lambda site: Spool(self.folder / "inbox" / site), replies=secure.REPLIES,
+            idle_s=0.2, emit=self.events,
+        )  # fmt: skip
+        await self.cohort.start()
+        self.answers = secure.UnderMasks(
+            self.cfg, self.cohort, self.events, federation="fedtrain",
+            fingerprints=lambda sites: {s: self.seen[s] for s in sites},
+            verify=Verifier(root, "fedtrain").verify,
+        )  # fmt: skip
+        for site in SITES:
+            self.start(site)
+        await asyncio.wait_for(self.cohort.members(len(SITES)), 20)
+        return self
+
+    def start(self, site):
+        credentials = Credentials.load(self.certs / "sites" / site)
+        signer = Signer.of(credentials)
+        mine = secure.SecureSite(
+            self.cfg, site, "fedtrain", certificate=signer.certificate, sign=signer.sign,
+            verify=Verifier(credentials.root, "fedtrain").verify,
+        )  # fmt: skip
+        ledger = Ledger(self.folder / f"ledger-{site}")
+        worker = Site(site, SCHEMA, ledger, self.trainers[site], self._never, secure=mine)
+        link = SiteLink(
+            address=f"127.0.0.1:{self.cohort.port}", tls=tls(self.certs / "sites" / site),
+            target="aggregator.fedtrain.fedtrain", inbox=ledger.inbox, requests=secure.REQUESTS | Train,
+        )  # fmt: skip
+
+        async def answer(request):
+            if self.lost(site, request):
+                self.tasks[site].cancel()
+                await asyncio.sleep(60)
+            return await worker.answer(request)
+
+        async def serve():
+            try:
+                await link.serve(hello(SCHEMA), answer)
+            finally:
+                ledger.close()
+
+        self.tasks[site] = asyncio.create_task(serve())
+
+    async def _never(self):
+        raise AssertionError("no trainer dies here")
+
+    async def __aexit__(self, *_):
+        await self.cohort.stop("over")
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_s13_over_mutual_tls_a_site_killed_at_any_step_leaves_the_exact_sum(tmp_path, step):
+    cfg = config(tmp_path)
+
+    async def round_with_a_death():
+        lost = lambda site, request: site == "d" and isinstance(request, step)
+        async with Federation(tmp_path, cfg, lost) as federation:
+            mean = await asyncio.wait_for(federation.answers.train(Plan(0, 0, SITES), zeros()), 30)
+            return mean, federation.tasks["d"].cancelled()
+
+    mean, died = asyncio.run(round_with_a_death())
+    inside = SITES if step in (Agree, Unmask) else ["a", "b", "c"]
+    assert died
+    assert mean.sites == len(inside)
+    expected = fixed(cfg, cohort=openly(loses=lambda site, request: site not in inside))
+    assert mean.delta.digest == expected.delta.digest
+
+
+def test_below_the_threshold_the_round_aborts_and_is_had_again_without_training(tmp_path):
+    cfg, once = config(tmp_path), set()
+
+    def lost(site, request):
+        if site in "cd" and isinstance(request, Mask) and site not in once:
+            once.add(site)
+            return True
+        return False
+
+    async def two_attempts():
+        async with Federation(tmp_path, cfg, lost) as federation:
+            with pytest.raises(TooFewSites, match="3 are needed"):
+                await asyncio.wait_for(federation.answers.train(Plan(0, 0, SITES), zeros()), 30)
+            for site in "cd":
+                federation.start(site)
+            await asyncio.wait_for(federation.cohort.members(4), 20)
+            mean = await asyncio.wait_for(federation.answers.train(Plan(0, 1, SITES), zeros()), 30)
+            return mean, [t.trained for t in federation.trainers.values()]
+
+    mean, trained = asyncio.run(two_attempts())
+    assert mean.delta.digest == fixed(cfg).delta.digest
+    assert trained == [1, 1, 1, 1]
+
+
+def test_evaluations_come_as_sums_too(tmp_path):
+    async def evaluated():
+        async with Federation(tmp_path, config(tmp_path)) as federation:
+            return await asyncio.wait_for(federation.answers.evaluate(1, SITES, zeros()), 30)
+
+    metrics, by_site = asyncio.run(evaluated())
+    assert metrics == {"accuracy": sum(ord(s) % 5 for s in SITES) / 40}
+    assert by_site == {}
+
+
+def test_s12_a_site_in_secure_mode_gives_its_update_to_nobody_who_asks_for_it_plainly(tmp_path):
+    async def ask():
+        async with Federation(tmp_path, config(tmp_path)) as federation:
+            request = Train(id="r/0/0/train", round=0, weights=zeros())
+            replies = federation.cohort.exchange(dict.fromkeys(SITES, request), 10)
+            return [reply async for _, reply in replies], [t.trained for t in federation.trainers.values()]
+
+    replies, trained = asyncio.run(ask())
+    assert len(replies) == 4
+    assert all(isinstance(r, Failure) and "secure sums only" in r.reason for r in replies)
+    assert trained == [0, 0, 0, 0]
