@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ..errors import FedtrainError, SecAggError
@@ -53,6 +54,7 @@ from .messages import (
     seed_commitment,
     share_commitment,
     shares_statement,
+    statement,
     survivors_statement,
 )
 from .roster import Verify, check_entry, check_names, check_signer, holders_of, peers_of
@@ -163,7 +165,7 @@ class Client:
         self._had: deque[bytes] = deque(maxlen=HAD)
         self._session: Generator[Answer, Request, None] | None = None
         self._sid = b""
-        self._last: tuple[str, Answer | Failure] = ("", Failure(reason=""))
+        self._last: tuple[str, Answer | Failure] = ("", Failure(reason=""))  # by step and id of the request
         self._arena: RingArena | None = None
 
     def begin(self, request: Offer, model: bytes, names: tuple[str, ...], encode: Encode) -> Keys | Failure:
@@ -173,24 +175,24 @@ class Client:
         is called once, at step 2.
         """
         assert names == tuple(sorted(set(names)))
-        if request.id != self._last[0]:
+        if (asked := f"begin {request.id}") != self._last[0]:
             self._end()
             self._sid = request.terms.sid(model)
             self._session = take_part(self, request, self._sid, names, encode)
-            self._advance(request.id, None)
+            self._advance(asked, None)
         reply = self._last[1]
         assert isinstance(reply, Keys | Failure), reply
         return reply
 
     def answer(self, request: Share | Mask | Agree | Unmask) -> Answer | Failure:
         """Steps 1 to 4. The last request again gets the last reply again; a Failure ends the session."""
-        if request.id == self._last[0]:
+        if (asked := f"{type(request).__name__} {request.id}") == self._last[0]:
             return self._last[1]
         if self._session is None or request.sid != self._sid:
             return Failure(
                 reason=f"{self.site} is in no such session: it has ended, or this site was restarted"
             )
-        self._advance(request.id, request)
+        self._advance(asked, request)
         return self._last[1]
 
     def sid_is_new(self, sid: bytes) -> bool:
@@ -205,7 +207,7 @@ class Client:
         self._arena = RingArena(schema, old.bytes if old and old.schema == schema else None)
         return self._arena
 
-    def _advance(self, request_id: str, request: Request | None) -> None:
+    def _advance(self, asked: str, request: Request | None) -> None:
         assert self._session is not None
         reply: Answer | Failure
         try:
@@ -214,7 +216,7 @@ class Client:
             reply = Failure(reason=f"{self.site} refuses: {e}")
         if isinstance(reply, Failure | Unmasked):
             self._end()
-        self._last = (request_id, reply)
+        self._last = (asked, reply)
 
     def _end(self) -> None:
         if self._session is not None:
@@ -240,7 +242,7 @@ def take_part(
         names=names,
         signature=b"",
     )
-    keys = signed(keys, sign(keys_statement(sid, me, keys)))
+    keys = replace(keys, signature=sign(keys_statement(sid, me, keys)))
 
     # 1: shares of the two secrets, for the neighbours of one roster
     share = due(Share, (yield keys))
@@ -273,16 +275,16 @@ def take_part(
         [(own_mask, 1), *((masks[peer], pair_mask_sign(me, peer)) for peer in mask.sealed)],
         site.spread,
     )
-    statement = masked_statement(sid, roster.hash, arena.digest)
+    signature = sign(masked_statement(sid, roster.hash, arena.digest))
 
     # 3: one list of survivors
-    agree = due(Agree, (yield Masked(vector=arena, signature=sign(statement))))
+    agree = due(Agree, (yield Masked(vector=arena, signature=signature)))
     check_survivors(site, terms, roster, mask, agree)
-    statement = survivors_statement(sid, roster.hash, agree.sites)
+    survivors = survivors_statement(sid, roster.hash, agree.sites)
 
     # 4: of each site whose shares are held here, one
-    unmask = due(Unmask, (yield Agreed(signature=sign(statement))))
-    check_agreed(site, terms, roster, agree, unmask, statement)
+    unmask = due(Unmask, (yield Agreed(signature=sign(survivors))))
+    check_agreed(site, terms, roster, agree, unmask, survivors)
     site.opened = (terms.round, agree.sites)
     alive = set(agree.sites)
     yield Unmasked(
@@ -307,7 +309,8 @@ def check_terms(site: Client, asked: Offer, sid: bytes) -> None:
     site.policy.check(terms)
     if terms.round != asked.round:
         raise SecAggError(f"round {asked.round + 1} is asked for, under terms for round {terms.round + 1}")
-    name, fingerprint = site.verify(site.certificate, b"", site.sign(b""))
+    proof = statement("own certificate", sid)
+    name, fingerprint = site.verify(site.certificate, proof, site.sign(proof))
     if terms.cohort.get(site.site) != fingerprint or name != site.site:
         raise SecAggError("the cohort does not have this site with its present certificate")
     if not site.sid_is_new(sid):
@@ -318,13 +321,6 @@ def check_terms(site: Client, asked: Offer, sid: bytes) -> None:
             f"round {terms.round + 1} after a sum of round {opened + 1} over {len(over)} sites was unmasked "
             f"here. Restart this site if the run began again"
         )
-
-
-def signed(keys: Keys, signature: bytes) -> Keys:
-    return Keys(
-        certificate=keys.certificate, mask_key=keys.mask_key, seal_key=keys.seal_key,
-        commitment=keys.commitment, names=keys.names, signature=signature,
-    )  # fmt: skip
 
 
 # --- 1

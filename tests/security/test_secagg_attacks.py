@@ -531,6 +531,14 @@ def test_signatures_of_an_earlier_life_count_for_nothing_in_the_same_session():
     refuses(federation, bend, "a signature is not by its key")
 
 
+def test_one_id_for_several_steps_gets_an_answer_to_each():
+    federation = Federation(3)
+    found = federation.sum(lambda site, request: replace(request, id="the same"))
+    assert np.array_equal(found.vector, federation.plain("abc"))
+    again = Advertise(id="the same", round=3, weights=NO_WEIGHTS, terms=federation.terms)
+    assert "this session was had before" in federation.members["a"](again).reason
+
+
 @pytest.mark.parametrize("early", [Mask, Agree, Unmask])
 def test_a_step_before_its_time_ends_the_session(early):
     federation = Federation(3)
