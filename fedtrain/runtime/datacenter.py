@@ -177,8 +177,7 @@ class Datacenter:
                     self._go()
         state.round += 1
         if self.outer is not None:
-            self.outer.end_round(state.step - before)
-            self.outer.settle()
+            self.outer.end_round()
             self.checkpoints.save(state.round, state)
         else:
             self.checkpoints.maybe_save(state, state.step)

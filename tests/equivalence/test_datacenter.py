@@ -15,9 +15,11 @@ from fedtrain.runtime.simulation import simulate
 from fedtrain.store import RunStore
 from fedtrain.training.local import build_model
 from fedtrain.training.mesh import Sizes
+from fedtrain.training.parallel.outer import split
+from fedtrain.training.partition import SimulatedSites
 from fedtrain.training.sampler import Sampler
 from fedtrain.training.task import load_task, mean_and_weight
-from fedtrain.update import seed_of, unique_tensors
+from fedtrain.update import Schema, seed_of, unique_tensors
 from tests.equivalence.ranks import Outcome, Table, launch, run_case
 from tests.equivalence.tiny import case, furthest, project
 
@@ -72,6 +74,8 @@ ISLANDS = {
                    strategy={"kind": "diloco"}),
     "fedprox-epochs": case("Natural", sync="local", carry=False, rounds=3, train={"local_steps": 0},
                            strategy={"kind": "fedprox", "mu": 0.1}),
+    "streaming": case("Rows", sync="local", rounds=4, train={"local_steps": 5}, strategy={"kind": "diloco"},
+                      fragments=2, overlap=1, mix=0.25),
     "fedadam": case("Text", sync="local", carry=False, rounds=3, train={"local_steps": 3},
                     strategy={"kind": "fedadam", "server_lr": 0.05}),
 }  # fmt: skip
@@ -153,6 +157,44 @@ def test_rounds_of_one_step_with_fedavg_between_islands_are_data_parallel(two):
 @pytest.mark.parametrize("name", ["one-step-federation", "diloco", "fedprox-epochs", "fedadam"])
 def test_islands_train_the_model_of_a_simulated_federation(folder, two, name):
     assert furthest(two[name].model, simulated(folder, ISLANDS[name])) < EXACT
+
+
+def test_streaming_diloco_is_the_one_written_by_hand(folder, two):
+    """Two islands, two fragments, each under way for one step."""
+    config = Config.of(ISLANDS["streaming"], folder)
+    task = load_task(config.run.task, folder)
+    sites = SimulatedSites(task, replace(config.simulate, sites=2), config.run.seed)
+    shared = {n: t.detach().clone() for n, t in build_model(task, 5, CPU).named_parameters()}
+    schema = Schema.of(build_model(task, 5, CPU))
+    fragments = [[spec.name for spec in part.tensors] for part in split(schema, 2)]
+    assert [len(names) for names in fragments] == [3, 3]
+    momentum = {name: torch.zeros_like(t) for name, t in shared.items()}
+    islands = []
+    for name in sites.names:
+        model, data = build_model(task, 5, CPU), sites.data(name)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.0)
+        order = Sampler(len(data[0]), 16, seed=seed_of(5, name))
+        islands.append((model, data, optimizer, order))
+    for _ in range(4):
+        for step in range(1, 6):
+            for model, data, optimizer, order in islands:
+                (share,) = order.take()
+                optimizer.zero_grad()
+                task.loss(model, tuple(column[share.mine] for column in data)).backward()
+                optimizer.step()
+            for names, out, back in ((fragments[0], 1, 2), (fragments[1], 4, 5)):
+                for name in names:
+                    mine = [model.get_parameter(name) for model, *_ in islands]
+                    if step == out:  # the islands have 48 examples each
+                        sent = sum(p.detach() - shared[name] for p in mine) / 2
+                        momentum[f"sent/{name}"] = sent
+                    if step == back:
+                        sent = momentum.pop(f"sent/{name}")
+                        momentum[name] = 0.9 * momentum[name] + sent
+                        shared[name] = shared[name] + 0.7 * (sent + 0.9 * momentum[name])
+                        for p in mine:
+                            p.data = 0.25 * p.data + 0.75 * shared[name]
+    assert furthest(two["streaming"].model, shared) < EXACT
 
 
 def test_every_round_is_committed_and_told_once(two):

@@ -1,9 +1,9 @@
 """Between islands: what they moved is averaged, and a strategy steps on the mean, each rank on its shards.
 
-A piece of the model at a time, if wished (Streaming DiLoCo, Douillard et al. 2025): fragment f of F goes out
-after a share (f + 1) / F of a round's steps, comes back `overlap` steps later, and an island then keeps a
-share `mix` of its own weights. With one fragment, no overlap and no mix this is DiLoCo, or local SGD with
-any strategy (Stich 2019); with rounds of one step and FedAvg it is data parallelism.
+A piece of the model at a time, if wished (Streaming DiLoCo, Douillard et al. 2025): fragment f of F comes
+back when a share (f + 1) / F of a round's steps is done, having gone out `overlap` steps before, and an island
+then keeps a share `mix` of its own weights. With one fragment, no overlap and no mix this is DiLoCo, or local
+SGD with any strategy (Stich 2019); with rounds of one step and FedAvg it is data parallelism.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Flight:
 
     sums: list[torch.Tensor]
     works: list[Any]
-    arrives: int  # the step after which it is waited for
 
 
 class Outer:
@@ -80,26 +79,22 @@ class Outer:
         for index, fragment in enumerate(self.fragments):
             fragment.weight += weight
             fragment.examples += examples
-            if fragment.flight is not None and step >= fragment.flight.arrives:
+            if steps is None:
+                continue
+            due = max(1, steps * (index + 1) // len(self.fragments))
+            if step == max(1, due - self.overlap):
+                self._send(fragment)
+            if step == due:
                 self._land(fragment)
-            early = index + 1 < len(self.fragments) and steps is not None
-            if early and steps is not None and step == max(1, steps * (index + 1) // len(self.fragments)):
-                self._send(fragment, step)
 
-    def end_round(self, steps: int) -> None:
-        """After the last of a round's `steps`: those fragments go out that have not in this round."""
+    def end_round(self) -> None:
+        """After a round's last step: what has not been exchanged in it is now."""
         for fragment in self.fragments:
             if not fragment.sent:
-                self._send(fragment, steps)
-            fragment.sent = False
-            if fragment.flight is not None:
-                fragment.flight.arrives -= steps
-
-    def settle(self) -> None:
-        """All exchanges under way are waited for: a state is whole."""
-        for fragment in self.fragments:
+                self._send(fragment)
             if fragment.flight is not None:
                 self._land(fragment)
+            fragment.sent = False
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -140,7 +135,7 @@ class Outer:
         for fragment in self.fragments:
             copy_named(now, fragment.shared)
 
-    def _send(self, fragment: Fragment, step: int) -> None:
+    def _send(self, fragment: Fragment) -> None:
         """What the island moved, weighted by its examples (or tokens), as a site's update is."""
         delta = Arena.zeros(fragment.schema, str(self.mesh.device))
         copy_named(self.engine.shards(), delta)
@@ -162,9 +157,7 @@ class Outer:
             if group is not None:
                 works.append(dist.all_reduce(moved, group=group, async_op=True))
             sums.append(moved)
-        fragment.flight = Flight(sums, works, step + self.overlap)
-        if not self.overlap:
-            self._land(fragment)
+        fragment.flight = Flight(sums, works)
 
     def _land(self, fragment: Fragment) -> None:
         """Step on the mean; the island takes the new weights, but for `mix` of its own."""
