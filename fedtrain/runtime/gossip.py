@@ -281,7 +281,7 @@ class Peer:
         self._train, self._neighbors = train, neighbors
         self._gauge = torch.zeros(2, dtype=torch.float64)  # estimates of the means over all: loss, moves²
         self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it told last
-        self._loss = self._moved = 0.0
+        self._now = torch.zeros(2, dtype=torch.float64)  # and what it measures now
         self._metrics: Metrics = {}
         self._letters: dict[PeerId, tuple[int, Parcel]] = {}  # the newest of each, and when it came
 
@@ -291,7 +291,7 @@ class Peer:
 
     def kept(self) -> dict[str, torch.Tensor]:
         """All that the next round starts from, but for its number."""
-        own = {"model": self.model.data, "gauge": self._gauge, "told": self._own}
+        own = {"model": self.model.data, "gauge": self._gauge, "told": self._own, "now": self._now}
         return own | {f"state/{name}": value for name, value in self.state.items()}
 
     def go_on(self, checkpoint: Checkpoint) -> None:
@@ -299,7 +299,8 @@ class Peer:
         prefix = f"{self.name}/"
         kept = {n.removeprefix(prefix): v for n, v in checkpoint.state.items() if n.startswith(prefix)}
         self.model = Arena(self.model.schema, kept.pop("model"))
-        self._gauge, self._own, self.round = kept.pop("gauge"), kept.pop("told"), checkpoint.round
+        self._gauge, self._own, self._now = kept.pop("gauge"), kept.pop("told"), kept.pop("now").clone()
+        self.round = checkpoint.round
         self.state = {name.removeprefix("state/"): value for name, value in kept.items()}
 
     async def step(self, near: Neighborhood, deadline_s: float) -> Told:
@@ -318,7 +319,7 @@ class Peer:
             if isinstance(request, LocalSteps):
                 answer, others = await self._local_steps(request.x, others)
             elif isinstance(request, Send):
-                own = self._gauge.new_tensor([self._loss, self._moved**2])
+                own = self._now.clone()
                 # What travels beside the algorithm's parts and is averaged plainly. By the gauge each peer
                 # follows the means over all peers, as gradient tracking follows the gradient's.
                 sides = {**others, "gauge": self._gauge + (own - self._own)}
@@ -332,7 +333,8 @@ class Peer:
         self._gauge, self._own = mixed.pop("gauge"), own
         others = {name: mixed[name] + (others[name] - sides[name]) for name in others}
         told = exchange.told
-        self._moved = float((x - told).norm() / x.norm().clamp(min=1e-30)) if told is not None else 0.0
+        if told is not None:
+            self._now[1] = float((x - told).norm() / x.norm().clamp(min=1e-30)) ** 2
         self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
         loss, moved = self._gauge.tolist()
         return Told(self._metrics, exchange.missing, loss, math.sqrt(max(0.0, moved)))
@@ -343,7 +345,7 @@ class Peer:
         weights, delta = write(self.model.load(), start, others), Arena.zeros(self.model.schema)
         update = await self._train(self.round, weights, delta)
         value, number = update.metrics.get("loss", (0.0, 0.0))
-        self._metrics, self._loss = update.metrics, value / number if number else 0.0
+        self._metrics, self._now[0] = update.metrics, value / number if number else 0.0
         moved = other_parts(delta)
         return start + trained_part(delta), {name: v + moved[name] for name, v in others.items()}
 

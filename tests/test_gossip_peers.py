@@ -1,0 +1,437 @@
+"""Peers: algorithms between the training engine and the graph seam, in memory and in a simulation."""
+
+import asyncio
+import math
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+import torch
+
+from fedtrain import compression, gossip, topology
+from fedtrain.config import Config
+from fedtrain.errors import BadUpdate, ConfigError
+from fedtrain.exchange import Offer, Share
+from fedtrain.gossip import Blend, Parcel
+from fedtrain.runtime import gossip as peers_of
+from fedtrain.runtime import simulation
+from fedtrain.runtime.gossip import (
+    Inbox,
+    Note,
+    Peer,
+    algorithm_of,
+    other_parts,
+    share_of,
+    trained_part,
+    write,
+)
+from fedtrain.store import RunStore
+from fedtrain.topology import names, parse
+from fedtrain.transport.memory import Faults, LocalNetwork
+from fedtrain.update import Arena, Schema, TensorSpec, Update
+
+torch.set_num_threads(1)
+
+F64 = torch.float64
+PLAIN = Schema((TensorSpec("w", (50,), "float64", True),))
+MIXED = Schema(
+    (
+        TensorSpec("w", (5,), "float32", True),
+        TensorSpec("mean", (3,), "float32", False),
+        TensorSpec("half", (4,), "bfloat16", True),
+        TensorSpec("count", (), "int64", False),
+        TensorSpec("mask", (2,), "bool", False),
+    )
+)
+
+TASK = """
+import torch
+from torch import nn
+import fedtrain
+
+class Linear(fedtrain.Task):
+    def model(self):
+        return nn.Linear(6, 3, dtype=torch.float64)
+
+    def data(self, site):
+        random = torch.Generator().manual_seed(1)
+        x = torch.randn(240, 6, generator=random, dtype=torch.float64)
+        y = (x @ torch.randn(6, 3, generator=random, dtype=torch.float64)).argmax(1)
+        return torch.utils.data.TensorDataset(x, y)
+
+    def loss(self, model, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y)
+
+    def evaluate(self, model, batch):
+        x, y = batch
+        return {"accuracy": (float((model(x).argmax(1) == y).sum()), len(y))}
+
+class Normed(Linear):
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+"""
+
+
+def arena(schema, seed):
+    made, random = Arena.zeros(schema), torch.Generator().manual_seed(seed)
+    for view in made.views().values():
+        view.copy_(
+            torch.randint(-20, 20, view.shape, generator=random) / (4 if view.is_floating_point() else 1)
+        )
+    return made
+
+
+def config(root, name="run", **gossip_keys):
+    (root / "task.py").write_text(TASK)
+    return Config.of(
+        {
+            "run": {"name": name, "rounds": 6, "task": gossip_keys.pop("task", "task:Linear"), "seed": 3},
+            "train": {"lr": 0.2, "batch_size": 20},
+            "simulate": {"sites": 6, "workers": 1},
+            "secagg": {"enabled": False},
+            "strategy": {"kind": gossip_keys.pop("strategy", "fedavg"), "min_sites": 2},
+            "gossip": gossip_keys,
+        },
+        root,
+    )
+
+
+class Log:
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, kind, **fields):
+        self.events.append((kind, fields))
+
+    def of(self, kind):
+        return [fields for k, fields in self.events if k == kind]
+
+
+def simulated(config, **options):
+    log = Log()
+    result = asyncio.run(peers_of.simulate(config, emit=log, **options))
+    return result, log
+
+
+def committed(folder):
+    store = RunStore(folder, read_only=True)
+    try:
+        return store.latest()
+    finally:
+        store.close()
+
+
+# --- peers over a network in memory
+
+
+def halfway_to(target):
+    """A task without data: local steps go half way to a peer's own target."""
+
+    async def train(round, weights, delta):
+        trained_part(delta).copy_((target - trained_part(weights)) / 2)
+        return Update(delta=delta, num_examples=1.0, metrics={"loss": (float(target[0]), 1.0)})
+
+    return train
+
+
+async def run_peers(algorithm, graph, n, rounds, faults=None, schema=PLAIN, deadline_s=10.0):
+    """The peers after so many rounds, and how each round went for each."""
+    network = LocalNetwork(names(n), faults=faults, seed=1)
+    told = {name: [] for name in names(n)}
+
+    async def live(name, number):
+        model, target = arena(schema, number), trained_part(arena(schema, 100 + number)).clone()
+        async with network.join(name) as neighbors:
+            peer = Peer(name, algorithm, model, halfway_to(target), neighbors)
+            everyone[name] = peer
+            for t in range(rounds):
+                mixing = parse("complete" if algorithm.everyone(t) else graph).round(n, t)
+                told[name].append(await peer.step(mixing.graph[name], deadline_s))
+                if not algorithm.waits:
+                    await neighbors.sleep(1.0)
+
+    everyone = {}
+    results = await asyncio.gather(
+        *(live(name, i) for i, name in enumerate(names(n))), return_exceptions=True
+    )
+    errors = {name: e for name, e in zip(names(n), results, strict=True) if e is not None}
+    assert network.now <= deadline_s or deadline_s > 100
+    return everyone, told, errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "graph"),
+    [
+        ("dpsgd", "base:1"), ("dpsgd", "regular:4"), ("sgp", "exponential"), ("epidemic", "epidemic:2"),
+        ("gradient-tracking", "ring"), ("choco", "regular:4"), ("diloco", "torus"), ("noloco", "matching"),
+        ("periodic", "ring"), ("adpsgd", "matching"),
+    ],
+)  # fmt: skip
+def test_peers_over_a_network_have_the_bits_of_the_plain_driver(kind, graph):
+    compressor = compression.parse("quantize").contraction() if kind == "choco" else None
+    algorithm = gossip.build(kind, {"every": 3} if kind == "periodic" else {}, compressor)
+    peers, told, errors = asyncio.run(run_peers(algorithm, graph, 7, 5))
+    assert errors == {}
+    assert all(not t.missing for each in told.values() for t in each)
+
+    xs = {name: trained_part(arena(PLAIN, i)).clone() for i, name in enumerate(names(7))}
+    targets = {name: trained_part(arena(PLAIN, 100 + i)).clone() for i, name in enumerate(names(7))}
+    states = {name: algorithm.init(x) for name, x in xs.items()}
+    for t in range(5):
+        mixing = parse("complete" if algorithm.everyone(t) else graph).round(7, t)
+        xs, states = gossip.step(
+            algorithm, xs, states, mixing.graph, t, lambda name, x: x + (targets[name] - x) / 2
+        )
+    for name, peer in peers.items():
+        assert torch.equal(trained_part(peer.model), xs[name])
+        assert peer.state.keys() == states[name].keys()
+        assert all(torch.equal(peer.state[k], v) for k, v in states[name].items())
+
+
+def test_every_peer_estimates_the_mean_loss_of_all_without_a_server():
+    peers, told, _ = asyncio.run(run_peers(gossip.build("dpsgd", {}), "ring", 8, 60))
+    mean = sum(float(trained_part(arena(PLAIN, 100 + i))[0]) for i in range(8)) / 8
+    for name in peers:
+        assert told[name][-1].loss == pytest.approx(mean, abs=1e-3)
+
+
+def test_when_peers_die_the_others_go_on_and_none_waits_longer_than_its_deadline():
+    faults = Faults(crash_s={"2": 0.0, "5": 0.0}, notice_s=3.0)
+    peers, told, errors = asyncio.run(run_peers(gossip.build("dpsgd", {}), "complete", 8, 12, faults))
+    assert set(errors) == {"2", "5"}
+    alive = [name for name in peers if name not in errors]
+    assert all(len(told[name]) == 12 for name in alive)
+    mean = torch.stack([trained_part(peers[name].model) for name in alive]).mean(0)
+    wanted = torch.stack([trained_part(arena(PLAIN, 100 + int(name))) for name in alive]).mean(0)
+    torch.testing.assert_close(
+        mean, wanted, rtol=0, atol=0.01
+    )  # the mean of those that are left: W is theirs
+    assert told[alive[0]][-1].missing.keys() == {"2", "5"}
+
+
+@pytest.mark.parametrize(("kind", "graph"), [("dpsgd", "ring"), ("sgp", "exponential"), ("choco", "ring")])
+def test_lost_and_doubled_messages_cost_time_but_no_bit(kind, graph):
+    compressor = compression.parse("sign") if kind == "choco" else None
+    algorithm = gossip.build(kind, {}, compressor)
+    faults = Faults(drop=0.1, duplicate=0.1, delay_s=0.01)
+    clean, _, _ = asyncio.run(run_peers(algorithm, graph, 5, 4, deadline_s=1e6))
+    rough, told, errors = asyncio.run(run_peers(algorithm, graph, 5, 4, faults, deadline_s=1e6))
+    assert errors == {}
+    assert all(not t.missing for each in told.values() for t in each)
+    for name in clean:
+        assert torch.equal(trained_part(clean[name].model), trained_part(rough[name].model))
+
+
+def test_peers_that_never_wait_hear_of_each_other_by_letters():
+    peers, _, errors = asyncio.run(run_peers(gossip.build("swift", {}), "complete", 6, 30))
+    assert errors == {}
+    xs = torch.stack([trained_part(p.model) for p in peers.values()])
+    alone = torch.stack([trained_part(arena(PLAIN, 100 + i)) for i in range(6)])
+    assert float((xs - xs.mean(0)).norm()) < 0.6 * float((alone - alone.mean(0)).norm())
+
+
+def test_buffers_and_integers_are_averaged_plainly_and_booleans_stay():
+    peers, _, _ = asyncio.run(run_peers(gossip.build("dpsgd", {}), "complete", 4, 1, schema=MIXED))
+    models = [arena(MIXED, i).views() for i in range(4)]
+    for i, peer in enumerate(peers.values()):
+        views = peer.model.views()
+        torch.testing.assert_close(views["mean"], torch.stack([m["mean"] for m in models]).mean(0))
+        assert views["count"].item() == round(sum(m["count"].item() for m in models) / 4)
+        assert torch.equal(views["mask"], models[i]["mask"])
+
+
+def test_a_model_comes_apart_and_together_again():
+    model = arena(MIXED, 5)
+    assert trained_part(model).dtype == torch.float32
+    assert trained_part(model).numel() == 9
+    again = write(arena(MIXED, 6), trained_part(model), other_parts(model)).views()
+    for name, view in model.views().items():
+        assert torch.equal(again[name], view) or name == "mask"
+
+
+def test_one_part_travels_without_a_copy():
+    x = torch.arange(8, dtype=F64)
+    share = share_of(Parcel({"x": x}), 0.5, 1)
+    assert torch.frombuffer(bytearray(share.payload), dtype=F64).tolist() == x.tolist()
+    x[0] = 7.0
+    assert torch.frombuffer(bytearray(share.payload), dtype=F64)[0] == 7.0
+
+
+# --- what is refused (S16, S17)
+
+
+def offered(parts, fields, nbytes=None, note=None):
+    share = share_of(Parcel(parts, fields), 0.5, 1)
+    size = len(share.payload) if nbytes is None else nbytes
+    return Offer("1", 0, size, 0.5, 1, 0, share.note if note is None else note), share
+
+
+def inbox():
+    x = torch.zeros(40, dtype=F64)
+    near = parse("ring").round(4, 0).graph["0"]
+    return Inbox({"x": Blend(x, near)}, {"x": x}, most_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("parts", "fields", "line"),
+    [
+        ({"x": torch.zeros(41, dtype=F64)}, {}, r"x is float64\[41\], ours torch.float64\[40\]"),
+        ({"x": torch.zeros(40)}, {}, "x is float32"),
+        ({"y": torch.zeros(5)}, {}, "it has no x"),
+        (
+            {"x": torch.zeros(40, dtype=F64), "y": torch.zeros(101, dtype=torch.uint8)},
+            {},
+            "101 bytes to be held",
+        ),
+        ({"x": torch.zeros(40, dtype=F64)}, {"mass": math.inf}, "not finite"),
+        ({"x": torch.zeros(40, dtype=F64)}, {"mass": -1.0}, "its mass is -1"),
+        ({"x": torch.zeros(40, dtype=torch.int32)}, {}, "its parts are not of"),
+    ],
+)
+def test_s16_a_parcel_that_is_not_as_ours_is_refused_before_its_bytes(parts, fields, line):
+    with pytest.raises(BadUpdate, match=line):
+        inbox().begin(offered(parts, fields)[0])
+
+
+@pytest.mark.parametrize("note", [b"", b"\x80\x04K\x01.", msgspec.msgpack.encode({"parts": []})])
+def test_s16_a_note_that_is_not_ours_is_refused(note):
+    with pytest.raises(BadUpdate, match="its note can't be read"):
+        inbox().begin(offered({"x": torch.zeros(40, dtype=F64)}, {}, note=note)[0])
+
+
+def test_s16_more_bytes_than_the_parts_have_are_refused():
+    with pytest.raises(BadUpdate, match="400 bytes, its parts have 320"):
+        inbox().begin(offered({"x": torch.zeros(40, dtype=F64)}, {}, nbytes=400)[0])
+
+
+def test_s16_a_negative_size_is_refused():
+    note = msgspec.msgpack.encode(Note([("x", "float64", 40), ("y", "uint8", -64)], {}))
+    with pytest.raises(BadUpdate, match="its parts are not of"):
+        inbox().begin(offered({"x": torch.zeros(40, dtype=F64)}, {}, nbytes=256, note=note)[0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_s17_values_that_are_not_finite_are_refused_before_they_are_mixed(value):
+    x = torch.zeros(40, dtype=F64)
+    x[33] = value
+    offer, share = offered({"x": x}, {})
+    box = inbox()
+    box.begin(offer)
+    with pytest.raises(BadUpdate, match="x has NaN or Inf"):
+        box.mix("1", 0, share.payload)
+
+
+# --- the simulation
+
+
+def test_gossip_on_the_complete_graph_is_fedavg_with_all_sites(tmp_path):
+    """Equal sites, float64: the same model to 1e-12, from the engine to the store."""
+    settings = config(tmp_path, topology="complete")
+    simulated(settings)
+    asyncio.run(simulation.simulate(settings, emit=Log()))
+    ours, theirs = committed(settings.gossip_dir), committed(settings.simulate_dir)
+    assert ours.round == theirs.round == 6
+    a, b = (trained_part(c.weights.load()) for c in (ours, theirs))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert float(a.norm()) > 0.1
+
+
+@pytest.mark.parametrize("algorithm", ["dpsgd", "choco", "gradient-tracking", "sgp"])
+def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path, algorithm):
+    graph = "exponential" if algorithm == "sgp" else "ring"
+    whole = config(tmp_path, "whole", algorithm=algorithm, topology=graph, task="task:Normed")
+    halves = config(tmp_path, "halves", algorithm=algorithm, topology=graph, task="task:Normed")
+    simulated(whole)
+    first = Config.of(halves.table() | {"run": halves.table()["run"] | {"rounds": 3}}, tmp_path)
+    simulated(first)
+    result, log = simulated(halves)
+    assert (result.rounds, log.of("run_started")[0]["resumed_from"]) == (6, 3)
+    a, b = committed(whole.gossip_dir), committed(halves.gossip_dir)
+    assert a.weights.digest == b.weights.digest
+    assert a.state.keys() == b.state.keys()
+    assert all(torch.equal(a.state[k], b.state[k]) for k in a.state)
+
+
+def test_peers_learn_the_task_and_come_together(tmp_path):
+    result, log = simulated(config(tmp_path, topology="base:1"))
+    assert result.metrics["accuracy"] > 0.8
+    rounds = log.of("round_committed")
+    assert [r["round"] for r in rounds] == [1, 2, 3, 4, 5, 6]
+    assert rounds[-1]["loss"] < rounds[0]["loss"]
+    assert 0 < rounds[-1]["metrics"]["disagreement"] < 0.2
+    assert rounds[0]["bytes_out"] == rounds[0]["bytes_in"] > 0
+
+
+def test_bytes_are_what_the_topology_needs(tmp_path):
+    _, log = simulated(config(tmp_path, topology="ring"))
+    model, gauge = 8 * (6 * 3 + 3), 64
+    padded = -(-model // 64) * 64
+    assert {r["bytes_out"] for r in log.of("round_committed")} == {6 * 2 * (padded + gauge)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"strategy": "fedadam"}, "fedadam steps at the server, and gossip has none"),
+        ({"topology": "epidemic:2"}, "dpsgd would lose the mean on epidemic:2"),
+        ({"algorithm": "choco"}, "base:1 changes from round to round"),
+        ({"algorithm": "choco", "compressor": "error_feedback:sign"}, "remembers errors itself"),
+        ({"algorithm": "dpsgd", "gamma": 0.5}, "dpsgd has no such option"),
+        ({"topology": "rign"}, "Did you mean 'ring'"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_anything_starts(tmp_path, keys, line):
+    with pytest.raises(ConfigError, match=line):
+        algorithm_of(config(tmp_path, **keys))
+
+
+def test_a_sites_half_of_a_strategy_works_in_gossip_too(tmp_path):
+    plain, prox = config(tmp_path, "a"), config(tmp_path, "b", strategy="fedprox")
+    models = [trained_part((simulated(c), committed(c.gossip_dir))[1].weights.load()) for c in (plain, prox)]
+    assert 0 < float((models[0] - models[1]).norm()) < 0.5
+
+
+def test_a_graph_file_lies_beside_the_settings(tmp_path):
+    (tmp_path / "graph.txt").write_text("\n".join(f"site-{i} site-{i + 1}" for i in range(1, 6)))
+    result, _ = simulated(config(tmp_path, topology="file:graph.txt"))
+    assert result.rounds == 6
+    (tmp_path / "graph.txt").write_text("site-1 site-2")
+    topology._round.cache_clear()
+    with pytest.raises(ConfigError, match="not connected"):
+        simulated(config(tmp_path, topology="file:graph.txt"), fresh=True)
+
+
+def test_a_letter_that_can_t_be_read_is_as_if_it_had_not_come():
+    class Silent:
+        def take(self):
+            from fedtrain.exchange import Letter
+
+            return [Letter("1", 0, Share(memoryview(b"garbage"), note=b"garbage"))]
+
+    peer = Peer("0", gossip.build("swift", {}), arena(PLAIN, 0), halfway_to(torch.zeros(50)), Silent())
+    assert dict(peer._newest(8).parcels) == {}
+
+
+async def _up(network, stack):
+    return {name: await stack.enter_async_context(network.join(name)) for name in network.names}
+
+
+def test_a_peer_refuses_a_neighbours_nan_and_goes_on_without_it():
+    async def go():
+        network, near = LocalNetwork(names(3)), parse("complete").round(3, 0).graph
+        async with AsyncExitStack() as stack:
+            ends = await _up(network, stack)
+            models = {name: arena(PLAIN, i) for i, name in enumerate(names(3))}
+            trained_part(models["2"])[7] = math.nan
+            peers = {n: Peer(n, gossip.build("dpsgd", {}), models[n], stay, ends[n]) for n in names(3)}
+            told = await asyncio.gather(*(peers[n].step(near[n], 5.0) for n in names(3)))
+            return peers, told
+
+    async def stay(round, weights, delta):
+        return Update(delta=delta, num_examples=1.0, metrics={})
+
+    peers, told = asyncio.run(go())
+    assert "NaN" in told[0].missing["2"]
+    start = trained_part(arena(PLAIN, 0)), trained_part(arena(PLAIN, 1))
+    torch.testing.assert_close(trained_part(peers["0"].model), (2 * start[0] + start[1]) / 3)
