@@ -151,7 +151,7 @@ class Membership:
             if probe.about == self._probed:
                 self._probed = None
         elif kind is Kind.PONG:
-            for asker in self._helping.pop(peer, ()):
+            for asker in sorted(self._helping.pop(peer, ())):
                 self._say(asker, Kind.PONG, about=peer)
         self.heard(peer, now)
 
@@ -205,6 +205,8 @@ class Membership:
         since_s = member.since_s if news.status == member.status else now
         self.members[news.peer] = Member(news.status, news.incarnation, since_s)
         self._tell(news)
+        if news.status is Status.SUSPECT:
+            self._say(news.peer, Kind.PING)  # it should know, to refute it
 
     def _tell(self, news: News) -> None:
         times = 3 * math.ceil(math.log2(len(self.members) + 2))
