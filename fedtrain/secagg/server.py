@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -73,8 +73,8 @@ class SecureSum:
     vector: NDArray[Any]  # uint16, uint32 or uint64 [terms.numel(names)]
     names: tuple[str, ...]  # of the metrics in it
     sites: tuple[SiteId, ...]  # U3, sorted
-    dropped: dict[SiteId, str] = field(default_factory=dict)  # who else was asked -> at which step, and why
-    blamed: dict[SiteId, str] = field(default_factory=dict)  # who sent what cannot be -> what it was
+    dropped: dict[SiteId, str]  # who was asked and is not in the sum -> at which step, and why
+    blamed: dict[SiteId, str]  # who sent what cannot be -> what it was; in the sum or not
 
 
 async def secure_sum(
@@ -181,7 +181,8 @@ async def secure_sum(
 
     await aside(take_out, total, wanted, sid, keys, peers, survivors, spread)
     check_range(total, len(survivors) * terms.fixed_point.q_max)
-    return SecureSum(total, names, survivors, session.dropped, session.blamed)
+    dropped = {site: why for site, why in session.dropped.items() if site not in folded}
+    return SecureSum(total, names, survivors, dropped, session.blamed)
 
 
 class Session:
