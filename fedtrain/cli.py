@@ -281,8 +281,8 @@ def certs_init(config: Config, names: tuple[str, ...], federation: str | None) -
 @certs.command("issue")
 @with_config
 @click.argument("names", metavar="[aggregator] [SITE]...", nargs=-1, required=True)
-@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=CERTIFICATE_DAYS, show_default=True,
-              help="How long they are valid.")  # fmt: skip
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=CERTIFICATE_DAYS,
+              show_default=True, help="How long they are valid.")  # fmt: skip
 @click.option("--csr", type=click.File("rb"), metavar="FILE",
               help="Sign this request (PEM) of one site, whose key then never leaves it.")  # fmt: skip
 def certs_issue(config: Config, names: tuple[str, ...], days: float, csr: Any) -> None:

@@ -126,13 +126,14 @@ class SecAggConfig:
     ring_bits: Literal[16, 32, 64] = 32  # bytes a coordinate travels in, times 8: 16 | 32 | 64
     value_bits: int = 0  # of them for one site's value; 0: as many as the sum over all sites leaves room for
     groups: int = 1  # sums per random group of sites, redrawn each round, for robust rules
+    compression: str = ""  # a linear compressor of what is summed, as in "randomk:0.1" or "lowrank:4"
 
     def __post_init__(self) -> None:
         require(self.clip > 0, "secagg.clip", f"{self.clip} must be positive")
         require(self.max_examples > 0, "secagg.max_examples", f"{self.max_examples} must be positive")
         require(self.ring_bits in (16, 32, 64), "secagg.ring_bits", f"{self.ring_bits} must be 16, 32 or 64")
         require(self.value_bits == 0 or 4 <= self.value_bits < self.ring_bits, "secagg.value_bits",
-                f"{self.value_bits} must be 0 (as many as fit), or from 4 to secagg.ring_bits - 1")  # fmt: skip
+                f"{self.value_bits} must be 0 (as many as fit), or 4 to secagg.ring_bits - 1")  # fmt: skip
         require(self.groups >= 1, "secagg.groups", f"{self.groups} must be at least 1")
 
 

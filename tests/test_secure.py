@@ -141,6 +141,17 @@ def test_groups_are_redrawn_each_round_and_their_means_are_what_a_robust_rule_se
         assert masked.delta.views()["w"].abs().max() < 1
 
 
+@pytest.mark.parametrize("compressor", ["randomk:0.25", "lowrank:2", "float16"])
+def test_what_is_compressed_linearly_is_summed_compressed(tmp_path, compressor):
+    cfg = config(tmp_path, secagg={"compression": compressor, "max_examples": 20})
+    mean = fixed(cfg)
+    assert mean_of(UnderMasks(cfg, openly(), Events())).delta.digest == mean.delta.digest
+    squeeze, seed = secure.linear(compressor).shaped([(300,)]), secure.seed_of(3, "compression", 0)
+    plain = mean_of(InTheOpen(cfg, openly(), Events())).delta.views()["w"].numpy()
+    expected = squeeze.lift(squeeze.project(plain, seed), seed, 300)
+    assert torch.allclose(mean.delta.views()["w"], torch.from_numpy(expected), atol=2e-4, rtol=0)
+
+
 # --- Dropouts
 
 
@@ -268,6 +279,7 @@ def test_clipped_values_are_counted_without_saying_whose(tmp_path):
             r"krum",
         ),
         ({"secagg": {"ring_bits": 16, "value_bits": 15}}, "would wrap"),
+        ({"secagg": {"compression": "topk:0.1"}}, r"not linear.*randomk"),
     ],
 )
 def test_what_secure_aggregation_cannot_give_is_refused_before_the_first_round(tmp_path, sections, said):

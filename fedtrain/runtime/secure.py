@@ -21,6 +21,7 @@ import numpy as np
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from .. import compression
 from ..aggregation import aggregate
 from ..config import Config
 from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites
@@ -89,13 +90,32 @@ def check_config(config: Config) -> None:
             f'{rule_of(config).needs} or more; or set aggregation.rule = "mean", or secagg.enabled = false.'
         )
     rule_of(config, groups if groups > 1 else None)
-    fixed_point(config, max(sites // groups, 1))
+    encoding_of(config, 0, max(sites // groups, 1), None)
 
 
 def fixed_point(config: Config, sites: int) -> FixedPoint:
     """How numbers become integers in a sum over so many sites."""
     s = config.secagg
     return FixedPoint(sites, s.ring_bits, s.clip, s.max_examples, s.value_bits)
+
+
+def encoding_of(config: Config, number: int, sites: int, schema: Schema | None) -> Encoding:
+    """How an update of a round (without a schema: an evaluation) becomes a vector that so many sites sum."""
+    squeeze = linear(config.secagg.compression) if config.secagg.compression else None
+    seed = seed_of(config.run.seed, "compression", number)
+    return Encoding(fixed_point(config, sites), schema, squeeze, seed)
+
+
+def linear(text: str) -> compression.Linear:
+    """The compressor of that name. ConfigError for one whose sums are not the sum."""
+    found = compression.parse(text)
+    if not isinstance(found, compression.Linear):
+        able = ", ".join(name for name, kind in compression.COMPRESSORS.items() if kind.linear)
+        raise ConfigError(
+            f"secagg.compression: {text!r} is not linear: a sum of what it makes is not what it makes of the "
+            f"sum. These are: {able}."
+        )
+    return found
 
 
 def policy(config: Config, federation: str) -> Policy:
@@ -181,10 +201,8 @@ class SecureSite:
     def offer(self, request: Advertise | AdvertiseEvaluation, result: Update | Evaluation) -> Keys | Failure:
         """Step 0, with the result at hand: keys for a session under these terms, or why not."""
         try:
-            encoding = Encoding(
-                fixed_point(self._config, len(request.terms.cohort)),
-                request.weights.schema if isinstance(result, Update) else None,
-            )
+            schema = request.weights.schema if isinstance(result, Update) else None
+            encoding = encoding_of(self._config, request.round, len(request.terms.cohort), schema)
             scale = scale_of(self._config, result) if isinstance(result, Update) else 1.0
         except FedtrainError as e:
             return Failure(reason=f"{self._site} refuses: {e}")
@@ -307,9 +325,8 @@ class UnderMasks:
         agreed: Callable[[Sequence[SiteId]], None] = lambda sites: None,
     ) -> tuple[Total, int]:
         """One session, and over how many sites it is."""
-        encoding = Encoding(
-            fixed_point(self._config, len(sites)), weights.schema if ask is Advertise else None
-        )
+        schema = weights.schema if ask is Advertise else None
+        encoding = encoding_of(self._config, plan.round, len(sites), schema)
         terms = self._terms(plan, sites, encoding)
         request = ask(
             id=terms.request_id("train" if ask is Advertise else "evaluate"),
@@ -368,7 +385,7 @@ class FixedPointSums:
 
     async def train(self, plan: Plan, weights: AnyArena) -> Mean:
         groups = groups_of(self._config, plan)
-        sums = [PlainSum(self._config, weights.schema, len(sites)) for sites in groups]
+        sums = [PlainSum(self._config, plan.round, weights.schema, len(sites)) for sites in groups]
         sum_of = {site: each for each, sites in zip(sums, groups, strict=True) for site in sites}
         request = Train(id=train_id(self._config, plan), round=plan.round, weights=weights)
         replies = self.cohort.exchange(
@@ -403,9 +420,9 @@ class FixedPointSums:
 class PlainSum:
     """Σ of encoded updates, in the open."""
 
-    def __init__(self, config: Config, schema: Schema, sites: int) -> None:
-        """Of at most so many sites."""
-        self._config, self._encoding = config, Encoding(fixed_point(config, sites), schema)
+    def __init__(self, config: Config, number: int, schema: Schema, sites: int) -> None:
+        """Of a round's updates, of at most so many sites."""
+        self._config, self._encoding = config, encoding_of(config, number, sites, schema)
         self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
         self._room = np.empty_like(self._sum)
         self._metrics: list[Metrics] = []

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +45,23 @@ class Total:
     metrics: Metrics  # Σ over sites
 
 
+class Linear(Protocol):
+    """A compressor whose compressed sum is the sum of the compressed, see compression.Linear."""
+
+    def shaped(self, shapes: Sequence[tuple[int, ...]]) -> Self: ...
+    def length(self, n: int) -> int: ...
+    def project(self, vector: NDArray[Any], seed: int) -> NDArray[Any]: ...
+    def lift(self, vector: NDArray[Any], seed: int, n: int) -> NDArray[Any]: ...
+
+
 @dataclass(frozen=True)
 class Encoding:
     """Updates of one schema (None: evaluations, which are metrics alone) as vectors of one FixedPoint."""
 
     point: FixedPoint
     schema: Schema | None
+    compressor: Linear | None = None  # makes fewer coordinates of the trained ones, alike at all sites
+    seed: int = 0  # of what the compressor draws: one for a round
 
     @cached_property
     def length(self) -> int:
@@ -67,7 +78,17 @@ class Encoding:
 
     @cached_property
     def _coordinates(self) -> int:
-        return sum(section.trained for section in self._trained)
+        return sum(self._length(section) for section in self._trained)
+
+    def _length(self, section: Section) -> int:
+        squeeze = self._compressor(section)
+        return squeeze.length(section.trained) if squeeze else section.trained
+
+    def _compressor(self, section: Section) -> Linear | None:
+        if self.compressor is None or self.schema is None:
+            return None
+        tensors = [t for t in self.schema.tensors if t.trained and t.dtype == section.dtype]
+        return self.compressor.shaped([t.shape for t in tensors])
 
     @cached_property
     def _rest(self) -> list[tuple[Section, int]]:
@@ -102,6 +123,12 @@ class Encoding:
         weight = self.point.weight(weight)  # as its scalar will say
         at = clipped = 0
         for section in self._trained:
+            if squeeze := self._compressor(section):
+                whole = squeeze.project(np.array(numbers(delta, section, 0, section.trained)), self.seed)
+                out = vector[at : at + len(whole)]
+                clipped += self.point.encode_into(whole, weight * scale, seed, out, at, spread)
+                at += len(whole)
+                continue
             for start in range(0, section.trained, CHUNK):
                 stop = min(start + CHUNK, section.trained)
                 out = vector[at : at + stop - start]
@@ -161,12 +188,15 @@ class Encoding:
         assert self.schema is not None
         mean, at = Arena.zeros(self.schema), 0
         for section in self._trained:
-            part, out = total[at : at + section.trained], mean.flat(section)[: section.trained]
-            if section.dtype == "bfloat16":  # which numpy doesn't have
+            part, out = total[at : at + self._length(section)], mean.flat(section)[: section.trained]
+            at += len(part)
+            if squeeze := self._compressor(section):
+                lifted = squeeze.lift(self.point.decode(part, sites, weight), self.seed, section.trained)
+                out.copy_(torch.from_numpy(lifted))
+            elif section.dtype == "bfloat16":  # which numpy doesn't have
                 out.copy_(torch.from_numpy(self.point.decode(part, sites, weight)))
             else:
                 self.point.decode_into(part, sites, weight, out.numpy(), spread)
-            at += section.trained
         at = 0
         for section, first in self._rest:
             values = rest[at : at + section.numel - first]
