@@ -75,80 +75,9 @@ class Weights:
 def _at_zero(xs: tuple[int, ...]) -> Weights:
     """w_i = Π_{j≠i} x_j / (x_j − x_i) = Π_j x_j / (x_i · Π_{j≠i} (x_j − x_i))."""
     _check(xs, len(xs))
-    inverses = _inverses([x * d for x, d in zip(xs, _differences(xs), strict=True)])
+    inverses = _inverses([x * math.prod([other - x for other in xs if other != x]) % PRIME for x in xs])
     product = math.prod(xs) % PRIME
     return Weights(xs, tuple(product * inverse % PRIME for inverse in inverses))
-
-
-# --- More shares than are needed: which of them are wrong?
-#
-# The shares of all holders are a codeword of a generalized Reed-Solomon code, whose check symbols
-# S_j = Σ_i y_i x_i^j / Π_{l≠i} (x_l − x_i), 0 <= j < shares − threshold, are all 0 if nothing is wrong.
-
-
-def consistent(xs: Sequence[int], ys: Sequence[int], threshold: int) -> bool:
-    """Whether all shares lie on one polynomial of degree < threshold (with `threshold` shares: always)."""
-    return not any(_checks(tuple(xs), ys, threshold))
-
-
-def wrong_shares(xs: Sequence[int], ys: Sequence[int], threshold: int) -> list[int]:
-    """The xs of the shares that are wrong, sorted; [] when all agree.
-
-    Finds up to (shares − threshold) // 2 (Berlekamp 1968, Massey 1969); SecAggError when there are more.
-    """
-    xs = tuple(xs)
-    checks = _checks(xs, ys, threshold)
-    locator = _shortest_recurrence(checks)
-    wrong = {x for x in xs if sum(c * pow(x, -i, PRIME) for i, c in enumerate(locator)) % PRIME == 0}
-    good = [(x, y) for x, y in zip(xs, ys, strict=True) if x not in wrong]
-    if len(locator) - 1 != len(wrong) or 2 * len(wrong) > len(checks) or any(
-        _checks(tuple(x for x, _ in good), [y for _, y in good], threshold)
-    ):  # fmt: skip
-        raise SecAggError(
-            f"of {len(xs)} shares with threshold {threshold} more than {len(checks) // 2} are wrong; "
-            f"which ones cannot be told"
-        )
-    return sorted(wrong)
-
-
-def _checks(xs: tuple[int, ...], ys: Sequence[int], threshold: int) -> list[int]:
-    if len(ys) != len(xs):
-        raise SecAggError(f"{len(ys)} shares came from {len(xs)} holders")
-    _check(xs, threshold)
-    terms = list(map(mul, _inverse_differences(xs), ys))
-    found = []
-    for _ in range(len(xs) - threshold):
-        found.append(sum(terms) % PRIME)
-        terms = [t * x % PRIME for t, x in zip(terms, xs, strict=True)]
-    return found
-
-
-def _shortest_recurrence(sequence: Sequence[int]) -> list[int]:
-    """c, c_0 = 1, of the shortest recurrence Σ_i c_i s_{n−i} = 0 of a sequence (Massey 1969)."""
-    current, previous = [1], [1]
-    length, since, last = 0, 1, 1
-    for n, s in enumerate(sequence):
-        gap = (s + sum(current[i] * sequence[n - i] for i in range(1, min(len(current), n + 1)))) % PRIME
-        if gap == 0:
-            since += 1
-            continue
-        factor = gap * pow(last, -1, PRIME) % PRIME
-        shifted = [0] * since + [factor * c for c in previous]
-        before = current
-        current = [
-            ((current[i] if i < len(current) else 0) - (shifted[i] if i < len(shifted) else 0)) % PRIME
-            for i in range(max(len(current), len(shifted)))
-        ]
-        if 2 * length <= n:
-            length, previous, last, since = n + 1 - length, before, gap, 1
-        else:
-            since += 1
-    while current[-1] == 0:
-        current.pop()
-    return current
-
-
-# --- Arithmetic
 
 
 def _check(xs: Sequence[int], threshold: int) -> None:
@@ -158,16 +87,6 @@ def _check(xs: Sequence[int], threshold: int) -> None:
         raise SecAggError("two holders have the same x")
     if not all(0 < x < PRIME for x in xs):
         raise SecAggError("a holder's x must be in 1..2^255 - 20; at 0 lies the secret itself")
-
-
-def _differences(xs: tuple[int, ...]) -> list[int]:
-    """Π_{j≠i} (x_j − x_i) for each i, reduced."""
-    return [math.prod([other - x for other in xs if other != x]) % PRIME for x in xs]
-
-
-@lru_cache(maxsize=1024)
-def _inverse_differences(xs: tuple[int, ...]) -> list[int]:
-    return _inverses(_differences(xs))
 
 
 def _inverses(numbers: Sequence[int]) -> list[int]:
