@@ -27,6 +27,7 @@ from .errors import ConfigError, FedtrainError
 
 if TYPE_CHECKING:
     from .config import Config
+    from .runtime.plan import RoundPlan
     from .tracking.runs import Summary
 
 QUICK_START = """\b
@@ -238,7 +239,7 @@ def simulate(
 def topology(
     kind: str, peers: int, weights: str, png: Path | None, parameters: int, seed: int, json: bool
 ) -> None:
-    """Tell how fast peers agree on the graph KIND: ring, base:1, regular:4, ..."""
+    """Tell how fast peers agree on a graph, and what it costs."""
     from .topology import analysis, parse
 
     graph = parse(kind, weights)
@@ -347,23 +348,46 @@ def datacenter(config: Config, json: bool, data_dir: Path | None, start: str | N
 @cli.command()
 @with_config
 @as_json
-@click.option(
-    "--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="How many there will be."
-)
+@click.option("--sites", type=click.IntRange(min=1), help="In a round; without it, as [simulate] has them.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Of a datacenter run, instead of a federation.")
 @click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
               metavar="DIR", help="Where the data is.")  # fmt: skip
-def plan(config: Config, json: bool, ranks: int, data_dir: Path | None) -> None:
-    """Estimate what a datacenter run needs of each rank, without starting it."""
-    from .runtime import datacenter
+def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_dir: Path | None) -> None:
+    """Estimate what a round, or a rank, will cost."""
+    import msgspec
 
-    mesh, memory = datacenter.plan(config, ranks, data_dir)
+    if ranks is not None:
+        from .runtime import datacenter
+
+        mesh, memory = datacenter.plan(config, ranks, data_dir)
+        if json:
+            click.echo(msgspec.json.encode({"ranks": ranks, "mesh": mesh, "memory_bytes": memory}))
+        else:
+            click.echo(f"{ranks} ranks, mesh {mesh}; memory of the rank that has most:")
+            _columns([(f"  {name}", f"{nbytes / 1e6:,.1f} MB") for name, nbytes in memory.items()])
+        return
+    from .runtime.plan import round_plan
+
+    sites = sites or max(config.simulate.sites, config.strategy.min_sites)
+    found = round_plan(config, sites, data_dir)
     if json:
-        import msgspec
+        click.echo(msgspec.json.encode({"sites": sites, **vars(found)}))
+        return
+    masks = "under masks" if found.site_s is not None else "in the open: secagg.enabled = false"
+    click.echo(f"A round of {sites} sites, {masks}; {found.parameters:,} parameters:")
+    _columns([(f"  {name}", value) for name, value in _plan_lines(found)])
 
-        click.echo(msgspec.json.encode({"ranks": ranks, "mesh": mesh, "memory_bytes": memory}))
-    else:
-        click.echo(f"{ranks} ranks, mesh {mesh}; memory of the rank that has most:")
-        _columns([(f"  {name}", f"{nbytes / 1e6:,.1f} MB") for name, nbytes in memory.items()])
+
+def _plan_lines(found: RoundPlan) -> Iterator[tuple[str, str]]:
+    yield "to each site", f"{found.down_bytes / 1e6:,.2f} MB"
+    yield "from each site", f"{found.up_bytes / 1e6:,.2f} MB"
+    yield "through the aggregator", f"{found.aggregator_bytes / 1e6:,.2f} MB"
+    if found.site_s is not None:
+        yield "a site masks with", f"{found.neighbours} others"
+        yield "may drop out", f"{found.may_drop} sites"
+        yield "masks, at a site", f"{found.site_s * 1e3:,.1f} ms on this machine"
+        yield "masks, at the aggregator", f"{found.aggregator_s * 1e3:,.1f} ms"
+        yield "  if so many drop out", f"{found.aggregator_worst_s * 1e3:,.1f} ms"
 
 
 # --- looking at runs
