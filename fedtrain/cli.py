@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -348,7 +349,7 @@ def datacenter(config: Config, json: bool, data_dir: Path | None, start: str | N
 @cli.command()
 @with_config
 @as_json
-@click.option("--sites", type=click.IntRange(min=1), help="In a round; without it, as [simulate] has them.")
+@click.option("--sites", type=click.IntRange(min=1), help="In a round; without it, those of a simulation.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Of a datacenter run, instead of a federation.")
 @click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
               metavar="DIR", help="Where the data is.")  # fmt: skip
@@ -368,13 +369,12 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
         return
     from .runtime.plan import round_plan
 
-    sites = sites or max(config.simulate.sites, config.strategy.min_sites)
     found = round_plan(config, sites, data_dir)
     if json:
-        click.echo(msgspec.json.encode({"sites": sites, **vars(found)}))
+        click.echo(msgspec.json.encode({**asdict(found), "aggregator_bytes": found.aggregator_bytes}))
         return
-    masks = "under masks" if found.site_s is not None else "in the open: secagg.enabled = false"
-    click.echo(f"A round of {sites} sites, {masks}; {found.parameters:,} parameters:")
+    how = "under masks" if found.masks else "in the open (secagg.enabled = false)"
+    click.echo(f"A round of {found.sites} sites, {how}; {found.parameters:,} parameters:")
     _columns([(f"  {name}", value) for name, value in _plan_lines(found)])
 
 
@@ -382,12 +382,12 @@ def _plan_lines(found: RoundPlan) -> Iterator[tuple[str, str]]:
     yield "to each site", f"{found.down_bytes / 1e6:,.2f} MB"
     yield "from each site", f"{found.up_bytes / 1e6:,.2f} MB"
     yield "through the aggregator", f"{found.aggregator_bytes / 1e6:,.2f} MB"
-    if found.site_s is not None:
-        yield "a site masks with", f"{found.neighbours} others"
-        yield "may drop out", f"{found.may_drop} sites"
-        yield "masks, at a site", f"{found.site_s * 1e3:,.1f} ms on this machine"
-        yield "masks, at the aggregator", f"{found.aggregator_s * 1e3:,.1f} ms"
-        yield "  if so many drop out", f"{found.aggregator_worst_s * 1e3:,.1f} ms"
+    if masks := found.masks:
+        yield "a site masks with", f"{masks.neighbours} others"
+        yield "may drop out", f"{masks.may_drop} sites"
+        yield "masks cost a site", f"{masks.site_s * 1e3:,.1f} ms on this machine"
+        yield "the aggregator", f"{masks.aggregator_s * 1e3:,.1f} ms"
+        yield "if so many drop out", f"{masks.aggregator_worst_s * 1e3:,.1f} ms"
 
 
 # --- looking at runs

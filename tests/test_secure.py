@@ -447,3 +447,25 @@ def test_s12_a_site_in_secure_mode_gives_its_update_to_nobody_who_asks_for_it_pl
     assert len(replies) == 4
     assert all(isinstance(r, Failure) and "secure sums only" in r.reason for r in replies)
     assert trained == [0, 0, 0, 0]
+
+
+# --- What it will cost
+
+
+def test_the_plan_says_what_a_round_moves_and_what_masks_cost(tmp_path):
+    from fedtrain.runtime.plan import round_plan
+
+    (tmp_path / "plan_task.py").write_text(
+        "import torch, fedtrain\n\nclass Task(fedtrain.Task):\n"
+        "    def model(self):\n        return torch.nn.Linear(1000, 100)\n"
+    )
+    run = {"task": "plan_task:Task"}
+    plan = round_plan(config(tmp_path, run=run), sites=10)
+    assert plan.down_bytes == pytest.approx(4 * 100_100, abs=64)
+    assert plan.up_bytes == pytest.approx(4 * 100_100, rel=0.01)
+    assert plan.aggregator_bytes == 10 * (plan.down_bytes + plan.up_bytes)
+    assert (plan.masks.neighbours, plan.masks.may_drop) == (9, 3)
+    assert 0 < plan.masks.aggregator_s < plan.masks.aggregator_worst_s
+    half = round_plan(config(tmp_path, run=run, secagg={"ring_bits": 16}), sites=10)
+    assert half.up_bytes == pytest.approx(2 * 100_100, rel=0.01)
+    assert round_plan(config(tmp_path, run=run, secagg={"enabled": False}), sites=10).masks is None

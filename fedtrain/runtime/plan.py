@@ -1,0 +1,93 @@
+"""`fedtrain plan`: what a round of a federation will cost, from the model and this machine's ciphers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from ..config import Config
+from ..secagg.masking import KEY_BYTES, add_masks
+from ..training.task import load_task
+from ..update import Schema
+from . import secure
+
+MASKS, MASKED_BYTES, TRIES = 8, 8 << 20, 5  # of the measurement: some tens of milliseconds
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """What secure aggregation adds, in seconds of this machine."""
+
+    neighbours: int  # that a site masks with
+    may_drop: int  # sites that a sum can do without once it began
+    site_s: float
+    aggregator_s: float  # when nobody drops out
+    aggregator_worst_s: float  # when as many drop out as may
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Of one round with every site in it. Bytes are of models and vectors; headers are small beside them."""
+
+    sites: int
+    parameters: int
+    down_bytes: int  # to each site
+    up_bytes: int  # from each site
+    masks: MaskPlan | None
+
+    @property
+    def aggregator_bytes(self) -> int:
+        """Through the aggregator, both ways."""
+        return self.sites * (self.down_bytes + self.up_bytes)
+
+
+def round_plan(config: Config, sites: int | None = None, data_dir: Path | None = None) -> RoundPlan:
+    """What a round moves and, under masks, computes. ConfigError as the run would have it.
+
+    `sites`: how many; without it those that the task names, else simulate.sites.
+    """
+    task = load_task(config.run.task, config.root, data_dir)
+    schema, sites = Schema.of(task.model()), sites or len(task.sites() or ()) or config.simulate.sites
+    if not config.secagg.enabled:
+        return RoundPlan(sites, schema.numel, schema.nbytes, schema.nbytes, None)
+    secure.check_config(config)
+    each = max(sites // config.secagg.groups, 1)
+    encoding = secure.encoding_of(config, 0, each, schema)
+    up_bytes = encoding.numel(("loss",)) * encoding.point.dtype.itemsize
+    quorum, _, degree = secure.policy(config, "").graph(each)
+    neighbours, drop = degree or each - 1, each - quorum
+    mask_s, agreement_s = _mask_s(up_bytes), _agreement_s()
+    rebuilt_s = (each - drop) * mask_s + drop * neighbours * (mask_s + agreement_s)
+    masks = MaskPlan(
+        neighbours=neighbours,
+        may_drop=drop * config.secagg.groups,
+        site_s=(neighbours + 1) * mask_s + 2 * neighbours * agreement_s,
+        aggregator_s=sites * mask_s,
+        aggregator_worst_s=config.secagg.groups * rebuilt_s,
+    )
+    return RoundPlan(sites, schema.numel, schema.nbytes, up_bytes, masks)
+
+
+def _mask_s(nbytes: int) -> float:
+    """Seconds to add one mask of so many bytes, with all cores."""
+    vector, keys = np.zeros(MASKED_BYTES // 4, np.uint32), [(bytes([i]) * KEY_BYTES, 1) for i in range(MASKS)]
+    return _best_s(lambda: add_masks(vector, keys, secure.spread())) / MASKS * nbytes / MASKED_BYTES
+
+
+def _agreement_s() -> float:
+    mine, theirs = X25519PrivateKey.generate(), X25519PrivateKey.generate().public_key()
+    return _best_s(lambda: mine.exchange(theirs))
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    found = []
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return min(found)
