@@ -15,6 +15,7 @@ import contextlib
 import functools
 import math
 import os
+import random
 import secrets
 import socket
 import threading
@@ -30,7 +31,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from ..errors import ConnectError, JoinRefused, WireError
+from ..errors import CertificateError, ConnectError, JoinRefused, WireError
 from ..exchange import Contact, Exchanged, Letter, Mixer, PeerId, Share
 from ..wire.codec import decode, encode
 from ..wire.frames import Refused
@@ -46,6 +47,7 @@ from ..wire.gossip import (
     unpack,
 )
 from .courier import Body, Courier, Limits
+from .membership import Membership
 
 DOMAIN = b"fedtrain.gossip"
 SENDING = 64  # messages queued in libzmq on a connection; memory is at most this times a chunk
@@ -77,6 +79,12 @@ class Roster(Protocol):
 
     def contact(self, peer: PeerId) -> Contact | None: ...
     def peer_of(self, key: bytes) -> PeerId | None: ...
+    def peers(self) -> list[PeerId]: ...
+    def entries(self) -> Mapping[PeerId, bytes]:
+        """Each as its peer signed it, to be passed on."""
+
+    def add(self, entry: bytes) -> Contact:
+        """One that was passed on; CertificateError when it can't be believed."""
 
 
 class Peers:
@@ -94,6 +102,15 @@ class Peers:
 
     def peer_of(self, key: bytes) -> PeerId | None:
         return self._names.get(key)
+
+    def peers(self) -> list[PeerId]:
+        return sorted(self.contacts)
+
+    def entries(self) -> dict[PeerId, bytes]:
+        return {}
+
+    def add(self, entry: bytes) -> Contact:
+        raise CertificateError("this roster is fixed")
 
 
 @dataclass(eq=False)
@@ -129,6 +146,15 @@ class Link:
         return self.up and self.greeted and self.welcomed
 
 
+@dataclass(frozen=True)
+class View:
+    """Who is there."""
+
+    alive: tuple[PeerId, ...]  # sorted, this peer too; a round's graph is over these
+    epoch: int  # equal views have equal ones; it stands in every header
+    degraded: bool  # half of the roster, or fewer
+
+
 class ZmqNeighbors:
     """One peer on the network. Implements exchange.Neighbors."""
 
@@ -157,6 +183,10 @@ class ZmqNeighbors:
         self._stamp = Stamp.of(run, greeting.schema_digest, me)
         self._greeting = msgspec.structs.replace(greeting, boot=secrets.token_bytes(8))
         self._courier = Courier(self._limits, first_transfer=secrets.randbits(31), refuse=self._share_refused)
+        self._membership = Membership(
+            me, now=time.monotonic(), draw=random.Random(secrets.randbits(64)), period_s=self._heartbeat_s,
+            suspicion_s=self._idle_s,
+        )  # fmt: skip
         self._links: dict[PeerId, Link] = {}
         self._by_monitor: dict[zmq.Socket[bytes], Link] = {}
         self._by_dealer: dict[zmq.Socket[bytes], Link] = {}
@@ -172,6 +202,7 @@ class ZmqNeighbors:
         self._pulls: dict[PeerId, Future[Letter | None]] = {}
         self._strangers = 0
         self._round = 0
+        self._view = View((me,), self._membership.epoch, False)
         self._stopping = self._closed = False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"gossip {me}", daemon=True)
@@ -226,6 +257,10 @@ class ZmqNeighbors:
         return sorted(
             link.peer for link in list(self._links.values()) if link.up and link.greeted and link.welcomed
         )
+
+    def view(self) -> View:
+        """Who is there, as SWIM sees it; the same for all peers, but for the moments in which it changes."""
+        return self._view
 
     def connect(self, peers: Iterable[PeerId]) -> None:
         """Call these peers now, rather than when there is first something to say."""
@@ -324,7 +359,7 @@ class ZmqNeighbors:
 
     def revoked(self) -> None:
         """The roster has changed: cut off at once those who are no longer on it, or have another key."""
-        self._do(self._cut_strangers)
+        self._do(self._look_at_roster)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         """To the log, which belongs to the caller's side."""
@@ -354,7 +389,8 @@ class ZmqNeighbors:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        wait_s = min(max(self._courier.wake_s() - now, 0.0), POLL_S)
+        wake_s = min(self._courier.wake_s(), self._membership.wake_s())
+        wait_s = min(max(wake_s - now, 0.0), POLL_S)
         if any(link.queue for link in self._links.values()):
             wait_s = min(wait_s, 0.002)  # a full ROUTER can't be polled for one of its peers
         ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
@@ -377,6 +413,7 @@ class ZmqNeighbors:
                 self._read(each)
         self._courier.tick(time.monotonic())
         self._look_at_links()
+        self._look_around()
         self._write()
         self._hand_back()
 
@@ -499,6 +536,18 @@ class ZmqNeighbors:
             self._courier.lost(link.peer, why, time.monotonic())
             self._tell("site_lost", site=link.peer, reason=why)
 
+    def _look_around(self) -> None:
+        membership = self._membership
+        membership.tick(time.monotonic())
+        while membership.outbox:
+            peer, kind, body = membership.outbox.popleft()
+            if (link := self._links.get(peer)) and link.agreed:
+                self._say(link, Header(kind, self._round, epoch=membership.epoch), body)
+        if membership.epoch != self._view.epoch or membership.degraded() != self._view.degraded:
+            self._courier.epoch = membership.epoch
+            self._view = View(tuple(membership.alive()), membership.epoch, membership.degraded())
+            self._loop.call_soon_threadsafe(self._news.set)
+
     def _look_at_links(self) -> None:
         now = time.monotonic()
         for link in self._links.values():
@@ -509,7 +558,11 @@ class ZmqNeighbors:
             while link.trackers and link.trackers[0].done:
                 link.trackers.popleft()
 
-    def _cut_strangers(self) -> None:
+    def _look_at_roster(self) -> None:
+        known = set(self._roster.peers())
+        self._membership.add(sorted(known), time.monotonic())
+        for gone in self._membership.members.keys() - known:
+            self._membership.remove(gone)
         for link in list(self._links.values()):
             contact = self._roster.contact(link.peer)
             if contact is None or contact.key != link.key:
@@ -597,11 +650,12 @@ class ZmqNeighbors:
     def _receive(self, link: Link, header: Header, body: Body) -> None:
         now = time.monotonic()
         match header.kind:
-            case Kind.PING:
+            case Kind.PING | Kind.PONG | Kind.SUSPECT:
                 self._courier.heard(link.peer, header.round, now)
-                self._say(link, Header(Kind.PONG, self._round))
-            case Kind.PONG:
-                self._courier.heard(link.peer, header.round, now)
+                if len(body):  # otherwise it only says where it is
+                    self._membership.receive(link.peer, header.kind, _text(header, body), now)
+            case Kind.MEMBERS:
+                self._introduced(link, _text(header, body))
             case Kind.LEAVE:
                 self._gone(link, "has left")
             case _:
@@ -614,18 +668,17 @@ class ZmqNeighbors:
         self._say(link, Header(Kind.HELLO, self._round), encode(self._greeting))
 
     def _greeted(self, link: Link, header: Header, stamp: Stamp, body: Body) -> None:
-        if len(body) > TEXT_BYTES:
-            raise WireError(f"a {header.kind.name} of {len(body)} bytes")
+        text = _text(header, body)
         if header.kind is Kind.WELCOME:
             if not link.greeted:
                 link.greeted = True
                 self._agreed(link)
             return
         if header.kind is Kind.REJECT:
-            refused: Refused = decode(bytes(body), Refused)
+            refused: Refused = decode(text, Refused)
             self._gone(link, refused.reason[:200])
             return
-        greeting: Greeting = decode(bytes(body), Greeting)
+        greeting: Greeting = decode(text, Greeting)
         try:
             if stamp.schema != self._stamp.schema:
                 raise JoinRefused(f"{link.peer} and {self.me} train different models")
@@ -650,7 +703,45 @@ class ZmqNeighbors:
                 self._tell("site_joined", site=link.peer)
             link.dead, link.met = False, True
             self._loop.call_soon_threadsafe(self._news.set)
-            self._courier.found(link.peer, time.monotonic())
+            now = time.monotonic()
+            self._courier.found(link.peer, now)
+            self._membership.add([link.peer], now)
+            self._membership.heard(link.peer, now)
+            entries = self._roster.entries()
+            self._introduce(link, entries.values())
+            for other in self._links.values():
+                if other is not link and other.agreed and link.peer in entries:
+                    self._introduce(other, [entries[link.peer]])
+
+    def _introduce(self, link: Link, entries: Iterable[bytes]) -> None:
+        """Pass on what peers have signed of themselves: whoever knows one, soon knows all."""
+        body: list[bytes] = []
+        for entry in entries:
+            if sum(map(len, body)) + len(entry) > TEXT_BYTES - 1024:
+                self._say(link, Header(Kind.MEMBERS), msgspec.msgpack.encode(body))
+                body = []
+            body.append(entry)
+        if body:
+            self._say(link, Header(Kind.MEMBERS), msgspec.msgpack.encode(body))
+
+    def _introduced(self, link: Link, text: bytes) -> None:
+        known = set(self._roster.entries().values())
+        found = []
+        for entry in decode(text, list[bytes]):
+            if entry not in known:
+                try:
+                    contact = self._roster.add(entry)
+                except CertificateError as e:
+                    self._tell("notice", text=f"{link.peer} passed on an entry that is refused: {e}")
+                    continue
+                found.append(entry)
+                if contact.peer != self.me:
+                    self._link(contact.peer)
+        if found:
+            self._look_at_roster()
+            for other in self._links.values():
+                if other.agreed and other is not link:
+                    self._introduce(other, found)
 
     # --- writing
 
@@ -732,6 +823,8 @@ class ZmqNeighbors:
         self._tell("update_refused", site=peer, round=round + 1, reason=reason)
 
     def _leave(self) -> None:
+        self._membership.leave()
+        self._look_around()
         for link in self._links.values():
             if link.up and link.greeted:
                 self._say(link, Header(Kind.LEAVE))
@@ -766,6 +859,12 @@ class ZmqNeighbors:
 
 GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REJECT)
 COPIED = 64 << 10  # bytes up to which copying is faster than tracking
+
+
+def _text(header: Header, body: Body) -> bytes:
+    if len(body) > TEXT_BYTES:
+        raise WireError(f"a {header.kind.name} of {len(body)} bytes, at most {TEXT_BYTES} are read")
+    return bytes(body)
 
 
 def _address(fd: int) -> Any:

@@ -5,8 +5,12 @@ import asyncio
 import pytest
 import torch
 
+from fedtrain.pki import Credentials, init, issue
+from fedtrain.pki.roster import Claim, Roster, enrol
+from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.transport.memory import LocalNetwork
-from tests.gossip import MIB, Sum, bounded, party, share, vector
+from fedtrain.transport.zmq import Curve
+from tests.gossip import MIB, Party, Sum, bounded, party, share, vector
 
 NAMES = ["a", "b", "c"]
 
@@ -48,3 +52,97 @@ def test_in_memory_and_over_zeromq_the_bits_are_the_same(numel):
         assert torch.equal(x, y)
         assert all(not w.missing and not w.kept and not w.unsure for w in went)
     assert set(sent.values()) == {2 * 2 * 4 * numel}  # two rounds, two neighbours, no byte twice
+
+
+def test_all_peers_see_the_same_view_and_one_that_leaves_is_gone_from_it():
+    async def until(condition):
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - what changes lies in other threads
+                await asyncio.sleep(0.01)
+
+    async def main():
+        async with party("abc", heartbeat_s=0.2) as p:
+            peers = p.peers
+            await until(lambda: all(peer.view().alive == ("a", "b", "c") for peer in peers.values()))
+            assert len({peer.view().epoch for peer in peers.values()}) == 1
+            await peers["c"].stop()
+            await until(lambda: all(peers[n].view().alive == ("a", "b") for n in "ab"))
+            assert peers["a"].view() == peers["b"].view()
+
+    bounded(main())
+
+
+def test_a_peer_without_an_address_calls_and_is_served_over_that_call():
+    async def main():
+        async with party("a") as p:
+            p.start("b", listen=None)
+            assert await p.peers["b"].meet(["a"], 20) == ["a"]
+            x = {n: vector(3 * MIB, i) for i, n in enumerate("ab")}
+            mixers = {n: Sum(torch.zeros(3 * MIB)) for n in "ab"}
+            a = p.peers["a"].exchange(0, {"b": share(x["a"])}, ["b"], mixers["a"], 20.0)
+            b = p.peers["b"].exchange(0, {"a": share(x["b"])}, ["a"], mixers["b"], 20.0)
+            for done in await asyncio.gather(a, b):
+                assert not done.missing
+                assert not done.kept
+            assert torch.equal(mixers["a"].acc, x["b"])
+            assert torch.equal(mixers["b"].acc, x["a"])
+
+    bounded(main())
+
+
+def test_a_late_joiner_pulls_the_state_and_letters_arrive():
+    async def main():
+        async with party("ab") as p:
+            state = vector(2 * MIB + 3, 7)
+            assert await p.peers["b"].pull("a", 10.0) is None  # nothing is published yet
+            p.peers["a"].publish(5, share(state))
+            letter = await p.peers["b"].pull("a", 10.0)
+            assert letter.round == 5
+            assert torch.equal(torch.frombuffer(letter.share.payload, dtype=torch.float32), state)
+            p.peers["a"].post(6, {"b": share(state, 0.5)})
+            assert await p.peers["b"].arrival(10.0)
+            (letter,) = p.peers["b"].take()
+            assert (letter.peer, letter.round, letter.share.weight) == ("a", 6, 0.5)
+            assert torch.equal(torch.frombuffer(letter.share.payload, dtype=torch.float32), state)
+            assert not await p.peers["b"].arrival(0.05)
+
+    bounded(main())
+
+
+def test_from_one_peer_that_it_knows_a_newcomer_meets_all(tmp_path):
+    init(tmp_path)
+    curves = {n: Curve.new() for n in "abc"}
+    signers, verifier = {}, None
+    for name in "abc":
+        credentials = Credentials.load(issue(tmp_path, "site", name))
+        signers[name] = Signer.of(credentials)
+        verifier = Verifier(credentials.root, "fedtrain")
+    rosters = {n: Roster(tmp_path / f"roster-{n}", verifier, "fedtrain") for n in "abc"}
+
+    async def main():
+        p, entries = Party(), {}
+        try:
+            for n in "abc":
+                p.start(n, curve=curves[n], roster=rosters[n])
+                claim = Claim(
+                    peer=n,
+                    federation="fedtrain",
+                    key=curves[n].public,
+                    address=f"127.0.0.1:{p.peers[n].port}",
+                )
+                entries[n] = enrol(signers[n], claim).encode()
+                rosters[n].add(entries[n])
+            rosters["a"].add(entries["b"])
+            rosters["b"].add(entries["a"])
+            assert await p.peers["a"].meet(["b"], 20) == ["b"]
+            rosters["c"].add(entries["a"])  # c knows only a,
+            rosters["a"].add(entries["c"])  # and a has been told of c
+            assert await p.peers["c"].meet(["a"], 20) == ["a"]
+            assert await p.peers["b"].meet(["c"], 20) == ["c"]
+            assert await p.peers["c"].meet(["a", "b"], 20) == ["a", "b"]
+            assert [r.peers() for r in rosters.values()] == [["a", "b", "c"]] * 3
+        finally:
+            for peer in p.peers.values():
+                await peer.stop()
+
+    bounded(main())
