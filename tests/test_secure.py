@@ -458,6 +458,8 @@ def test_the_plan_says_what_a_round_moves_and_what_masks_cost(tmp_path):
     (tmp_path / "plan_task.py").write_text(
         "import torch, fedtrain\n\nclass Task(fedtrain.Task):\n"
         "    def model(self):\n        return torch.nn.Linear(1000, 100)\n"
+        "    def data(self, site):\n        raise NotImplementedError\n"
+        "    def loss(self, model, batch):\n        raise NotImplementedError\n"
     )
     run = {"task": "plan_task:Task"}
     plan = round_plan(config(tmp_path, run=run), sites=10)
