@@ -167,6 +167,7 @@ def test_s05_a_peer_cannot_speak_in_the_name_of_another():
 def test_s05_with_anothers_routing_id_a_peer_is_still_itself():
     async def main():
         async with party("ab") as p:
+            await until(lambda: p.peers["a"]._links["b"].routes)
             route = next(iter(p.peers["a"]._links["b"].routes.values()))[0]
             curve = Curve.new()
             p.enrol(Contact("thief", curve.public))
