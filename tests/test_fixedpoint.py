@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedtrain.errors import ConfigError, SecAggError
 from fedtrain.secagg.fixedpoint import MAX_VALUE_BITS, ONE, PER_BLOCK, SCALAR_LIMIT, FixedPoint
-from fedtrain.secagg.masking import RINGS, keystream
+from fedtrain.secagg.masking import RINGS, TAG_BYTES, keystream
 
 SEED = b"a seed for tests"
 
@@ -234,12 +234,12 @@ def test_workers_make_the_integers_of_one(ring_bits):
 def test_u_is_the_keystream_of_the_seed():
     """The definition, in fractions: floor(x·q_max/c + u), u − ½ the stream's integers over 2^16, made odd."""
     point = FixedPoint(5, 32, 1.0, 1.0, value_bits=16)
-    values, stream = some_values(200, np.float64), np.empty(400, np.uint8)
-    keystream(SEED, stream)
+    values, stream = some_values(200, np.float64), np.empty(400 + TAG_BYTES, np.uint8)
+    keystream(SEED, 0, stream, 400)
     scale = Fraction(1.0 / point.step * 2.0**16)
     expected = [
         (Fraction(float(x)) * scale + (int(i) | 1) + 2**15) // 2**16
-        for x, i in zip(values, stream.view("<i2"), strict=True)
+        for x, i in zip(values, stream[:400].view("<i2"), strict=True)
     ]
     assert as_integers(encoded(point, values)[0]).tolist() == expected
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, SecAggError
-from .masking import BLOCK_BYTES, KEY_BYTES, RINGS, TAG_BYTES, Buffers, RingVector, Spread, block_into
+from .masking import BLOCK_BYTES, KEY_BYTES, RINGS, TAG_BYTES, Buffers, RingVector, Spread, keystream
 
 MIN_VALUE_BITS = 4
 MAX_VALUE_BITS = 43  # leaves 10 of float64's 53 bits to u
@@ -110,7 +110,7 @@ class FixedPoint:
         def encode(block: int) -> None:
             start, stop = max(block * PER_BLOCK, offset), min((block + 1) * PER_BLOCK, offset + len(out))
             with _noise.one() as noise, _scratch.one() as scratch, np.errstate(over="ignore"):
-                block_into(noise, seed, block, (stop - block * PER_BLOCK) * RANDOM_BYTES)
+                keystream(seed, block, noise, (stop - block * PER_BLOCK) * RANDOM_BYTES)
                 draws = noise[:BLOCK_BYTES].view("<i2")
                 for at in range(start, stop, PIECE):
                     end = min(at + PIECE, stop)

@@ -30,9 +30,7 @@ RINGS: dict[int, np.dtype[Any]] = {r: np.dtype(f"u{r // 8}") for r in (16, 32, 6
 
 RingVector = NDArray[Any]  # 1-D, contiguous, of a dtype of RINGS
 Bytes = NDArray[np.uint8]  # 1-D, contiguous
-Stream = Callable[
-    [bytes, memoryview, memoryview], object
-]  # (a block's nonce, as many zeros as bytes wanted, out)
+Stream = Callable[[bytes, memoryview, memoryview], object]  # (a block's nonce, zeros, out): see _block
 
 
 class Spread(Protocol):
@@ -41,13 +39,8 @@ class Spread(Protocol):
     def __call__(self, work: Callable[[int], None], items: Iterable[int], /) -> Iterable[None]: ...
 
 
-def add_masks(
-    vector: RingVector, masks: Sequence[tuple[bytes, int]], spread: Spread = map, first_block: int = 0
-) -> None:
-    """vector += Σ sign · stream(key) modulo 2^r in place, over all (key, sign) of `masks`.
-
-    `first_block` says where in the streams a vector begins that comes in pieces of whole blocks.
-    """
+def add_masks(vector: RingVector, masks: Sequence[tuple[bytes, int]], spread: Spread = map) -> None:
+    """vector += Σ sign · stream(key) modulo 2^r in place, over all (key, sign) of `masks`."""
     assert vector.ndim == 1
     assert vector.flags.c_contiguous
     assert vector.dtype in RINGS.values(), vector.dtype
@@ -61,7 +54,7 @@ def add_masks(
         except IndexError:
             streams = [(opened(key), np.add if sign > 0 else np.subtract) for key, sign in masks]
         part = vector[block * per_block : (block + 1) * per_block]
-        nonce, zeros = _block(first_block + block, part.nbytes)
+        nonce, zeros = _block(block, part.nbytes)
         with rooms.one() as room:
             out = room.data[: part.nbytes + TAG_BYTES]
             mask = room[: part.nbytes].view(vector.dtype.newbyteorder("<"))
@@ -74,17 +67,8 @@ def add_masks(
         pass
 
 
-def keystream(key: bytes, out: Bytes, first_block: int = 0) -> None:
-    """Fill `out` with the stream of `key`, from the start of a block on."""
-    with rooms.one() as room:
-        for block, at in enumerate(range(0, len(out), BLOCK_BYTES), first_block):
-            part = out[at : at + BLOCK_BYTES]
-            block_into(room, key, block, len(part))
-            part[:] = room[: len(part)]
-
-
-def block_into(room: Bytes, key: bytes, block: int, nbytes: int = BLOCK_BYTES) -> None:
-    """The first `nbytes` of one block of the stream of `key`, without a copy; writes up to TAG_BYTES more."""
+def keystream(key: bytes, block: int, room: Bytes, nbytes: int = BLOCK_BYTES) -> None:
+    """The first `nbytes` of one block of a key's stream into `room`, which has TAG_BYTES more than that."""
     assert len(key) == KEY_BYTES
     kernel()(key)(*_block(block, nbytes), room.data[: nbytes + TAG_BYTES])
 
@@ -114,7 +98,7 @@ ZEROS = memoryview(bytes(BLOCK_BYTES))
 
 
 def _block(block: int, nbytes: int) -> tuple[bytes, memoryview]:
-    """What a stream is asked for to give the first bytes of a block."""
+    """A block's nonce, and as many zeros as bytes of it are wanted."""
     return block.to_bytes(12, "big"), ZEROS[:nbytes]
 
 

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from fedtrain.secagg.masking import keystream
+from fedtrain.secagg.masking import TAG_BYTES, keystream
 
 hexed = bytes.fromhex
 
@@ -130,6 +130,6 @@ def test_gcm_of_zeros_under_the_key_zero():
 
 
 def test_the_stream_of_the_key_zero_begins_as_that_ciphertext():
-    out = np.zeros(16, np.uint8)
-    keystream(bytes(16), out)
-    assert bytes(out).hex() == "0388dace60b6a392f328c2b971b2fe78"
+    out = np.zeros(16 + TAG_BYTES, np.uint8)
+    keystream(bytes(16), 0, out, 16)
+    assert bytes(out[:16]).hex() == "0388dace60b6a392f328c2b971b2fe78"
