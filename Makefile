@@ -26,6 +26,7 @@ test: $(INSTALLED) $(TOOLS) check
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/deployed_round.py
 	$(BIN)/python benchmarks/simulate.py
+	$(BIN)/python benchmarks/secagg.py
 	$(BIN)/python benchmarks/footprint.py
 
 check: $(INSTALLED)
