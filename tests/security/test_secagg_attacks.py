@@ -31,6 +31,7 @@ from fedtrain.secagg.messages import (
     Unmask,
     Unmasked,
     keys_statement,
+    share_commitment,
 )
 from fedtrain.wire import decode, encode
 
@@ -372,6 +373,23 @@ def test_commitments_to_shares_cannot_be_exchanged():
     refuses(federation, on(Mask, change), "was not sealed by it for . and this roster")
 
 
+def test_shares_that_are_not_those_told_to_the_aggregator_are_refused(monkeypatch):
+    """By d, which would later be able to have the others blamed for them."""
+    lied = set()
+
+    def commitment(kind, sid, site, holder, share):
+        first = (kind, holder) not in lied  # as d deals; then its holder looks
+        if site == "d" != holder and first:
+            lied.add((kind, holder))
+            return bytes(32)
+        return share_commitment(kind, sid, site, holder, share)
+
+    monkeypatch.setattr("fedtrain.secagg.client.share_commitment", commitment)
+    why = r"d's shares for [abc] are not those that it told the aggregator"
+    refuses(Federation(4), honestly, why, "abc")
+    assert len(lied) == 6
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -624,6 +642,27 @@ def test_requests_with_any_byte_changed_give_the_sum_or_none(data):
 
 def sparse():
     return Federation(110, full_graph=100, corrupt=0.1, dropout=0.1)
+
+
+def test_a_site_with_too_few_neighbours_left_does_not_mask(monkeypatch):
+    """The cohort as a whole is large enough; only this site would stand nearly alone."""
+    monkeypatch.setattr(server, "leave_out_lonely", lambda *anything: None)
+    federation = Federation(150, corrupt=0.1, dropout=0.2)
+    terms, member = federation.terms, federation.members["s000"]
+    cut = terms.degree - terms.threshold + 1
+    assert 150 - cut >= terms.quorum
+
+    def change(site, request):
+        if site != "s000":
+            return request
+        gone = sorted(request.sealed)[:cut]
+        left = tuple(s for s in request.sites if s not in gone)
+        sealed = {s: text for s, text in request.sealed.items() if s not in gone}
+        return replace(request, sites=left, sealed=sealed)
+
+    federation.sum(on(Mask, change))
+    assert f"{terms.threshold - 1} of the {terms.degree} holders of this site's shares" in member.refused
+    assert not member.answers(Masked)
 
 
 @pytest.mark.parametrize("lie", ["fewer neighbours", "more neighbours", "another hash", "a hash of its own"])
