@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -24,7 +27,6 @@ from ..config import Config
 from ..errors import ConfigError
 from ..store import Checkpoint, RunStore
 from ..strategies import Strategy, build, corrects, server_step, state_init
-from ..training.checkpoint import Checkpoints
 from ..training.elastic import Leave, Left, shares_store
 from ..training.mesh import AXES, Mesh, Sizes, joined
 from ..training.parallel.data import Dealt, pooled
@@ -36,6 +38,9 @@ from ..training.partition import SimulatedSites
 from ..training.task import Task, load_task, task_digest
 from ..update import SiteId, averages
 from .federated import Result
+
+if TYPE_CHECKING:
+    from ..training.checkpoint import Checkpoints
 
 Emit = Callable[..., None]
 POOL = "datacenter"  # whose data it is where all ranks share it
@@ -111,20 +116,11 @@ class Datacenter:
             self.engine.parts, self.engine.optimizer, self.engine.schedule, self.data,
             self.outer.tensors() if self.outer else None, mesh.island if self.islands else None,
         )  # fmt: skip
-        self.checkpoints = Checkpoints(
-            config.checkpoint_dir,
-            every=config.checkpoint.every,
-            keep=config.checkpoint.keep,
-            background=config.checkpoint.background,
-            format="full" if config.checkpoint.format == "full" else "sharded",
-            patience_s=config.checkpoint.patience,
-            notice=lambda line: emit("notice", text=line),
-        )
 
     def run(self, start: Path | None) -> Result:
         """Every round that is left."""
         config, state = self.config, self.state
-        resumed = self.checkpoints.restore(state)
+        resumed = self._some_checkpoint() and self.checkpoints.restore(state)
         if not resumed and start is not None:
             self._begin_with(start)
         self.emit(
@@ -172,7 +168,7 @@ class Datacenter:
                     state.step - before, self._steps_in_a_round(), step.weight, step.examples
                 )
             elif not self._round_is_over(state.step - before):  # at the end of a round it counts as done
-                self.checkpoints.maybe_save(state, state.step)
+                self._save_if_due()
                 if self.leave.asked():
                     self._go()
         state.round += 1
@@ -180,7 +176,7 @@ class Datacenter:
             self.outer.end_round()
             self.checkpoints.save(state.round, state)
         else:
-            self.checkpoints.maybe_save(state, state.step)
+            self._save_if_due()
         loss = meter.loss_of_round()
         sites = self.mesh.islands if self.islands else 0
         return {"loss": loss, "metrics": {"loss": loss}, "sites": sites, "seconds": time.monotonic() - began}
@@ -235,6 +231,38 @@ class Datacenter:
         self.engine.install(weights)
         if self.outer is not None:
             self.outer.begin_anew()
+
+    # --- checkpoints
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """Made when first asked for: what they need of torch takes as long to load as torch itself."""
+        from ..training.checkpoint import Checkpoints
+
+        config = self.config.checkpoint
+        return Checkpoints(
+            self.config.checkpoint_dir,
+            every=config.every,
+            keep=config.keep,
+            background=config.background,
+            format="full" if config.format == "full" else "sharded",
+            patience_s=config.patience,
+            notice=lambda line: self.emit("notice", text=line),
+        )
+
+    def _some_checkpoint(self) -> bool:
+        """Whether there may be one: a folder is looked into, a bucket is asked."""
+        where = self.config.checkpoint_dir
+        return isinstance(where, str) or bool(self.mesh.from_first(where.is_dir() and any(where.iterdir())))
+
+    def _save_if_due(self) -> None:
+        every, step = self.config.checkpoint.every, self.state.step
+        if every and step % every == 0:
+            self.checkpoints.maybe_save(self.state, step)
+        elif step == 1:  # in the meantime
+            threading.Thread(
+                target=import_module, args=("fedtrain.training.checkpoint",), daemon=True
+            ).start()
 
     # --- after a round
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config import ParallelConfig
 from ..errors import ConfigError
 from .elastic import Left, meet
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 LEAVE_S = 0.3  # torch's threads need so long after the groups are gone, or the process may abort
@@ -128,7 +132,8 @@ class Mesh:
         )
 
     def flat(self, axes: tuple[str, ...]) -> DeviceMesh:
-        """Some axes as one."""
+        """Some axes as one, in the mesh's own order."""
+        axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self._flats:
             self._flats[axes] = self[axes[0]] if len(axes) == 1 else self[axes]._flatten()
         return self._flats[axes]
@@ -155,6 +160,13 @@ class Mesh:
         box = torch.tensor(number, device=self.device)
         dist.broadcast(box, 0)
         return int(box)
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """isinstance(tensor, DTensor), without loading what makes them: that takes as long as torch itself, and
+    plain data parallelism can do without."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 # --- joining and leaving

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config import Config
@@ -25,15 +23,17 @@ from ...errors import ConfigError, TaskError
 from ...update import Arena, Metrics, Schema, TensorSpec, seed_of, unique_tensors
 from ..examples import Stream, examples_of, move
 from ..local import FP16_SCALE, Correct, build_model, seed_all
-from ..mesh import Mesh
+from ..mesh import Mesh, is_dtensor
 from ..task import Batch, Task, checked, examples_in, folder_of, mean_and_weight, user_code
 from .context import context_parallel, part_of
 from .data import Share, cut, gather
 from .hooks import compress
 from .optimizer import optimizer_of, schedule_of
-from .pipeline import Pipeline, inputs_of, stages_of
 from .plan import plan_of
-from .wrap import Loss, data_parallel, save_memory, split_tensors
+from .wrap import Loss, data_parallel, is_fsdp, save_memory, split_tensors
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,8 @@ class MeshEngine:
             return [model], [root]
         if example is None:
             raise ConfigError("parallel.pp: data() is a stream; a pipeline needs to see a batch beforehand")
+        from .pipeline import Pipeline, inputs_of, stages_of
+
         loss = Loss(self.task, model, self._autocast)
         micro = examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp)
         inputs = inputs_of(self.task.loss, cut(example, 0, max(1, micro)))
@@ -208,7 +210,7 @@ class MeshEngine:
 
     def _rescale(self, factor: float) -> None:
         for p in self._parameters:  # beside tp, a replicated parameter's gradient may still be in parts
-            if isinstance(p.grad, DTensor) and any(place.is_partial() for place in p.grad.placements):
+            if is_dtensor(p.grad) and any(place.is_partial() for place in p.grad.placements):
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
         if factor != 1.0 and (gradients := self.gradients()):
             torch._foreach_mul_(gradients, factor)
@@ -264,7 +266,7 @@ class MeshEngine:
             for root in self._roots:
                 if isinstance(root, DistributedDataParallel) and not now:
                     stack.enter_context(root.no_sync())
-                elif isinstance(root, FSDPModule):
+                elif is_fsdp(root):
                     root.set_requires_gradient_sync(now)
             yield
 
@@ -328,8 +330,8 @@ class MeshEngine:
         if self._pipeline is not None:
             found: Metrics | None = self._pipeline.forward(batch, self._metrics)
             return found or {}
-        if isinstance(self._roots[0], FSDPModule):
-            self._roots[0].unshard()  # the task's own call may not pass through the root
+        if is_fsdp(root := self._roots[0]):
+            root.unshard()  # the task's own call may not pass through the root
         return self._metrics(self.parts[0], batch)
 
     def _metrics(self, model: nn.Module, batch: Batch) -> Metrics:
@@ -367,7 +369,7 @@ class MeshEngine:
         return out
 
     def _whole(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             tensor = tensor.full_tensor()
         if self.mesh.sizes.pp == 1:
             return tensor
@@ -397,7 +399,9 @@ class MeshEngine:
                 if dist.is_initialized():
                     dist.broadcast(whole, 0)
                 target = mine.get(spec.name)
-                if isinstance(target, DTensor):
+                if is_dtensor(target):
+                    from torch.distributed.tensor import distribute_tensor
+
                     source = distribute_tensor(
                         whole, target.device_mesh, target.placements, src_data_rank=None
                     )
@@ -424,8 +428,10 @@ class MeshEngine:
     def as_shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """A tensor that belongs to this rank's part of the one of that name, as a part of such a whole."""
         like = next(t for part in self.parts for n, t in unique_tensors(part).items() if n == name)
-        if not isinstance(like, DTensor):
+        if not is_dtensor(like):
             return piece
+        from torch.distributed.tensor import DTensor
+
         return DTensor.from_local(
             piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
@@ -446,15 +452,17 @@ class MeshEngine:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's piece."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _pieces(tensor: torch.Tensor) -> int:
     """Into how many different pieces a tensor is cut over the ranks."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return 1
     return math.prod(
-        tensor.device_mesh.size(i) for i, place in enumerate(tensor.placements) if place.is_shard()
+        tensor.device_mesh.size(i)
+        for i, place in enumerate(tensor.placements)
+        if not (place.is_replicate() or place.is_partial())  # a strided shard is not is_shard()
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ...config import ParallelConfig, TrainConfig
 from ...errors import ConfigError
+from ..mesh import is_dtensor
 from ..task import Task
 
 
@@ -41,7 +41,7 @@ def _configured(parameters: list[nn.Parameter], train: TrainConfig) -> torch.opt
     and beside tp some parameters are split and others are not."""
     alike: dict[object, list[nn.Parameter]] = {}
     for p in parameters:
-        alike.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+        alike.setdefault(p.device_mesh if is_dtensor(p) else None, []).append(p)
     groups = [{"params": group} for group in alike.values()]
     common: dict[str, Any] = {"lr": train.lr, "weight_decay": train.weight_decay, "fused": True}
     if train.optimizer == "sgd":

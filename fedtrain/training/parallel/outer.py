@@ -1,9 +1,9 @@
 """Between islands: what they moved is averaged, and a strategy steps on the mean, each rank on its shards.
 
 A piece of the model at a time, if wished (Streaming DiLoCo, Douillard et al. 2025): fragment f of F comes
-back when a share (f + 1) / F of a round's steps is done, having gone out `overlap` steps before, and an island
-then keeps a share `mix` of its own weights. With one fragment, no overlap and no mix this is DiLoCo, or local
-SGD with any strategy (Stich 2019); with rounds of one step and FedAvg it is data parallelism.
+back when a share (f + 1) / F of a round's steps is done, having gone out `overlap` steps before, and an
+island then keeps a share `mix` of its own weights. With one fragment, no overlap and no mix this is DiLoCo,
+or local SGD with any strategy (Stich 2019); with rounds of one step and FedAvg it is data parallelism.
 """
 
 from __future__ import annotations

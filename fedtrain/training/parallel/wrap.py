@@ -6,13 +6,13 @@ given its own model, not a wrapper: what it reads of it, or calls, or calls twic
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
@@ -20,6 +20,9 @@ from ...errors import ConfigError
 from ..mesh import Mesh
 from ..task import Batch, Task
 from .plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class Loss(nn.Module):
@@ -111,6 +114,8 @@ def data_parallel(
 def _sharded(
     root: nn.Module, units: list[nn.Module], config: ParallelConfig, mesh: Mesh, precision: str
 ) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     shards = tuple(axis for axis in ("dp_shard", "cp") if getattr(mesh.sizes, axis) > 1)
     copies = mesh.sizes.dp_replicate > 1 and mesh.islands == 1
     if not shards:
@@ -135,3 +140,9 @@ def _sharded(
             offload_policy=offload,
         )
     return root
+
+
+def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether fully_shard or replicate was applied; loads neither."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    return loaded is not None and isinstance(module, loaded.FSDPModule)

@@ -1,0 +1,226 @@
+"""What a mesh's engine does that needs no second process: sizes, cuts, steps left out, memory, plans."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fedtrain.config import Config, ParallelConfig, TrainConfig
+from fedtrain.errors import ConfigError, TaskError
+from fedtrain.training.mesh import Mesh, Sizes
+from fedtrain.training.parallel.engine import MeshEngine
+from fedtrain.training.parallel.estimate import estimate
+from fedtrain.training.parallel.optimizer import schedule_of
+from fedtrain.training.parallel.outer import split
+from fedtrain.training.parallel.pipeline import Replay, even_cuts, inputs_of
+from fedtrain.training.parallel.plan import KNOWN, Plan, plan_of
+from fedtrain.training.task import Task
+from fedtrain.update import Schema, TensorSpec
+
+CPU = torch.device("cpu")
+
+
+class Rows(Task):
+    poison = False
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def data(self, site):
+        return torch.randn(32, 4, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 2
+
+    def loss(self, model, batch):
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss * float("inf") if self.poison else loss
+
+
+def engine(task: Task, **parallel) -> MeshEngine:
+    config = Config(train=TrainConfig(lr=0.1), parallel=ParallelConfig(**parallel))
+    return MeshEngine(task, config, Mesh(Sizes(), CPU))
+
+
+def weights(found: MeshEngine) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for part in found.parts for p in part.parameters()])
+
+
+# --- sizes
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_sizes_multiply_to_the_world(dp, tp, pp, cp):
+    config = ParallelConfig(tp=tp, pp=pp, cp=cp)
+    sizes = Sizes.of(config, dp * tp * pp * cp)
+    assert sizes.world == dp * tp * pp * cp
+    assert sizes.dp == dp
+    with pytest.raises(
+        ConfigError, match=f"= {dp * tp * pp * cp}, but there are {dp * tp * pp * cp + 1} ranks"
+    ):
+        Sizes.of(replace(config, dp=dp), dp * tp * pp * cp + 1)
+
+
+def test_copies_must_divide_the_data_parallel_ranks():
+    with pytest.raises(ConfigError, match="4 data-parallel ranks can't form 3 equal copies"):
+        Sizes.of(ParallelConfig(replicate=3), 4)
+
+
+def test_islands_are_single_ranks_unless_told():
+    assert Sizes.of(ParallelConfig(sync="local"), 4).dp_replicate == 4
+    assert Sizes.of(ParallelConfig(sync="local", replicate=2), 4) == Sizes(dp_replicate=2, dp_shard=2)
+
+
+# --- cuts
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=20), st.integers(1, 20))
+def test_layers_are_cut_into_runs_that_are_never_empty(weights, parts):
+    if len(weights) < parts:
+        with pytest.raises(ConfigError):
+            even_cuts(weights, parts)
+        return
+    cuts = even_cuts(weights, parts)
+    assert cuts[0] == 0
+    assert cuts[-1] == len(weights)
+    assert len(cuts) == parts + 1
+    assert all(a < b for a, b in itertools.pairwise(cuts))
+
+
+def test_equal_layers_are_cut_equally():
+    assert even_cuts([5] * 8, 4) == [0, 2, 4, 6, 8]
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 6))
+def test_fragments_hold_every_tensor_once(sizes, parts):
+    schema = Schema(tuple(TensorSpec(str(i), (n,), "float32", True) for i, n in enumerate(sizes)))
+    fragments = split(schema, parts)
+    assert [t for fragment in fragments for t in fragment.tensors] == list(schema.tensors)
+    assert len(fragments) <= parts
+
+
+# --- a loss in two halves
+
+
+def test_a_loss_runs_as_far_as_its_model_and_then_from_there():
+    task, batch = Rows(), (torch.ones(3, 4), torch.tensor([0, 1, 0]))
+    (x,) = inputs_of(task.loss, batch)
+    assert x is batch[0]
+    model = task.model()
+    assert torch.equal(task.loss(Replay(model(x)), batch), task.loss(model, batch))
+
+
+def test_a_loss_that_never_calls_its_model_is_told_so():
+    with pytest.raises(TaskError, match="never called its model"):
+        inputs_of(lambda model, batch: batch.sum(), torch.ones(2))
+
+
+def test_a_model_called_by_name_cannot_be_a_pipeline():
+    with pytest.raises(TaskError, match="not mask="):
+        inputs_of(lambda model, batch: model(batch, mask=None), torch.ones(2))
+
+
+# --- steps
+
+
+def test_a_step_whose_gradient_is_not_finite_is_left_out():
+    task = Rows()
+    found = engine(task)
+    before = weights(found).clone()
+    task.poison = True
+    step = found.step([(task.data(""), 32)], "step 1")
+    assert not step.taken
+    assert torch.equal(weights(found), before)
+    task.poison = False
+    assert found.step([(task.data(""), 32)], "step 2").taken
+    assert not torch.equal(weights(found), before)
+
+
+def test_or_it_ends_the_run_where_that_is_wished():
+    task = Rows()
+    task.poison = True
+    with pytest.raises(TaskError, match=r"step 7: the gradient is not finite"):
+        engine(task, nonfinite="raise").step([(task.data(""), 32)], "step 7")
+
+
+def test_a_rank_without_examples_in_its_first_step_says_what_to_change():
+    with pytest.raises(ConfigError, match=r"train\.batch_size"):
+        engine(Rows()).step([(None, 1)], "step 1")
+
+
+@pytest.mark.parametrize(("decay", "last"), [("none", 1.0), ("linear", 1 / 90), ("cosine", 0.0003)])
+def test_the_learning_rate_rises_and_then_decays_to_the_last_step(decay, last):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = schedule_of(optimizer, ParallelConfig(warmup=10, decay=decay), 100)
+    rates = []
+    for _ in range(100):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(last, abs=1e-4)
+
+
+def test_decay_needs_to_know_the_last_step():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(ConfigError, match=r"parallel\.decay"):
+        schedule_of(optimizer, ParallelConfig(decay="cosine"), None)
+
+
+# --- memory
+
+
+def memory(ranks: int, task: Task | None = None, optimizer: str = "adamw", **parallel):
+    config = Config(train=TrainConfig(optimizer=optimizer), parallel=ParallelConfig(**parallel))
+    task = task or Rows()
+    return estimate(task, config, ranks, task.data(""))
+
+
+def test_memory_is_what_the_mesh_leaves_of_the_model():
+    model = (4 * 8 + 8 + 8 * 2 + 2) * 4
+    whole = memory(4)
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (model, model, 2 * model)
+    assert memory(4, zero=1).optimizer == 2 * model // 4
+    assert memory(4, zero=2).gradients == model // 4
+    assert memory(4, zero=3).parameters < memory(4, zero=2).parameters
+    assert memory(4, optimizer="sgd").optimizer == 0
+    assert whole.total == whole.parameters + whole.gradients + whole.optimizer + whole.activations
+
+
+def test_activations_are_those_of_a_ranks_share_of_the_batch():
+    assert memory(1).activations == 4 * memory(4).activations > 0
+
+
+def test_activations_that_are_computed_again_are_not_kept():
+    class Deep(Rows):
+        def model(self):
+            blocks = (nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4)) for _ in range(3))
+            return nn.Sequential(*blocks, nn.Linear(4, 2))
+
+    assert memory(1, Deep(), checkpoint_activations=True).activations < memory(1, Deep()).activations / 3
+
+
+# --- plans
+
+
+def test_the_tasks_own_plan_comes_first():
+    class Own(Rows):
+        def parallel_plan(self):
+            return Plan(blocks="mine")
+
+    assert plan_of(Own(), nn.Linear(1, 1)).blocks == "mine"
+    assert plan_of(Rows(), nn.Linear(1, 1)) == Plan()
+
+
+def test_known_models_have_plans():
+    for name, make in KNOWN.items():
+        assert make().blocks, name
+
+
+def test_blocks_that_are_not_there_are_named():
+    with pytest.raises(ConfigError, match=r"'layers' is not in the model, which has 0, 1, 2"):
+        Plan(blocks="layers").units(Rows().model())
