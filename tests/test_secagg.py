@@ -168,6 +168,14 @@ def test_each_metric_of_any_site_has_a_place_of_its_own():
     assert np.array_equal(found.vector, federation.plain("abc", ("accuracy", "loss")))
 
 
+def test_sites_with_too_many_metrics_together_are_told_so():
+    federation = Federation(3)
+    for site, member in federation.members.items():
+        member.names = tuple(f"{site}{i:03}" for i in range(100))
+    with pytest.raises(SecAggError, match="the sites have 300 metrics together, at most 256 are allowed"):
+        federation.sum()
+
+
 @pytest.mark.parametrize("form", ["file", "torch"])
 def test_vectors_are_folded_from_wherever_they_lie(form, tmp_path):
     federation = Federation(3, length=300_000)  # more than one chunk

@@ -613,7 +613,7 @@ def test_the_next_round_is_summed_over_whoever_is_there():
 # --- Anything else
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_requests_with_any_byte_changed_give_the_sum_or_none(data):
     """What decodes is answered or refused; a site never fails in another way, and a sum is never wrong."""
@@ -647,20 +647,21 @@ def sparse():
 def test_a_site_with_too_few_neighbours_left_does_not_mask(monkeypatch):
     """The cohort as a whole is large enough; only this site would stand nearly alone."""
     monkeypatch.setattr(server, "leave_out_lonely", lambda *anything: None)
-    federation = Federation(150, corrupt=0.1, dropout=0.2)
+    federation = Federation(90, full_graph=0, corrupt=0.0, dropout=0.2)
     terms, member = federation.terms, federation.members["s000"]
     cut = terms.degree - terms.threshold + 1
-    assert 150 - cut >= terms.quorum
+    assert 90 - cut >= terms.quorum
 
     def change(site, request):
         if site != "s000":
-            return request
+            return None  # what the others do does not matter here
         gone = sorted(request.sealed)[:cut]
         left = tuple(s for s in request.sites if s not in gone)
         sealed = {s: text for s, text in request.sealed.items() if s not in gone}
         return replace(request, sites=left, sealed=sealed)
 
-    federation.sum(on(Mask, change))
+    with pytest.raises(Unfinished):
+        federation.sum(on(Mask, change))
     assert f"{terms.threshold - 1} of the {terms.degree} holders of this site's shares" in member.refused
     assert not member.answers(Masked)
 
