@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from ..wire.frames import (
     FromAggregator,
     FromSite,
     Hello,
+    Moot,
     Note,
     Offer,
     Refused,
@@ -47,6 +49,7 @@ from .tls import Tls, explain
 SERVICE = "fedtrain.Star"
 LEAVE_S = 2.0  # for sites to hear that we stop
 HELLO_S = 10.0  # a connection that has not said Hello by then is closed
+MOOT = 4096  # requests remembered that nobody waits for, though their deadline hasn't passed
 END = grpc.aio.EOF
 CLOSED = (
     grpc.aio.UsageError,
@@ -140,6 +143,7 @@ class GrpcCohort:
         self._heartbeat_s, self._idle_s = float(heartbeat_s), float(idle_s)
         self._sessions: dict[SiteId, Session] = {}
         self._pending: dict[tuple[SiteId, str], Pending] = {}
+        self._moot: deque[tuple[SiteId, str]] = deque(maxlen=MOOT)
         self._joined = asyncio.Condition()
         self._alone = asyncio.Event()  # no session is open
         self._alone.set()
@@ -197,6 +201,7 @@ class GrpcCohort:
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
         arrivals: asyncio.Queue[tuple[SiteId, Reply | None]] = asyncio.Queue()
+        late = False
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
         asks: dict[int, Ask] = {}  # one request object for many sites is encoded once
@@ -215,6 +220,7 @@ class GrpcCohort:
                     async with asyncio.timeout_at(until):
                         site, reply = await arrivals.get()
                 except TimeoutError:
+                    late = True
                     return
                 waiting.discard(site)
                 if reply is not None:
@@ -224,6 +230,8 @@ class GrpcCohort:
                 left = self._pending.pop((site, request.id), None)
                 if left and left.upload:
                     left.upload.cancel()
+                if left and not late:
+                    self._moot.append((site, request.id))
                 if site in waiting and (session := self._sessions.get(site)):
                     session.outbox.put_nowait(Cancel(id=request.id))
 
@@ -332,6 +340,9 @@ class GrpcCohort:
             await context.write(encode(Refused(reason=str(e))))
             return
         pending = self._pending.get((site, offer.id))
+        if pending is None and (site, offer.id) in self._moot:
+            await context.write(encode(Moot()))
+            return
         if pending is None:
             reason = f"no request {offer.id[:80]} is open for {site}: late, answered already, or another's"
             self._emit("update_refused", site=site, round=None, reason=reason)
@@ -584,7 +595,7 @@ class SiteLink:
                     arena = offered[digest]
                     for at in range(offset, arena.schema.nbytes, CHUNK_BYTES):
                         await call.write(read_chunk(arena, at))
-                case Stored():
+                case Stored() | Moot():
                     await call.done_writing()
                     return
                 case Refused(reason=reason):

@@ -5,7 +5,7 @@ A model's bytes never stand in a frame; they follow as raw chunks in a stream of
 
   Session   Hello, Status... -> Welcome | Refused, Ask..., Cancel..., Note..., Finished
   Download  Fetch -> chunks                                the model that an Ask names, from any offset
-  Upload    Offer, chunks... -> Resume, Stored | Refused   a reply's header, then the bytes it names
+  Upload    Offer, chunks... -> Resume, Stored | Moot | Refused   a reply's header, then the bytes it names
 
 Only the site opens connections. Its name is its certificate's: no frame carries one.
 """
@@ -94,6 +94,10 @@ class Stored(Frame, frozen=True, kw_only=True, tag=True):
     """The reply is whole and kept."""
 
 
+class Moot(Frame, frozen=True, kw_only=True, tag=True):
+    """Enough had answered already; this reply is needed no more."""
+
+
 FromSite = Hello | Status
 FromAggregator = Welcome | Refused | Ask | Cancel | Note | Finished
-UploadAnswer = Resume | Stored | Refused
+UploadAnswer = Resume | Stored | Moot | Refused
