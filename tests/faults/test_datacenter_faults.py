@@ -2,7 +2,6 @@
 that nothing happened to."""
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -12,53 +11,19 @@ import threading
 import pytest
 import torch
 
-from fedtrain.store import RunStore
 from tests.bucket import bucket
 from tests.torchrun import Cluster, kill
+from tests.waves import STEPS, Waves
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-ROUNDS, STEPS_A_ROUND = 3, 10
-TASK = """
-import time
-import torch
-from torch import nn
-import fedtrain
-
-class Waves(fedtrain.Task):
-    def model(self):
-        return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 2)).double()
-
-    def data(self, site):
-        x = torch.randn(96, 5, generator=torch.Generator().manual_seed(2)).double()
-        return x, (x[:, 0] > 0).long()
-
-    def loss(self, model, batch):
-        time.sleep(float(open("pace").read()))
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-"""
 
 
-class Run:
+class Run(Waves):
     """A project in a folder, and the machines that train it; `with` ends them."""
 
     def __init__(self, folder, *, slow=0.05, checkpoints="", dropout=True, **machines):
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-        (folder / "task.py").write_text(TASK if dropout else TASK.replace("Dropout(0.1)", "Identity()"))
-        self.pace(slow)
-        (folder / "fedtrain.toml").write_text(
-            f'[run]\nname = "r"\ntask = "task:Waves"\nrounds = {ROUNDS}\nseed = 5\n'
-            f'[train]\nbatch_size = 12\nlocal_steps = {STEPS_A_ROUND}\noptimizer = "adam"\ndevice = "cpu"\n'
-            f'[evaluate]\nevery = 0\n[parallel]\nlog_every = 1\ntimeout = "60s"\n'
-            f'[checkpoint]\nevery = 2\nkeep = 2\ndir = "{checkpoints}"\npatience = "60s"\n'
-        )
-        self.dir = folder / "runs" / "r+datacenter"
+        super().__init__(folder, pace=slow, checkpoints=checkpoints, dropout=dropout)
         self.cluster = Cluster(folder, "-m", "fedtrain", "datacenter", "--json", **machines)
-
-    def pace(self, seconds):
-        """How long a step lasts, from now on."""
-        (self.folder / "pace.new").write_text(str(seconds))
-        (self.folder / "pace.new").replace(self.folder / "pace")
 
     def __enter__(self):
         self.cluster.__enter__()
@@ -70,23 +35,6 @@ class Run:
     def start(self, *also):
         return self.cluster.add(*also)
 
-    def events(self, kind):
-        path = self.dir / "events.jsonl"
-        if not path.exists():
-            return []
-        found = [
-            json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")
-        ]
-        return [e for e in found if e["kind"] == kind]
-
-    def notices(self):
-        return [e["text"] for e in self.events("notice")]
-
-    def step(self):
-        """The last one that rank 0 logged."""
-        steps = self.events("step")
-        return steps[-1]["step"] if steps else 0
-
     def at_step(self, step):
         self.cluster.wait_for(lambda: self.step() >= step)
 
@@ -95,15 +43,6 @@ class Run:
 
     def finished(self, agent):
         assert agent.wait(300) == 0, self.cluster.log()
-
-    def model(self):
-        with contextlib.closing(RunStore(self.dir, read_only=True)) as store:
-            last = store.latest()
-        assert last.round == ROUNDS
-        return last.weights
-
-    def checkpoints(self):
-        return sorted((self.dir / "checkpoints").iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +56,7 @@ def whole(tmp_path_factory):
 def test_each_rank_killed_at_seeded_steps_changes_no_bit(tmp_path, whole):
     with Run(tmp_path / "p", ranks=2) as run:
         agent = run.start()
-        for i, at in enumerate(sorted(random.Random(3).sample(range(3, ROUNDS * STEPS_A_ROUND - 3), 4))):
+        for i, at in enumerate(sorted(random.Random(3).sample(range(3, STEPS - 3), 4))):
             run.at_step(at)
             run.kill(i % 2)
         run.finished(agent)
@@ -147,11 +86,11 @@ def test_sigterm_is_a_checkpoint_of_that_step_and_no_step_is_taken_twice(tmp_pat
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(120) != 0
         reached = run.step()
-        assert reached < ROUNDS * STEPS_A_ROUND
+        assert reached < STEPS
         assert f"Told to leave (SIGTERM) after step {reached}" in run.notices()[-1]
         assert run.checkpoints()[-1].name == f"step-{reached:09d}"
         run.finished(run.start())
-        assert [e["step"] for e in run.events("step")] == list(range(1, ROUNDS * STEPS_A_ROUND + 1))
+        assert [e["step"] for e in run.events("step")] == list(range(1, STEPS + 1))
         assert run.model().digest == whole
 
 
@@ -163,10 +102,10 @@ def test_a_world_of_two_then_three_then_one_ends_with_the_same_model(tmp_path):
         first, second = run.start(), run.start()
         run.cluster.wait_for(lambda: any(text.startswith("ranks 2") for text in run.notices()))
         run.at_step(3)
-        run.pace(5)  # a machine may take long to come
+        run.set_pace(5)  # a machine may take long to come
         third = run.start()
         run.cluster.wait_for(lambda: any(text.startswith("ranks 3") for text in run.notices()))
-        run.pace(0.2)
+        run.set_pace(0.2)
         reached = run.step()
         run.at_step(reached + 3)
         run.cluster.lose(second)
@@ -210,7 +149,7 @@ def test_a_disk_that_stays_full_is_an_error_at_the_end(tmp_path, small_disk):
     (small_disk / "filler").write_bytes(b"x" * (250 << 10))
     with Run(tmp_path / "p", slow=0.0, checkpoints=small_disk, ranks=2, restarts=0) as run:
         assert run.start().wait(200) != 0
-        assert f"The checkpoint of step {ROUNDS * STEPS_A_ROUND} was not written" in run.cluster.log()
+        assert f"The checkpoint of step {STEPS} was not written" in run.cluster.log()
         assert run.model().schema.numel > 0, "and the rounds are in the run's store all the same"
 
 
