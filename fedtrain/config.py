@@ -213,6 +213,7 @@ class GossipConfig:
     weights: str = ""  # metropolis | uniform | push-sum; "": what suits the topology
     compressor: str = "quantize:8"  # of choco
     round_deadline: Seconds = Seconds(600)  # a neighbour later than this, by its own start, is left out
+    roster: str = "roster"  # folder of the peers' signed entries, relative to this file
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -387,6 +388,9 @@ class Config:
     def gossip_dir(self) -> Path:
         """A simulation's of peers."""
         return self.root / self.run.dir / f"{self.run.name}+gossip"
+
+    def peer_dir(self, peer: str) -> Path:
+        return self.root / self.run.dir / f"{self.run.name}+gossip@{peer}"
 
     @property
     def datacenter_dir(self) -> Path:

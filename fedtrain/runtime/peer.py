@@ -1,0 +1,267 @@
+"""`fedtrain peer NAME`: one site that trains and averages with its neighbours, over ZeroMQ.
+
+This process holds the keys, the connections and the mixing; the task's code and the data are in a trainer
+process, as at a site of a federation. Which peers there are is the roster's, who of them is there SWIM's,
+whom this one hears in a round the topology's, and what it does with it `gossip.Peer`'s: this file puts them
+together, keeps each round on disk, and takes the state of others when this peer is far behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from .. import __version__
+from ..config import Config
+from ..errors import CertificateError, JoinRefused
+from ..exchange import PeerId, Share
+from ..pki import Credentials
+from ..pki.roster import Claim, Roster, check, enrol, own_curve, save
+from ..pki.signing import Signer, Verifier
+from ..store import Checkpoint, RunStore
+from ..topology import Topology
+from ..transport.courier import Limits
+from ..transport.zmq import Curve, ZmqNeighbors
+from ..update import Arena, ArenaFile, Update, averages, digest_of
+from ..wire.gossip import Greeting
+from .answers import Emit
+from .federated import Result, evaluation_is_due, keep_evaluation, reason_to_stop
+from .gossip import Peer, algorithm_of, trained_part
+from .site import Trains
+from .trainer import Trainer
+
+RELOAD_S = 2.0  # between looks at the roster's folder
+POLL_S = 0.1  # between looks at who is there
+PULL_S = 60.0  # for a state to come
+BEHIND = 2  # rounds that others are ahead, from which on a peer takes their state
+
+
+class Works(Trains, Protocol):
+    """What a peer needs of its trainer process; see trainer.Trainer."""
+
+    async def initial(self, out: Path) -> ArenaFile: ...
+
+
+async def run(
+    config: Config,
+    name: PeerId,
+    *,
+    data_dir: Path | None = None,
+    emit: Emit,
+    start_trainer: Callable[[Path], Awaitable[Works]] | None = None,
+) -> Result:
+    """Take part until the run's rounds are done; goes on from the last round that is on this peer's disk."""
+    algorithm, graph = algorithm_of(config)
+    folder = config.root / config.network.certs / "sites" / name
+    credentials = Credentials.load(folder)
+    if credentials.identity.name != name:
+        raise CertificateError(f"the certificate in {folder} is {credentials.identity.name}'s, not {name}'s")
+    store = RunStore(config.peer_dir(name))
+    try:
+        start = start_trainer or (lambda scratch: Trainer.start(config, data_dir=data_dir, scratch=scratch))
+        trainer = await start(store.folder)
+        try:
+            about = trainer.description
+            agreed = config.agreed() | {
+                f"gossip.{f.name}": repr(getattr(config.gossip, f.name))
+                for f in fields(config.gossip) if f.name != "roster"
+            }  # fmt: skip
+            store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
+            greeting = Greeting(
+                version=__version__, task_digest=about.task_digest, schema_digest=about.schema.digest,
+                agreed=agreed,
+            )  # fmt: skip
+            curve = Curve(*own_curve(folder, zmq.curve_keypair))
+            roster = enrolled(config, name, credentials, curve, emit)
+            neighbors = ZmqNeighbors(
+                me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
+                welcome=lambda peer, theirs: fits(name, greeting, peer, theirs),
+                listen=config.network.listen,
+                limits=Limits(payload_bytes=4 * about.schema.nbytes + (1 << 20)),
+                heartbeat_s=config.network.heartbeat, idle_s=config.network.idle, emit=emit,
+            )  # fmt: skip
+            neighbors.start()
+            watching = asyncio.create_task(_watch(roster, neighbors))
+            try:
+                files = store.folder / "train"
+                files.mkdir(exist_ok=True)
+                model = (await trainer.initial(files / "initial")).load()
+                peer = Peer(name, algorithm, model, _training(trainer, name, files), neighbors)
+                return await _rounds(config, graph, peer, neighbors, roster, trainer, store, emit)
+            finally:
+                watching.cancel()
+                await neighbors.stop()
+        finally:
+            await trainer.close()
+    finally:
+        store.close()
+
+
+async def _rounds(
+    config: Config,
+    graph: Topology,
+    peer: Peer,
+    neighbors: ZmqNeighbors,
+    roster: Roster,
+    trainer: Trains,
+    store: RunStore,
+    emit: Emit,
+) -> Result:
+    checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
+    emit(
+        "run_started", run=config.run.name, mode="peer", rounds=config.run.rounds, sites=len(roster.peers()),
+        config_digest=config.digest(), resumed_from=checkpoint.round if checkpoint else None,
+    )  # fmt: skip
+    if checkpoint is not None:
+        peer.go_on(checkpoint)
+    neighbors.publish(peer.round, _state(peer))
+    await _gather(config, peer, neighbors, roster, emit)
+    while True:
+        await _catch_up(peer, neighbors, emit)
+        if evaluation_is_due(config, store, peer.round):
+            weights = ArenaFile(peer.model.schema, _written(peer.model, store.folder / "train" / "weights"))
+            metrics = averages({peer.name: (await trainer.evaluate(peer.name, peer.round, weights)).metrics})
+            keep_evaluation(config, store, peer.round, metrics, {peer.name: metrics}, emit)
+        if reason := reason_to_stop(config, store, peer.round):
+            break
+        view, began, sent = neighbors.view(), time.monotonic(), (neighbors.bytes_in, neighbors.bytes_out)
+        everyone = list(view.alive) == roster.peers()
+        topology = Topology("complete") if peer.algorithm.everyone(peer.round) else graph
+        mixing = topology.round(
+            view.alive, peer.round, config.run.seed, 0 if everyone else view.epoch
+        )  # with all there, the graph that a simulation has
+        near = mixing.graph[peer.name]
+        emit("round_started", round=peer.round + 1, sites=list(view.alive))
+        told = await peer.step(near, config.gossip.round_deadline)
+        for other, why in told.missing.items():
+            emit("update_refused", site=other, round=peer.round, reason=why)
+        mine = averages({peer.name: told.metrics})
+        record = {
+            "loss": mine.get("loss"),
+            "metrics": mine | {"mean_loss": told.loss, "disagreement": told.moved},
+            "sites": 1 + len(near.incoming.keys() - told.missing.keys()),
+            "seconds": time.monotonic() - began,
+            "bytes_in": neighbors.bytes_in - sent[0],
+            "bytes_out": neighbors.bytes_out - sent[1],
+        }
+        kept = {f"{peer.name}/{key}": value for key, value in peer.kept().items()}
+        checkpoint = Checkpoint(peer.round, peer.model, kept)
+        store.commit(checkpoint, record, await asyncio.to_thread(store.prepare, checkpoint))
+        neighbors.publish(peer.round, _state(peer))
+        emit("round_committed", round=peer.round, **record)
+    await _see_off(config, peer, neighbors)
+    emit("run_finished", round=peer.round, reason=reason)
+    return Result(peer.round, reason, store.evaluation(peer.round) or {}, store.best_round, store.folder)
+
+
+async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: Roster, emit: Emit) -> None:
+    """Wait for the whole roster; after the idle time, for as many as a round needs."""
+    need, began, told = max(2, config.strategy.min_sites), time.monotonic(), -1
+    while (have := len(neighbors.view().alive)) < need or (
+        have < len(roster.peers()) and time.monotonic() < began + config.network.idle
+    ):
+        if have != told:
+            emit("waiting", need=max(need, len(roster.peers())), have=have)
+            told = have
+        await asyncio.sleep(POLL_S)
+
+
+async def _catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit) -> None:
+    """Take the state of whoever is furthest, when this peer joined late, or was away."""
+    ahead = {other: r for other, r in neighbors.progress().items() if r >= peer.round + BEHIND}
+    for other in sorted(ahead, key=lambda p: (-ahead[p], p))[:2]:
+        letter = await neighbors.pull(other, PULL_S)
+        if letter is None or letter.round <= peer.round:
+            continue
+        if len(letter.share.payload) != peer.model.schema.nbytes or (
+            digest_of(letter.share.payload).encode() != letter.share.note
+        ):
+            emit("notice", text=f"{other}'s state is not the model that it says")
+            continue
+        peer.model = Arena.wrap(peer.model.schema, letter.share.payload)
+        peer.round, peer.state = letter.round, peer.algorithm.init(trained_part(peer.model))
+        emit("notice", text=f"took the model of {other} after round {letter.round}")
+        return
+
+
+async def _see_off(config: Config, peer: Peer, neighbors: ZmqNeighbors) -> None:
+    """Stay for those who are slower: they may still take our last share, or our state."""
+    neighbors.announce(peer.round)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(config.network.idle):
+            while any(r < peer.round for r in neighbors.progress().values()):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_S)
+
+
+async def _watch(roster: Roster, neighbors: ZmqNeighbors) -> None:
+    """Look at the roster again and again: call who is new, cut off who was struck off."""
+    while True:
+        neighbors.revoked()
+        neighbors.connect([other for other in roster.peers() if other != neighbors.me])
+        await asyncio.sleep(RELOAD_S)
+        await asyncio.to_thread(roster.reload)
+
+
+def enrolled(config: Config, name: PeerId, credentials: Credentials, curve: Curve, emit: Emit) -> Roster:
+    """The run's roster, with this peer's own entry as it is today."""
+    federation = credentials.identity.federation
+    verifier = Verifier(credentials.root, federation)
+    folder = config.root / config.gossip.roster
+    address = config.network.address or config.network.listen
+    number, have = 0, None
+    with suppress(CertificateError, FileNotFoundError):
+        have, number = check((folder / f"{name}.peer").read_bytes(), verifier, federation)
+    if have is None or (have.key, have.address) != (curve.public, address):
+        claim = Claim(peer=name, federation=federation, key=curve.public, address=address, number=number + 1)
+        save(folder, name, enrol(Signer.of(credentials), claim).encode())
+    return Roster(
+        folder, verifier, federation,
+        refuse=lambda file, why: emit("notice", text=f"roster: {file} is refused: {why}"),
+    )  # fmt: skip
+
+
+def fits(me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting) -> None:
+    """JoinRefused, in one line that reads well at both ends, unless both train the same thing."""
+    for key in sorted({*mine.agreed, *theirs.agreed}):
+        here, there = mine.agreed.get(key), theirs.agreed.get(key)
+        if here != there:
+            raise JoinRefused(
+                f"{peer} and {me} differ in {key[:64]}: {str(there)[:64]} at {peer}, {str(here)[:64]} "
+                f"at {me}. Use the same fedtrain.toml at both."
+            )
+    if theirs.task_digest != mine.task_digest:
+        raise JoinRefused(
+            f"{peer} and {me} have different task code: {theirs.task_digest[:12]} at {peer}, "
+            f"{mine.task_digest[:12]} at {me}. Copy the same task file to both."
+        )
+
+
+def _training(
+    trainer: Trains, name: PeerId, folder: Path
+) -> Callable[[int, Arena, Arena], Awaitable[Update]]:
+    """Weights and delta go to the trainer process and back as files."""
+
+    async def train(round: int, weights: Arena, delta: Arena) -> Update:
+        given = ArenaFile(weights.schema, _written(weights, folder / "weights"))
+        update = await trainer.train(name, round, given, folder / "delta")
+        delta.copy_(update.delta.load())
+        return update
+
+    return train
+
+
+def _written(arena: Arena, path: Path) -> Path:
+    path.write_bytes(arena.payload)
+    return path
+
+
+def _state(peer: Peer) -> Share:
+    """What a late joiner is given: the model, and its digest. No peer writes to a model once it is there."""
+    return Share(peer.model.payload, note=peer.model.digest.encode())
