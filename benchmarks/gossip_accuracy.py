@@ -9,7 +9,7 @@ their examples, peers count alike.
     bytes_ratio          bytes of a round / FedAvg's
     disagreement         root mean square distance of the models from their mean, relative to it
 
-    python benchmarks/gossip_accuracy.py [--json] [--project examples/fashion_mnist] [--rounds 30] [--png FILE]
+    python benchmarks/gossip_accuracy.py [--json] [--project examples/fashion_mnist] [--png FILE]
 """
 
 from __future__ import annotations
@@ -89,12 +89,15 @@ def run(project: Path, folder: Path, name: str, rounds: int, **keys: Any) -> Cou
 
 def draw(courses: dict[str, Course], path: Path) -> None:
     """Accuracy against rounds, and against bytes."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout="constrained")
     by_round, by_bytes = figure.subplots(1, 2, sharey=True)
-    for name, course in courses.items():
-        style = {"color": "black", "linewidth": 2.5} if name == "fedavg" else {"linewidth": 1}
+    for i, (name, course) in enumerate(courses.items()):
+        style: dict[str, Any] = {"color": colormaps["tab20"](i), "linewidth": 1.2}
+        if name == "fedavg":
+            style = {"color": "black", "linewidth": 2.5}
         by_round.plot(range(1, len(course.accuracy) + 1), course.accuracy, label=name, **style)
         by_bytes.plot([b / 1e6 for b in course.nbytes], course.accuracy, **style)
     by_round.set(xlabel="round", ylabel="accuracy of the mean model")
