@@ -35,6 +35,9 @@ from .wrap import Loss, data_parallel, is_fsdp, save_memory, split_tensors
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
+# Dense bf16, from the makers' data sheets; MFU is against this whatever the precision.
+PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "B200": 2250}
+
 
 @dataclass(frozen=True)
 class Step:
@@ -66,6 +69,7 @@ class MeshEngine:
         self.train, self.parallel, self.run_seed = config.train, config.parallel, config.run.seed
         self.scale = FP16_SCALE if self.train.precision == "fp16" else 1.0
         self._folder = folder_of(task)
+        self.flops: int | None = None  # of one step's arithmetic at this rank, where it was counted
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
         self._pipeline: Pipeline | None = None
         self._autocast: AbstractContextManager[Any] = nullcontext()
@@ -139,7 +143,7 @@ class MeshEngine:
         batches = [(self._here(batch), 0 if batch is None else examples_in(batch)) for batch, _ in shares]
         total = sum(n for _, n in shares)
         while True:
-            with user_code(self._folder, doing):
+            with user_code(self._folder, doing), self._counting():
                 loss, weight, factor = self._backward(batches, total)
             self._rescale(factor)
             norm = self._norm()
@@ -155,6 +159,37 @@ class MeshEngine:
         if finite:
             self._update(norm)
         return Step(loss, weight, total, norm, finite)
+
+    @property
+    def peak(self) -> float:
+        """Operations a second that this rank's device could do; 0 where nobody knows."""
+        if self.parallel.peak_tflops or self.mesh.device.type != "cuda":
+            return self.parallel.peak_tflops * 1e12
+        name = torch.cuda.get_device_name(self.mesh.device)
+        return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), 0.0)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """In the first step, where a peak to compare with is known, arithmetic is counted. Not of compiled
+        blocks, into which the counter can't see, nor beside tp, where it would count whole tensors."""
+        if self.flops is not None or not self.peak or self.parallel.compile or self.mesh.sizes.tp > 1:
+            yield
+            return
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self.flops = counter.get_total_flops()
+
+    def waiting_s(self) -> float | None:
+        """Of a step, how long gradients were still under way when the backward pass had computed its last, as
+        DDP samples it; None where it doesn't."""
+        root = self._roots[0]
+        if not isinstance(root, DistributedDataParallel):
+            return None
+        told: dict[str, Any] = root._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sent, beside = (told.get(f"avg_backward_{k}_time", 0) for k in ("comm", "compute_comm_overlap"))
+        return max(0, int(sent) - int(beside)) / 1e9
 
     def _backward(self, batches: list[tuple[Batch, int]], total: int) -> tuple[torch.Tensor, float, float]:
         """Gradients of all ranks' batches together, but for a factor. Returns (Σ loss, Σ weight, factor)."""
