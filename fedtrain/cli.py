@@ -321,20 +321,6 @@ def aggregator(config: Config, json: bool) -> None:
 @with_config
 @as_json
 @click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              metavar="DIR", help="Where this peer's data is.")  # fmt: skip
-def peer(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
-    """Train as NAME with neighbours, without an aggregator."""
-    from .runtime import peer
-
-    with shown(config.peer_dir(name), json=json) as emit:
-        drive(peer.run(config, name, data_dir=data_dir, emit=emit))
-
-
-@cli.command()
-@click.argument("name")
-@with_config
-@as_json
-@click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
               metavar="DIR", help="Where this site's data is.")  # fmt: skip
 def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
     """Join the aggregator as NAME; train on the data here."""
@@ -342,6 +328,20 @@ def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
 
     with shown(config.site_dir(name), json=json) as emit:
         drive(site.run(config, name, data_dir=data_dir, emit=emit))
+
+
+@cli.command()
+@click.argument("name")
+@with_config
+@as_json
+@click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              metavar="DIR", help="Where this peer's data is.")  # fmt: skip
+def peer(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
+    """Train as NAME with neighbours, without an aggregator."""
+    from .runtime import peer
+
+    with shown(config.peer_dir(name), json=json) as emit:
+        drive(peer.run(config, name, data_dir=data_dir, emit=emit))
 
 
 @cli.command()
