@@ -308,13 +308,15 @@ class UnderMasks:
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
     ) -> tuple[Averages, dict[SiteId, Averages]]:
-        plan = Plan(number, 0, list(sites))
-        try:
-            total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation)
-        except (TooFewSites, SecAggError) as e:
-            self._emit("notice", text=f"round {number} is not evaluated: {e}")
-            return {}, {}
-        return averages({"": total.metrics}), {}
+        for attempt in range(self._config.strategy.attempts):
+            plan = Plan(number, attempt, list(sites))
+            try:
+                total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation)
+            except (TooFewSites, SecAggError) as e:
+                self._emit("notice", text=f"round {number}, evaluation, attempt {attempt + 1}: {e}")
+                continue
+            return averages({"": total.metrics}), {}
+        return {}, {}
 
     async def _sum(
         self,

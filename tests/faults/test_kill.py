@@ -9,19 +9,25 @@ from tests.processes import Project, kill_at_seeded_moments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 KILLS = 10
+KILLS_UNDER_MASKS = 4
+
+
+def project(folder, *, secagg=False):
+    return Project(folder, rounds=60, slow=0.005, strategy='kind = "fedadam"', secagg=secagg)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """What an uninterrupted run gives; no process of it is ever disturbed."""
-    with Project(
-        tmp_path_factory.mktemp("whole"), rounds=60, slow=0.005, strategy='kind = "fedadam"'
-    ) as project:
-        return project.simulate()
+    with project(tmp_path_factory.mktemp("whole")) as p:
+        return p.simulate()
 
 
-def project(folder):
-    return Project(folder, rounds=60, slow=0.005, strategy='kind = "fedadam"')
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    """The same under secure aggregation."""
+    with project(tmp_path_factory.mktemp("masked"), secagg=True) as p:
+        return p.simulate()
 
 
 def test_s31_the_aggregator_killed_at_ten_seeded_moments_ends_with_the_same_model(tmp_path, whole):
@@ -33,6 +39,31 @@ def test_s31_the_aggregator_killed_at_ten_seeded_moments_ends_with_the_same_mode
         p.wait_for(lambda: p.count("run_finished"))
         assert hit == KILLS
         assert p.final() == whole
+
+
+def test_s31_under_masks_the_aggregator_killed_at_seeded_moments_ends_with_the_same_model(tmp_path, masked):
+    with project(tmp_path, secagg=True) as p:
+        aggregator, kills = p.start_all(), KILLS_UNDER_MASKS
+        hit = kill_at_seeded_moments(
+            p, lambda: p.start("aggregator"), aggregator, kills, 3, lambda: p.count("update_received")
+        )
+        p.wait_for(lambda: p.count("run_finished"))
+        assert hit == kills
+        assert p.final() == masked
+
+
+def test_s32_under_masks_a_site_killed_at_seeded_moments_changes_no_bit(tmp_path, masked):
+    with project(tmp_path, secagg=True) as p:
+        aggregator, kills = p.start("aggregator"), KILLS_UNDER_MASKS
+        p.start("site", "a")
+        p.start("site", "c")
+        hit = kill_at_seeded_moments(
+            p, lambda: p.start("site", "b"), p.start("site", "b"), kills, 4,
+            lambda: p.count("site_state", "r@b"),
+        )  # fmt: skip
+        assert aggregator.wait(240) == 0, p.log("aggregator")
+        assert hit == kills
+        assert p.final() == masked
 
 
 def test_s32_a_site_killed_at_ten_seeded_moments_changes_no_bit_and_trains_no_round_twice_over(
