@@ -341,14 +341,16 @@ class Roster:
     def of(cls, site: Client, terms: Terms, sid: bytes, mine: Keys, share: Share) -> Roster:
         """SecAggError unless every key is a different one, and signed for this session by its site."""
         me, keys = site.site, share.roster
-        sites = tuple(sorted({*keys, *share.others}))
         if keys.get(me) != mine:
             raise SecAggError("the roster has another key for this site than it sent")
-        if both := keys.keys() & share.others.keys():
-            raise SecAggError(f"the roster has {len(both)} sites twice")
+        lines = {name: entry_hash(name, entry) for name, entry in keys.items()}
+        if share.lines:
+            if wrong := lines.items() - share.lines.items():
+                raise SecAggError(f"the roster has other keys for {len(wrong)} sites than its lines say")
+            lines = share.lines
+        sites = tuple(sorted(lines))
         check_subset("the roster", sites, terms.cohort, terms.quorum)
-        entries = {**share.others, **{name: entry_hash(name, entry) for name, entry in keys.items()}}
-        seed = roster_hash(sid, entries, share.names)
+        seed = roster_hash(sid, lines, share.names)
         peers = peers_of(me, sites, terms.degree, seed)
         if keys.keys() != {me, *peers}:
             raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")

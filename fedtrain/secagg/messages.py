@@ -117,11 +117,11 @@ class Keys(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Share(Request, frozen=True, kw_only=True, tag=True):
-    """U1: the keys of this site's neighbours and its own, and the hashes of all others' keys."""
+    """U1: the keys of this site's neighbours and its own, and of all sites what binds them to theirs."""
 
     sid: bytes
     roster: dict[SiteId, Keys]
-    others: dict[SiteId, bytes]  # in the full graph none; site -> entry_hash
+    lines: dict[SiteId, bytes]  # site -> entry_hash; empty where all are in `roster`
     names: tuple[str, ...]  # of all metrics at any site, sorted
 
 
@@ -249,11 +249,9 @@ def entry_hash(site: SiteId, keys: Keys) -> bytes:
     )  # fmt: skip
 
 
-def roster_hash(sid: bytes, entries: Mapping[SiteId, bytes], names: tuple[str, ...]) -> bytes:
+def roster_hash(sid: bytes, lines: Mapping[SiteId, bytes], names: tuple[str, ...]) -> bytes:
     """Of all of U1, by entry_hash, and the metrics' names. It is the seed of the graph, too."""
-    return hash_of(
-        "roster", sid, *(part for site in sorted(entries) for part in (site, entries[site])), *names
-    )
+    return hash_of("roster", sid, *(part for site in sorted(lines) for part in (site, lines[site])), *names)
 
 
 def dealt_hash(sealed: dict[SiteId, Sealed]) -> bytes:

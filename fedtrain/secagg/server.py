@@ -115,12 +115,12 @@ async def secure_sum(
         raise SecAggError(f"the sites have {len(names)} metrics together, at most {MAX_NAMES} are allowed")
 
     # 1: shares -> U2
-    entries = {site: entry_hash(site, keys[site]) for site in sites}
-    roster = roster_hash(sid, entries, names)
+    lines = {site: entry_hash(site, keys[site]) for site in sites}
+    roster = roster_hash(sid, lines, names)
     peers = {site: peers_of(site, sites, terms.degree, roster) for site in sites}
     holders = {site: holders_of(site, sites, terms.degree, roster) for site in sites}
     shares: dict[SiteId, Shares] = {}
-    asked = rosters(request_id("share"), sid, keys, entries, peers, names)
+    asked = rosters(request_id("share"), sid, keys, lines, peers, names)
     async for site, hand in session.ask("shares", asked, Shares, step_deadline_s):
         with session.checking(site, "shares"):
             check_sealed(site, hand, holders[site])
@@ -239,25 +239,24 @@ def rosters(
     request_id: str,
     sid: bytes,
     keys: Mapping[SiteId, Keys],
-    entries: Mapping[SiteId, bytes],
+    lines: dict[SiteId, bytes],
     peers: Mapping[SiteId, tuple[SiteId, ...]],
     names: tuple[str, ...],
 ) -> dict[SiteId, Share]:
-    """What each site is shown: itself and its peers, of others a hash. One object where all see all."""
+    """What each site is shown: itself and its peers, of all a hash. One object where all see all."""
     if all(len(found) == len(keys) - 1 for found in peers.values()):
-        whole = Share(id=request_id, sid=sid, roster=dict(keys), others={}, names=names)
+        whole = Share(id=request_id, sid=sid, roster=dict(keys), lines={}, names=names)
         return dict.fromkeys(keys, whole)
-    found = {}
-    for site in keys:
-        seen = {site, *peers[site]}
-        found[site] = Share(
+    return {
+        site: Share(
             id=request_id,
             sid=sid,
-            roster={name: keys[name] for name in sorted(seen)},
-            others={name: line for name, line in entries.items() if name not in seen},
+            roster={name: keys[name] for name in sorted({site, *peers[site]})},
+            lines=lines,
             names=names,
         )
-    return found
+        for site in keys
+    }
 
 
 def check_sealed(site: SiteId, reply: Shares, holders: Collection[SiteId]) -> None:

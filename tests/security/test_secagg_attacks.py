@@ -666,25 +666,33 @@ def test_a_site_with_too_few_neighbours_left_does_not_mask(monkeypatch):
     assert not member.answers(Masked)
 
 
-@pytest.mark.parametrize("lie", ["fewer neighbours", "more neighbours", "another hash", "a hash of its own"])
-def test_a_roster_of_hundreds_is_the_same_for_all(lie):
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ("fewer neighbours", "not of this site and its peers"),
+        ("more neighbours", "not of this site and its peers"),
+        ("other lines for each site", "not of this site and its peers|was not sealed by it"),
+        ("another line for a neighbour", "the roster has other keys for 1 sites than its lines say"),
+        ("no line for this site", "the roster has other keys for 1 sites than its lines say"),
+    ],
+)
+def test_a_roster_of_hundreds_is_the_same_for_all(lie, why):
     federation = sparse()
 
     def change(site, request):
-        roster, others = dict(request.roster), dict(request.others)
+        roster, lines = dict(request.roster), dict(request.lines)
         peer = next(s for s in roster if s != site)
-        stranger = next(iter(others))
+        stranger = next(s for s in lines if s not in roster)
         if lie == "fewer neighbours":
             del roster[peer]
-            others[peer] = bytes(32)
         elif lie == "more neighbours":
-            del others[stranger]
             (roster[stranger],) = federation.members[stranger].answers(Keys)
-        elif lie == "another hash":
-            others[stranger] = site.encode().ljust(32)
+        elif lie == "other lines for each site":
+            lines[stranger] = site.encode().ljust(32)
+        elif lie == "another line for a neighbour":
+            lines[peer] = bytes(32)
         else:
-            others[site] = bytes(32)
-        return replace(request, roster=roster, others=others)
+            del lines[site]
+        return replace(request, roster=roster, lines=lines)
 
-    why = "not of this site and its peers|was not sealed by it|has 1 sites twice"
     refuses(federation, on(Share, change), why)
