@@ -7,12 +7,14 @@ from contextlib import AsyncExitStack
 import msgspec
 import pytest
 import torch
+from click.testing import CliRunner
 
 from fedtrain import compression, gossip, topology
+from fedtrain.cli import cli
 from fedtrain.config import Config
-from fedtrain.errors import BadUpdate, ConfigError
-from fedtrain.exchange import Offer, Share
-from fedtrain.gossip import Blend, Parcel
+from fedtrain.errors import BadUpdate, ConfigError, TaskError
+from fedtrain.exchange import Letter, Offer, Share
+from fedtrain.gossip import Blend, Heard, Parcel
 from fedtrain.runtime import gossip as peers_of
 from fedtrain.runtime import simulation
 from fedtrain.runtime.gossip import (
@@ -46,6 +48,7 @@ MIXED = Schema(
 
 TASK = """
 import torch
+from click.testing import CliRunner
 from torch import nn
 import fedtrain
 
@@ -286,6 +289,7 @@ def inbox():
         ),
         ({"x": torch.zeros(40, dtype=F64)}, {"mass": math.inf}, "not finite"),
         ({"x": torch.zeros(40, dtype=F64)}, {"mass": -1.0}, "its mass is -1"),
+        ({"x": torch.zeros(40, dtype=F64)}, {"mass": 1e9}, r"its mass is 1e\+09, not between 0 and 10000"),
         ({"x": torch.zeros(40, dtype=torch.int32)}, {}, "its parts are not of"),
     ],
 )
@@ -405,12 +409,51 @@ def test_a_graph_file_lies_beside_the_settings(tmp_path):
 def test_a_letter_that_can_t_be_read_is_as_if_it_had_not_come():
     class Silent:
         def take(self):
-            from fedtrain.exchange import Letter
-
             return [Letter("1", 0, Share(memoryview(b"garbage"), note=b"garbage"))]
 
     peer = Peer("0", gossip.build("swift", {}), arena(PLAIN, 0), halfway_to(torch.zeros(50)), Silent())
-    assert dict(peer._newest(8).parcels) == {}
+    assert dict(peer._newest(8, {"x": torch.zeros(50, dtype=F64)}).parcels) == {}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"x": torch.zeros(49, dtype=F64)},
+        {"y": torch.zeros(50, dtype=F64)},
+        {"x": torch.full((50,), math.nan).double()},
+    ],
+)
+def test_s16_a_letter_that_is_not_as_ours_is_as_if_it_had_not_come(parts):
+    class Sent:
+        def take(self):
+            return [Letter("1", 0, share_of(Parcel(parts), 0.5, 1))]
+
+    peer = Peer("0", gossip.build("swift", {}), arena(PLAIN, 0), halfway_to(torch.zeros(50)), Sent())
+    assert dict(peer._newest(8, {"x": torch.zeros(50, dtype=F64)}).parcels) == {}
+
+
+@pytest.mark.parametrize(
+    ("parts", "fields"),
+    [
+        ({}, {"sent": 1.0}),
+        ({"q": torch.zeros(3, dtype=torch.uint8)}, {"sent": 1.0}),
+        ({"q": torch.zeros(24, dtype=torch.uint8)}, {}),
+        ({"copy": torch.zeros(3, dtype=F64)}, {"sent": 5.0}),
+        ({"copy": torch.zeros(20)}, {"sent": 5.0}),
+    ],
+)
+def test_s16_choco_takes_a_parcel_that_makes_no_sense_as_lost(parts, fields):
+    algorithm = gossip.build("choco", {}, compression.parse("quantize").contraction())
+    x, near = torch.ones(20, dtype=F64), parse("ring").round(2, 0).graph["0"]
+    party = algorithm.round(x, algorithm.init(x), near, 0)
+    next(party)
+    party.send(x)
+    party.send(None)
+    with pytest.raises(StopIteration) as end:
+        party.send(Heard({"1": Parcel(parts, fields)}))
+    mixed, state = end.value.value
+    assert torch.equal(mixed, x)
+    assert "copy/1" not in state
 
 
 async def _up(network, stack):
@@ -435,3 +478,35 @@ def test_a_peer_refuses_a_neighbours_nan_and_goes_on_without_it():
     assert "NaN" in told[0].missing["2"]
     start = trained_part(arena(PLAIN, 0)), trained_part(arena(PLAIN, 1))
     torch.testing.assert_close(trained_part(peers["0"].model), (2 * start[0] + start[1]) / 3)
+
+
+def test_a_task_that_fails_while_bytes_move_ends_the_round_with_its_error_and_changes_nothing():
+    async def go():
+        network, near = LocalNetwork(names(2)), parse("ring").round(2, 0).graph["0"]
+        async with AsyncExitStack() as stack:
+            ends = await _up(network, stack)
+            peer = Peer("0", gossip.build("dpsgd", {"overlap": True}), arena(PLAIN, 0), broken, ends["0"])
+            with pytest.raises(TaskError, match="no such file"):
+                await peer.step(near, 5.0)
+            assert peer.round == 0
+            assert torch.equal(peer.model.data, arena(PLAIN, 0).data)
+
+    async def broken(round, weights, delta):
+        raise TaskError("no such file")
+
+    asyncio.run(go())
+
+
+def test_the_command_simulates_peers_and_a_run_can_be_exported(tmp_path, monkeypatch):
+    config(tmp_path)
+    toml = '[run]\ntask = "task:Linear"\nname = "peers"\nrounds = 2\n[simulate]\nsites = 5\n'
+    (tmp_path / "fedtrain.toml").write_text(toml)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["simulate", "--mode", "gossip", "--set", "gossip.topology=ring"])
+    assert done.exit_code == 0, done.output
+    assert "run peers (gossip): 2 rounds, 5 sites" in done.output
+    assert "disagreement" in done.output
+    assert "peers+gossip" in CliRunner().invoke(cli, ["runs"]).output
+    exported = CliRunner().invoke(cli, ["export", "peers+gossip", "-o", "model"])
+    assert exported.exit_code == 0, exported.output
+    assert (tmp_path / "model" / "model.safetensors").exists()

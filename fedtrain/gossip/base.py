@@ -98,6 +98,9 @@ class Algorithm:
     directed: ClassVar[bool] = False  # takes push-sum weights; else W must be doubly stochastic
     waits: ClassVar[bool] = True  # for its in-neighbours; else it asks for a Mailbox
     static: ClassVar[bool] = False  # wants the same graph in every round
+    optional: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # parts that a parcel may lack; the algorithm checks them
     vectors: ClassVar[float] = 1.0  # sent to each neighbour in a round, in models
 
     def init(self, x: Vector) -> State:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..config import require
+from ..errors import BadUpdate
 from ..update import seed_of
 from .base import Algorithm, LocalSteps, Parcel, Receive, Send
 
@@ -33,6 +34,7 @@ class Choco(Algorithm):
     gamma: float = 1.0
 
     static: ClassVar[bool] = True
+    optional: ClassVar[frozenset[str]] = frozenset({"q", "copy"})
 
     def __post_init__(self) -> None:
         require(0 < self.gamma <= 1, "gossip.gamma", f"{self.gamma} must be in (0, 1]")
@@ -56,13 +58,8 @@ class Choco(Algorithm):
         for j, copy in held.items():
             if (parcel := heard.parcels.get(j)) is None:
                 continue  # this q is lost for good, and the copy with it
-            theirs = int(parcel.fields["sent"])
-            if "copy" in parcel.parts:
-                vector = parcel.parts["copy"].clone()
-            elif copy is not None and copy[1] == theirs - 1:
-                vector = copy[0] + self._decode(parcel.parts["q"], j, t, x)
-            else:
-                vector = None
+            theirs = int(parcel.fields.get("sent", 0))
+            vector = self._next(copy, theirs, parcel, j, t, x)
             if vector is not None:
                 after |= {f"copy/{j}": vector, f"sent/{j}": _number(theirs)}
             lost_ours = f"lost/{near.peer}" in parcel.fields and not asked  # which had it whole, just now
@@ -71,6 +68,21 @@ class Choco(Algorithm):
             if vector is not None and not lost_ours:  # and so at the other end
                 mixed.add_(vector - mine, alpha=self.gamma * near.incoming[j])
         return mixed, after
+
+    def _next(
+        self, copy: tuple[Vector, int] | None, sent: int, parcel: Parcel, sender: PeerId, t: int, like: Vector
+    ) -> Vector | None:
+        """A neighbour's public copy after its parcel; None when that can't be told."""
+        whole, q = parcel.parts.get("copy"), parcel.parts.get("q")
+        if whole is not None:
+            fits = (whole.dtype, whole.numel()) == (like.dtype, like.numel())
+            return whole.clone() if fits else None
+        if copy is None or copy[1] != sent - 1 or q is None or q.element_size() != 1:
+            return None
+        try:
+            return copy[0] + self._decode(q, sender, t, like)
+        except BadUpdate:
+            return None  # as if it had not come
 
     def _encode(self, difference: Vector, seed: int, state: State) -> tuple[torch.Tensor, State]:
         own = {n.removeprefix("compressor/"): v for n, v in state.items() if n.startswith("compressor/")}

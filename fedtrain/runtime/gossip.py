@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from .. import compression, topology
 from ..aggregation import WeightedMean
 from ..config import Config
 from ..errors import BadUpdate, ConfigError
-from ..exchange import Neighborhood, Neighbors, Offer, PeerId, Share
+from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId, Share
 from ..gossip import Algorithm, Blend, Heard, LocalSteps, Parcel, Receive, Send, build
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     Train = Callable[[int, Arena, Arena], Awaitable[Update]]  # round, from these weights; delta into the last
 
 PART_TYPES = (*FLOATS, "uint8", "int64")  # of what travels
+MOST_MASS = 1e4  # of one peer in push-sum; all peers together have as much as there are peers
 AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
 
 
@@ -171,10 +172,16 @@ class Inbox:
     """
 
     def __init__(
-        self, blends: Mapping[str, Blend], like: Mapping[str, torch.Tensor], most_bytes: int
+        self,
+        blends: Mapping[str, Blend],
+        like: Mapping[str, torch.Tensor],
+        most_bytes: int,
+        optional: Collection[str] = (),
     ) -> None:
-        """`like`: our own parts. What is not blended may have `most_bytes` in all."""
-        self._blends, self._like, self._most = blends, like, most_bytes
+        """`like`: our own parts; a parcel may lack the `optional` ones, or have them in other sizes.
+        What is not blended may have `most_bytes` in all."""
+        self._blends, self._most = blends, most_bytes
+        self._like = {name: part for name, part in like.items() if name not in optional}
         self._parts: dict[PeerId, list[_Part]] = {}
         self._fields: dict[PeerId, dict[str, float]] = {}
 
@@ -192,7 +199,7 @@ class Inbox:
             at += parts[-1].nbytes if len(note.parts) == 1 else _padded(parts[-1].nbytes)
         if at != offer.nbytes:
             raise BadUpdate(f"{offer.nbytes} bytes, its parts have {at}")
-        if missing := self._blends.keys() - {part.name for part in parts}:
+        if missing := self._like.keys() - {part.name for part in parts}:
             raise BadUpdate(f"it has no {', '.join(sorted(missing))}")
         whole = [part for part in parts if part.name not in self._blends]
         if (nbytes := sum(part.nbytes for part in whole)) > self._most:
@@ -212,8 +219,8 @@ class Inbox:
             if start >= stop:
                 continue
             piece = data[start - offset : stop - offset]
-            values = piece.clone().view(part.dtype) if (start - offset) % 8 else piece.view(part.dtype)
-            if part.dtype.is_floating_point and not bool(values.isfinite().all()):
+            values = piece.view(part.dtype)
+            if part.dtype.is_floating_point and not _finite(values):
                 raise BadUpdate(f"{part.name} has NaN or Inf")
             if part.held is None:
                 self._blends[part.name].add(peer, values)
@@ -238,6 +245,11 @@ class _Part:
     held: torch.Tensor | None = None  # uint8; None where it is blended
 
 
+def _finite(values: torch.Tensor) -> bool:
+    """The sum tells quickly; where it overflows, each value is looked at."""
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
+
+
 def _checked_note(note: bytes) -> Note:
     try:
         found = msgspec.msgpack.decode(note, type=Note)
@@ -247,8 +259,8 @@ def _checked_note(note: bytes) -> Note:
         raise BadUpdate(f"its parts are not of {', '.join(PART_TYPES)}")
     if not all(math.isfinite(value) for value in found.fields.values()):
         raise BadUpdate("its numbers are not finite")
-    if found.fields.get("mass", 1.0) <= 0:
-        raise BadUpdate(f"its mass is {found.fields['mass']:g}")
+    if not 0 < found.fields.get("mass", 1.0) <= MOST_MASS:
+        raise BadUpdate(f"its mass is {found.fields['mass']:g}, not between 0 and {MOST_MASS:g}")
     return found
 
 
@@ -309,6 +321,7 @@ class Peer:
         self._neighbors.announce(t)
         party = self.algorithm.round(trained_part(self.model), self.state, near, t)
         answer: Vector | Heard | None = None
+        exchange: _Exchange | None = None
         while True:
             try:
                 request = party.send(answer)
@@ -317,7 +330,12 @@ class Peer:
                 break
             answer = None
             if isinstance(request, LocalSteps):
-                answer, others = await self._local_steps(request.x, others)
+                try:
+                    answer, others = await self._local_steps(request.x, others)
+                except BaseException:
+                    if exchange is not None:
+                        exchange.give_up()
+                    raise
             elif isinstance(request, Send):
                 own = self._now.clone()
                 # What travels beside the algorithm's parts and is averaged plainly. By the gauge each peer
@@ -325,15 +343,17 @@ class Peer:
                 sides = {**others, "gauge": self._gauge + (own - self._own)}
                 exchange = _Exchange(self, near, request, sides, deadline_s)
             elif isinstance(request, Receive):
+                assert exchange is not None, "an algorithm sends before it receives"
                 answer = await exchange.received()
             else:
-                answer = heard = self._newest(request.staleness)
+                assert exchange is not None, "an algorithm sends before it looks into its mailbox"
+                answer = heard = self._newest(request.staleness, exchange.parcel.parts)
                 exchange.read(heard)
+        assert exchange is not None, "every algorithm tells its neighbours something"
         mixed = exchange.mixed()
         self._gauge, self._own = mixed.pop("gauge"), own
         others = {name: mixed[name] + (others[name] - sides[name]) for name in others}
-        told = exchange.told
-        if told is not None:
+        if (told := exchange.parcel.parts.get("x")) is not None:
             self._now[1] = float((x - told).norm() / x.norm().clamp(min=1e-30)) ** 2
         self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
         loss, moved = self._gauge.tolist()
@@ -349,9 +369,9 @@ class Peer:
         moved = other_parts(delta)
         return start + trained_part(delta), {name: v + moved[name] for name, v in others.items()}
 
-    def _newest(self, staleness: int) -> Heard:
+    def _newest(self, staleness: int, like: Mapping[str, torch.Tensor]) -> Heard:
         for letter in self._neighbors.take():
-            inbox = Inbox({}, {}, 4 * self.model.schema.nbytes + (1 << 16))
+            inbox = Inbox({}, like, 2 * self.model.schema.nbytes + (1 << 16))
             share = letter.share
             try:
                 inbox.begin(Offer(letter.peer, letter.round, len(share.payload), share.weight, share.degree,
@@ -373,21 +393,27 @@ class _Exchange:
         self._mass = send.parcel.fields.get("mass", 1.0)
         self._blends = {name: Blend(vector, near, self._mass) for name, vector in sides.items()}
         self._returned, self.missing = 0.0, dict[PeerId, str]()
-        self.told = send.parcel.parts.get("x")
-        parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
-        shares = {k: share_of(parcel, w, len(near.outgoing)) for k, w in near.outgoing.items()}
+        self.parcel = parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
+        share = share_of(parcel, 1.0, len(near.outgoing))  # the bytes are the same for all
+        shares = {k: replace(share, weight=w) for k, w in near.outgoing.items()}
+        self._under_way: asyncio.Future[Exchanged] | None = None
         if not peer.algorithm.waits:
             peer._neighbors.post(peer.round, shares)
             return
-        self._inbox = Inbox(
-            {**send.blends, **self._blends}, parcel.parts, 2 * peer.model.schema.nbytes + (1 << 16)
-        )
+        most_bytes, optional = 2 * peer.model.schema.nbytes + (1 << 16), peer.algorithm.optional
+        self._inbox = Inbox({**send.blends, **self._blends}, parcel.parts, most_bytes, optional)
         self._under_way = asyncio.ensure_future(
             peer._neighbors.exchange(peer.round, shares, list(near.incoming), self._inbox, deadline_s)
         )
 
+    def give_up(self) -> None:
+        """The round failed while bytes were moving."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+
     async def received(self) -> Heard:
         """Who came. Where ours did not arrive, theirs is left out too, unless it is mixed in already."""
+        assert self._under_way is not None, "who doesn't wait asks for a Mailbox"
         exchanged = await self._under_way
         self.missing = dict(exchanged.missing)
         self._returned = self._mass * sum(self._near.outgoing[peer] for peer in sorted(exchanged.kept))
