@@ -134,6 +134,9 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
     return read_first
 
 
+begin_with = click.option(
+    "--from", "start", metavar="RUN", help="Start a new run with the last model of this one, or of an export."
+)
 as_json = click.option("--json", "json", is_flag=True, help="Print JSON, one object a line, for a program.")
 
 
@@ -202,12 +205,19 @@ def new(folder: Path) -> None:
               help="Around an aggregator, or each with its neighbours.")  # fmt: skip
 @click.option("--debug", metavar="SITE", help="Train this site in this process, so that breakpoint() works.")
 @click.option("--fresh", is_flag=True, help="Forget the earlier rounds of this simulation and start over.")
+@begin_with
 @click.option(
     "--partition-png", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help="First draw to FILE which site has how much of which label.",
 )  # fmt: skip
 def simulate(
-    config: Config, json: bool, mode: str, debug: str | None, fresh: bool, partition_png: Path | None
+    config: Config,
+    json: bool,
+    mode: str,
+    debug: str | None,
+    fresh: bool,
+    start: str | None,
+    partition_png: Path | None,
 ) -> None:
     """Train with all sites simulated on this machine."""
     from .runtime import simulation
@@ -217,11 +227,16 @@ def simulate(
     if mode == "gossip":
         from .runtime import gossip
 
+        if start is not None:
+            raise ConfigError(
+                "--from: peers begin with the task's own model. Leave it out, or --mode gossip."
+            )
         with shown(config.gossip_dir, json=json, plain=debug is not None) as emit:
             drive(gossip.simulate(config, emit=emit, fresh=fresh))
         return
+    source = _source(config, start)
     with shown(config.simulate_dir, json=json, plain=debug is not None) as emit:
-        drive(simulation.simulate(config, emit=emit, debug=debug, fresh=fresh))
+        drive(simulation.simulate(config, emit=emit, debug=debug, fresh=fresh, start=source))
 
 
 @cli.command()
@@ -308,12 +323,14 @@ def _issue(config: Config, name: str, *, days: float, request: bytes | None) -> 
 @cli.command()
 @with_config
 @as_json
-def aggregator(config: Config, json: bool) -> None:
+@begin_with
+def aggregator(config: Config, json: bool, start: str | None) -> None:
     """Wait for the sites and train with them, round by round."""
     from .runtime import federated
 
+    source = _source(config, start)
     with shown(config.run_dir, json=json) as emit:
-        drive(federated.serve(config, emit=emit))
+        drive(federated.serve(config, emit=emit, start=source))
 
 
 @cli.command()
@@ -349,12 +366,12 @@ def peer(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
 @as_json
 @click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
               metavar="DIR", help="Where the data is.")  # fmt: skip
-@click.option("--from", "start", metavar="RUN", help="Start a new run with the last model of this one.")
+@begin_with
 def datacenter(config: Config, json: bool, data_dir: Path | None, start: str | None) -> None:
     """Train with all ranks that torchrun started, as [parallel] says."""
     from .runtime import datacenter
 
-    source = None if start is None else _run_dir(config, start)
+    source = _source(config, start)
     first = os.environ.get("RANK", "0") == "0"
     with shown(config.datacenter_dir, json=json) if first else nullcontext(datacenter.silent) as emit:
         datacenter.run(config, emit=emit, data_dir=data_dir, start=source)
@@ -489,6 +506,16 @@ def _run_dir(config: Config, run: str | None) -> Path:
 
     folder = config.root / config.run.dir
     return newest(folder) if run is None else find(folder, run)
+
+
+def _source(config: Config, start: str | None) -> Path | None:
+    """What --from names: a run, or a file or folder that `fedtrain export` wrote."""
+    if start is None:
+        return None
+    exported = Path(start)
+    if exported.is_file() or (exported / "model.safetensors").exists():
+        return exported
+    return _run_dir(config, start)
 
 
 def _row(s: Summary) -> tuple[str, ...]:

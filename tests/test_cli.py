@@ -207,7 +207,7 @@ def test_aggregator_and_site_use_run_directories_of_their_own(project, monkeypat
 
 
 def test_a_run_that_fails_says_why_here_and_in_its_events(project, monkeypatch):
-    async def serve(config, *, emit):
+    async def serve(config, *, emit, start):
         emit("run_started", run="heart", mode="federated", rounds=2)
         raise TooFewSites("round 1", 1, 2)
 
@@ -223,7 +223,7 @@ import asyncio, sys
 from fedtrain import cli
 from fedtrain.runtime import federated
 
-async def serve(config, *, emit):
+async def serve(config, *, emit, start):
     emit("run_started", run="heart", mode="federated", rounds=2)
     try:
         await asyncio.sleep(600)

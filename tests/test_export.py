@@ -11,7 +11,7 @@ from torch import nn
 from fedtrain import Config
 from fedtrain.errors import StoreError
 from fedtrain.store import Checkpoint, RunStore
-from fedtrain.tracking.export import export
+from fedtrain.tracking.export import beginning, export
 from fedtrain.update import Arena
 
 CONFIG = Config.of({"run": {"name": "heart"}, "train": {"lr": 0.5}})
@@ -142,3 +142,42 @@ def test_a_run_without_evaluation_has_no_best_round(tmp_path):
 def test_what_is_no_run_directory_is_told(tmp_path):
     with pytest.raises(StoreError, match="not a run directory"):
         export(tmp_path, tmp_path / "out")
+
+
+# --- what a new run begins with
+
+
+@pytest.mark.parametrize("source", ["run", "folder", "file"])
+def test_a_run_begins_with_another_runs_last_model_or_its_export_to_the_last_bit(run_dir, tmp_path, source):
+    folder = export(run_dir, tmp_path / "out")
+    where = {"run": run_dir, "folder": folder, "file": folder / "model.safetensors"}[source]
+    schema = Arena.of(Tied(0)).schema
+    store = RunStore(run_dir, read_only=True)
+    try:
+        last = store.latest().weights
+    finally:
+        store.close()
+    assert beginning(where, schema).digest == last.digest
+
+
+@pytest.mark.parametrize("source", ["run", "folder"])
+@pytest.mark.parametrize("other", [nn.Linear(2, 2), nn.Embedding(5, 4)])
+def test_a_run_does_not_begin_with_another_model(run_dir, tmp_path, source, other):
+    where = run_dir if source == "run" else export(run_dir, tmp_path / "out")
+    with pytest.raises(StoreError, match="holds another model"):
+        beginning(where, Arena.of(other).schema)
+
+
+def test_a_run_does_not_begin_with_a_model_of_other_shapes(run_dir, tmp_path):
+    model = Tied(0)
+    model.small = nn.Parameter(torch.randn(4).to(torch.bfloat16))
+    with pytest.raises(StoreError, match=r"small is torch.bfloat16\[3\] there, torch.bfloat16\[4\] here"):
+        beginning(export(run_dir, tmp_path / "out"), Arena.of(model).schema)
+
+
+def test_what_is_no_model_to_begin_with_is_told(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(StoreError, match="is not a safetensors file"):
+        beginning(tmp_path, Arena.of(Tied(0)).schema)
+    with pytest.raises(StoreError, match="does not exist"):
+        beginning(tmp_path / "nowhere", Arena.of(Tied(0)).schema)

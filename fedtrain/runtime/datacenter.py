@@ -27,6 +27,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..store import Checkpoint, RunStore
 from ..strategies import Strategy, build, corrects, server_step, state_init
+from ..tracking.export import beginning
 from ..training.elastic import Leave, Left, shares_store
 from ..training.mesh import AXES, Mesh, Sizes, joined
 from ..training.parallel.data import Dealt, pooled
@@ -58,7 +59,8 @@ def run(
     started, or by one process alone; rank 0 speaks for all, so others are given an `emit` that is silent.
     Told to leave by SIGTERM, all ranks checkpoint and raise Left.
 
-    `start`: a run directory (a federation's, say) whose last model a new run begins with. `done`: see joined.
+    `start`: whose last model a new run begins with: a run directory (a federation's, say) or an export.
+    `done`: see joined.
     """
     own = [config.strategy.kind] if ":" in config.strategy.kind else []
     digest = task_digest(config.run.task, config.root, *own)
@@ -217,17 +219,9 @@ class Datacenter:
         )  # fmt: skip
         raise Left
 
-    def _begin_with(self, run_dir: Path) -> None:
+    def _begin_with(self, source: Path) -> None:
         """The last model of another run, on rank 0's disk, is where this one starts."""
-        weights = None
-        if self.store is not None:
-            with closing(RunStore(run_dir, read_only=True)) as source:
-                last = source.latest()
-            if last is None:
-                raise ConfigError(f"{run_dir} has no committed round to start from.")
-            weights = last.weights.load()
-            if difference := self.engine.schema.difference(weights.schema):
-                raise ConfigError(f"{run_dir} holds another model: {difference}.")
+        weights = beginning(source, self.engine.schema) if self.store is not None else None
         self.engine.install(weights)
         if self.outer is not None:
             self.outer.begin_anew()

@@ -207,11 +207,14 @@ def reason_to_stop(config: Config, store: RunStore, number: int) -> str | None:
 # --- the aggregator
 
 
-async def serve(config: Config, *, emit: Emit) -> Result:
-    """`fedtrain aggregator`: the loop over sites that join by mutual TLS."""
+async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Result:
+    """`fedtrain aggregator`: the loop over sites that join by mutual TLS.
+
+    `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
+    """
     from ..pki import Credentials, identity_of
     from ..pki.signing import Verifier, fingerprint
-    from ..tracking.export import export
+    from ..tracking.export import beginning, export
     from ..transport.grpc import GrpcCohort
     from ..transport.tls import Tls
     from . import secure
@@ -225,7 +228,8 @@ async def serve(config: Config, *, emit: Emit) -> Result:
             about = trainer.description
             store.begin(about.schema, config.agreed(), run=config.run.name, task_digest=about.task_digest)
             if store.latest() is None:
-                _begin(store, strategy, (await trainer.initial(store.folder / "initial")).load())
+                initial = (await trainer.initial(store.folder / "initial")).load()
+                _begin(store, strategy, beginning(start, about.schema) if start else initial)
         (store.folder / "initial").unlink(missing_ok=True)
 
         certificates: dict[SiteId, bytes] = {}  # fingerprints of those that sites are connected with

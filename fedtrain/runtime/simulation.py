@@ -31,6 +31,7 @@ from ..exchange import Cohort
 from ..secagg.messages import Advertise, AdvertiseEvaluation
 from ..store import Checkpoint, RunStore
 from ..strategies import build, state_init
+from ..tracking.export import beginning
 from ..update import (
     AnyArena,
     Arena,
@@ -66,9 +67,11 @@ async def simulate(
     fresh: bool = False,
     workers: int | None = None,
     data_dir: Path | None = None,
+    start: Path | None = None,
 ) -> Result:
     """Run the whole federation here, from the last committed round on, or from the first when `fresh`.
 
+    `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
     `debug` names a site that is trained in this very process, so that breakpoint() in the task works.
     """
     strategy = build(config.strategy.kind, config.strategy.options, config.root)
@@ -83,7 +86,7 @@ async def simulate(
                 emit = without(emit, "update_received")
             store.begin(about.schema, agreed(config), run=config.run.name, task_digest=about.task_digest)
             if store.latest() is None:
-                initial = await pool.initial()
+                initial = beginning(start, about.schema) if start else await pool.initial()
                 store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
             cohort: Cohort = pool
             if debug is not None:

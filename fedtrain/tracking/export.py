@@ -21,7 +21,7 @@ import msgspec
 from .. import __version__
 from ..errors import StoreError
 from ..store import RunStore
-from ..update import Arena
+from ..update import Arena, Schema
 from .live import number
 
 
@@ -61,6 +61,50 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
     text = msgspec.json.format(msgspec.json.encode(about), indent=2) + b"\n"
     _replace(out / "model.json", lambda path: path.write_bytes(text))
     return out
+
+
+def beginning(source: Path, schema: Schema) -> Arena:
+    """The model that a new run begins with: the last one of a run directory, or an export (its folder, or its
+    model.safetensors). StoreError unless it is a model of this schema."""
+    if (source / "run.db").exists():
+        store = RunStore(source, read_only=True)
+        try:
+            last = store.latest()
+        finally:
+            store.close()
+        if last is None:
+            raise StoreError(f"{source} has no model yet. Let that run finish its first round.")
+        weights = last.weights.load()
+        if difference := schema.difference(weights.schema):
+            raise StoreError(f"{source} holds another model: {difference}.")
+        return weights
+    return _read(source / "model.safetensors" if source.is_dir() else source, schema)
+
+
+def _read(file: Path, schema: Schema) -> Arena:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(file)
+    except FileNotFoundError:
+        raise StoreError(f"{file} does not exist. Name a run, or what `fedtrain export` wrote.") from None
+    except SafetensorError as e:
+        raise StoreError(f"{file} is not a safetensors file: {e}.") from None
+    weights = Arena.zeros(schema)
+    views = weights.views()
+    if odd := sorted(views.keys() ^ tensors.keys()):
+        where = "has no" if odd[0] in views else "has a"
+        raise StoreError(f"{file} holds another model: it {where} {odd[0]}.")
+    for name, view in views.items():
+        found = tensors[name]
+        if found.shape != view.shape or found.dtype != view.dtype:
+            raise StoreError(
+                f"{file} holds another model: {name} is {found.dtype}{list(found.shape)} there, "
+                f"{view.dtype}{list(view.shape)} here."
+            )
+        view.copy_(found)
+    return weights
 
 
 def _choose(store: RunStore, round: int | Literal["best"] | None) -> int:
