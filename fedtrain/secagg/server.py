@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -35,7 +36,6 @@ from .messages import (
     Keys,
     Mask,
     Masked,
-    Sealed,
     Share,
     Shares,
     Terms,
@@ -263,9 +263,14 @@ def check_sealed(site: SiteId, reply: Shares, holders: Collection[SiteId]) -> No
     """SecAggError unless there is something for each holder, of the size of two shares."""
     if reply.sealed.keys() != set(holders):
         raise SecAggError(f"shares for {len(reply.sealed)} sites came, {len(holders)} hold them")
-    sizes = {(len(to.text), len(to.seed), len(to.key)) for name, to in reply.sealed.items() if name != site}
-    own = reply.sealed.get(site, Sealed(b"", bytes(SECRET_BYTES), bytes(SECRET_BYTES)))
-    if sizes != {(SEALED_BYTES, SECRET_BYTES, SECRET_BYTES)} or own.text or len(own.seed + own.key) != 64:
+    own = reply.sealed.get(site)
+    sealed = reply.sealed.values()
+    texts, seeds, keys = (list(map(len, map(attrgetter(part), sealed))) for part in ("text", "seed", "key"))
+    if (
+        {*seeds, *keys} != {SECRET_BYTES}
+        or not set(texts) <= {0, SEALED_BYTES}
+        or texts.count(0) != (own is not None and not own.text)
+    ):
         raise SecAggError("what came as shares has not their size")
 
 
@@ -273,7 +278,7 @@ def leave_out_lonely(
     session: Session, shares: dict[SiteId, Shares], holders: Mapping[SiteId, tuple[SiteId, ...]], least: int
 ) -> None:
     """Sites with too few holders left to be unmasked are out before anybody masks with them."""
-    while lonely := [site for site in shares if sum(h in shares for h in holders[site]) < least]:
+    while lonely := [site for site in shares if sum(map(shares.__contains__, holders[site])) < least]:
         for site in lonely:
             session.dropped[site] = f"shares: fewer than {least} of its {len(holders[site])} holders are left"
             del shares[site]
@@ -329,7 +334,7 @@ class Wanted:
     ) -> None:
         alive = set(survivors)
         self._session, self._sid, self._keys, self._shares = session, sid, keys, shares
-        self._threshold = session.terms.threshold
+        self._threshold, self._answers = session.terms.threshold, 0
         self._place = {site: i + 1 for i, site in enumerate(sorted(keys))}
         self.kinds: dict[SiteId, Kind] = {site: "seed" if site in alive else "key" for site in shares}
         self.secrets: dict[SiteId, bytes] = {}  # those rebuilt
@@ -349,9 +354,10 @@ class Wanted:
             )
         for site, share in (*reply.seeds.items(), *reply.keys.items()):
             self._had[site][holder] = share  # right or not: rebuild tells
+        self._answers += 1
 
     def enough(self) -> bool:
-        return self.fewest() >= self._threshold
+        return self._answers >= self._threshold and self.fewest() >= self._threshold
 
     def fewest(self) -> int:
         """Shares of the secret that has the fewest, of those not rebuilt yet; the threshold if all are."""
