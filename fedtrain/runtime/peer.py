@@ -28,7 +28,7 @@ from ..pki.signing import Signer, Verifier
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.courier import Limits
-from ..transport.zmq import Curve, ZmqNeighbors
+from ..transport.zmq import FAST, Curve, ZmqNeighbors, curve_speed
 from ..update import Arena, ArenaFile, Update, averages, digest_of
 from ..wire.gossip import Greeting
 from .answers import Emit
@@ -87,6 +87,9 @@ async def run(
                 limits=Limits(payload_bytes=4 * about.schema.nbytes + (1 << 20)),
                 heartbeat_s=config.network.heartbeat, idle_s=config.network.idle, emit=emit,
             )  # fmt: skip
+            if (speed := await asyncio.to_thread(curve_speed)) < FAST:
+                emit("notice", text=f"CURVE encrypts only {speed / 1e6:.0f} MB/s here: is this pyzmq built "
+                                    "without libsodium?")  # fmt: skip
             neighbors.start()
             watching = asyncio.create_task(_watch(roster, neighbors))
             try:

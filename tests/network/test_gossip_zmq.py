@@ -9,7 +9,7 @@ from fedtrain.pki import Credentials, init, issue
 from fedtrain.pki.roster import Claim, Roster, enrol
 from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.transport.memory import LocalNetwork
-from fedtrain.transport.zmq import Curve
+from fedtrain.transport.zmq import Curve, curve_speed
 from tests.gossip import MIB, Party, Sum, bounded, party, share, vector
 
 NAMES = ["a", "b", "c"]
@@ -146,3 +146,7 @@ def test_from_one_peer_that_it_knows_a_newcomer_meets_all(tmp_path):
                 await peer.stop()
 
     bounded(main())
+
+
+def test_the_speed_of_curve_can_be_told():
+    assert curve_speed(4 * MIB) > 1e6
