@@ -515,7 +515,7 @@ def test_a_whole_session_is_byte_for_byte_what_it_was():
     for member in federation.members.values():
         for reply in member.said:
             said.update(encode(reply))
-    assert said.hexdigest() == "105ff4b126f108bdcfcc6445f640bdb25e3d22a243e59d236ba670e03b219350"
+    assert said.hexdigest() == "9a956cd287d07a9be82dd8992d16c30ce7e2c07c8b2776ae905be165bbdfaf74"
     assert (
         hashlib.sha256(found.vector.tobytes()).hexdigest()
         == "2a1f6283da7dd39fdee767f8570778bfcb6e212ac3e0fe458a4f97dfaa2247a3"

@@ -48,6 +48,7 @@ from .messages import (
     Unmasked,
     dealt_hash,
     entry_hash,
+    graph_seed,
     keys_statement,
     masked_statement,
     roster_hash,
@@ -350,7 +351,7 @@ class Roster:
             lines = share.lines
         sites = tuple(sorted(lines))
         check_subset("the roster", sites, terms.cohort, terms.quorum)
-        seed = roster_hash(sid, lines, share.names)
+        seed = graph_seed(sid, lines)
         peers = peers_of(me, sites, terms.degree, seed)
         if keys.keys() != {me, *peers}:
             raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
@@ -361,7 +362,8 @@ class Roster:
         for name, entry in keys.items():
             if missing := set(entry.names).difference(share.names):
                 raise SecAggError(f"{len(missing)} of {name}'s metrics have no place in the vector")
-        return cls(me, sites, seed, keys, peers, holders_of(me, sites, terms.degree, seed))
+        holders = holders_of(me, sites, terms.degree, seed)
+        return cls(me, sites, roster_hash(seed, share.names), keys, peers, holders)
 
 
 def deal(secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], bytes]) -> dict[SiteId, bytes]:

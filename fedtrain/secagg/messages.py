@@ -249,9 +249,14 @@ def entry_hash(site: SiteId, keys: Keys) -> bytes:
     )  # fmt: skip
 
 
-def roster_hash(sid: bytes, lines: Mapping[SiteId, bytes], names: tuple[str, ...]) -> bytes:
-    """Of all of U1, by entry_hash, and the metrics' names. It is the seed of the graph, too."""
-    return hash_of("roster", sid, *(part for site in sorted(lines) for part in (site, lines[site])), *names)
+def graph_seed(sid: bytes, lines: Mapping[SiteId, bytes]) -> bytes:
+    """Of all of U1, by entry_hash: what sites signed, and nothing that the aggregator adds to it."""
+    return hash_of("graph", sid, *(part for site in sorted(lines) for part in (site, lines[site])))
+
+
+def roster_hash(seed: bytes, names: tuple[str, ...]) -> bytes:
+    """Of a roster: its graph_seed, and the metrics' names."""
+    return hash_of("roster", seed, *names)
 
 
 def dealt_hash(sealed: dict[SiteId, Sealed]) -> bytes:

@@ -49,22 +49,22 @@ def check_signer(
     verify(keys[site].certificate, statement, signature)
 
 
-def peers_of(site: SiteId, sites: tuple[SiteId, ...], degree: int, roster: bytes) -> tuple[SiteId, ...]:
-    """Whom a site masks with, sorted: its neighbours in a graph drawn from the roster's hash.
+def peers_of(site: SiteId, sites: tuple[SiteId, ...], degree: int, seed: bytes) -> tuple[SiteId, ...]:
+    """Whom a site masks with, sorted: its neighbours in a graph drawn from `seed`, messages.graph_seed.
 
     Degree 0 is the full graph: all others.
     """
     place = sites.index(site)
     if degree == 0:
         return sites[:place] + sites[place + 1 :]
-    return tuple(sites[i] for i in _neighbours(len(sites), degree, roster)[place])
+    return tuple(sites[i] for i in _neighbours(len(sites), degree, seed)[place])
 
 
-def holders_of(site: SiteId, sites: tuple[SiteId, ...], degree: int, roster: bytes) -> tuple[SiteId, ...]:
+def holders_of(site: SiteId, sites: tuple[SiteId, ...], degree: int, seed: bytes) -> tuple[SiteId, ...]:
     """Who holds a site's shares: in the full graph all, it too (CCS 2017), else its peers (CCS 2020)."""
-    return sites if degree == 0 else peers_of(site, sites, degree, roster)
+    return sites if degree == 0 else peers_of(site, sites, degree, seed)
 
 
 @lru_cache(maxsize=2)
-def _neighbours(sites: int, degree: int, roster: bytes) -> list[list[int]]:
-    return graph.neighbours(sites, degree, roster)
+def _neighbours(sites: int, degree: int, seed: bytes) -> list[list[int]]:
+    return graph.neighbours(sites, degree, seed)

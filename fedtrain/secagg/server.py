@@ -43,6 +43,7 @@ from .messages import (
     Unmasked,
     dealt_hash,
     entry_hash,
+    graph_seed,
     masked_statement,
     roster_hash,
     seed_commitment,
@@ -116,9 +117,10 @@ async def secure_sum(
 
     # 1: shares -> U2
     lines = {site: entry_hash(site, keys[site]) for site in sites}
-    roster = roster_hash(sid, lines, names)
-    peers = {site: peers_of(site, sites, terms.degree, roster) for site in sites}
-    holders = {site: holders_of(site, sites, terms.degree, roster) for site in sites}
+    seed = graph_seed(sid, lines)
+    roster = roster_hash(seed, names)
+    peers = {site: peers_of(site, sites, terms.degree, seed) for site in sites}
+    holders = {site: holders_of(site, sites, terms.degree, seed) for site in sites}
     shares: dict[SiteId, Shares] = {}
     asked = rosters(request_id("share"), sid, keys, lines, peers, names)
     async for site, hand in session.ask("shares", asked, Shares, step_deadline_s):
