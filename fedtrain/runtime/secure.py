@@ -369,9 +369,11 @@ class UnderMasks:
         if training:
             for site in found.sites:
                 self._emit("update_received", round=number, site=site, nbytes=found.vector.nbytes)
-        for site, reason in sorted({**found.dropped, **found.blamed}.items()):
+        for site, reason in sorted(found.dropped.items()):
             self._emit("update_refused", round=number, site=site, reason=reason)
             self.cohort.tell(site, f"round {number}: this site is not in the sum: {reason}")
+        for site in sorted(found.blamed.keys() & set(found.sites)):
+            self._emit("notice", text=f"round {number}: {site} is in the sum, but {found.blamed[site]}")
 
 
 # --- A simulation's
