@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .errors import FedtrainError
     from .training.parallel.plan import Plan
     from .training.partition import partition
+    from .training.shards import ShardedDataset, write_shards
     from .training.task import Task
     from .update import Arena, Schema, Update
 
@@ -21,12 +22,25 @@ _HOME = {
     "FedtrainError": "errors",
     "Plan": "training.parallel.plan",
     "Schema": "update",
+    "ShardedDataset": "training.shards",
     "Task": "training.task",
     "Update": "update",
     "partition": "training.partition",
+    "write_shards": "training.shards",
 }
 
-__all__ = ["Arena", "Config", "FedtrainError", "Plan", "Schema", "Task", "Update", "partition"]
+__all__ = [
+    "Arena",
+    "Config",
+    "FedtrainError",
+    "Plan",
+    "Schema",
+    "ShardedDataset",
+    "Task",
+    "Update",
+    "partition",
+    "write_shards",
+]
 
 
 def __getattr__(name: str) -> Any:

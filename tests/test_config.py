@@ -96,6 +96,8 @@ WRONG = [
     ("train.eval_batch_size", 0), ("train.precision", "fp8"), ("train.optimizer", "adamm"),
     ("strategy.min_sites", 0), ("strategy.fraction", 0.0), ("strategy.fraction", 1.01),
     ("strategy.round_deadline", 0), ("strategy.attempts", 0),
+    ("checkpoint.every", -1), ("checkpoint.keep", 0), ("checkpoint.patience", 0), ("checkpoint.format", "zip"),
+    ("checkpoint.dir", "gs://elsewhere"),
     ("evaluate.every", -1), ("evaluate.patience", -1), ("evaluate.mode", "maximum"),
     ("limits.max_examples", 0), ("limits.max_norm", -1.0),
     ("network.listen", "localhost"), ("network.address", "http://fl.example.org:8440"),
@@ -347,3 +349,13 @@ def test_the_page_names_every_rule_with_its_keys():
     for kind, rule in RULES.items():
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{kind}` |"))
         assert all(f"`{f.name} = " in row for f in dataclasses.fields(rule))
+
+
+def test_checkpoints_lie_in_the_run_directory_unless_a_folder_or_bucket_is_named(tmp_path):
+    def where(**keys):
+        return Config.of({"run": {"name": "r"}, "checkpoint": keys}, root=tmp_path).checkpoint_dir
+
+    assert where() == tmp_path / "runs" / "r+datacenter" / "checkpoints"
+    assert where(dir="shared") == tmp_path / "shared"
+    assert where(dir="/mnt/shared") == Path("/mnt/shared")
+    assert where(dir="s3://bucket/r") == "s3://bucket/r"
