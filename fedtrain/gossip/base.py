@@ -98,10 +98,7 @@ class Algorithm:
     directed: ClassVar[bool] = False  # takes push-sum weights; else W must be doubly stochastic
     waits: ClassVar[bool] = True  # for its in-neighbours; else it asks for a Mailbox
     static: ClassVar[bool] = False  # wants the same graph in every round
-    optional: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # parts that a parcel may lack; the algorithm checks them
-    vectors: ClassVar[float] = 1.0  # sent to each neighbour in a round, in models
+    optional: ClassVar[frozenset[str]] = frozenset()  # parts that may be absent; the algorithm checks them
 
     def init(self, x: Vector) -> State:
         """The state before round 0."""
@@ -145,11 +142,6 @@ class Blend:
         self._scratch = own.new_empty(min(PIECE, own.numel()))
         self._weight: dict[PeerId, float] = {}
         self._came = dict.fromkeys(near.incoming, 0)  # coordinates so far, from the first on
-
-    @property
-    def whole(self) -> list[PeerId]:
-        """The neighbours that came whole, by name."""
-        return sorted(p for p, n in self._came.items() if n == self._own.numel() and p in self._weight)
 
     def begin(self, peer: PeerId, fields: Mapping[str, float]) -> None:
         self._weight[peer] = self._near.incoming[peer] * fields.get("mass", 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ..config import require
 from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
@@ -26,8 +26,6 @@ class NoLoCo(Algorithm):
     outer_lr: float = 0.7  # β
     momentum: float = 0.5  # α
     gamma: float = 1.0
-
-    vectors: ClassVar[float] = 2.0
 
     def __post_init__(self) -> None:
         require(0 < self.outer_lr < math.inf, "gossip.outer_lr", f"{self.outer_lr} must be positive")

@@ -35,7 +35,7 @@ class RunStarted(Event, frozen=True, tag="run_started"):
     """A process began, or went on with, a run; `resumed_from` is the number of rounds already committed."""
 
     run: str
-    mode: str  # simulate | federated | site | datacenter
+    mode: str  # simulate | gossip | federated | site | datacenter
     rounds: int
     sites: int = 0  # known so far
     config_digest: str = ""
