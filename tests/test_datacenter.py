@@ -1,0 +1,105 @@
+"""The datacenter's command on one rank: going on, beginning with another run's model, what it tells."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fedtrain.cli import cli
+from fedtrain.config import Config
+from fedtrain.errors import ConfigError, StoreError
+from fedtrain.runtime import datacenter
+from fedtrain.store import RunStore
+from tests.equivalence.tiny import case, project
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return project(tmp_path_factory.mktemp("datacenter"))
+
+
+def train(folder, name, *, rounds=3, start=None, **changes):
+    """(digest of the last model, events)."""
+    table = case("Rows", train={"local_steps": 0, "local_epochs": 1, **changes.pop("train", {})}, **changes)
+    table |= {"run": table["run"] | {"name": name, "rounds": rounds}, "evaluate": {"every": 1}}
+    config, events = Config.of(table, folder), []
+    result = datacenter.run(config, emit=lambda kind, **f: events.append({"kind": kind, **f}), start=start)
+    assert result.rounds == rounds
+    store = RunStore(config.datacenter_dir, read_only=True)
+    last = store.latest()
+    store.close()
+    return last.weights, events
+
+
+@pytest.mark.parametrize("sync", ["step", "local"])
+def test_a_run_that_stopped_and_went_on_is_one_that_did_not(folder, sync):
+    train(folder, f"stopped-{sync}", rounds=1, sync=sync)
+    stopped, events = train(folder, f"stopped-{sync}", rounds=3, sync=sync)
+    straight, _ = train(folder, f"straight-{sync}", rounds=3, sync=sync)
+    assert stopped.digest == straight.digest
+    assert [e["resumed_from"] for e in events if e["kind"] == "run_started"] == [1]
+    assert [e["round"] for e in events if e["kind"] == "round_committed"] == [2, 3]
+
+
+def test_a_new_run_begins_with_the_model_of_another(folder):
+    first, _ = train(folder, "first", rounds=1)
+    still = {"optimizer": "sgd", "lr": 1e-30}  # moves nothing
+    same, _ = train(folder, "second", rounds=1, train=still, start=folder / "runs" / "first+datacenter")
+    assert torch.equal(same.data, first.data)
+
+
+def test_another_model_is_refused(folder):
+    train(folder, "rows", rounds=1)
+    config = Config.of(case("Text", rounds=1) | {"run": {"task": "mesh_task:Text", "name": "text"}}, folder)
+    with pytest.raises(StoreError, match="holds another model"):
+        datacenter.run(config, emit=datacenter.silent, start=folder / "runs" / "rows+datacenter")
+
+
+def test_a_run_of_other_settings_is_refused(folder):
+    train(folder, "settled", rounds=1)
+    with pytest.raises(StoreError, match=r"train\.lr was 0\.01, is 0\.5"):
+        train(folder, "settled", rounds=1, train={"lr": 0.5})
+
+
+def test_events_tell_steps_rounds_and_evaluations(folder):
+    _, events = train(folder, "told", rounds=2, log_every=2, peak_tflops=0.1)
+    kinds = [e["kind"] for e in events]
+    assert kinds[0] == "run_started"
+    assert kinds[-1] == "run_finished"
+    steps = [e for e in events if e["kind"] == "step"]
+    assert [e["step"] for e in steps] == [2, 4, 6, 8, 10, 12]
+    assert all(e["mfu"] > 0 and e["memory_bytes"] > 1e6 and e["lr"] == 0.01 for e in steps)
+    assert [e["round"] for e in events if e["kind"] == "evaluated"] == [1, 2]
+
+
+def test_early_stop_counts_evaluations_without_improvement(folder):
+    table = case("Rows", train={"local_steps": 1, "lr": 1e-30, "optimizer": "sgd"})
+    table |= {"run": table["run"] | {"name": "early", "rounds": 9}, "evaluate": {"patience": 2}}
+    result = datacenter.run(Config.of(table, folder), emit=datacenter.silent)
+    assert (result.rounds, result.reason) == (3, "loss has not improved for 2 evaluations")
+
+
+def test_the_plan_is_what_the_mesh_leaves(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "fedtrain.toml").write_text('[run]\ntask = "mesh_task:Text"\n[train]\noptimizer = "adamw"\n')
+    runner = CliRunner()
+    whole = json.loads(runner.invoke(cli, ["plan", "--json", "--ranks", "1"]).output)
+    arguments = ["plan", "--json", "--ranks", "8", "--set", "parallel.zero=3", "--set", "parallel.tp=2"]
+    part = json.loads(runner.invoke(cli, arguments).output)
+    assert part["mesh"] == "dp_shard 4 × tp 2"
+    assert part["memory_bytes"]["optimizer"] < whole["memory_bytes"]["optimizer"] / 4
+    refused = runner.invoke(cli, ["plan", "--ranks", "3", "--set", "parallel.tp=2"])
+    assert refused.exit_code == 1
+    assert "tp 2 = 2, but there are 3 ranks" in refused.output
+
+
+def test_more_islands_than_sites_are_refused(folder):
+    config = Config.of(case("Natural", sync="local", rounds=1), folder)
+    mesh = datacenter.Mesh(datacenter.Sizes(), torch.device("cpu"))
+    mesh.islands = 3
+    sites = datacenter.sites_of(datacenter.load_task(config.run.task, folder), replace(config), 3)
+    with pytest.raises(ConfigError, match="3 islands, but the task has 2 sites"):
+        datacenter.data_of(sites, mesh)
