@@ -20,7 +20,7 @@ import zmq
 
 from .. import __version__
 from ..config import Config
-from ..errors import CertificateError, JoinRefused
+from ..errors import CertificateError, ConfigError, JoinRefused
 from ..exchange import PeerId, Share
 from ..pki import Credentials
 from ..pki.roster import Claim, Roster, check, enrol, own_curve, save
@@ -59,6 +59,11 @@ async def run(
 ) -> Result:
     """Take part until the run's rounds are done; goes on from the last round that is on this peer's disk."""
     algorithm, graph = algorithm_of(config)
+    if algorithm.static:
+        raise ConfigError(
+            f"gossip.algorithm: {config.gossip.algorithm} needs equal copies at both ends of an edge, which "
+            f"do not survive a peer that is lost or started again. Use another one between machines."
+        )
     folder = config.root / config.network.certs / "sites" / name
     credentials = Credentials.load(folder)
     if credentials.identity.name != name:
@@ -126,6 +131,7 @@ async def _rounds(
         peer.go_on(checkpoint)
     neighbors.publish(peer.round, _state(peer))
     await _gather(config, peer, neighbors, roster, emit)
+    alone = False
     while True:
         await _catch_up(peer, neighbors, emit)
         if evaluation_is_due(config, store, peer.round):
@@ -135,6 +141,10 @@ async def _rounds(
         if reason := reason_to_stop(config, store, peer.round):
             break
         view, began, sent = neighbors.view(), time.monotonic(), (neighbors.bytes_in, neighbors.bytes_out)
+        if view.degraded and not alone:
+            emit("notice", text=f"only {len(view.alive)} of {len(roster.peers())} peers are here: the others "
+                                "may go on without this part")  # fmt: skip
+        alone = view.degraded
         everyone = list(view.alive) == roster.peers()
         topology = Topology("complete") if peer.algorithm.everyone(peer.round) else graph
         mixing = topology.round(

@@ -52,9 +52,10 @@ from .membership import Membership
 
 DOMAIN = b"fedtrain.gossip"
 SENDING = 64  # messages queued in libzmq on a connection; memory is at most this times a chunk
+WAITING = 1000  # messages that wait here for one peer: credit keeps an honest one far below
 BATCH = 64  # messages read from one socket before the others are looked at
 TOKENS = 4000.0  # control messages that a peer may send at once,
-TOKENS_S = 1000.0  # and in a second for long
+TOKENS_S = 3000.0  # and in a second for long
 PATIENCE = 20  # breaches of the protocol before a peer is cut off,
 BAN_S = 60.0  # and for how long
 FAST = 100e6  # bytes/s of CURVE: libsodium does ten times that, a build with tweetnacl less
@@ -755,7 +756,10 @@ class ZmqNeighbors:
                 self._say(link, Header(Kind.PING, round))
 
     def _say(self, link: Link, header: Header, body: Body = b"") -> None:
-        link.queue.append((pack(header, self._stamp), body))
+        if len(link.queue) >= WAITING:
+            self._cut(link, "it does not read what it is sent")
+        else:
+            link.queue.append((pack(header, self._stamp), body))
 
     def _write(self) -> None:
         outbox = self._courier.outbox

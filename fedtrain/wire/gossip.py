@@ -79,7 +79,6 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     task_digest: str
     schema_digest: str
     agreed: dict[str, str]  # Config.agreed()
-    examples: float | None = None  # of the peer's data
     boot: bytes = b""
 
 

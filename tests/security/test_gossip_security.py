@@ -350,9 +350,9 @@ def test_s21_a_flood_is_cut_off_and_memory_stays_bounded(kind):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
             def flood():
-                mallory.socket.sndtimeo = 200
-                with contextlib.suppress(zmq.Again):
-                    for _ in range(400 if body else 40_000):
+                mallory.socket.sndtimeo = 3000
+                with contextlib.suppress(zmq.Again):  # nobody reads any more
+                    for _ in range(400 if body else 100_000):
                         mallory.socket.send_multipart([header, body])
 
             flooding = asyncio.create_task(asyncio.to_thread(flood))
@@ -363,9 +363,9 @@ def test_s21_a_flood_is_cut_off_and_memory_stays_bounded(kind):
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10  # KiB
             if kind is not Kind.CHUNK:
                 await until(lambda: p.of("a", "site_lost"), 20)
-                assert (
-                    f"cut off for {BAN_S:g} s after {PATIENCE} breaches"
-                    in p.of("a", "site_lost")[0]["reason"]
+                why = p.of("a", "site_lost")[0]["reason"]
+                assert why.startswith(f"cut off for {BAN_S:g} s after {PATIENCE} breaches") or (
+                    kind is Kind.PING and why == "it does not read what it is sent"
                 )
 
     bounded(main())
