@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public all the same
 
+EVERY_S = 0.25  # ranks ask each other whether one was told to leave
+MAX_STEPS = 20  # between two such questions, for a run that becomes slow
 LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: not done, and no failure; start it again
 
 
@@ -44,12 +46,11 @@ class Leave:
         self._clock = clock
         self._before: Any = None
         self._group: dist.ProcessGroup | None = None
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._box = torch.zeros(2, dtype=torch.float64)  # whether told; seconds a step
         self._work: dist.Work | None = None
+        self._period, self._calls, self._since = 1, 0, clock()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(
-                backend="gloo"
-            )  # its own: answers come beside training's collectives
+            self._group = dist.new_group(backend="gloo")  # its own: answers travel beside training's sums
 
     def __enter__(self) -> Leave:
         self._before = signal.signal(signal.SIGTERM, self._tell)
@@ -66,18 +67,28 @@ class Leave:
     def asked(self) -> bool:
         """Whether all ranks leave now: after each step, on every rank.
 
-        One rank that was told is enough. The answer is that to the step before, so that it has travelled
-        while this step was computed: nobody waits for it.
+        One rank that was told is enough. Ranks exchange what they know about every EVERY_S seconds, or each
+        step where that takes longer, and nobody waits: the answer is that to the exchange before, which has
+        travelled meanwhile. All go by the same answers, so all leave after the same step.
         """
         if self._group is None:
             return self.told_at is not None
+        self._calls += 1
+        if self._calls < self._period:
+            return False
+        now = self._clock()
         if self._work is not None:
             self._work.wait()
-            if int(self._flag):
+            told, seconds = self._box.tolist()
+            if told:
                 self._work = None
                 return True
-        self._flag.fill_(self.told_at is not None)
-        self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            steps, self._period = self._period, max(1, min(MAX_STEPS, int(EVERY_S / max(seconds, 1e-6))))
+        else:
+            steps = 1
+        self._box[0], self._box[1] = float(self.told_at is not None), (now - self._since) / steps
+        self._calls, self._since = 0, now
+        self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return False
 
     def _tell(self, number: int, frame: FrameType | None) -> None:

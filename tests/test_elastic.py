@@ -1,0 +1,64 @@
+"""Leaving together: what ranks answer each other, and how they leave."""
+
+import os
+import signal
+
+import pytest
+
+from fedtrain.training.elastic import LEFT, MAX_STEPS, Leave, Left, shares_store
+from tests.test_checkpoint_mesh import world
+
+
+def test_a_process_alone_leaves_when_it_was_told():
+    with Leave() as leave:
+        assert not leave.asked()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert leave.asked()
+        assert leave.told_at is not None
+
+
+def test_afterwards_sigterm_means_what_it_did_before():
+    before = signal.getsignal(signal.SIGTERM)
+    with Leave():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_who_left_has_an_exit_code_of_its_own():
+    with pytest.raises(SystemExit) as e:
+        raise Left
+    assert e.value.code == LEFT == 75
+
+
+def test_torchruns_shared_store_is_noticed(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert not shares_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert shares_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert not shares_store()
+
+
+def leave_when_one_is_told(rank, ranks, folder):
+    """Steps that become slow and fast again, rank 1 told in the middle of them; where each rank left."""
+    for told_at in (1, 2, 30, 75, 120):
+        now = 0.0
+        leave = Leave(clock=lambda: now)
+        for step in range(1, 400):
+            now += 0.01 if step < 50 or step > 100 else 0.3
+            if rank == 1 and step == told_at:
+                leave.told_at = now
+            if leave.asked():
+                break
+        with (folder / f"left-{rank}").open("a") as f:
+            f.write(f"{told_at} {step}\n")
+
+
+@pytest.mark.slow
+def test_all_ranks_leave_after_the_same_step_soon_after_one_was_told(tmp_path):
+    world(2, leave_when_one_is_told, tmp_path, tmp_path)
+    first, second = ((tmp_path / f"left-{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    for line in first.splitlines():
+        told, left = map(int, line.split())
+        assert told < left <= told + 2 * MAX_STEPS + 2
