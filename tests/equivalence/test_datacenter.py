@@ -86,6 +86,9 @@ ISLANDS = {
 }  # fmt: skip
 
 
+HALF = case("Padded", zero=3, train=CLIPPED)  # to be gone on with, in another mesh
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return project(tmp_path_factory.mktemp("datacenter"))
@@ -93,7 +96,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder) -> dict[str, Outcome]:
-    return launch(folder, 2, TWO | ISLANDS)
+    half = {**HALF, "run": {**HALF["run"], "rounds": 1}}
+    return launch(folder, 2, TWO | ISLANDS | {"half": half})
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +156,15 @@ def test_one_rank_is_a_loop_written_by_hand(folder, alone, task):
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_train_the_model_of_one(two, alone, name):
     assert furthest(two[name].model, alone(TWO[name])) < (CLOSE if "float32" in name else EXACT)
+
+
+def test_a_run_sharded_over_two_ranks_goes_on_alone(folder, two, alone):
+    assert len(two["half"].of("round_committed")) == 1
+    events: list[dict[str, object]] = []
+    config = Config.of({**HALF, "parallel": {}, "run": {**HALF["run"], "name": "half"}}, folder)
+    rest = run_case(config, events, CPU)
+    assert [e["round"] for e in events if e["kind"] == "round_committed"] == [2]
+    assert furthest(rest, alone(HALF)) < EXACT
 
 
 def test_rounds_of_one_step_with_fedavg_between_islands_are_data_parallel(two):
