@@ -1,5 +1,6 @@
 """Leaving together: what ranks answer each other, and how they leave."""
 
+import functools
 import os
 import signal
 
@@ -42,12 +43,12 @@ def test_torchruns_shared_store_is_noticed(monkeypatch):
 def leave_when_one_is_told(rank, ranks, folder):
     """Steps that become slow and fast again, rank 1 told in the middle of them; where each rank left."""
     for told_at in (1, 2, 30, 75, 120):
-        now = 0.0
-        leave = Leave(clock=lambda: now)
+        now = [0.0]
+        leave = Leave(clock=functools.partial(now.__getitem__, 0))
         for step in range(1, 400):
-            now += 0.01 if step < 50 or step > 100 else 0.3
+            now[0] += 0.01 if step < 50 or step > 100 else 0.3
             if rank == 1 and step == told_at:
-                leave.told_at = now
+                leave.told_at = now[0]
             if leave.asked():
                 break
         with (folder / f"left-{rank}").open("a") as f:
