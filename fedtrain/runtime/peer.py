@@ -93,15 +93,15 @@ async def run(
                 heartbeat_s=config.network.heartbeat, idle_s=config.network.idle, emit=emit,
             )  # fmt: skip
             if (speed := await asyncio.to_thread(curve_speed)) < FAST:
-                emit("notice", text=f"CURVE encrypts only {speed / 1e6:.0f} MB/s here: is this pyzmq built "
-                                    "without libsodium?")  # fmt: skip
-            neighbors.start()
+                slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"
+                emit("notice", text=f"{slow}: is this pyzmq built without libsodium?")
+            files = store.folder / "train"
+            files.mkdir(exist_ok=True)
+            model = (await trainer.initial(files / "initial")).load()
+            peer = Peer(name, algorithm, model, _training(trainer, name, files), neighbors)
+            neighbors.start()  # ready: others count on us from here on
             watching = asyncio.create_task(_watch(roster, neighbors))
             try:
-                files = store.folder / "train"
-                files.mkdir(exist_ok=True)
-                model = (await trainer.initial(files / "initial")).load()
-                peer = Peer(name, algorithm, model, _training(trainer, name, files), neighbors)
                 return await _rounds(config, graph, peer, neighbors, roster, trainer, store, emit)
             finally:
                 watching.cancel()

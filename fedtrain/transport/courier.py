@@ -256,7 +256,7 @@ class Courier:
         )  # below, the same sums as in wake_s: rounded otherwise, time would stand
         if self._open:
             for slot in self._order[self._head :]:
-                if not slot.outcome:
+                if not slot.outcome and not slot.whole:  # a whole one waits for its turn alone
                     if now >= self._until(slot.peer):
                         self._lose(slot, f"did not finish within {self._deadline_s:g} s")
                     elif slot.offer is None and now >= self._asked_s + retry_s:
@@ -283,7 +283,7 @@ class Courier:
         """When `tick` has something to do next, unless something happens before; inf: not at all."""
         times = [math.inf]
         if self._open:
-            waiting = [s for s in self._order[self._head :] if not s.outcome]
+            waiting = [s for s in self._order[self._head :] if not s.outcome and not s.whole]
             under_way = [o for o in self._out.values() if not o.outcome]
             times += [
                 self._until(peer) for peer in {*(s.peer for s in waiting), *(o.peer for o in under_way)}

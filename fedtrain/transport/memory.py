@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from inspect import isawaitable
 
-from ..errors import ConnectError
+from ..errors import ConnectError, WireError
 from ..exchange import Exchanged, Letter, Mixer, PeerId, Share
 from ..update import Reply, Request, SiteId
 from ..wire.gossip import Header, Kind
@@ -94,6 +94,7 @@ class LocalNetwork:
         self.names = sorted(names)
         self.faults, self.limits = faults or Faults(), limits or Limits()
         self.messages = self.lost = self.doubled = 0
+        self.refused: list[tuple[PeerId, PeerId, str]] = []  # giver, taker, which breach of the protocol
         self._draw = random.Random(seed)
         self._up: dict[PeerId, LocalNeighbors] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []  # a heap
@@ -172,7 +173,10 @@ class LocalNetwork:
             if header.kind is Kind.PING:
                 peer.courier.heard(giver, header.round, self.now)
             else:
-                peer.courier.receive(giver, header, body, self.now)
+                try:
+                    peer.courier.receive(giver, header, body, self.now)
+                except WireError as e:
+                    self.refused.append((giver, taker, str(e)))
             self._busy.append(taker)
 
     def _later(self, after_s: float, what: Callable[[], None]) -> None:
