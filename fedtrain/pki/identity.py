@@ -152,7 +152,7 @@ def _read(path: Path) -> bytes:
 def _certificates(pem: bytes, path: Path | None) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         raise CertificateError(f"{path or 'these bytes'}: not a PEM certificate") from None
 
 

@@ -125,5 +125,5 @@ def fingerprint(certificate: bytes) -> bytes:
     """SHA-256 of the first certificate in PEM bytes (a chain, or what TLS gives), as openssl prints it."""
     try:
         return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256())
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         raise CertificateError("these bytes: not a PEM certificate") from None

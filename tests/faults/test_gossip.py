@@ -46,10 +46,8 @@ class Peers:
             self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
 
     def said(self, name, kind="round"):
-        found = []
-        for line in (self.folder / f"{name}.log").read_text().splitlines():
-            if line.startswith("{") and line.endswith("}"):
-                found.append(json.loads(line))
+        lines = (self.folder / f"{name}.log").read_text().splitlines()
+        found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
         return [each for each in found if each["kind"] == kind]
 
     def wait_for(self, what, seconds=60.0):
