@@ -123,7 +123,7 @@ class Site:
 
     def encode(self, names: tuple[str, ...], out: np.ndarray) -> None:
         seed = rounding_seed("bench", self.client.site)
-        self.encoding.encode(self.update, names, seed, out, spread=self.spread)
+        self.encoding.encode(self.update, names, seed, out)
 
 
 def padded(values: np.ndarray, nbytes: int) -> bytearray:

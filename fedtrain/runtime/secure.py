@@ -210,7 +210,7 @@ class SecureSite:
         def encode(names: tuple[str, ...], vector: RingVector) -> None:
             if isinstance(result, Update):
                 seed = round_seed(self._config, request.round, self._site)
-                encoding.encode(result, names, seed, vector, scale=scale, spread=self._spread)
+                encoding.encode(result, names, seed, vector, scale=scale)  # threads gain nothing here
             else:
                 encoding.encode_metrics(result.metrics, names, vector)
 
