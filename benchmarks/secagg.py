@@ -98,7 +98,7 @@ class Site:
         self.values *= 0.01
         delta = Arena.wrap(case.encoding.schema, padded(self.values, case.encoding.schema.nbytes))
         self.update = Update(delta=delta, num_examples=50.0, metrics=dict.fromkeys(METRICS, (20.0, 50.0)))
-        self.encoding, self.spread = case.encoding, spread
+        self.encoding = case.encoding
         self.spent_s = self.signatures_s = self.sent_bytes = 0.0
 
     def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:

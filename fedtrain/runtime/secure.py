@@ -190,7 +190,7 @@ class SecureSite:
         verify: Verify,
         spread: Spread = map,
     ) -> None:
-        self._config, self._site, self._spread = config, site, spread
+        self._config, self._site = config, site
         self._policy = policy(config, federation)
         self._clients = {
             kind: Client(site, self._policy, certificate=certificate, sign=sign, verify=verify, spread=spread)
