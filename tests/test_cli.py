@@ -236,13 +236,18 @@ cli.main()
 """
 
 
+def hears_ctrl_c():
+    """What a shell starts in the background does not, and passes that on to all that it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize(
     ("sent", "code", "line"), [(signal.SIGINT, 130, "Interrupted."), (signal.SIGTERM, 143, "Stopped.")]
 )
 def test_a_signal_ends_a_run_in_order_and_says_that_it_goes_on(project, sent, code, line):
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(LONG_RUN)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c,
     )  # fmt: skip
     assert "run heart" in child.stdout.readline()
     child.send_signal(sent)
@@ -313,7 +318,10 @@ def test_watch_follows_another_process_until_the_run_finishes(project):
 
 def test_watch_says_when_no_process_works_on_the_run_and_ends_on_ctrl_c(project):
     write_run(project / "runs" / "heart", finished=False)
-    child = subprocess.Popen([*FEDTRAIN, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [*FEDTRAIN, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=hears_ctrl_c,
+    )  # fmt: skip
     lines = iter(child.stdout.readline, "")
     assert any("no process works on this run" in line for line in lines)
     child.send_signal(signal.SIGINT)
