@@ -10,9 +10,9 @@ import math
 import os
 import random
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -68,6 +68,7 @@ from . import checks
 from .answers import Averages, Emit, Mean, each_alone, evaluations, rule_of, train_id
 
 ECDSA = ec.ECDSA(hashes.SHA256())
+GRACE_S = 0.25  # for replies that are needed no more
 SITES = 3  # a sum over two is each one's update to the other
 REQUESTS = Advertise | AdvertiseEvaluation | Share | Mask | Agree | Unmask
 REPLIES = Keys | Shares | Masked | Agreed | Unmasked | Failure
@@ -255,6 +256,29 @@ def longest_vector(config: Config, schema: Schema) -> int:
     return Encoding(smallest, schema).numel([""] * MAX_NAMES)
 
 
+class Unhurried:
+    """A cohort whose exchanges, when enough has come, let the others finish for a moment."""
+
+    def __init__(self, cohort: Cohort) -> None:
+        self._cohort = cohort
+        self.members, self.tell = cohort.members, cohort.tell
+        self.bytes_in = self.bytes_out = 0  # the cohort itself counts
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        async with aclosing(self._cohort.exchange(requests, deadline_s)) as replies:
+            try:
+                async for pair in replies:
+                    yield pair
+            except GeneratorExit:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(GRACE_S):
+                        async for _ in replies:
+                            pass
+                raise
+
+
 class UnderMasks:
     """answers.Answers: sums of updates are all that comes to be known here."""
 
@@ -336,7 +360,7 @@ class UnderMasks:
         )  # fmt: skip
         deadline_s = self._config.strategy.round_deadline
         found = await secure_sum(
-            self.cohort,
+            Unhurried(self.cohort),
             terms,
             await asyncio.to_thread(hash_of, weights),
             request,
