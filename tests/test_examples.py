@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fedtrain.config import Config
+from fedtrain.store import RunStore
 from fedtrain.strategies import Strategy
 from fedtrain.training.local import Engine
 from fedtrain.training.task import load_task
@@ -191,3 +192,29 @@ def test_digits_finish_their_first_round_within_seconds(tmp_path):
     done = fedtrain(folder, "simulate", "--set", "run.rounds=1")
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - begun < 12
+
+
+@pytest.mark.slow
+def test_without_an_aggregator_each_hospital_ends_within_two_points_of_the_federated_model(tmp_path):
+    """Each peer's own model, on the test patients of all four."""
+    heart, runs = EXAMPLES / "heart", tmp_path / "runs"
+    for options in (["--mode", "gossip", "--config", "gossip.toml"], []):
+        command = [sys.executable, "-m", "fedtrain", "simulate", *options, "--set", f"run.dir={runs}"]
+        subprocess.run(command, cwd=heart, check=True, capture_output=True, timeout=120)
+    config, task = project("heart")
+    engine = Engine(task, config.train, config.run.seed)
+
+    def accuracy(weights):
+        counted = [engine.evaluate(task.eval_data(site), weights)["accuracy"] for site in task.sites()]
+        return sum(right for right, _ in counted) / sum(patients for _, patients in counted)
+
+    def last(name):
+        store = RunStore(runs / name, read_only=True)
+        try:
+            return store.latest()
+        finally:
+            store.close()
+
+    federated, peers = accuracy(last("heart+simulate").weights), last("heart+gossip").state
+    found = {site: accuracy(Arena(engine.schema, peers[f"{site}/model"])) for site in task.sites()}
+    assert all(abs(each - federated) <= 0.02 for each in found.values()), (federated, found)
