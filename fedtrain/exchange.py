@@ -36,6 +36,20 @@ class Cohort(Protocol):
         """One line for the people at a site: why its update was refused, say. Best effort."""
 
 
+class Before:
+    """A cohort that stands before another one; what derives from it says how it exchanges."""
+
+    def __init__(self, others: Cohort) -> None:
+        self._others = others
+        self.bytes_in = self.bytes_out = 0  # nothing crosses a network here
+
+    async def members(self, at_least: int) -> list[SiteId]:
+        return await self._others.members(at_least)
+
+    def tell(self, site: SiteId, line: str) -> None:
+        self._others.tell(site, line)
+
+
 async def gather(
     cohort: Cohort, requests: Mapping[SiteId, Request], deadline_s: float
 ) -> dict[SiteId, Reply]:

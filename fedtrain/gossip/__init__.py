@@ -68,6 +68,6 @@ def build(kind: str, options: Mapping[str, Any], compressor: Compressor | None =
                 f"gossip.{name}: {kind} has no such option. It has {', '.join(own) or 'none of its own'}."
             )
     table = dict(options)
-    if compressor is not None and "compressor" in {f.name for f in fields(cls)}:  # type: ignore[arg-type]
-        return cls(compressor=compressor, **table)  # type: ignore[call-arg]
+    if compressor is not None and "compressor" in {f.name for f in fields(cls)}:  # type: ignore[arg-type]  # a dataclass
+        return cls(compressor=compressor, **table)  # type: ignore[call-arg]  # it has that field
     return config.build(cls, table, "gossip")

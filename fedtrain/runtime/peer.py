@@ -209,7 +209,7 @@ async def _see_off(config: Config, peer: Peer, neighbors: ZmqNeighbors) -> None:
     neighbors.announce(peer.round)
     with suppress(TimeoutError):
         async with asyncio.timeout(config.network.idle):
-            while any(r < peer.round for r in neighbors.progress().values()):  # noqa: ASYNC110
+            while any(r < peer.round for r in neighbors.progress().values()):  # noqa: ASYNC110  # no event tells it
                 await asyncio.sleep(POLL_S)
 
 

@@ -25,7 +25,7 @@ from .. import compression
 from ..aggregation import aggregate
 from ..config import Config
 from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites
-from ..exchange import Cohort
+from ..exchange import Before, Cohort
 from ..secagg.client import Client, Policy, Sign
 from ..secagg.encoding import Encoding, Total, norm_of, rounding_seed
 from ..secagg.fixedpoint import ONE, SCALAR_LIMIT, FixedPoint
@@ -256,18 +256,13 @@ def longest_vector(config: Config, schema: Schema) -> int:
     return Encoding(smallest, schema).numel([""] * MAX_NAMES)
 
 
-class Unhurried:
+class Unhurried(Before):
     """A cohort whose exchanges, when enough has come, let the others finish for a moment."""
-
-    def __init__(self, cohort: Cohort) -> None:
-        self._cohort = cohort
-        self.members, self.tell = cohort.members, cohort.tell
-        self.bytes_in = self.bytes_out = 0  # the cohort itself counts
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        async with aclosing(self._cohort.exchange(requests, deadline_s)) as replies:
+        async with aclosing(self._others.exchange(requests, deadline_s)) as replies:
             try:
                 async for pair in replies:
                     yield pair

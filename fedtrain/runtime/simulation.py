@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..config import Config
 from ..errors import CertificateError, ConfigError
-from ..exchange import Cohort
+from ..exchange import Before, Cohort
 from ..secagg.messages import Advertise, AdvertiseEvaluation
 from ..store import Checkpoint, RunStore
 from ..strategies import build, state_init
@@ -297,7 +297,7 @@ class PoolCohort:
             return await ask(min(self._trainers, key=lambda t: t.backlog))
 
 
-class InlineCohort:
+class InlineCohort(Before):
     """One site in this process, where breakpoint() works; the others wherever they are."""
 
     def __init__(self, site: SiteId, bench: Workbench, others: Cohort) -> None:
@@ -306,14 +306,8 @@ class InlineCohort:
             raise ConfigError(
                 f"--debug {site}: there is no such site. There are {', '.join(sorted(known)[:10])}."
             )
-        self._site, self._bench, self._others = site, bench, others
-        self.bytes_in = self.bytes_out = 0
-
-    async def members(self, at_least: int) -> list[SiteId]:
-        return await self._others.members(at_least)
-
-    def tell(self, site: SiteId, line: str) -> None:
-        self._others.tell(site, line)
+        super().__init__(others)
+        self._site, self._bench = site, bench
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
@@ -376,22 +370,16 @@ class SimulatedKeys:
         return site, hashlib.sha256(certificate).digest()
 
 
-class MaskedCohort:
+class MaskedCohort(Before):
     """Simulated sites that answer under masks, doing all that real ones do; the wire alone is left out.
 
     The updates of a round are held until they are masked, as at so many sites.
     """
 
     def __init__(self, config: Config, others: Cohort, keys: SimulatedKeys) -> None:
-        self._config, self._others, self._keys = config, others, keys
+        super().__init__(others)
+        self._config, self._keys = config, keys
         self._sites: dict[SiteId, secure.SecureSite] = {}
-        self.bytes_in = self.bytes_out = 0
-
-    async def members(self, at_least: int) -> list[SiteId]:
-        return await self._others.members(at_least)
-
-    def tell(self, site: SiteId, line: str) -> None:
-        self._others.tell(site, line)
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
@@ -409,7 +397,7 @@ class MaskedCohort:
                         yield site, reply
             return
         for site, request in requests.items():
-            yield site, await asyncio.to_thread(self._site(site).answer, request)  # type: ignore[arg-type]
+            yield site, await asyncio.to_thread(self._site(site).answer, request)  # type: ignore[arg-type]  # not step 0
 
     def _site(self, site: SiteId) -> secure.SecureSite:
         if site not in self._sites:

@@ -102,7 +102,7 @@ class LocalNetwork:
         self._busy: deque[PeerId] = deque()  # whose outbox may hold something
         self._flushing = self._advancing = False
         for name, at_s in self.faults.crash_s.items():
-            self._later(at_s, lambda name=name: self._crash(name))  # type: ignore[misc]
+            self._later(at_s, lambda name=name: self._crash(name))  # type: ignore[misc]  # a default
 
     @asynccontextmanager
     async def join(self, name: PeerId) -> AsyncIterator[LocalNeighbors]:

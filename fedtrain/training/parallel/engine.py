@@ -187,7 +187,7 @@ class MeshEngine:
         root = self._roots[0]
         if not isinstance(root, DistributedDataParallel):
             return None
-        told: dict[str, Any] = root._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        told: dict[str, Any] = root._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's
         sent, beside = (told.get(f"avg_backward_{k}_time", 0) for k in ("comm", "compute_comm_overlap"))
         return max(0, int(sent) - int(beside)) / 1e9
 
@@ -225,7 +225,7 @@ class MeshEngine:
                     self._pipeline.train(present, partial(measured, counts, i))
                 else:
                     objective = measured(counts, i, self._roots[0](present), present, 0)
-                    objective.backward()  # type: ignore[no-untyped-call]
+                    objective.backward()  # type: ignore[no-untyped-call]  # torch's
         none = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         loss = torch.stack([*sums.values()]).sum() if sums else none
         weight = math.fsum(weights.values())
@@ -246,7 +246,7 @@ class MeshEngine:
     def _rescale(self, factor: float) -> None:
         for p in self._parameters:  # beside tp, a replicated parameter's gradient may still be in parts
             if is_dtensor(p.grad) and any(place.is_partial() for place in p.grad.placements):
-                p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+                p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
         if factor != 1.0 and (gradients := self.gradients()):
             torch._foreach_mul_(gradients, factor)
 

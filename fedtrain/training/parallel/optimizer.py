@@ -53,7 +53,7 @@ def _configured(parameters: list[nn.Parameter], train: TrainConfig) -> torch.opt
 def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What its constructor was given."""
     (group,) = optimizer.param_groups
-    known = optimizer.__init__.__code__.co_varnames  # type: ignore[misc]
+    known = optimizer.__init__.__code__.co_varnames  # type: ignore[misc]  # a class of torch's
     return {name: value for name, value in group.items() if name != "params" and name in known}
 
 
