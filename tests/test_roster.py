@@ -67,7 +67,7 @@ def test_an_entry_of_another_federation_is_refused(certs):
 
 def test_a_changed_byte_anywhere_is_refused(certs):
     data = enrol(signer(certs[0], "a"), claim()).encode()
-    for at in range(0, len(data), 37):
+    for at in range(len(data)):
         bad = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with pytest.raises(CertificateError):
             check(bad, verifier(certs[0]), "fedtrain")

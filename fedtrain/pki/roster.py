@@ -62,7 +62,7 @@ def check(data: bytes, verifier: Verifier, federation: str) -> tuple[Contact, in
     try:
         entry = msgspec.msgpack.decode(data, type=Entry)
         claim = msgspec.msgpack.decode(entry.claim, type=Claim)
-    except (msgspec.DecodeError, RecursionError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as e:
         raise CertificateError(f"not a roster entry: {str(e)[:120]}") from None
     signed_by, _ = verifier.verify(entry.certificate, CONTEXT + entry.claim, entry.signature)
     if signed_by != claim.peer:

@@ -6,7 +6,7 @@ may lie, is signed: ECDSA on P-256 with SHA-256, the same key and chain that TLS
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -37,7 +37,7 @@ class Signer:
         key = serialization.load_pem_private_key(credentials.key, password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
             raise CertificateError(f"{credentials.identity}: key.pem is no P-256 key, which signing needs")
-        return cls(credentials.chain, key)
+        return cls(_pem(x509.load_pem_x509_certificates(credentials.chain)), key)
 
     def sign(self, message: bytes) -> bytes:
         """DER, about 71 bytes; another one each time."""
@@ -102,6 +102,8 @@ class Verifier:
         if identity.role != "site" or identity.federation != self._federation:
             raise CertificateError(f"{identity} is not a site of {self._federation}")
         leaf, *above = x509.load_pem_x509_certificates(certificate)
+        if _pem([leaf, *above]) != certificate:  # one chain, one sequence of bytes: no free space beside it
+            raise CertificateError(f"{identity}: its certificate chain is not in plain PEM")
         rules = PolicyBuilder().store(self._store).time(self._now())
         try:
             chain = rules.build_client_verifier().verify(leaf, above).chain
@@ -119,6 +121,10 @@ class Verifier:
             max(c.not_valid_before_utc for c in chain),
             min(c.not_valid_after_utc for c in chain),
         )
+
+
+def _pem(chain: Iterable[x509.Certificate]) -> bytes:
+    return b"".join(c.public_bytes(serialization.Encoding.PEM) for c in chain)
 
 
 def fingerprint(certificate: bytes) -> bytes:

@@ -20,13 +20,14 @@ import msgspec
 from .. import compression, topology
 from ..aggregation import WeightedMean
 from ..config import Config
-from ..errors import BadUpdate, ConfigError
+from ..errors import BadUpdate, ConfigError, WireError
 from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId, Share
 from ..gossip import Algorithm, Blend, Heard, LocalSteps, Parcel, Receive, Send, build
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.memory import LocalNetwork
 from ..update import ALIGN, FLOATS, Arena, Metrics, Schema, Section, Update, averages
+from ..wire.codec import decode
 from .answers import Emit
 from .federated import Result, evaluation_is_due, keep_evaluation, reason_to_stop
 from .simulation import agreed as agreed_simulation
@@ -252,8 +253,8 @@ def _finite(values: torch.Tensor) -> bool:
 
 def _checked_note(note: bytes) -> Note:
     try:
-        found = msgspec.msgpack.decode(note, type=Note)
-    except msgspec.DecodeError as e:
+        found: Note = decode(note, Note)
+    except WireError as e:
         raise BadUpdate(f"its note can't be read: {e}") from None
     if any(dtype not in PART_TYPES or numel < 0 for _, dtype, numel in found.parts):
         raise BadUpdate(f"its parts are not of {', '.join(PART_TYPES)}")

@@ -18,6 +18,7 @@ import torch
 
 from ..errors import ConfigError
 from ..update import seed_of
+from .local import seed_all
 
 Order = Callable[[int], torch.Tensor]  # a seed -> a permutation of all examples, int64 [count]
 
@@ -131,9 +132,7 @@ def drawing(seed: int) -> Iterator[None]:
     """Within, torch (on the CPU), numpy and random draw from `seed`; afterwards they go on as if nothing
     had been drawn."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFF_FFFF)  # the legacy one, which datasets and augmentations draw from
-    random.seed(seed)
+    seed_all(seed, torch.device("cpu"))
     try:
         yield
     finally:
