@@ -18,6 +18,7 @@ import msgspec
 from .. import __version__
 from ..config import Config
 from ..errors import CertificateError, TaskError
+from ..malloc import keep_freed
 from ..pki import Credentials, aggregator_target
 from ..pki.signing import Signer, Verifier
 from ..secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
@@ -176,6 +177,7 @@ async def run(
 
     `start_trainer(scratch)` makes the trainer, when it is not to be a process with the task's code.
     """
+    keep_freed()
     credentials = Credentials.load(config.root / config.network.certs / "sites" / name)
     if credentials.identity.role != "site" or credentials.identity.name != name:
         raise CertificateError(

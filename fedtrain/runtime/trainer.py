@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from .. import malloc
 from ..config import Config
 from ..errors import ConfigError, FedtrainError, TaskError
 from ..update import Arena, ArenaFile, Evaluation, Metrics, Schema, SiteId, Update
@@ -44,7 +45,6 @@ SECTIONS = (
 )  # of fedtrain.toml; where keys lie is not among them
 DATASETS = 1024  # sites whose data a trainer keeps loaded, those used last
 DATA_BYTES = 2 << 30  # and of their tensors at most so much
-KEPT_BYTES = 32 << 20  # of freed memory, by glibc's malloc in a trainer
 FRAME_BYTES = 1 << 28  # a longer frame is not ours
 ABANDONED_S = 5.0  # for a request that nobody waits for any more, before it is ended with the process
 CLOSE_S = 3.0  # for a child to leave by itself before it is killed
@@ -350,8 +350,7 @@ def _environment(config: Config, scratch: Path) -> dict[str, str]:
     return ours | {
         "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch.resolve()),
         "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
-        # Freed memory is kept: getting the same pages anew for every batch costs a tenth of the training.
-        "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES), "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
+        **malloc.ENVIRONMENT,  # new pages for every batch would cost a tenth of the training
     }  # fmt: skip
 
 

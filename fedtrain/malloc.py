@@ -1,0 +1,28 @@
+"""How the C library keeps memory that was freed. Models and their chunks come and go many times a second.
+
+glibc gives a freed buffer of their size back to the kernel, and takes it again page by page, zeroed: a
+quarter of a round's processor time. So a process keeps some, and asks for large pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+MMAP_BYTES = 32 << 20  # a larger buffer has pages of its own, given back when it is freed (glibc's maximum)
+TRIM_BYTES = 64 << 20  # of freed memory are kept
+ENVIRONMENT = {  # the same for a process to be started
+    "MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES),
+    "MALLOC_TRIM_THRESHOLD_": str(TRIM_BYTES),
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch: pages of 2 MiB for its large tensors
+}
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def keep_freed() -> None:
+    """From here on, in this process; before the first large tensor. Another C library needs nothing."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, MMAP_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES)
