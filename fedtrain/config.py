@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 import os
 import re
 import tomllib
@@ -114,6 +115,24 @@ class AggregationConfig:
 
 
 @dataclass(frozen=True)
+class AsynchronousConfig:
+    """No rounds: a site is asked again as soon as its update is in (FedBuff, Nguyen et al. 2022)."""
+
+    enabled: bool = False
+    buffer: int = 3  # updates that make a version of the model, the paper's K; 1: each moves it (FedAsync)
+    max_staleness: int = 20  # versions; an update that was trained from an older model is refused
+    staleness_exponent: float = 0.5  # an update counts (1 + its staleness)^-this; 0: all alike
+
+    def __post_init__(self) -> None:
+        require(self.buffer >= 1, "asynchronous.buffer", f"{self.buffer} must be at least 1")
+        require(
+            self.max_staleness >= 0, "asynchronous.max_staleness", f"{self.max_staleness} must be 0 or more"
+        )
+        require(0 <= self.staleness_exponent < math.inf, "asynchronous.staleness_exponent",
+                f"{self.staleness_exponent} must be 0 (off) or positive")  # fmt: skip
+
+
+@dataclass(frozen=True)
 class SecAggConfig:
     """Secure aggregation: the aggregator learns sums over sites and nothing else.
 
@@ -197,11 +216,16 @@ class SimulateConfig:
     workers: int = 0  # processes; 0: one a core
     engine: str = "loop"  # loop (the federation's bits) | vmap (many small sites at once)
     masks: bool = False  # do all of secure aggregation's work as it is done for real; the model is the same
+    speeds: str = (
+        "equal"  # of asynchronous sites, on a clock of their own: equal | lognormal:1 | straggler:10
+    )
 
     def __post_init__(self) -> None:
         require(self.sites >= 1, "simulate.sites", f"{self.sites} must be at least 1")
         require(self.workers >= 0, "simulate.workers", f"{self.workers} must be 0 (one a core) or more")
         one_of("simulate.engine", self.engine, ("loop", "vmap"))
+        require(re.fullmatch(r"equal|(lognormal|straggler):\d+(\.\d+)?", self.speeds), "simulate.speeds",
+                f'{self.speeds!r} must be "equal", "lognormal:1" or "straggler:10"')  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -212,6 +236,7 @@ class GossipConfig:
     topology: str = "base:1"  # who talks to whom: `fedtrain topology` knows them
     weights: str = ""  # metropolis | uniform | push-sum; "": what suits the topology
     compressor: str = "quantize:8"  # of choco
+    rule: str = "mean"  # what a peer makes of its neighbours' models: "median", "self_clip:f=1", ...
     round_deadline: Seconds = Seconds(600)  # a neighbour later than this, by its own start, is left out
     roster: str = "roster"  # folder of the peers' signed entries, relative to this file
     options: dict[str, Any] = field(default_factory=dict)
@@ -299,6 +324,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     secagg: SecAggConfig = field(default_factory=SecAggConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -357,6 +383,8 @@ class Config:
                  for f in fields(self.train) if f.name not in local}  # fmt: skip
         pairs |= {f"strategy.{k}": v for k, v in self.strategy.options.items()}
         pairs |= {f"aggregation.{k}": v for k, v in self.aggregation.options.items()}
+        pairs |= {f"asynchronous.{f.name}": getattr(self.asynchronous, f.name)
+                  for f in fields(self.asynchronous)}  # fmt: skip
         pairs |= {f"secagg.{f.name}": getattr(self.secagg, f.name) for f in fields(self.secagg)}
         pairs |= {"run.name": self.run.name, "run.seed": self.run.seed, "run.task": self.run.task,
                   "strategy.kind": self.strategy.kind,

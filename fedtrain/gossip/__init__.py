@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from .. import config
@@ -16,6 +16,7 @@ from .base import (
     Heard,
     LocalSteps,
     Mailbox,
+    Mix,
     Parcel,
     Receive,
     Request,
@@ -28,6 +29,8 @@ from .driver import step
 from .epidemic import Epidemic
 from .noloco import NoLoCo
 from .periodic import PeriodicAverage
+from .rules import Mean, Rule
+from .rules.base import Ruled
 from .sgp import SGP
 from .swift import Swift
 from .tracking import GradientTracking
@@ -46,28 +49,39 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "Blend", "Compressor", "Heard", "LocalSteps", "Mailbox", "Parcel", "Receive",
-    "Request", "Send", "build", "step",
+    "ALGORITHMS", "Algorithm", "Blend", "Compressor", "Heard", "LocalSteps", "Mailbox", "Mix", "Parcel",
+    "Receive", "Request", "Rule", "Ruled", "Send", "build", "step",
 ]  # fmt: skip
 
 
-def build(kind: str, options: Mapping[str, Any], compressor: Compressor | None = None) -> Algorithm:
-    """The algorithm that [gossip] describes: its name, and the keys that are its own fields."""
+def build(
+    kind: str, options: Mapping[str, Any], compressor: Compressor | None = None, rule: Rule | None = None
+) -> Algorithm:
+    """The algorithm that [gossip] describes: its name, the keys that are its own fields, and its parts."""
     config.one_of("gossip.algorithm", kind, ALGORITHMS)
     cls = ALGORITHMS[kind]
     own = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # each is a dataclass
+    parts: dict[str, Any] = {}
     if "compressor" in own:
         if compressor is None:
             raise ConfigError(
                 f'gossip.algorithm: {kind} sends compressed differences. Set gossip.compressor = "int8".'
             )
-        own.remove("compressor")
+        parts["compressor"] = compressor
+    if rule is not None and not isinstance(rule, Mean):
+        if "rule" not in own:
+            able = ", ".join(name for name, other in ALGORITHMS.items() if issubclass(other, Ruled))
+            raise ConfigError(
+                f"gossip.rule: {kind} keeps mass, trackers or copies that are right only for the graph's own "
+                f'weights, so it takes "mean" alone. These take any rule: {able}.'
+            )
+        parts["rule"] = rule
+    own = [name for name in own if name not in ("compressor", "rule")]
     for name in options:
         if name not in own:
             raise ConfigError(
                 f"gossip.{name}: {kind} has no such option. It has {', '.join(own) or 'none of its own'}."
             )
-    table = dict(options)
-    if compressor is not None and "compressor" in {f.name for f in fields(cls)}:  # type: ignore[arg-type]  # a dataclass
-        return cls(compressor=compressor, **table)  # type: ignore[call-arg]  # it has that field
-    return config.build(cls, table, "gossip")
+    if "compressor" in parts:
+        return cls(**options, **parts)
+    return replace(config.build(cls, dict(options), "gossip"), **parts)  # type: ignore[type-var]  # a dataclass

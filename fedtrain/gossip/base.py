@@ -64,7 +64,7 @@ class Send:
     folded there as they come. -> None"""
 
     parcel: Parcel
-    blends: Mapping[str, Blend] = field(default_factory=dict)
+    blends: Mapping[str, Mix] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,10 @@ class Algorithm:
         """Whether round t goes over the complete graph, whatever the topology."""
         return False
 
+    def beside(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
+        """Where what travels beside the algorithm's own parts is mixed: buffers, and what peers estimate."""
+        return Blend(own, near, mass)
+
 
 class Compressor(Protocol):
     """What CHOCO needs of one, on float32 vectors; fedtrain.compression has them."""
@@ -126,13 +130,27 @@ class Compressor(Protocol):
         """The vector again, as well as it can be told."""
 
 
-class Blend:
-    """kept·own + Σ weight_j·x_j over the neighbours that come, folded chunk by chunk.
+class Mix(Protocol):
+    """Where a part of the neighbours' parcels goes, chunk by chunk, and what comes of it.
 
     A driver calls `begin(j, fields)` when j's parcel is announced, `add` for each of its chunks, in order,
-    and nothing more when j is lost half way. At each coordinate neighbours are folded in the order of the
-    calls (the driver's: by name), each product and each sum rounded once. So the bits depend neither on
-    timing nor on where chunks end.
+    and nothing more when j is lost half way.
+    """
+
+    def begin(self, peer: PeerId, fields: Mapping[str, float]) -> None: ...
+
+    def add(self, peer: PeerId, chunk: Vector) -> None:
+        """The next coordinates of a neighbour's vector; the chunk is only looked at in this call."""
+
+    def to_self(self) -> Vector:
+        """The mix; where it is a mean, the share of what did not come returns to self."""
+
+
+class Blend:
+    """Mix: kept·own + Σ weight_j·x_j over the neighbours that come, folded chunk by chunk.
+
+    At each coordinate neighbours are folded in the order of the calls (the driver's: by name), each product
+    and each sum rounded once. So the bits depend neither on timing nor on where chunks end.
     """
 
     def __init__(self, own: Vector, near: Neighborhood, mass: float = 1.0) -> None:
@@ -147,7 +165,6 @@ class Blend:
         self._weight[peer] = self._near.incoming[peer] * fields.get("mass", 1.0)
 
     def add(self, peer: PeerId, chunk: Vector) -> None:
-        """The next coordinates of a neighbour's vector; the chunk is only looked at in this call."""
         at, weight = self._came[peer], self._weight[peer]
         self._came[peer] = at + chunk.numel()
         total = self._sum[at : self._came[peer]]
@@ -157,7 +174,7 @@ class Blend:
             total[start : start + PIECE].add_(self._scratch[: len(piece)].copy_(piece).mul_(weight))
 
     def to_self(self) -> Vector:
-        """The mix, when the share of what did not come returns to self: each row still sums to 1."""
+        """Each row of W still sums to 1."""
         for peer, came in self._came.items():
             if came < self._own.numel():
                 self._sum[came:].add_(self._own[came:], alpha=self._near.incoming[peer])

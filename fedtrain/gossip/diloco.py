@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config import require
-from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
+from .base import LocalSteps, Parcel, Receive, Send
+from .rules.base import Ruled
 
 if TYPE_CHECKING:
     from ..exchange import Neighborhood
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DiLoCo(Algorithm):
+class DiLoCo(Ruled):
     """Δ = θ − φ after H local steps, v ← βv + Δ, φ ← W(φ + η(Δ + βv)) (after Douillard et al. 2023,
     Algorithm 1, whose outer gradient is −mean Δ).
 
@@ -38,7 +39,7 @@ class DiLoCo(Algorithm):
         delta = (yield LocalSteps(x)) - x
         v = (state["momentum"] * self.momentum).add_(delta)
         stepped = x + delta.add_(v, alpha=self.momentum).mul_(self.outer_lr)
-        blend = Blend(stepped, near)
-        yield Send(Parcel({"x": stepped}), {"x": blend})
+        mix = self.rule.over(stepped, near, t)
+        yield Send(Parcel({"x": stepped}), {"x": mix})
         yield Receive()
-        return blend.to_self(), {"momentum": v}
+        return mix.to_self(), {"momentum": v}

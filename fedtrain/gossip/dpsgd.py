@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
+from .base import LocalSteps, Parcel, Receive, Send
+from .rules.base import Ruled
 
 if TYPE_CHECKING:
     from ..exchange import Neighborhood
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DPSGD(Algorithm):
+class DPSGD(Ruled):
     """X ← W(X + Δ(X)), or X ← WX + Δ(X) with `overlap` (Lian et al. 2017, Algorithm 1, where Δ = −ηG).
 
     On the complete graph the first form is FedAvg. The second trains while the bytes move.
@@ -23,9 +24,9 @@ class DPSGD(Algorithm):
 
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         told = x if self.overlap else (yield LocalSteps(x))
-        blend = Blend(told, near)
-        yield Send(Parcel({"x": told}), {"x": blend})
+        mix = self.rule.over(told, near, t)
+        yield Send(Parcel({"x": told}), {"x": mix})
         trained = (yield LocalSteps(x)) if self.overlap else told
         yield Receive()
-        mixed = blend.to_self()
+        mixed = mix.to_self()
         return (mixed.add_(trained - x) if self.overlap else mixed), state

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..config import require
-from .base import Algorithm, Blend, LocalSteps, Mailbox, Parcel, Send
+from .base import LocalSteps, Mailbox, Parcel, Send
+from .rules.base import Ruled
 
 if TYPE_CHECKING:
     from ..exchange import Neighborhood
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Swift(Algorithm):
+class Swift(Ruled):
     """Train, tell the neighbours, and average with the newest that each of them has told (Bornstein et al.
     2023, Algorithm 1). A model more than `staleness` of our rounds old no longer counts; its share returns to
     self.
@@ -33,8 +34,8 @@ class Swift(Algorithm):
         trained = yield LocalSteps(x)
         yield Send(Parcel({"x": trained}))
         heard: Heard = yield Mailbox(self.staleness)
-        blend = Blend(trained, near)
+        mix = self.rule.over(trained, near, t)
         for peer in sorted(heard.parcels.keys() & near.incoming.keys()):
-            blend.begin(peer, {})
-            blend.add(peer, heard.parcels[peer].parts["x"])
-        return blend.to_self(), state
+            mix.begin(peer, {})
+            mix.add(peer, heard.parcels[peer].parts["x"])
+        return mix.to_self(), state

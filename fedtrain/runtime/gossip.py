@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .. import compression, topology
+from .. import aggregation, compression, topology
 from ..aggregation import WeightedMean
 from ..config import Config
 from ..errors import BadUpdate, ConfigError, WireError
 from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId, Share
-from ..gossip import Algorithm, Blend, Heard, LocalSteps, Parcel, Receive, Send, build
+from ..gossip import Algorithm, Blend, Heard, LocalSteps, Mix, Parcel, Receive, Ruled, Send, build, rules
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.memory import LocalNetwork
 from ..update import ALIGN, FLOATS, Arena, Metrics, Schema, Section, Update, averages
 from ..wire.codec import decode
-from .answers import Emit
-from .federated import Result, evaluation_is_due, keep_evaluation, reason_to_stop
+from .progress import Emit, Result, evaluation_is_due, keep_evaluation, reason_to_stop
 from .simulation import agreed as agreed_simulation
 from .simulation import forget
 from .trainer import Workbench
@@ -58,7 +57,9 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
         if gossip.compressor.startswith("error_feedback"):
             raise ConfigError("gossip.compressor: choco remembers errors itself. Leave error_feedback out.")
         compressor = compression.parse(gossip.compressor).contraction()
-    algorithm = build(gossip.algorithm, gossip.options, compressor)
+    own = {kind: rule for kind, rule in aggregation.RULES.items() if not rule.linear}
+    rule = rules.parse(gossip.rule, own, aggregation.build, config.run.rounds)
+    algorithm = build(gossip.algorithm, gossip.options, compressor, rule)
     file = gossip.topology.removeprefix("file:")
     spec = gossip.topology if file == gossip.topology else f"file:{config.root / file}"
     graph = topology.parse(spec, gossip.weights)
@@ -74,6 +75,24 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
             f'of each neighbour. Use one that stays, as "regular:4".'
         )
     return algorithm, graph
+
+
+def check_graph(algorithm: Algorithm, graph: Topology, members: Sequence[PeerId], seed: int) -> None:
+    """ConfigError unless all of these members hear each other in time, and each hears enough for its rule."""
+    graph.check(members, seed)
+    if not isinstance(algorithm, Ruled):
+        return
+    for t in range(graph.period(len(members)) or 8):
+        if algorithm.everyone(t):
+            continue
+        for near in graph.round(members, t, seed).graph.values():
+            if 1 + len(near.incoming) < algorithm.rule.needs:
+                raise ConfigError(
+                    f"gossip.rule: {algorithm.rule} needs {algorithm.rule.needs} models, one's own included, "
+                    f"and {near.peer} has {1 + len(near.incoming)} in round {t + 1} on {graph} of "
+                    f"{len(members)} peers. Use a denser graph, as gossip.topology = "
+                    f'"regular:{algorithm.rule.needs - 1}".'
+                )
 
 
 # --- a model as the vectors that travel
@@ -174,7 +193,7 @@ class Inbox:
 
     def __init__(
         self,
-        blends: Mapping[str, Blend],
+        blends: Mapping[str, Mix],
         like: Mapping[str, torch.Tensor],
         most_bytes: int,
         optional: Collection[str] = (),
@@ -392,7 +411,7 @@ class _Exchange:
     ) -> None:
         self._near, self._directed = near, peer.algorithm.directed
         self._mass = send.parcel.fields.get("mass", 1.0)
-        self._blends = {name: Blend(vector, near, self._mass) for name, vector in sides.items()}
+        self._blends = {name: peer.algorithm.beside(v, near, self._mass) for name, v in sides.items()}
         self._returned, self.missing = 0.0, dict[PeerId, str]()
         self.parcel = parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
         share = share_of(parcel, 1.0, len(near.outgoing))  # the bytes are the same for all
@@ -431,7 +450,9 @@ class _Exchange:
 
     def mixed(self) -> dict[str, Vector]:
         return {
-            name: blend.by_mass(self._returned)[0] if self._directed else blend.to_self()
+            name: blend.by_mass(self._returned)[0]
+            if self._directed and isinstance(blend, Blend)
+            else blend.to_self()
             for name, blend in self._blends.items()
         }
 
@@ -449,7 +470,7 @@ async def simulate(
         forget(config.gossip_dir)
     bench = Workbench(config, data_dir, simulated=True)
     about = bench.description
-    graph.check(about.sites, config.run.seed)
+    check_graph(algorithm, graph, about.sites, config.run.seed)
     store = RunStore(config.gossip_dir, durable=False)
     try:
         agreed = agreed_simulation(config) | {

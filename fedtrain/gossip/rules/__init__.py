@@ -1,0 +1,64 @@
+"""How the models of a neighbourhood become one, one file a rule. A new one: its file and its line in RULES.
+
+What is here knows which model is the peer's own. A rule that treats all alike is aggregation's, and serves a
+neighbourhood as well: `parse` is given that table too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from ... import config
+from ...errors import ConfigError
+from .balance import Balance
+from .base import Alike, Mean, OfRows, Rule
+from .self_clip import SelfClip
+
+RULES: dict[str, type[Rule]] = {
+    "balance": Balance,
+    "mean": Mean,
+    "self_clip": SelfClip,
+}
+
+__all__ = ["RULES", "Alike", "Mean", "Rule", "parse"]
+
+
+def parse(
+    text: str,
+    others: Mapping[str, type[OfRows]],
+    build: Callable[[str, Mapping[str, Any]], OfRows],
+    rounds: int = 0,
+) -> Rule:
+    """A rule in one line: "median", "trimmed_mean:f=2", "self_clip:f=1", "balance:gamma=0.5".
+
+    `others` are rules of rows that count alike, made by `build`. `rounds`: of the run, for what shrinks over
+    it. Every mistake is a ConfigError that says what to change.
+    """
+    kind, colon, rest = text.strip().partition(":")
+    config.one_of("gossip.rule", kind, sorted({*RULES, *others}))
+    cls: type[Any] = RULES.get(kind) or others[kind]
+    own, options = [f.name for f in fields(cls)], dict[str, Any]()
+    for item in rest.split(",") if colon else ():
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if name not in own or not equals:
+            raise ConfigError(
+                f'gossip.rule: {text!r}: write "{kind}:NAME=VALUE,...". '
+                f"{kind} has {', '.join(own) or 'no options'}."
+            )
+        options[name] = _value(value)
+    if kind not in RULES:
+        return Alike(build(kind, options))
+    if rounds and "rounds" in own:
+        options.setdefault("rounds", rounds)
+    return config.build(RULES[kind], options, "gossip.rule")
+
+
+def _value(text: str) -> int | float | str:
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,38 @@
+"""BALANCE: a neighbour's model counts when it is close enough to one's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...config import require
+from .base import Rule, distances, shortened
+
+if TYPE_CHECKING:
+    from ...exchange import Neighborhood, PeerId
+    from ..base import Vector
+    from .base import Rows
+
+
+@dataclass(frozen=True)
+class Balance(Rule):
+    """xⱼ counts if ‖xⱼ − x‖ ≤ γ·exp(−κ·t/T)·‖x‖, else its share returns to self (Fang et al. 2024, Alg. 1).
+
+    The paper averages the accepted plainly and takes a part α of it; here the graph's weights do both, so
+    that with all accepted it is the plain mean. What is close grows less over the T rounds of the run.
+    """
+
+    gamma: float = 0.3
+    kappa: float = 1.0
+    rounds: int = 0  # T; 0: run.rounds
+
+    def __post_init__(self) -> None:
+        require(0 < self.gamma < math.inf, "gossip.rule", f"balance:gamma={self.gamma}: it must be positive")
+        require(self.kappa >= 0, "gossip.rule", f"balance:kappa={self.kappa}: it must be 0 or more")
+        require(self.rounds >= 0, "gossip.rule", f"balance:rounds={self.rounds}: it must be 0 or more")
+
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
+        close = self.gamma * math.exp(-self.kappa * t / max(self.rounds, 1)) * float(rows[0].double().norm())
+        return shortened(rows, peers, [float(d <= close) for d in distances(rows)], near)

@@ -1,0 +1,157 @@
+"""What a rule over a neighbourhood is: the mean folds models as they come, others hold them side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ..base import PIECE, Algorithm, Blend
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...exchange import Neighborhood, PeerId
+    from ..base import Mix, Vector
+
+    Rows = torch.Tensor  # [1 + neighbours, d]: the peer's own first, then theirs, by name
+
+
+class Rule:
+    """Makes one model of a peer's own and its neighbours'. Its fields are its configuration, it has no state.
+
+    A rule is `of` alone. Its result depends on the rows, their weights and the round, never on who came
+    first, and is a new vector.
+    """
+
+    @property
+    def needs(self) -> int:
+        """The fewest models, one's own included, for which its promise holds. With less a peer keeps its
+        own; a run refuses to start on a graph that never gives so many."""
+        return 1
+
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
+        """One of many, in round t. `rows[0]` is near.peer's, `rows[1:]` are those of `peers`."""
+        raise NotImplementedError("a rule says how it makes one of many")
+
+    def over(self, own: Vector, near: Neighborhood, t: int) -> Mix:
+        """Where what the neighbours send in round t goes."""
+        return Aside(own, near, t, self)
+
+    def beside(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
+        """And what travels beside models: buffers, and what peers estimate."""
+        return Aside(own, near, 0, Middle())
+
+
+@dataclass(frozen=True)
+class Mean(Rule):
+    """By the weights of the graph, as the algorithms' papers have it. It follows one bad model anywhere."""
+
+    def over(self, own: Vector, near: Neighborhood, t: int) -> Mix:
+        return Blend(own, near)
+
+    def beside(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
+        return Blend(own, near, mass)
+
+
+class OfRows(Protocol):
+    """What a rule of aggregation/ is: all rows count alike."""
+
+    @property
+    def needs(self) -> int: ...
+    def of_vectors(self, rows: Rows) -> Vector: ...
+
+
+@dataclass(frozen=True)
+class Alike(Rule):
+    """A rule of aggregation/ over a neighbourhood: one's own model is a row like the others, the first."""
+
+    rule: OfRows
+
+    @property
+    def needs(self) -> int:
+        return self.rule.needs
+
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
+        return self.rule.of_vectors(rows)
+
+
+@dataclass(frozen=True)
+class Middle(Rule):
+    """In each coordinate the middle value, or the mean of the middle two, of three or more."""
+
+    @property
+    def needs(self) -> int:
+        return 3
+
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
+        ordered, n = rows.double().sort(dim=0).values, len(rows)
+        return ordered[(n - 1) // 2].add_(ordered[n // 2]).div_(2).to(rows.dtype)
+
+
+class Aside:
+    """base.Mix: the neighbours' vectors side by side, until all that come are there."""
+
+    def __init__(self, own: Vector, near: Neighborhood, t: int, rule: Rule) -> None:
+        self._near, self._t, self._rule = near, t, rule
+        self._rows = own.new_empty(1 + len(near.incoming), own.numel())
+        self._rows[0] = own
+        self._place = {peer: 1 + i for i, peer in enumerate(sorted(near.incoming))}
+        self._came = dict.fromkeys(self._place, 0)
+
+    def begin(self, peer: PeerId, fields: Mapping[str, float]) -> None:
+        """A parcel is announced."""
+
+    def add(self, peer: PeerId, chunk: Vector) -> None:
+        at = self._came[peer]
+        self._came[peer] = at + len(chunk)
+        self._rows[self._place[peer], at : self._came[peer]] = chunk
+
+    def to_self(self) -> Vector:
+        peers = [peer for peer, came in self._came.items() if came == self._rows.shape[1]]
+        if 1 + len(peers) < self._rule.needs:
+            return self._rows[0].clone()
+        rows = self._rows
+        if len(peers) < len(self._place):
+            rows = rows[[0, *(self._place[peer] for peer in peers)]]
+        return self._rule.of(rows, peers, self._near, self._t)
+
+
+@dataclass(frozen=True)
+class Ruled(Algorithm):
+    """An algorithm that mixes models as a rule does. The others keep something (mass, trackers, copies) that
+    is right only for the graph's own weights."""
+
+    rule: Rule = Mean()
+
+    def beside(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
+        return self.rule.beside(own, near, mass)
+
+
+# --- for rules that look from one's own model at the others
+
+
+def distances(rows: Rows) -> list[float]:
+    """‖row − rows[0]‖₂ of each row but the first; inf where a float64 can't hold it."""
+    import torch
+
+    squares = torch.zeros(len(rows) - 1, dtype=torch.float64)
+    for start in range(0, rows.shape[1], PIECE):
+        piece = rows[:, start : start + PIECE].double()
+        squares += (piece[1:] - piece[0]).square().sum(dim=1)
+    found: list[float] = squares.sqrt().tolist()
+    return found
+
+
+def shortened(rows: Rows, peers: Sequence[PeerId], scales: Sequence[float], near: Neighborhood) -> Vector:
+    """own + Σ wⱼ·scaleⱼ·(xⱼ − own): the graph's mean when all scales are 1, to the bit."""
+    own, incoming = near.own, dict(near.incoming)
+    pulling = [(row, peer, scale) for row, peer, scale in zip(rows[1:], peers, scales, strict=True) if scale]
+    for _, peer, scale in pulling:
+        incoming[peer] *= scale
+        own += near.incoming[peer] - incoming[peer]
+    blend = Blend(rows[0], replace(near, own=own, incoming=incoming))
+    for row, peer, _ in pulling:
+        blend.begin(peer, {})
+        blend.add(peer, row)
+    return blend.to_self()  # with the whole share of those that don't pull

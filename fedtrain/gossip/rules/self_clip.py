@@ -1,0 +1,48 @@
+"""Self-centred clipping: no neighbour pulls further than a radius from one's own model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...config import require
+from .base import Rule, distances, shortened
+
+if TYPE_CHECKING:
+    from ...exchange import Neighborhood, PeerId
+    from ..base import Vector
+    from .base import Rows
+
+
+@dataclass(frozen=True)
+class SelfClip(Rule):
+    """x ← x + Σ wⱼ (xⱼ − x)·min(1, τ/‖xⱼ − x‖), ClippedGossip (He, Karimireddy, Jaggi 2022).
+
+    Without a radius, τ² = Σ wⱼ‖xⱼ − x‖² / δ over all but the f furthest neighbours, δ being the weight of
+    those f: the paper's choice for hostile weight δ, made without knowing who is hostile. A hostile
+    neighbour then moves x by wⱼτ at most, and a peer without a hostile one may be slowed down a little.
+    """
+
+    f: int = 1  # hostile neighbours of a peer; 0: none, which is the mean
+    radius: float = 0.0  # τ, an L2 norm; 0: from the distances, anew in each round
+
+    def __post_init__(self) -> None:
+        require(self.f >= 0, "gossip.rule", f"self_clip:f={self.f}: f must be 0 or more")
+        require(self.radius >= 0, "gossip.rule", f"self_clip:radius={self.radius}: it must be 0 or more")
+
+    @property
+    def needs(self) -> int:
+        return self.f + 2
+
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
+        far = distances(rows)
+        radius = self.radius or self._radius(far, [near.incoming[peer] for peer in peers])
+        return shortened(rows, peers, [1.0 if d <= radius else radius / d for d in far], near)
+
+    def _radius(self, far: Sequence[float], weights: Sequence[float]) -> float:
+        order = sorted(range(len(far)), key=far.__getitem__)
+        near, beyond = order[: len(far) - self.f], order[len(far) - self.f :]
+        hostile = sum(weights[i] for i in beyond)
+        return math.sqrt(sum(weights[i] * far[i] ** 2 for i in near) / hostile) if hostile else math.inf
