@@ -125,9 +125,7 @@ class AsynchronousConfig:
 
     def __post_init__(self) -> None:
         require(self.buffer >= 1, "asynchronous.buffer", f"{self.buffer} must be at least 1")
-        require(
-            self.max_staleness >= 0, "asynchronous.max_staleness", f"{self.max_staleness} must be 0 or more"
-        )
+        require(self.max_staleness >= 0, "asynchronous.max_staleness", f"{self.max_staleness} must be >= 0")
         require(0 <= self.staleness_exponent < math.inf, "asynchronous.staleness_exponent",
                 f"{self.staleness_exponent} must be 0 (off) or positive")  # fmt: skip
 
@@ -216,9 +214,7 @@ class SimulateConfig:
     workers: int = 0  # processes; 0: one a core
     engine: str = "loop"  # loop (the federation's bits) | vmap (many small sites at once)
     masks: bool = False  # do all of secure aggregation's work as it is done for real; the model is the same
-    speeds: str = (
-        "equal"  # of asynchronous sites, on a clock of their own: equal | lognormal:1 | straggler:10
-    )
+    speeds: str = "equal"  # of asynchronous sites: equal | lognormal:1 | straggler:10
 
     def __post_init__(self) -> None:
         require(self.sites >= 1, "simulate.sites", f"{self.sites} must be at least 1")

@@ -33,10 +33,9 @@ from ..update import (
     averages,
 )
 from . import checks
+from .progress import Averages, Emit
 
 T = TypeVar("T")
-Emit = Callable[..., None]
-Averages = dict[str, float]
 SMALL_BYTES = 1 << 20  # a model on which one may work on the event loop; on a larger one in a thread
 
 
@@ -113,22 +112,13 @@ class InTheOpen:
         async with aclosing(replies):
             async for site, reply in replies:
                 try:
-                    checks.answers(request, reply, config.limits)
-                    assert isinstance(reply, Update), reply
-                    if reply.delta.schema.nbytes <= SMALL_BYTES:
-                        checks.inspect(reply, config.limits)
-                    else:
-                        await asyncio.to_thread(checks.inspect, reply, config.limits)
+                    update = await checked(request, reply, config)
                 except BadUpdate as e:
                     emit("update_refused", round=request.round + 1, site=site, reason=str(e))
                     cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
                     continue
-                value, count = reply.metrics.get("loss", (math.nan, 0.0))
-                emit(
-                    "update_received", round=request.round + 1, site=site, num_examples=reply.num_examples,
-                    loss=value / count if count else None, nbytes=reply.delta.schema.nbytes,
-                )  # fmt: skip
-                yield site, reply
+                emit("update_received", round=request.round + 1, site=site, **about(update))
+                yield site, update
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
@@ -147,12 +137,35 @@ async def evaluations(
     async with aclosing(replies):
         async for site, reply in replies:
             try:
-                checks.answers(request, reply, config.limits)
-                assert isinstance(reply, Evaluation), reply
-                by_site[site] = reply.metrics
+                by_site[site] = evaluated(request, reply, config)
             except BadUpdate as e:
                 emit("update_refused", round=number, site=site, reason=str(e))
     return by_site
+
+
+async def checked(request: Train, reply: Reply, config: Config) -> Update:
+    """The reply, which is an update that can be used; else BadUpdate."""
+    checks.answers(request, reply, config.limits)
+    assert isinstance(reply, Update), reply
+    await aside(reply.delta.schema.nbytes, checks.inspect, reply, config.limits)
+    return reply
+
+
+def evaluated(request: Evaluate, reply: Reply, config: Config) -> Metrics:
+    """What a site found; BadUpdate when it found nothing that can be used."""
+    checks.answers(request, reply, config.limits)
+    assert isinstance(reply, Evaluation), reply
+    return reply.metrics
+
+
+def about(update: Update) -> dict[str, Any]:
+    """What people are told of an update that arrived."""
+    value, count = update.metrics.get("loss", (math.nan, 0.0))
+    return {
+        "num_examples": update.num_examples,
+        "loss": value / count if count else None,
+        "nbytes": update.delta.schema.nbytes,
+    }
 
 
 def each_alone(by_site: dict[SiteId, Metrics]) -> dict[SiteId, Averages]:

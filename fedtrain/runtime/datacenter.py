@@ -38,7 +38,7 @@ from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
 from ..training.task import Task, load_task, task_digest
 from ..update import SiteId, averages
-from .federated import Result
+from .progress import Result
 
 if TYPE_CHECKING:
     from ..training.checkpoint import Checkpoints

@@ -10,34 +10,24 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..config import Config
 from ..errors import CertificateError, JoinRefused, SecAggError, TooFewSites
+from ..malloc import keep_freed
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
 from ..update import Arena, Found, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
 from . import checks
-from .answers import Answers, Averages, Emit, InTheOpen, aside
+from .answers import Answers, InTheOpen, aside
+from .progress import Emit, Result, begin, evaluation_is_due, keep_evaluation, reason_to_stop
 
 if TYPE_CHECKING:
     from ..pki import Identity
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended."""
-
-    rounds: int
-    reason: str  # "rounds done" or why it stopped early
-    metrics: dict[str, float]  # of the last round's evaluation, if it had one
-    best_round: int | None
-    run_dir: Path
 
 
 # --- the loop
@@ -56,22 +46,9 @@ async def run(
 
     `evaluate_at`: who evaluates, when it is not every member (a simulation evaluates pooled data once).
     """
-    import torch
-
-    torch.set_num_threads(1)  # folds wait for memory; a second thread would only spin on the sites' cores
-    checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
-    assert checkpoint is not None, "the initial model is committed before the first round"
+    checkpoint = begin(config, store, emit)
     if store.durable:
         checkpoint = store.on_disk(checkpoint)
-    emit(
-        "run_started",
-        run=config.run.name,
-        mode="simulate" if store.folder == config.simulate_dir else "federated",
-        rounds=config.run.rounds,
-        sites=len(store.joined()),
-        config_digest=config.digest(),
-        resumed_from=checkpoint.round or None,
-    )
     while True:
         if evaluation_is_due(config, store, checkpoint.round):
             await _evaluate(config, answers, store, checkpoint, emit, evaluate_at)
@@ -158,24 +135,6 @@ async def _evaluate(
     keep_evaluation(config, store, number, metrics, by_site, emit)
 
 
-def keep_evaluation(
-    config: Config,
-    store: RunStore,
-    number: int,
-    metrics: Averages,
-    by_site: Mapping[SiteId, Averages],
-    emit: Emit,
-) -> None:
-    """Write down what a round's model is worth, and whether it is the best so far."""
-    value = metrics.get(config.evaluate.metric)
-    best_yet = (store.evaluation(store.best_round) or {}).get(config.evaluate.metric)
-    best = value is not None and config.evaluate.better(value, best_yet)
-    store.evaluated(number, metrics, best=best)
-    emit("evaluated", round=number, metrics=metrics, by_site=by_site)
-    if best:
-        emit("best", round=number, metric=config.evaluate.metric, value=value)
-
-
 def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:
     """The sites of a round, sorted; drawn by (seed, round, attempt), so a repeated round asks the same."""
     members = sorted(members)
@@ -184,24 +143,6 @@ def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId])
         return members
     draw = random.Random(seed_of(config.run.seed, "cohort", number, attempt))
     return sorted(draw.sample(members, count))
-
-
-def evaluation_is_due(config: Config, store: RunStore, number: int) -> bool:
-    """Whether the model after `number` rounds should be evaluated now."""
-    every = config.evaluate.every
-    if number == 0 or not every or (number % every and number < config.run.rounds):
-        return False
-    return store.evaluation(number) is None
-
-
-def reason_to_stop(config: Config, store: RunStore, number: int) -> str | None:
-    """Why the run is over after `number` rounds; None when it goes on."""
-    if number >= config.run.rounds:
-        return "rounds done"
-    since_best = store.evaluations_since_best()
-    if config.evaluate.patience and since_best >= config.evaluate.patience:
-        return f"{config.evaluate.metric} has not improved for {since_best} evaluations"
-    return None
 
 
 # --- the aggregator
@@ -220,6 +161,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     from . import secure
     from .trainer import Trainer
 
+    keep_freed()
     credentials = Credentials.load(config.root / config.network.certs / "aggregator")
     store = RunStore(config.run_dir)
     try:

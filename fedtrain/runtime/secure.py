@@ -65,7 +65,8 @@ from ..update import (
     seed_of,
 )
 from . import checks
-from .answers import Averages, Emit, Mean, each_alone, evaluations, rule_of, train_id
+from .answers import Mean, each_alone, evaluations, rule_of, train_id
+from .progress import Averages, Emit
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 GRACE_S = 0.25  # for replies that are needed no more

@@ -47,8 +47,9 @@ from ..update import (
     Update,
 )
 from . import secure
-from .answers import Answers, Averages, Emit, InTheOpen, kept
-from .federated import Result, run
+from .answers import Answers, InTheOpen, kept
+from .federated import run
+from .progress import Averages, Emit, Result
 from .trainer import Description, Failed, Trainer, TrainerDied, Workbench
 
 T = TypeVar("T")

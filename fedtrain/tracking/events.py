@@ -40,6 +40,7 @@ class RunStarted(Event, frozen=True, tag="run_started"):
     sites: int = 0  # known so far
     config_digest: str = ""
     resumed_from: int | None = None
+    buffer: int = 0  # of an asynchronous run, updates that make a version of its model; 0: it goes by rounds
 
 
 class Waiting(Event, frozen=True, tag="waiting"):
@@ -93,6 +94,7 @@ class UpdateReceived(Event, frozen=True, tag="update_received"):
     num_examples: float | None = None
     loss: float | None = None
     nbytes: int = 0
+    staleness: int | None = None  # of an asynchronous run: versions since the one that it was trained from
 
 
 class UpdateRefused(Event, frozen=True, tag="update_refused"):
@@ -121,6 +123,7 @@ class RoundCommitted(Event, frozen=True, tag="round_committed"):
     sites: int = 0  # whose updates are in it
     bytes_in: int = 0
     bytes_out: int = 0
+    staleness: float | None = None  # of an asynchronous run: the mean over the updates in it
 
 
 class Stepped(Event, frozen=True, tag="step"):

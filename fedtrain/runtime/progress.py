@@ -1,0 +1,82 @@
+"""What all who move one model by steps share: how a run begins or goes on, what an evaluation decides, and
+when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import Config
+from ..store import Checkpoint, RunStore
+from ..update import SiteId
+
+Emit = Callable[..., None]
+Averages = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    rounds: int
+    reason: str  # "rounds done" or why it stopped early
+    metrics: dict[str, float]  # of the last round's evaluation, if it had one
+    best_round: int | None
+    run_dir: Path
+
+
+def begin(config: Config, store: RunStore, emit: Emit) -> Checkpoint:
+    """The last committed round, from which the run goes on; `store` holds the initial model at least."""
+    import torch
+
+    torch.set_num_threads(1)  # folds wait for memory; a second thread would only spin on the sites' cores
+    checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
+    assert checkpoint is not None, "the initial model is committed before the first round"
+    emit(
+        "run_started",
+        run=config.run.name,
+        mode="simulate" if store.folder == config.simulate_dir else "federated",
+        rounds=config.run.rounds,
+        sites=len(store.joined()),
+        config_digest=config.digest(),
+        resumed_from=checkpoint.round or None,
+        buffer=config.asynchronous.buffer if config.asynchronous.enabled else 0,
+    )
+    return checkpoint
+
+
+def keep_evaluation(
+    config: Config,
+    store: RunStore,
+    number: int,
+    metrics: Averages,
+    by_site: Mapping[SiteId, Averages],
+    emit: Emit,
+) -> None:
+    """Write down what a round's model is worth, and whether it is the best so far."""
+    value = metrics.get(config.evaluate.metric)
+    best_yet = (store.evaluation(store.best_round) or {}).get(config.evaluate.metric)
+    best = value is not None and config.evaluate.better(value, best_yet)
+    store.evaluated(number, metrics, best=best)
+    emit("evaluated", round=number, metrics=metrics, by_site=by_site)
+    if best:
+        emit("best", round=number, metric=config.evaluate.metric, value=value)
+
+
+def evaluation_is_due(config: Config, store: RunStore, number: int) -> bool:
+    """Whether the model after `number` rounds should be evaluated now."""
+    every = config.evaluate.every
+    if number == 0 or not every or (number % every and number < config.run.rounds):
+        return False
+    return store.evaluation(number) is None
+
+
+def reason_to_stop(config: Config, store: RunStore, number: int) -> str | None:
+    """Why the run is over after `number` rounds; None when it goes on."""
+    if number >= config.run.rounds:
+        return "rounds done"
+    since_best = store.evaluations_since_best()
+    if config.evaluate.patience and since_best >= config.evaluate.patience:
+        return f"{config.evaluate.metric} has not improved for {since_best} evaluations"
+    return None
