@@ -43,11 +43,12 @@ def _configured(parameters: list[nn.Parameter], train: TrainConfig) -> torch.opt
     for p in parameters:
         alike.setdefault(p.device_mesh if is_dtensor(p) else None, []).append(p)
     groups = [{"params": group} for group in alike.values()]
-    common: dict[str, Any] = {"lr": train.lr, "weight_decay": train.weight_decay, "fused": True}
+    common: dict[str, Any] = {"lr": train.lr, "weight_decay": train.weight_decay}
     if train.optimizer == "sgd":
-        return torch.optim.SGD(groups, momentum=train.momentum, **common)
+        whole = not any(is_dtensor(p) for p in parameters)  # of pieces torch has no fused SGD
+        return torch.optim.SGD(groups, momentum=train.momentum, fused=whole, **common)
     kind = torch.optim.Adam if train.optimizer == "adam" else torch.optim.AdamW
-    return kind(groups, **common)
+    return kind(groups, fused=True, **common)
 
 
 def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -46,27 +46,16 @@ def plan_of(task: Task, model: nn.Module) -> Plan:
 
 
 def _llama() -> Plan:
-    """transformers' Llama, Mistral and Qwen2 families (LlamaForCausalLM and those built alike)."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    """And those built alike."""
+    from .families import llama
 
-    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
-    return Plan(
-        blocks="model.layers",
-        tensor={
-            **{f"{attention}.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
-            f"{attention}.o_proj": RowwiseParallel(),
-            **{f"{mlp}.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
-            f"{mlp}.down_proj": RowwiseParallel(),
-            "lm_head": ColwiseParallel(output_layouts=Replicate()),
-        },
-    )
+    return llama()
 
 
 def _gpt2() -> Plan:
-    """transformers' GPT-2. Its Conv1D holds weights transposed and q, k, v in one, which torch's styles don't
-    split: so its blocks are units of FSDP and of checkpointing, and tp is refused."""
-    return Plan(blocks="transformer.h")
+    from .families import gpt2
+
+    return gpt2()
 
 
 KNOWN: dict[str, Callable[[], Plan]] = {

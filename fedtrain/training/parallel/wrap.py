@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
 from ...errors import ConfigError
-from ..mesh import Mesh
+from ..mesh import Mesh, is_dtensor
 from ..task import Batch, Task
 from .plan import Plan
 
@@ -53,8 +53,35 @@ def split_tensors(model: nn.Module, plan: Plan, config: ParallelConfig, mesh: Me
             f"parallel.{'sp' if config.sp else 'tp'}: no plan says how a {type(model).__name__} is split. "
             f"Give the task a parallel_plan(), see docs/datacenter.md."
         )
+    shared = _shared(model)
     # A fresh style for each use is not needed; a fresh dict is, parallelize_module pops from it.
     parallelize_module(model, mesh["tp"], dict(styles))
+    for first, *others in shared:
+        _share_again(model, first, others)
+
+
+def _shared(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _share_again(model: nn.Module, first: str, others: list[str]) -> None:
+    """parallelize_module gives each layer a parameter of its own: one that was shared would be no more."""
+    one = model.get_parameter(first)
+    for name in others:
+        other = model.get_parameter(name)
+        if is_dtensor(one) != is_dtensor(other) or (
+            is_dtensor(one) and is_dtensor(other) and one.placements != other.placements
+        ):
+            raise ConfigError(
+                f"parallel_plan(): {first} and {name} are one parameter, which the plan splits in two ways. "
+                f"Split both along the same dimension, or neither."
+            )
+        module, _, parameter = name.rpartition(".")
+        model.get_submodule(module).register_parameter(parameter, one)
 
 
 def save_memory(units: list[nn.Module], config: ParallelConfig) -> None:

@@ -1,0 +1,105 @@
+"""transformers' models on tensor-parallel ranks, by the plans shipped for them, train the model of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedtrain.config import Config
+from tests.equivalence.ranks import Outcome, Table, launch, run_case
+from tests.equivalence.tiny import furthest
+
+EXACT, CLOSE = 1e-12, 1e-6  # float64, float32
+TASK = """
+import fedtrain
+import torch
+import transformers
+from torch.nn import functional as F
+
+class Text(fedtrain.Task):
+    dtype, tied = torch.float64, True
+
+    def data(self, site):
+        text = torch.randint(0, 33, (32, 9), generator=torch.Generator().manual_seed(3))
+        return text[:, :-1], text[:, 1:]
+
+    def loss(self, model, batch):
+        logits = model(batch[0]).logits
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+class Gpt2(Text):
+    def model(self):
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=33, n_positions=8, n_embd=24, n_layer=2, n_head=4, use_cache=False,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2,
+        )).to(self.dtype)
+
+class Llama(Text):
+    def model(self):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=33, max_position_embeddings=8, hidden_size=24, intermediate_size=40,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+            tie_word_embeddings=self.tied, initializer_range=0.2,
+        )).to(self.dtype)
+
+class Untied(Llama):
+    tied = False
+
+class Gpt2Single(Gpt2):
+    dtype = torch.float32
+
+class LlamaSingle(Llama):
+    dtype = torch.float32
+"""
+
+
+def case(task: str, **parallel) -> Table:
+    """10 steps; not of Adam, which would make steps of rounding: GPT-2's biases of keys have no gradient."""
+    return {
+        "run": {"task": f"hf_task:{task}", "rounds": 2, "seed": 5},
+        "train": {"batch_size": 8, "lr": 0.2, "momentum": 0.9, "local_steps": 5, "clip_norm": 0.5},
+        "evaluate": {"every": 0},
+        "checkpoint": {"every": 0, "background": False},
+        "parallel": {"timeout": "60s", "tp": 2, **parallel},
+    }
+
+
+TWO = {
+    "gpt2": case("Gpt2"),
+    "gpt2-float32": case("Gpt2Single"),
+    "gpt2-activations-again": case("Gpt2", checkpoint_activations=True),
+    "llama": case("Llama"),
+    "llama-untied": case("Untied"),
+    "llama-float32": case("LlamaSingle"),
+}
+FOUR = {"gpt2-zero3": case("Gpt2", zero=3), "llama-zero3": case("Llama", zero=3)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("transformers")
+    (folder / "hf_task.py").write_text(TASK)
+    return folder
+
+
+def alone(folder: Path, name: str, table: Table) -> dict[str, torch.Tensor]:
+    table = {**table, "parallel": {}, "run": {**table["run"], "name": f"alone-{name}"}}
+    return run_case(Config.of(table, folder), [], torch.device("cpu"))
+
+
+def check(folder: Path, outcomes: dict[str, Outcome], cases: dict[str, Table]) -> None:
+    for name, table in cases.items():
+        far = furthest(outcomes[name].model, alone(folder, name, table))
+        assert far < (CLOSE if "float32" in name else EXACT), (name, far)
+
+
+@pytest.mark.slow  # of which most is loading transformers, once a rank
+def test_two_tensor_parallel_ranks_train_the_model_of_one(folder):
+    check(folder, launch(folder, 2, TWO), TWO)
+
+
+@pytest.mark.slow
+def test_beside_fsdp_too(folder):
+    check(folder, launch(folder, 4, FOUR), FOUR)
