@@ -104,6 +104,8 @@ class Datacenter:
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
         self.islands = config.parallel.sync == "local"
         self.afresh = self.islands and not config.parallel.carry
+        # An interrupted round is begun again, for where it began is not checkpointed.
+        self.from_the_start = self.afresh or (self.islands and corrects(strategy))
         self.sites = sites_of(task, config, mesh.islands)
         self.name, everything = data_of(self.sites, mesh) if self.islands else (POOL, pool_of(self.sites))
         self.data = Dealt(
@@ -113,10 +115,12 @@ class Datacenter:
             task, config, mesh, steps=self._steps_in_all(), example=self.data.example(),
             correct=strategy.correct if self.islands and corrects(strategy) else None,
         )  # fmt: skip
+        steps = self._steps_in_a_round()
+        self.in_step = not self.islands or (mesh.alike(steps or 0) and steps is not None)
         self.outer = self._outer(strategy) if self.islands else None
         self.state = State(
             self.engine.parts, self.engine.optimizer, self.engine.schedule, self.data,
-            self.outer.tensors() if self.outer else None, mesh.island if self.islands else None,
+            self.outer, mesh.island if self.islands else None,
         )  # fmt: skip
 
     def run(self, start: Path | None) -> Result:
@@ -142,7 +146,7 @@ class Datacenter:
                     break
             if state.round < config.run.rounds and self.leave.asked():
                 self._go()
-        self.checkpoints.finish(state, state.round if self.islands else state.step)
+        self.checkpoints.finish(state, self._number())
         best = self.store.best_round if self.store is not None else None
         self.emit("run_finished", round=state.round, reason=reason)
         return Result(state.round, reason, metrics, best, config.datacenter_dir)
@@ -158,36 +162,37 @@ class Datacenter:
             state.optimizer, state.schedule = engine.optimizer, engine.schedule
             self.data.begin(state.round)
             engine.seed(state.round, self.name)
-        before = state.step
-        while not self._round_is_over(state.step - before):
+        if self.outer is not None:
+            self.outer.catch_up(state.step - state.begun, self._steps_in_a_round())
+        while not self._round_is_over():
             if not self.afresh:
                 engine.seed("step", state.step, self.mesh.island, self.mesh.data_rank)
             step = engine.step(self.data.take(), f"step {state.step + 1}")
             state.step += 1
             meter.add(step, state.step, state.round + 1)
             if self.outer is not None:
-                self.outer.after_step(
-                    state.step - before, self._steps_in_a_round(), step.weight, step.examples
-                )
-            elif not self._round_is_over(state.step - before):  # at the end of a round it counts as done
-                self._save_if_due()
+                taken = state.step - state.begun
+                self.outer.after_step(taken, self._steps_in_a_round(), step.weight, step.examples)
+            if not self._round_is_over():  # at the end of a round it counts as done
+                if self.outer is None:
+                    self._save_if_due()
                 if self.leave.asked():
                     self._go()
-        state.round += 1
         if self.outer is not None:
             self.outer.end_round()
-            self.checkpoints.save(state.round, state)
+        state.round, state.begun = state.round + 1, state.step
+        if self.outer is not None:
+            self.checkpoints.save(self._number(), state)
         else:
             self._save_if_due()
         loss = meter.loss_of_round()
         sites = self.mesh.islands if self.islands else 0
         return {"loss": loss, "metrics": {"loss": loss}, "sites": sites, "seconds": time.monotonic() - began}
 
-    def _round_is_over(self, taken: int) -> bool:
+    def _round_is_over(self) -> bool:
         train, state = self.config.train, self.state
         if train.local_steps:
-            resumed = state.step - state.round * train.local_steps if not self.islands else taken
-            return resumed >= train.local_steps
+            return state.step - state.begun >= train.local_steps
         passes = self.data.epoch - (0 if self.afresh else state.round * train.local_epochs)
         return passes >= train.local_epochs
 
@@ -207,17 +212,29 @@ class Datacenter:
             lambda weights, state, mean: server_step(strategy, weights, state, mean),
             lambda weights: state_init(strategy, weights),
             size=lambda: self.data.examples.count,
-            fragments=parallel.fragments, overlap=parallel.overlap, mix=parallel.mix,
+            fragments=parallel.fragments, overlap=parallel.overlap, mix=parallel.mix, meet=self._meet,
         )  # fmt: skip
+
+    def _meet(self) -> None:
+        """Before islands wait for each other: where one takes more steps than another, all wait here for the
+        last one, and none in an exchange that would never be if they were told to leave meanwhile."""
+        if not self.in_step and self.leave.asked_while_waiting():
+            self._go()
 
     def _go(self) -> NoReturn:
         """All ranks were told to leave: what they have is on the disk before they do."""
-        self.checkpoints.finish(self.state, self.state.round if self.islands else self.state.step)
-        self.emit(
-            "notice", text=f"Told to leave (SIGTERM) after step {self.state.step}, which is checkpointed. "
-            f"The same command goes on from there.",
-        )  # fmt: skip
+        if self.from_the_start:
+            self.checkpoints.close()
+            where = f"in round {self.state.round + 1}, which the same command begins again"
+        else:
+            self.checkpoints.finish(self.state, self._number())
+            where = f"after step {self.state.step}; the same command goes on from its checkpoint"
+        self.emit("notice", text=f"Told to leave (SIGTERM) {where}.")
         raise Left
+
+    def _number(self) -> int:
+        """What the checkpoint of the present state is called: the steps taken, of islands the first one's."""
+        return self.mesh.from_first(self.state.step) if self.islands else self.state.step
 
     def _begin_with(self, source: Path) -> None:
         """The last model of another run, on rank 0's disk, is where this one starts."""
@@ -402,7 +419,8 @@ def _store(config: Config, mesh: Mesh) -> Iterator[RunStore | None]:
 def agreed(config: Config) -> dict[str, str]:
     """What must not change between two starts of one run; the mesh may."""
     return config.agreed() | {
-        f"parallel.{key}": repr(getattr(config.parallel, key)) for key in ("sync", "carry", "fragments")
+        f"parallel.{key}": repr(getattr(config.parallel, key))
+        for key in ("sync", "carry", "fragments", "overlap")
     }
 
 

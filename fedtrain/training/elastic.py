@@ -46,7 +46,7 @@ class Leave:
         self._clock = clock
         self._before: Any = None
         self._group: dist.ProcessGroup | None = None
-        self._box = torch.zeros(2, dtype=torch.float64)  # whether told; seconds a step
+        self._box = torch.zeros(3, dtype=torch.float64)  # whether told; seconds a step; whether under way
         self._work: dist.Work | None = None
         self._period, self._calls, self._since = 1, 0, clock()
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -76,20 +76,41 @@ class Leave:
         self._calls += 1
         if self._calls < self._period:
             return False
-        now = self._clock()
         if self._work is not None:
-            self._work.wait()
-            told, seconds = self._box.tolist()
+            told, seconds, _ = self._answer()
             if told:
-                self._work = None
                 return True
-            steps, self._period = self._period, max(1, min(MAX_STEPS, int(EVERY_S / max(seconds, 1e-6))))
-        else:
-            steps = 1
-        self._box[0], self._box[1] = float(self.told_at is not None), (now - self._since) / steps
+            self._period = max(1, min(MAX_STEPS, int(EVERY_S / max(seconds, 1e-6))))
+        self._ask(under_way=True)
+        return False
+
+    def asked_while_waiting(self) -> bool:
+        """Wait until every rank calls this too, whatever number of steps it takes until then. True: one was
+        told to leave, and all do so now, wherever they are."""
+        if self._group is None:
+            return self.told_at is not None
+        if self._work is not None and self._answer()[0]:
+            return True
+        while True:
+            self._ask(under_way=False)
+            told, _, under_way = self._answer()
+            if told or not under_way:
+                return bool(told)
+
+    def _ask(self, *, under_way: bool) -> None:
+        now = self._clock()
+        seconds = (now - self._since) / self._calls if self._calls and under_way else 0.0
+        self._box[:] = torch.tensor([self.told_at is not None, seconds, under_way])
         self._calls, self._since = 0, now
         self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return False
+
+    def _answer(self) -> list[float]:
+        """Of the exchange under way: whether any was told, the slowest's step, whether any is under way."""
+        assert self._work is not None, "nobody was asked"
+        self._work.wait()
+        self._work = None
+        answer: list[float] = self._box.tolist()
+        return answer
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
         self.told_at = self.told_at or self._clock()

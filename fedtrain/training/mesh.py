@@ -161,6 +161,14 @@ class Mesh:
         dist.broadcast(box, 0)
         return int(box)
 
+    def alike(self, number: int) -> bool:
+        """Whether it is the same on all ranks."""
+        if not dist.is_initialized():
+            return True
+        box = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(box, dist.ReduceOp.MAX)
+        return int(box.sum()) == 0
+
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """isinstance(tensor, DTensor), without loading what makes them: that takes as long as torch itself, and

@@ -8,7 +8,7 @@ or local SGD with any strategy (Stich 2019); with rounds of one step and FedAvg 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...update import FLOATS, Arena, Schema
 from ..local import MOVES
-from ..mesh import Mesh
+from ..mesh import AXES, Mesh
 from .engine import MeshEngine
 
 States = dict[str, torch.Tensor]
@@ -33,10 +33,12 @@ class Fragment:
     schema: Schema
     shared: Arena
     state: States
+    mean: Arena  # what came back of the exchange under way
     weight: float = 0.0  # of what this rank has trained on since
     examples: int = 0  # that the island has
     sent: bool = False  # in this round
-    flight: Flight | None = None
+    aloft: bool = False  # between being sent and landing
+    flight: Flight | None = None  # as long as it may not have come back
 
 
 @dataclass
@@ -61,39 +63,49 @@ class Outer:
         fragments: int = 1,
         overlap: int = 0,
         mix: float = 0.0,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
         """`advance` and `begin`: a strategy's server_step and state_init. They see this rank's shards, so the
-        strategy must be elementwise. `size`: how many examples the island has."""
-        self.engine, self.mesh, self.advance, self.size = engine, mesh, advance, size
+        strategy must be elementwise. `size`: how many examples the island has. `meet`: called before islands
+        wait for each other; may raise, and nothing was sent then."""
+        self.engine, self.mesh, self.advance, self.size, self.meet = engine, mesh, advance, size, meet
         self.overlap, self.mix = overlap, mix
         now = engine.shards()
         self.fragments = []
         for schema in split(now.schema, fragments):
             shared = Arena.zeros(schema, str(mesh.device))
             copy_named(now, shared)
-            self.fragments.append(Fragment(schema, shared, begin(shared)))
+            mean = Arena.zeros(schema, str(mesh.device))
+            self.fragments.append(Fragment(schema, shared, begin(shared), mean))
 
     def after_step(self, step: int, steps: int | None, weight: float, examples: int) -> None:
         """`step` of a round's `steps` (None: nobody knows) is done, 1 first. It saw so many `examples` in
         this island, of which this rank's weighed `weight`."""
-        for index, fragment in enumerate(self.fragments):
+        for fragment in self.fragments:
             fragment.weight += weight
             fragment.examples += examples
+        self.catch_up(step, steps)
+
+    def catch_up(self, step: int, steps: int | None) -> None:
+        """Send and land what is due after that step and was not yet; a resumed round begins with it."""
+        for index, fragment in enumerate(self.fragments):
             if steps is None:
                 continue
             due = max(1, steps * (index + 1) // len(self.fragments))
-            if step == max(1, due - self.overlap):
+            if step >= max(1, due - self.overlap) and not fragment.sent:
                 self._send(fragment)
-            if step == due:
+            if step >= due and fragment.aloft:
                 self._land(fragment)
 
     def end_round(self) -> None:
         """After a round's last step: what has not been exchanged in it is now."""
+        self.meet()
         for fragment in self.fragments:
             if not fragment.sent:
                 self._send(fragment)
-            if fragment.flight is not None:
+            if fragment.aloft:
                 self._land(fragment)
+        for fragment in self.fragments:
             fragment.sent = False
 
     @contextmanager
@@ -108,12 +120,34 @@ class Outer:
         """What belongs in a checkpoint, by names that hold in any mesh; they change in place."""
         found: States = {}
         for fragment in self.fragments:
-            for name, view in fragment.shared.views().items():
-                found[f"shared/{name}"] = self.engine.as_shard(name, view)
+            kept = {"shared": fragment.shared} | ({"mean": fragment.mean} if self.overlap else {})
+            for what, arena in kept.items():
+                for name, view in arena.views().items():
+                    found[f"{what}/{name}"] = self.engine.as_shard(name, view)
             for name, tensor in fragment.state.items():
                 for owner, piece in self._pieces(fragment.schema, name, tensor):
                     found[f"{name}/{owner}"] = self.engine.as_shard(owner, piece)
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rest of it: plain numbers, of this island. What is under way has come back afterwards."""
+        for fragment in self.fragments:
+            self._receive(fragment)
+        return {
+            "weight": [self.engine.over_ranks(fragment.weight) for fragment in self.fragments],
+            "examples": [fragment.examples for fragment in self.fragments],
+            "sent": [fragment.sent for fragment in self.fragments],
+            "aloft": [fragment.aloft for fragment in self.fragments],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """In any mesh: what the island's ranks had trained on is the first one's now."""
+        first = not any(self.mesh.at[axis] for axis in AXES if axis not in (*BETWEEN, "tp"))
+        for index, fragment in enumerate(self.fragments):
+            fragment.weight = float(state["weight"][index]) if first else 0.0
+            fragment.examples = int(state["examples"][index])
+            fragment.sent, fragment.aloft = bool(state["sent"][index]), bool(state["aloft"][index])
+            fragment.flight = None
 
     def _pieces(self, schema: Schema, name: str, state: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """A strategy's vector over all trained coordinates of a dtype, as one tensor for each parameter."""
@@ -137,6 +171,7 @@ class Outer:
 
     def _send(self, fragment: Fragment) -> None:
         """What the island moved, weighted by its examples (or tokens), as a site's update is."""
+        self.meet()
         delta = Arena.zeros(fragment.schema, str(self.mesh.device))
         copy_named(self.engine.shards(), delta)
         mine = self.size() * self.engine.over_ranks(fragment.weight) / max(1, fragment.examples)
@@ -144,7 +179,7 @@ class Outer:
         if self.mesh.islands > 1:
             self.mesh.sum(total, BETWEEN)
         share = mine / float(total) if float(total) else 0.0
-        fragment.weight, fragment.examples, fragment.sent = 0.0, 0, True
+        fragment.weight, fragment.examples, fragment.sent, fragment.aloft = 0.0, 0, True, True
         sums, works = [], []
         group = self.mesh.group(BETWEEN) if self.mesh.islands > 1 else None
         for section in fragment.schema.sections:
@@ -159,18 +194,22 @@ class Outer:
             sums.append(moved)
         fragment.flight = Flight(sums, works)
 
-    def _land(self, fragment: Fragment) -> None:
-        """Step on the mean; the island takes the new weights, but for `mix` of its own."""
-        assert fragment.flight is not None, "nothing is under way"
+    def _receive(self, fragment: Fragment) -> None:
+        if fragment.flight is None:
+            return
         for work in fragment.flight.works:
             work.wait()
-        mean = Arena.zeros(fragment.schema, str(self.mesh.device))
         moving = (s for s in fragment.schema.sections if s.dtype in MOVES)
         for section, summed in zip(moving, fragment.flight.sums, strict=True):
             whole = summed if section.dtype in FLOATS else summed.round_()
-            mean.flat(section).copy_(whole)
+            fragment.mean.flat(section).copy_(whole)
         fragment.flight = None
-        new, state = self.advance(fragment.shared, fragment.state, mean)
+
+    def _land(self, fragment: Fragment) -> None:
+        """Step on the mean; the island takes the new weights, but for `mix` of its own."""
+        self._receive(fragment)
+        fragment.aloft = False
+        new, state = self.advance(fragment.shared, fragment.state, fragment.mean)
         fragment.shared.copy_(new)  # in place: a checkpoint names these tensors
         for name, tensor in state.items():
             fragment.state[name].copy_(tensor)

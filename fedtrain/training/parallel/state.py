@@ -46,6 +46,19 @@ class Checkpoints(Protocol):
         """After the last step: everything is on disk when this returns."""
 
 
+class Outer(Protocol):
+    """What islands share, and how far they are with it."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By names that hold in any mesh; they change in place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, of this island."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+
+
 class State:
     """Model, optimizer, learning-rate schedule, place in the data, and the outer optimizer's state.
 
@@ -60,20 +73,23 @@ class State:
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler | None,
         data: Data,
-        outer: dict[str, torch.Tensor] | None = None,
+        outer: Outer | None = None,
         island: int | None = None,
     ) -> None:
         """`parts`: the model, or this rank's stages of it; names in them are those of the whole model.
         `island`: which one this rank is of, where islands train apart: each then keeps its own."""
         self.parts, self.optimizer, self.schedule, self.data = list(parts), optimizer, schedule, data
-        self.outer = outer if outer is not None else {}  # "<name>" -> tensor, of an outer step (DiLoCo)
+        self.outer = outer
+        self._shared = outer.tensors() if outer is not None else {}
         self._own = "" if island is None else f"island-{island}"
         self.step = 0  # optimizer steps taken
         self.round = 0  # rounds done
+        self.begun = 0  # the steps taken when the present round began
         self._made = False  # whether the optimizer has its slots
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model": ..., "optimizer": ..., "outer": ..., "schedule": ..., "data": ..., "step", "round"}."""
+        """{"model", "optimizer", "schedule", "data", "step", "begun", "outer"}, of an island under its name,
+        and {"shared": what islands share, "round"}."""
         self._init_optimizer()
         own = {
             "model": self.model(),
@@ -81,8 +97,10 @@ class State:
             "schedule": {} if self.schedule is None else self.schedule.state_dict(),
             "data": self.data.state_dict(),
             "step": self.step,
+            "begun": self.begun,
+            "outer": {} if self.outer is None else self.outer.state_dict(),
         }
-        shared = {"outer": self.outer, "round": self.round}
+        shared = {"shared": self._shared, "round": self.round}
         return shared | ({self._own: own} if self._own else own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -91,11 +109,13 @@ class State:
         _copy(self.model(), own["model"])
         self._init_optimizer()
         _copy(self._slots(), own["optimizer"])
-        _copy(self.outer, state["outer"])
+        _copy(self._shared, state["shared"])
+        if self.outer is not None:
+            self.outer.load_state_dict(own["outer"])
         if self.schedule is not None:
             self.schedule.load_state_dict(dict(own["schedule"]))
         self.data.load_state_dict(dict(own["data"]))
-        self.step, self.round = int(own["step"]), int(state["round"])
+        self.step, self.begun, self.round = int(own["step"]), int(own["begun"]), int(state["round"])
 
     def model(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers of the parts on this rank, by the whole model's names."""
