@@ -311,6 +311,19 @@ def certs_issue(config: Config, names: tuple[str, ...], days: float, csr: Any) -
         _issue(config, name, days=days, request=request)
 
 
+@certs.command("revoke")
+@with_config
+@click.argument("names", metavar="SITE...", nargs=-1, required=True)
+def certs_revoke(config: Config, names: tuple[str, ...]) -> None:
+    """Strike all certificates of these sites off, for good: no peer that has the list lets them in."""
+    from . import pki
+
+    certs_dir = config.root / config.network.certs
+    serials = pki.revoke(certs_dir, names)
+    click.echo(f"{_short(certs_dir / 'revoked.pem')} lists {', '.join(names)} ({len(serials)} certificates).")
+    click.echo("Copy it into the certs folder of one running peer: it passes it on. Nothing is restarted.")
+
+
 def _issue(config: Config, name: str, *, days: float, request: bytes | None) -> None:
     from . import pki
 
@@ -348,17 +361,35 @@ def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
 
 
 @cli.command()
+@click.argument("guest", metavar="NAME")
+@with_config
+@click.option("--by", "host", metavar="PEER", required=True, help="Who lets it in: a peer that lives here.")
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=7, show_default=True,
+              help="How long it is good for.")  # fmt: skip
+def invite(config: Config, guest: str, host: str, days: float) -> None:
+    """Print the code by which NAME, once, joins the peers without their roster."""
+    from .runtime import peer
+
+    click.echo(peer.invite(config, guest, host, days=days).code)
+
+
+@cli.command()
 @click.argument("name")
 @with_config
 @as_json
 @click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
               metavar="DIR", help="Where this peer's data is.")  # fmt: skip
-def peer(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
+@click.option(
+    "--invitation", "code", metavar="CODE", help="What `fedtrain invite NAME` printed, at another peer."
+)
+def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str | None) -> None:
     """Train as NAME with neighbours, without an aggregator."""
+    from .pki.invitation import Invitation
     from .runtime import peer
 
+    invitation = None if code is None else Invitation.read(code)
     with shown(config.peer_dir(name), json=json) as emit:
-        drive(peer.run(config, name, data_dir=data_dir, emit=emit))
+        drive(peer.run(config, name, data_dir=data_dir, invitation=invitation, emit=emit))
 
 
 @cli.command()
@@ -390,13 +421,14 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
 
     if ranks is not None:
         from .runtime import datacenter
+        from .tracking.live import size
 
         mesh, memory = datacenter.plan(config, ranks, data_dir)
         if json:
             click.echo(msgspec.json.encode({"ranks": ranks, "mesh": mesh, "memory_bytes": memory}))
         else:
             click.echo(f"{ranks} ranks, mesh {mesh}; memory of the rank that has most:")
-            _columns([(f"  {name}", f"{nbytes / 1e6:,.1f} MB") for name, nbytes in memory.items()])
+            _columns([(f"  {name}", size(nbytes)) for name, nbytes in memory.items()])
         return
     from .runtime.plan import round_plan
 
@@ -410,9 +442,11 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
 
 
 def _plan_lines(found: RoundPlan) -> Iterator[tuple[str, str]]:
-    yield "to each site", f"{found.down_bytes / 1e6:,.2f} MB"
-    yield "from each site", f"{found.up_bytes / 1e6:,.2f} MB"
-    yield "through the aggregator", f"{found.aggregator_bytes / 1e6:,.2f} MB"
+    from .tracking.live import size
+
+    yield "to each site", size(found.down_bytes)
+    yield "from each site", size(found.up_bytes)
+    yield "through the aggregator", size(found.aggregator_bytes)
     if masks := found.masks:
         yield "a site masks with", f"{masks.neighbours} others"
         yield "may drop out", f"{masks.may_drop} sites"

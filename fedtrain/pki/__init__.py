@@ -2,9 +2,10 @@
 
 from .authority import Authority, init, issue, save, sign
 from .identity import Credentials, Identity, aggregator_target, dns_name, identity_of
+from .revocation import Revoked, revoke
 from .signing import Signer, Verifier, fingerprint
 
 __all__ = [
-    "Authority", "Credentials", "Identity", "Signer", "Verifier", "aggregator_target", "dns_name",
-    "fingerprint", "identity_of", "init", "issue", "save", "sign",
+    "Authority", "Credentials", "Identity", "Revoked", "Signer", "Verifier", "aggregator_target", "dns_name",
+    "fingerprint", "identity_of", "init", "issue", "revoke", "save", "sign",
 ]  # fmt: skip

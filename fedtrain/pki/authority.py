@@ -2,6 +2,7 @@
 
     ca/root.pem  ca/root.key.pem            10 years; the key is needed only to renew the issuing CA
     ca/issuing.pem  ca/issuing.key.pem      1 year; may sign only names under <federation>.fedtrain
+    ca/issued                               its register: a line for each certificate, for `revoke`
     aggregator/  sites/NAME/                key.pem (0600), cert.pem (leaf + issuing), root.pem
 
 Each leaf folder stands alone: copied to where it is used, it is all that TLS needs there.
@@ -22,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from ..errors import CertificateError, ConfigError
-from .identity import USAGE, check_label, dns_name
+from .identity import USAGE, check_label, dns_name, serial_hex
 
 PublicKey = ec.EllipticCurvePublicKey
 
@@ -123,7 +124,21 @@ def issue(
         not_before=now - CLOCK_SKEW,
         not_after=min(now + timedelta(days=days), end),
     )
+    _enter(certs_dir, name if role == "site" else "aggregator", certificate)
     return save(folder, certificate, authority, key)
+
+
+def _enter(certs_dir: Path, name: str, certificate: x509.Certificate) -> None:
+    """Into the register, before the certificate is anywhere: none is out of which it doesn't know."""
+    with (certs_dir / "ca" / "issued").open("a") as register:
+        register.write(f"{serial_hex(certificate)} {name} {certificate.not_valid_after_utc:%Y-%m-%dT%H:%M}\n")
+
+
+def issued(certs_dir: Path) -> list[tuple[str, str, datetime]]:
+    """(serial, whose, until when) of every certificate that was made here, expired ones too."""
+    path = Path(certs_dir) / "ca" / "issued"
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [(serial, name, datetime.fromisoformat(f"{until}+00:00")) for serial, name, until in lines]
 
 
 def sign(
@@ -157,9 +172,9 @@ def save(
     """Write a leaf's folder, each file at once; without `key`, the one that lies there stays."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if key is not None:
-        _write(folder / "key.pem", _pem(key), 0o600)
-    _write(folder / "root.pem", _pem(authority.root))
-    _write(folder / "cert.pem", _pem(certificate) + _pem(authority.certificate))
+        write(folder / "key.pem", _pem(key), 0o600)
+    write(folder / "root.pem", _pem(authority.root))
+    write(folder / "cert.pem", _pem(certificate) + _pem(authority.certificate))
     return folder
 
 
@@ -172,8 +187,8 @@ def _make_root(ca: Path, federation: str, now: datetime) -> None:
         .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
         .sign(key, hashes.SHA256())
     )
-    _write(ca / "root.key.pem", _pem(key), 0o600)
-    _write(ca / "root.pem", _pem(certificate))
+    write(ca / "root.key.pem", _pem(key), 0o600)
+    write(ca / "root.pem", _pem(certificate))
 
 
 def _make_issuing(ca: Path, federation: str, now: datetime) -> None:
@@ -188,8 +203,8 @@ def _make_issuing(ca: Path, federation: str, now: datetime) -> None:
         .add_extension(_signed_by(root), critical=False)
         .sign(root_key, hashes.SHA256())
     )
-    _write(ca / "issuing.key.pem", _pem(key), 0o600)
-    _write(ca / "issuing.pem", _pem(certificate))
+    write(ca / "issuing.key.pem", _pem(key), 0o600)
+    write(ca / "issuing.pem", _pem(certificate))
 
 
 def _certificate(
@@ -278,7 +293,7 @@ def _pem(thing: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
+def write(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace a file in one step; a key is never readable by others, not even for a moment."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)

@@ -132,7 +132,7 @@ def check_label(what: str, label: str) -> None:
         )
 
 
-def serial_hex(certificate: x509.Certificate) -> str:
+def serial_hex(certificate: x509.Certificate | x509.RevokedCertificate) -> str:
     digits = f"{certificate.serial_number:X}"
     return digits.zfill(len(digits) + len(digits) % 2)
 

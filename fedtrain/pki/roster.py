@@ -5,8 +5,8 @@
 
 ZeroMQ knows no certificates. So a site signs its CURVE key with the key of its certificate, and everybody
 takes only entries whose certificate leads to the federation's root, names the peer, and is not revoked. The
-folder is looked at again while a run goes on: a new file lets a peer in, a deleted or revoked one cuts it
-off.
+folder is looked at again while a run goes on: a new file lets a peer in, a deleted one cuts it off, and so
+does the federation's revocation list, which travels with the entries.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import msgspec
 from ..errors import CertificateError, ConfigError
 from ..exchange import Contact
 from ..update import SiteId
+from .invitation import Guestbook
+from .revocation import LIST, Revoked
 from .signing import Signer, Verifier
 
 SUFFIX = ".peer"
@@ -85,11 +87,14 @@ class Roster:
         verifier: Verifier,
         federation: str,
         *,
+        revoked: Revoked | None = None,
+        guests: Guestbook | None = None,
         refuse: Callable[[str, str], None] = lambda file, reason: None,
     ) -> None:
-        """`refuse(file, reason)` hears of each entry that is not believed, once."""
+        """`revoked`: the list that the verifier asks. `refuse(file, reason)` hears of each entry that is not
+        believed, once."""
         self.folder, self._verifier, self._federation = Path(folder), verifier, federation
-        self._refuse = refuse
+        self._revoked, self._guests, self._refuse = revoked, guests, refuse
         self._entries: dict[SiteId, bytes] = {}
         self._contacts: dict[SiteId, Contact] = {}
         self._names: dict[bytes, SiteId] = {}
@@ -106,9 +111,18 @@ class Roster:
     def peers(self) -> list[SiteId]:
         return sorted(self._contacts)
 
-    def entries(self) -> dict[SiteId, bytes]:
-        """What to give to a peer that joins: each entry as its peer signed it."""
-        return dict(self._entries)
+    def statements(self) -> list[bytes]:
+        """What to give to a peer that joins: each entry as its peer signed it, and the revocation list."""
+        lists = [self._revoked.data] if self._revoked is not None and self._revoked.data else []
+        return [*self._entries.values(), *lists]
+
+    def entry(self, peer: SiteId) -> bytes:
+        """One peer's, as it signed it."""
+        return self._entries[peer]
+
+    def is_guest(self, key: bytes) -> bool:
+        """Whether a key is an invitation's, of any time: its holder may be told what is wrong with it."""
+        return self._guests is not None and self._guests.find(key) is not None
 
     def reload(self) -> bool:
         """Read the folder again; True when somebody is new, gone, or has another key or address.
@@ -116,18 +130,42 @@ class Roster:
         Every entry is checked each time, so a certificate that has expired or was revoked meanwhile strikes
         its peer off.
         """
+        try:
+            if self._revoked is not None:
+                self._revoked.reload()
+        except CertificateError as e:
+            self._refuse_once(LIST, str(e))
         files = {path.name: path for path in sorted(self.folder.glob(f"*{SUFFIX}"))}
         return self._set({name: path.read_bytes()[: ENTRY_BYTES + 1] for name, path in files.items()})
 
-    def add(self, data: bytes) -> Contact:
-        """An entry that came from a peer: checked, then kept as a file. CertificateError when it is no good,
-        or not newer than the one that is there."""
+    def add(self, data: bytes) -> Contact | None:
+        """A statement that came from a peer: checked, then kept as a file if it is newer than what is there.
+        Whose it is; None for a revocation list. CertificateError when it is no good."""
+        if data.startswith(b"-----BEGIN X509 CRL"):
+            if self._revoked is not None:
+                self._revoked.add(data)
+                self.reload()
+            return None
         contact, number = check(data, self._verifier, self._federation)
         have = self._numbers.get(contact.peer, -1)
-        if number <= have and contact != self._contacts[contact.peer]:
+        if number > have:
+            save(self.folder, contact.peer, data)
+            self.reload()
+        elif contact != self._contacts[contact.peer]:
             raise CertificateError(f"{contact.peer}: an entry with number {number}, the one here has {have}")
-        save(self.folder, contact.peer, data)
-        self.reload()
+        return contact
+
+    def admit(self, key: bytes, data: bytes) -> Contact:
+        """The entry of a newcomer who showed an invitation, by the key of its call. CertificateError says
+        why it does not come in. Who has come in may ask again, so that a lost answer is no harm."""
+        contact, _ = check(data, self._verifier, self._federation)
+        if self._guests is None:
+            raise CertificateError("nobody is invited here")
+        again = contact == self._contacts.get(contact.peer)
+        self._guests.check(key, contact.peer, again=again)
+        if not again:
+            self.add(data)
+            self._guests.spend(key)
         return contact
 
     def _set(self, files: dict[str, bytes]) -> bool:
@@ -143,15 +181,18 @@ class Roster:
                 if contact.key in names:
                     raise CertificateError(f"{names[contact.key]} has the same CURVE key")
             except CertificateError as e:
-                if (file, str(e)) not in self._told:
-                    self._told.add((file, str(e)))
-                    self._refuse(file, str(e))
+                self._refuse_once(file, str(e))
                 continue
             entries[contact.peer], contacts[contact.peer] = data, contact
             names[contact.key], numbers[contact.peer] = contact.peer, number
         changed = contacts != self._contacts
         self._entries, self._contacts, self._names, self._numbers = entries, contacts, names, numbers
         return changed
+
+    def _refuse_once(self, file: str, why: str) -> None:
+        if (file, why) not in self._told:
+            self._told.add((file, why))
+            self._refuse(file, why)
 
 
 def save(folder: Path, peer: SiteId, data: bytes) -> Path:

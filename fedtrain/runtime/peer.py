@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -21,25 +22,27 @@ import zmq
 from .. import __version__
 from ..config import Config
 from ..errors import CertificateError, ConfigError, JoinRefused
-from ..exchange import PeerId, Share
-from ..pki import Credentials
+from ..exchange import Contact, PeerId, Share
+from ..pki import Credentials, Revoked
+from ..pki.invitation import Guestbook, Invitation
+from ..pki.revocation import LIST
 from ..pki.roster import Claim, Roster, check, enrol, own_curve, save
 from ..pki.signing import Signer, Verifier
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.courier import Limits
-from ..transport.zmq import FAST, Curve, ZmqNeighbors, curve_speed
+from ..transport.zmq import FAST, Curve, ZmqNeighbors, curve_speed, join
 from ..update import Arena, ArenaFile, Update, averages, digest_of
-from ..wire.gossip import Greeting
-from .answers import Emit
-from .federated import Result, evaluation_is_due, keep_evaluation, reason_to_stop
+from ..wire.gossip import Greeting, Stamp
 from .gossip import Peer, algorithm_of, trained_part
+from .progress import Emit, Result, evaluation_is_due, keep_evaluation, reason_to_stop
 from .site import Trains
 from .trainer import Trainer
 
 RELOAD_S = 2.0  # between looks at the roster's folder
 POLL_S = 0.1  # between looks at who is there
 PULL_S = 60.0  # for a state to come
+JOIN_S = 60.0  # for the peer that has invited us to answer
 BEHIND = 2  # rounds that others are ahead, from which on a peer takes their state
 
 
@@ -55,9 +58,14 @@ async def run(
     *,
     data_dir: Path | None = None,
     emit: Emit,
+    invitation: Invitation | None = None,
     start_trainer: Callable[[Path], Awaitable[Works]] | None = None,
 ) -> Result:
-    """Take part until the run's rounds are done; goes on from the last round that is on this peer's disk."""
+    """Take part until the run's rounds are done; goes on from the last round that is on this peer's disk.
+
+    With an `invitation` the roster may be empty: it is fetched from the peer that made it, unless that peer
+    is on it already.
+    """
     algorithm, graph = algorithm_of(config)
     if algorithm.static:
         raise ConfigError(
@@ -85,6 +93,10 @@ async def run(
             )  # fmt: skip
             curve = Curve(*own_curve(folder, zmq.curve_keypair))
             roster = enrolled(config, name, credentials, curve, emit)
+            if invitation is not None and roster.contact(invitation.host) is None:
+                stamp = Stamp.of(config.run.name, about.schema.digest, name)
+                await asyncio.to_thread(accept, invitation, roster, name, stamp)
+                emit("notice", text=f"joined by {invitation.host}: {len(roster.peers())} peers on the roster")
             neighbors = ZmqNeighbors(
                 me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
                 welcome=lambda peer, theirs: fits(name, greeting, peer, theirs),
@@ -140,6 +152,7 @@ async def _rounds(
             keep_evaluation(config, store, peer.round, metrics, {peer.name: metrics}, emit)
         if reason := reason_to_stop(config, store, peer.round):
             break
+        own_entry(roster, peer.name)
         view, began, sent = neighbors.view(), time.monotonic(), (neighbors.bytes_in, neighbors.bytes_out)
         if view.degraded and not alone:
             emit("notice", text=f"only {len(view.alive)} of {len(roster.peers())} peers are here: the others "
@@ -225,7 +238,8 @@ async def _watch(roster: Roster, neighbors: ZmqNeighbors) -> None:
 def enrolled(config: Config, name: PeerId, credentials: Credentials, curve: Curve, emit: Emit) -> Roster:
     """The run's roster, with this peer's own entry as it is today."""
     federation = credentials.identity.federation
-    verifier = Verifier(credentials.root, federation)
+    revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
+    verifier = Verifier(credentials.root, federation, revoked=revoked)
     folder = config.root / config.gossip.roster
     address = config.network.address or config.network.listen
     number, have = 0, None
@@ -235,9 +249,48 @@ def enrolled(config: Config, name: PeerId, credentials: Credentials, curve: Curv
         claim = Claim(peer=name, federation=federation, key=curve.public, address=address, number=number + 1)
         save(folder, name, enrol(Signer.of(credentials), claim).encode())
     return Roster(
-        folder, verifier, federation,
+        folder, verifier, federation, revoked=revoked,
+        guests=Guestbook(config.root / config.network.certs / "sites" / name),
         refuse=lambda file, why: emit("notice", text=f"roster: {file} is refused: {why}"),
     )  # fmt: skip
+
+
+def own_entry(roster: Roster, me: PeerId) -> bytes:
+    """What others are shown of us; CertificateError when it counts no more, so that a run ends here."""
+    if roster.contact(me) is None:
+        raise CertificateError(
+            f"{me}'s own entry counts no more: its certificate was revoked or has expired, or its file was "
+            f"taken from {roster.folder}. With a new certificate the same command goes on."
+        )
+    return roster.entry(me)
+
+
+def invite(config: Config, guest: PeerId, host: PeerId, *, days: float) -> Invitation:
+    """An invitation to the peer `host`, whose folder is here; its process may run or not."""
+    folder = config.root / config.network.certs / "sites" / host
+    Credentials.load(folder)
+    key, _ = own_curve(folder, zmq.curve_keypair)
+    return Guestbook(folder).invite(
+        guest, host=host, address=config.network.address or config.network.listen, key=key,
+        life=timedelta(days=days), new=zmq.curve_keypair,
+    )  # fmt: skip
+
+
+def accept(invitation: Invitation, roster: Roster, me: PeerId, stamp: Stamp) -> None:
+    """Fetch the roster from the peer that has invited this one; ConnectError says why it can't be. Blocks."""
+    if invitation.guest != me:
+        raise JoinRefused(f"this invitation is for {invitation.guest}, not for {me}")
+    host = Contact(invitation.host, invitation.key, invitation.address)
+    guest = Curve(zmq.curve_public(invitation.secret), invitation.secret)
+
+    def add(statement: bytes) -> None:
+        with suppress(CertificateError):  # the host has it; whether it counts here is ours to say
+            roster.add(statement)
+
+    join(host, guest, stamp, own_entry(roster, me), add, JOIN_S)
+    found = roster.contact(host.peer)
+    if found is None or found.key != host.key:
+        raise JoinRefused(f"who answers at {host.address} can't prove to be {host.peer} of this federation")
 
 
 def fits(me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import math
 import os
@@ -22,7 +21,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,6 +33,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ..errors import CertificateError, ConnectError, JoinRefused, WireError
 from ..exchange import Contact, Exchanged, Letter, Mixer, PeerId, Share
+from ..malloc import keep_freed
 from ..wire.codec import decode, encode
 from ..wire.frames import CHUNK_BYTES, Refused
 from ..wire.gossip import (
@@ -58,8 +58,8 @@ TOKENS = 4000.0  # control messages that a peer may send at once,
 TOKENS_S = 3000.0  # and in a second for long
 PATIENCE = 20  # breaches of the protocol before a peer is cut off,
 BAN_S = 60.0  # and for how long
+GUEST_S = 0.2  # between what the holder of an invitation says
 FAST = 150e6  # bytes of CURVE in a second of CPU: libsodium does twice that or more, tweetnacl a third
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 POLL_S = 0.25  # at most, between looks at what time brings
 
 Emit = Callable[..., None]
@@ -83,11 +83,17 @@ class Roster(Protocol):
     def contact(self, peer: PeerId) -> Contact | None: ...
     def peer_of(self, key: bytes) -> PeerId | None: ...
     def peers(self) -> list[PeerId]: ...
-    def entries(self) -> Mapping[PeerId, bytes]:
-        """Each as its peer signed it, to be passed on."""
+    def statements(self) -> list[bytes]:
+        """All that was signed and is to be passed on: entries of peers, and who was revoked."""
 
-    def add(self, entry: bytes) -> Contact:
-        """One that was passed on; CertificateError when it can't be believed."""
+    def add(self, statement: bytes) -> Contact | None:
+        """One that was passed on, and whose entry it is; CertificateError when it can't be believed."""
+
+    def is_guest(self, key: bytes) -> bool:
+        """Whether it is an invitation's: its holder is not a peer yet, and may say one thing."""
+
+    def admit(self, key: bytes, entry: bytes) -> Contact:
+        """A guest's own entry; CertificateError says why it doesn't come in."""
 
 
 class Peers:
@@ -109,10 +115,16 @@ class Peers:
     def peers(self) -> list[PeerId]:
         return sorted(self.contacts)
 
-    def entries(self) -> dict[PeerId, bytes]:
-        return {}
+    def statements(self) -> list[bytes]:
+        return []
 
-    def add(self, entry: bytes) -> Contact:
+    def add(self, statement: bytes) -> Contact:
+        raise CertificateError("this roster is fixed")
+
+    def is_guest(self, key: bytes) -> bool:
+        return False
+
+    def admit(self, key: bytes, entry: bytes) -> Contact:
         raise CertificateError("this roster is fixed")
 
 
@@ -204,6 +216,8 @@ class ZmqNeighbors:
         self._exchange: Future[Exchanged] | None = None
         self._pulls: dict[PeerId, Future[Letter | None]] = {}
         self._strangers = 0
+        self._guests: dict[bytes, float] = {}  # when the holder of an invitation last said something
+        self._passed_on: frozenset[bytes] = frozenset()  # statements that all connected peers were sent
         self._round = 0
         self._view = View((me,), self._membership.epoch, False)
         self._stopping = self._closed = False
@@ -217,7 +231,7 @@ class ZmqNeighbors:
     def start(self) -> None:
         """Bind and begin; ConnectError when the port is in use. Call it on the event loop."""
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        _keep_freed_memory()
+        keep_freed()  # libzmq makes a buffer for each message that it encrypts or decrypts
         poller = self._poller = zmq.Poller()
         self._zap: zmq.Socket[bytes] = self._context.socket(zmq.REP)
         self._zap.linger = 0
@@ -485,7 +499,9 @@ class ZmqNeighbors:
                 key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
                 peer = self._roster.peer_of(key) if domain == DOMAIN and key else None
                 banned = peer is not None and self._is_banned(peer)
-                if peer is None or peer == self.me or banned:
+                if peer is None and domain == DOMAIN and key and self._roster.is_guest(key):
+                    self._zap.send_multipart([version, number, b"200", b"OK", key, b""])
+                elif peer is None or peer == self.me or banned:
                     why = "cut off for its breaches" if banned else "its key is not on the roster"
                     self._refused_call(address.decode("ascii", "replace"), why)
                     self._zap.send_multipart([version, number, b"400", b"unknown key", b"", b""])
@@ -574,6 +590,12 @@ class ZmqNeighbors:
             elif contact != link.contact and link.dealer is not None:  # it has moved
                 self._hang_up(link)
                 self._link(link.peer)
+        statements = self._roster.statements()
+        news = [each for each in statements if each not in self._passed_on]
+        self._passed_on = frozenset(statements)
+        for link in self._links.values():
+            if link.agreed:
+                self._introduce(link, news)
 
     def _cut(self, link: Link, why: str) -> None:
         self._gone(link, why)
@@ -624,8 +646,13 @@ class ZmqNeighbors:
         except zmq.ZMQError:
             return None
         peer = self._roster.peer_of(key)
-        if peer is None:  # revoked since its handshake
-            _shut(fd, _address(fd))
+        if peer is None:
+            now = time.monotonic()
+            if self._roster.is_guest(key) and now >= self._guests.get(key, -math.inf) + GUEST_S:
+                self._guests[key] = now
+                self._invited(key, frames)
+            else:  # revoked since its handshake, or a guest who says too much
+                _shut(fd, _address(fd))
             return None
         link = self._link(peer)
         if self._is_banned(peer):
@@ -714,41 +741,53 @@ class ZmqNeighbors:
             self._courier.found(link.peer, now)
             self._membership.add([link.peer], now)
             self._membership.heard(link.peer, now)
-            entries = self._roster.entries()
-            self._introduce(link, entries.values())
-            for other in self._links.values():
-                if other is not link and other.agreed and link.peer in entries:
-                    self._introduce(other, [entries[link.peer]])
+            self._introduce(link, self._roster.statements())
+            self._look_at_roster()  # its entry may have come by a file, and others not know it
 
-    def _introduce(self, link: Link, entries: Iterable[bytes]) -> None:
-        """Pass on what peers have signed of themselves: whoever knows one, soon knows all."""
-        body: list[bytes] = []
-        for entry in entries:
-            if sum(map(len, body)) + len(entry) > TEXT_BYTES - 1024:
-                self._say(link, Header(Kind.MEMBERS), msgspec.msgpack.encode(body))
-                body = []
-            body.append(entry)
-        if body:
-            self._say(link, Header(Kind.MEMBERS), msgspec.msgpack.encode(body))
+    def _introduce(self, link: Link, statements: Iterable[bytes]) -> None:
+        """Pass on what was signed: whoever knows one peer, soon knows all."""
+        for body in _bundles(statements):
+            self._say(link, Header(Kind.MEMBERS), body)
 
     def _introduced(self, link: Link, text: bytes) -> None:
-        known = set(self._roster.entries().values())
-        found = []
-        for entry in decode(text, list[bytes]):
-            if entry not in known:
+        known = set(self._roster.statements())
+        for statement in decode(text, list[bytes]):
+            if statement not in known:
                 try:
-                    contact = self._roster.add(entry)
+                    contact = self._roster.add(statement)
                 except CertificateError as e:
                     self._tell("notice", text=f"{link.peer} passed on an entry that is refused: {e}")
                     continue
-                found.append(entry)
-                if contact.peer != self.me:
+                if contact is not None and contact.peer != self.me:
                     self._link(contact.peer)
-        if found:
+        if known != set(self._roster.statements()):
             self._look_at_roster()
-            for other in self._links.values():
-                if other.agreed and other is not link:
-                    self._introduce(other, found)
+
+    def _invited(self, key: bytes, frames: list[zmq.Frame]) -> None:
+        """A newcomer, who shows an invitation: its entry for all of ours, or a line that says why not."""
+        answers: list[tuple[Kind, bytes]]
+        try:
+            if len(frames) != 3:
+                raise WireError(f"a message of {len(frames) - 1} frames")
+            header, stamp = unpack(frames[1].buffer)
+            if header.kind is not Kind.JOIN:
+                raise WireError(f"{header.kind.name} from one who has not joined")
+            if (stamp.run, stamp.schema) != (self._stamp.run, self._stamp.schema):
+                raise JoinRefused(f"{self.me} is in another run, or trains another model")
+            contact = self._roster.admit(key, _text(header, frames[2].buffer))
+        except (WireError, JoinRefused, CertificateError) as e:
+            self._tell("join_refused", site="?", reason=f"by invitation: {e}")
+            answers = [(Kind.REJECT, encode(Refused(reason=str(e), final=True)))]
+        else:
+            self._tell("notice", text=f"{contact.peer} is on the roster now, by invitation")
+            self._look_at_roster()
+            answers = [(Kind.MEMBERS, body) for body in _bundles(self._roster.statements())]
+            answers.append((Kind.WELCOME, b""))
+        for kind, body in answers:
+            with contextlib.suppress(zmq.ZMQError):  # it has gone, or doesn't read: it may ask again
+                self._router.send_multipart(
+                    [frames[0].bytes, pack(Header(kind), self._stamp), body], zmq.NOBLOCK
+                )
 
     # --- writing
 
@@ -871,6 +910,73 @@ GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REJECT)
 COPIED = 64 << 10  # bytes up to which copying is faster than tracking
 
 
+def join(
+    host: Contact, guest: Curve, stamp: Stamp, entry: bytes, add: Callable[[bytes], object], timeout_s: float
+) -> None:
+    """Show an invitation: tell the host our signed entry, hand what it answers to `add`. Blocks.
+
+    JoinRefused says why we may not come in, ConnectError that nobody is there.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger, dealer.maxmsgsize, dealer.immediate = 0, FRAME_BYTES, True
+        dealer.curve_serverkey = host.key
+        dealer.curve_publickey, dealer.curve_secretkey = guest.public, guest.secret
+        monitor = dealer.get_monitor_socket()
+        poller = zmq.Poller()
+        for each in (dealer, monitor):
+            poller.register(each, zmq.POLLIN)
+        dealer.connect(f"tcp://{host.address}")
+        question, until, asked_s = pack(Header(Kind.JOIN), stamp), time.monotonic() + timeout_s, -math.inf
+        while (now := time.monotonic()) < until:
+            if now >= asked_s + Limits().retry_s:
+                with contextlib.suppress(zmq.Again):  # not connected yet
+                    dealer.send_multipart([question, entry], zmq.NOBLOCK)
+                    asked_s = now
+            ready = dict(poller.poll(100))
+            if monitor in ready:
+                event = parse_monitor_message(monitor.recv_multipart())["event"]
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    raise JoinRefused(
+                        f"{host.peer} at {host.address} made no such invitation. Ask for one: "
+                        f"fedtrain invite NAME --by {host.peer}"
+                    )
+            if dealer in ready and _answered(dealer.recv_multipart(), host, add):
+                return
+        raise ConnectError(
+            f"{host.peer} does not answer at {host.address} within {timeout_s:g} s: is its "
+            f"`fedtrain peer {host.peer}` running, and its port open?"
+        )
+    finally:
+        context.destroy(0)
+
+
+def _answered(frames: list[bytes], host: Contact, add: Callable[[bytes], object]) -> bool:
+    """What the host says to a guest; whether that was all."""
+    header, _ = unpack(frames[0])
+    body = frames[1] if len(frames) == 2 else b""
+    if header.kind is Kind.REJECT:
+        refused: Refused = decode(body, Refused)
+        raise JoinRefused(f"{host.peer} at {host.address} refuses: {refused.reason[:200]}")
+    if header.kind is Kind.MEMBERS:
+        for statement in decode(body, list[bytes]):
+            add(statement)
+    return header.kind is Kind.WELCOME
+
+
+def _bundles(statements: Iterable[bytes]) -> Iterator[bytes]:
+    """Bodies of MEMBERS, each short enough to be read."""
+    bundle: list[bytes] = []
+    for statement in statements:
+        if bundle and sum(map(len, bundle)) + len(statement) > TEXT_BYTES - 1024:
+            yield msgspec.msgpack.encode(bundle)
+            bundle = []
+        bundle.append(statement)
+    if bundle:
+        yield msgspec.msgpack.encode(bundle)
+
+
 def curve_speed(total: int = 16 << 20) -> float:
     """Bytes for a second of CPU that CURVE takes from one socket to another, in this process; 0.0 when
     nothing arrives. CPU, so that a machine which is busy is not taken for one that is slow."""
@@ -896,15 +1002,6 @@ def curve_speed(total: int = 16 << 20) -> float:
         return 0.0
     finally:
         context.destroy(0)
-
-
-def _keep_freed_memory() -> None:
-    """libzmq makes a buffer for each message that it encrypts or decrypts. glibc gives those of a chunk's
-    size back to the kernel each time, and page faults then are a fifth of CURVE's time: let it keep them."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # another C library needs nothing
-        mallopt(M_MMAP_THRESHOLD, 4 * FRAME_BYTES)
-        mallopt(M_TRIM_THRESHOLD, SENDING * FRAME_BYTES)
 
 
 def _text(header: Header, body: Body) -> bytes:

@@ -51,7 +51,7 @@ class Kind(IntEnum):
     HELLO = 1  # who I am (a signed entry), what I train
     WELCOME = 2
     REJECT = 3  # a HELLO, with the reason
-    MEMBERS = 4  # signed entries of the roster, and who is alive
+    MEMBERS = 4  # signed entries of the roster, and the list of the revoked
     OFFER = 5
     LETTER = 6
     STATE = 7
@@ -67,6 +67,7 @@ class Kind(IntEnum):
     SUSPECT = 17  # please ping this one for me
     LEAVE = 18
     REFUSE = 19  # a share
+    JOIN = 20  # the entry of one who shows an invitation; answered by MEMBERS and WELCOME, or REJECT
 
 
 OFFERS = (Kind.OFFER, Kind.LETTER, Kind.STATE)

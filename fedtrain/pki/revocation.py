@@ -1,0 +1,117 @@
+"""Which certificates count no more: a federation's one list, an X.509 CRL (RFC 5280) that its CA signs.
+
+    revoked.pem     beside ca/, aggregator/ and sites/: the list, then the issuing CA's certificate
+    ca/issued       one line a certificate: serial, whose, until when; what `revoke` revokes
+
+The list says itself that it is true, so anybody may carry it: between peers the newest one travels along
+with the roster. It has a number that grows; an older one is never believed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from ..errors import CertificateError, ConfigError
+from .authority import Authority, issued, write
+from .identity import serial_hex
+
+LIST = "revoked.pem"
+LIST_BYTES = 48 << 10  # about 1,000 serials; those of expired certificates need not be in it
+UNREADABLE = (
+    ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion,
+    x509.ExtensionNotFound, x509.DuplicateExtension,
+)  # fmt: skip
+
+
+def revoke(certs_dir: Path, names: Iterable[str], *, now: datetime | None = None) -> list[str]:
+    """Add every certificate that these sites still have to the list, and sign it anew; their serials."""
+    certs_dir, now = Path(certs_dir), now or datetime.now(UTC)
+    authority, path = Authority.load(certs_dir), certs_dir / LIST
+    number, known = 0, frozenset[str]()
+    if path.exists():
+        number, known = check(path.read_bytes(), authority.root)
+    valid = {serial: name for serial, name, until in issued(certs_dir) if until > now}
+    found: list[str] = []
+    for name in names:
+        serials = [serial for serial, whose in valid.items() if whose == name]
+        if not serials:
+            raise ConfigError(
+                f"{name}: no certificate of {certs_dir / 'ca'} that is valid now is this site's"
+            )
+        found += serials
+    if all(serial in known for serial in found):
+        return found
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(authority.certificate.subject)
+        .last_update(now)
+        .next_update(authority.certificate.not_valid_after_utc)
+        .add_extension(x509.CRLNumber(number + 1), critical=False)
+    )
+    for serial in sorted((known & valid.keys()) | set(found)):
+        one = x509.RevokedCertificateBuilder().serial_number(int(serial, 16)).revocation_date(now)
+        builder = builder.add_revoked_certificate(one.build())
+    pem = serialization.Encoding.PEM
+    signed = builder.sign(authority.key, hashes.SHA256()).public_bytes(pem)
+    write(path, signed + authority.certificate.public_bytes(pem))
+    return found
+
+
+def check(data: bytes, root: x509.Certificate) -> tuple[int, frozenset[str]]:
+    """The number of a list, and the serials in it; CertificateError unless the root's CA has signed it."""
+    if len(data) > LIST_BYTES:
+        raise CertificateError(f"a revocation list of {len(data)} bytes: at most {LIST_BYTES}")
+    try:
+        revoked, issuing = x509.load_pem_x509_crl(data), x509.load_pem_x509_certificate(data)
+        issuing.verify_directly_issued_by(root)
+        may = issuing.extensions.get_extension_for_class(x509.KeyUsage).value.crl_sign
+        number = revoked.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        key = issuing.public_key()
+        signed = isinstance(key, ec.EllipticCurvePublicKey) and revoked.is_signature_valid(key)
+    except UNREADABLE:
+        raise CertificateError("not a revocation list of this federation") from None
+    pem = serialization.Encoding.PEM
+    plain = revoked.public_bytes(pem) + issuing.public_bytes(pem) == data  # no free space beside it
+    if not may or not signed or not plain:
+        raise CertificateError("a revocation list that this federation's CA has not signed")
+    return number, frozenset(serial_hex(each) for each in revoked)
+
+
+class Revoked:
+    """The newest list that was seen: in the file, or passed on by others."""
+
+    def __init__(self, path: Path, root: bytes) -> None:
+        self.data = b""  # as it was signed; empty: there is none yet
+        self._path, self._root = Path(path), x509.load_pem_x509_certificate(root)
+        self._number, self._serials = -1, frozenset[str]()
+
+    def __call__(self, serial: str) -> bool:
+        return serial in self._serials
+
+    def reload(self) -> None:
+        """Look at the file again; CertificateError when it is damaged: what was known goes on counting."""
+        try:
+            self._take(self._path.read_bytes())
+        except FileNotFoundError:
+            return
+
+    def add(self, data: bytes) -> None:
+        """A list that came from a peer: checked, and kept as the file if it is newer."""
+        if self._take(data):
+            write(self._path, data)
+
+    def _take(self, data: bytes) -> bool:
+        if self.data and data == self.data:
+            return False
+        number, serials = check(data, self._root)
+        if number <= self._number:
+            return False
+        self.data, self._number, self._serials = data, number, serials
+        return True
