@@ -1,12 +1,7 @@
 """Checkpoints of several ranks, loaded by other numbers of them: FSDP's shards, uneven and empty ones too."""
 
-import traceback
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fedtrain.errors import StoreError
 from fedtrain.training.checkpoint import Checkpoints
+from tests.worlds import world
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -53,28 +49,6 @@ class State:
             name: t.full_tensor() if hasattr(t, "full_tensor") else t
             for name, t in self.model.state_dict().items()
         }
-
-
-def rank_main(rank, ranks, meeting, work, folder, failed):
-    """In a process of its own."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(meeting), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    try:
-        work(rank, ranks, folder)
-    except BaseException:
-        failed.put(f"rank {rank}: {traceback.format_exc()}")
-    finally:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def world(ranks, work, folder, tmp_path):
-    """`work(rank, ranks, folder)` in so many processes."""
-    failed = mp.get_context("spawn").SimpleQueue()
-    meeting = tmp_path / f"meeting-{work.__name__}-{ranks}"
-    mp.spawn(rank_main, (ranks, meeting, work, folder, failed), nprocs=ranks)
-    assert failed.empty(), failed.get()
 
 
 def save_in_every_way(rank, ranks, folder):
@@ -122,7 +96,7 @@ def save_to_a_folder_that_only_one_rank_can_write(rank, ranks, folder):
 
 def test_what_two_ranks_saved_one_two_and_three_load(tmp_path):
     folder = tmp_path / "c"
-    world(2, save_in_every_way, folder, tmp_path)
+    world(2, save_in_every_way, folder)
     (file,) = (folder / "full" / "step-000000003").glob("*.safetensors")
     assert load_file(file)["model.0.weight"].shape == (5, 7)
     assert len(list((folder / "sharded" / "step-000000003").glob("*.safetensors"))) == 2
@@ -132,18 +106,18 @@ def test_what_two_ranks_saved_one_two_and_three_load(tmp_path):
     for name, tensor in state.whole().items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
     for ranks in (2, 3):
-        world(ranks, load_all_and_go_on, folder, tmp_path)
+        world(ranks, load_all_and_go_on, folder)
 
 
 def test_damage_seen_by_one_rank_is_known_to_all(tmp_path):
     folder = tmp_path / "c"
-    world(2, save_in_every_way, folder, tmp_path)
+    world(2, save_in_every_way, folder)
     (file,) = (folder / "sharded" / "step-000000003").glob("*-rank-00001.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
-    world(2, load_with_one_file_damaged, folder, tmp_path)
+    world(2, load_with_one_file_damaged, folder)
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a file").touch()
-    world(2, save_to_a_folder_that_only_one_rank_can_write, tmp_path / "c", tmp_path)
+    world(2, save_to_a_folder_that_only_one_rank_can_write, tmp_path / "c")

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from fedtrain.training.elastic import LEFT, MAX_STEPS, Leave, Left, shares_store
-from tests.test_checkpoint_mesh import world
+from tests.worlds import world
 
 
 def test_a_process_alone_leaves_when_it_was_told():
@@ -57,7 +57,7 @@ def leave_when_one_is_told(rank, ranks, folder):
 
 @pytest.mark.slow
 def test_all_ranks_leave_after_the_same_step_soon_after_one_was_told(tmp_path):
-    world(2, leave_when_one_is_told, tmp_path, tmp_path)
+    world(2, leave_when_one_is_told, tmp_path)
     first, second = ((tmp_path / f"left-{rank}").read_text() for rank in (0, 1))
     assert first == second
     for line in first.splitlines():

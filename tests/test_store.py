@@ -5,8 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from fedtrain.errors import StoreError, WireError
 from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
 from fedtrain.store.disk import refuse_network_disk
 from fedtrain.update import Arena, Schema, TensorSpec, digest_of
+from tests.worlds import FORKED
 
 SCHEMA = Schema((TensorSpec("w", (100,), "float32", True),))
 
@@ -113,33 +112,31 @@ def test_an_overmounted_local_disk_is_fine(tmp_path):
 
 # --- a crash at each write: strace kills the process at its n-th system call
 
-COMMITS = textwrap.dedent("""
-    import sys
-    from pathlib import Path
-    from tests.test_store import RunStore, SCHEMA, commit
-    store = RunStore(Path(sys.argv[1]))
+
+def commits(folder, traced):
+    """In a process of its own, when it is told that it is traced."""
+    traced.recv()
+    store = RunStore(folder)
     store.begin(SCHEMA, {"train.lr": "0.1"}, task_digest="t")
-    last = store.latest()
-    commit(store, *range((last.round if last else -1) + 1, 4))
-""")
+    commit(store, 0, 1, 2, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace (apt-get install strace)")
 @pytest.mark.parametrize("call", ["fsync", "rename", "pwrite64"])
 def test_s31_killed_at_any_system_call_the_last_committed_round_is_whole(tmp_path, call):
-    command = [sys.executable, "-c", COMMITS]
-    strace = ["strace", "-f", "-qq", "-o", os.devnull, "-e"]
     died = 0
     for when in (1, 2, 4, 8):
         folder = tmp_path / str(when)
-        first = subprocess.run(
-            [*strace, f"inject={call}:signal=KILL:when={when}", *command, str(folder)],
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
-        died += first.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        here, there = FORKED.Pipe()
+        victim = FORKED.Process(target=commits, args=(folder, there))
+        victim.start()
+        strace = ["strace", "-f", "-o", os.devnull, "-e", f"inject={call}:signal=KILL:when={when}"]
+        with subprocess.Popen([*strace, "-p", str(victim.pid)], stderr=subprocess.PIPE, text=True) as tracer:
+            assert "attached" in tracer.stderr.readline()
+            here.send("go")
+            victim.join(120)
+        died += victim.exitcode == -signal.SIGKILL
         store = RunStore(folder)
         store.begin(SCHEMA, {"train.lr": "0.1"}, task_digest="t")
         last = store.latest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -111,17 +110,6 @@ class Cluster:
             assert time.monotonic() < until, self.log()
             time.sleep(0.02)
         return found
-
-    def lines(self) -> list[dict[str, Any]]:
-        """What the ranks of elastic_worker.py logged, by step, then by rank; a torn last line left out."""
-        found = []
-        for path in self.folder.glob("log-*.jsonl"):
-            for line in path.read_text().splitlines(keepends=True):
-                found += [json.loads(line) | {"pid": path.stem}] if line.endswith("\n") else []
-        return sorted(found, key=lambda line: (line["step"], line["rank"]))
-
-    def step(self) -> int:
-        return max((line["step"] for line in self.lines()), default=0)
 
 
 def kill(process: psutil.Process, number: int = signal.SIGKILL) -> None:

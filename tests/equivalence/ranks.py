@@ -1,17 +1,8 @@
-"""Many datacenter runs in one launch of ranks: starting torch costs more than most of the runs.
-
-    torchrun --nproc-per-node 2 -m tests.equivalence.ranks FOLDER
-
-FOLDER has the task and `cases.json`, {name: table of a fedtrain.toml}. Of each case rank 0 writes
-`out/NAME.safetensors`, the final model, and `out/NAME.json`: its events, or the error that it ended with.
-"""
+"""Many datacenter runs in one world of ranks."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +14,20 @@ from fedtrain.config import Config
 from fedtrain.errors import FedtrainError
 from fedtrain.runtime.datacenter import Datacenter, silent
 from fedtrain.store import RunStore
-from fedtrain.training.mesh import Mesh, Sizes, joined
+from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.task import load_task
+from tests.worlds import world
 
 Table = dict[str, dict[str, Any]]
 ROOT = Path(__file__).parents[2]
 
 
-def launch(folder: Path, ranks: int, cases: dict[str, Table], seconds: float = 240) -> dict[str, Outcome]:
-    """Run the cases on so many ranks; what became of each."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone",
-               "-m", __name__, str(folder)]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds, check=False
-    )
-    missing = [rank for rank in range(ranks) if not (folder / "done" / f"rank-{rank}").exists()]
-    assert not missing, f"ranks {missing} did not finish:\n{ended.stdout[-2000:]}\n{ended.stderr[:6000]}"
-    return {name: Outcome(folder / "out", name) for name in cases}
+def launch(folder: Path, ranks: int, cases: dict[str, Table]) -> dict[str, Outcome]:
+    """Run the cases on so many ranks, in a folder that has their task; what became of each."""
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    world(ranks, train_all, cases, folder, out)
+    return {name: Outcome(out, name) for name in cases}
 
 
 class Outcome:
@@ -81,26 +67,18 @@ def run_case(config: Config, events: list[dict[str, Any]], device: torch.device)
     return {name: view.clone() for name, view in last.weights.load().views().items()}
 
 
-def main(folder: Path) -> None:
-    out = folder / "out"
-    for made in (out, folder / "done"):
-        made.mkdir(exist_ok=True)
-    cases: dict[str, Table] = json.loads((folder / "cases.json").read_text())
-    first = Config.of(next(iter(cases.values())), folder)
-    with joined(first.parallel, "cpu", folder / "done") as device:
-        for name, table in cases.items():
-            config = Config.of({**table, "run": {**table["run"], "name": name}}, folder)
-            events: list[dict[str, Any]] = []
-            error = None
-            try:
-                model = run_case(config, events, device)
-                if dist.get_rank() == 0:
-                    save_file(model, out / f"{name}.safetensors")
-            except FedtrainError as e:  # raised on all ranks alike
-                error = f"{type(e).__name__}: {e}"
-            if dist.get_rank() == 0:
-                (out / f"{name}.json").write_text(json.dumps({"error": error, "events": events}, default=str))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def train_all(rank: int, ranks: int, cases: dict[str, Table], folder: Path, out: Path) -> None:
+    """On each rank. Of each case rank 0 writes NAME.safetensors, the final model, and NAME.json: its events,
+    or the error that it ended with."""
+    for name, table in cases.items():
+        config = Config.of({**table, "run": {**table["run"], "name": name}}, folder)
+        events: list[dict[str, Any]] = []
+        error = None
+        try:
+            model = run_case(config, events, torch.device("cpu"))
+            if rank == 0:
+                save_file(model, out / f"{name}.safetensors")
+        except FedtrainError as e:  # raised on all ranks alike
+            error = f"{type(e).__name__}: {e}"
+        if rank == 0:
+            (out / f"{name}.json").write_text(json.dumps({"error": error, "events": events}, default=str))

@@ -70,7 +70,6 @@ class Natural(Rows):
         part = slice(0, 40) if site == "a" else slice(40, 96)
         return x[part], y[part]
 """
-STEPS = 20
 
 
 def project(folder: Path) -> Path:
@@ -80,12 +79,12 @@ def project(folder: Path) -> Path:
     return folder
 
 
-def case(task: str = "Text", *, train: dict[str, Any] | None = None, strategy: Any = None, rounds: int = 2,
-         **parallel: Any) -> Table:  # fmt: skip
-    """20 steps of AdamW, as one table of a fedtrain.toml."""
+def case(task: str = "Text", *, steps: int = 6, train: dict[str, Any] | None = None, strategy: Any = None,
+         rounds: int = 2, **parallel: Any) -> Table:  # fmt: skip
+    """So many steps of AdamW in all, as one table of a fedtrain.toml."""
     return {
         "run": {"task": f"mesh_task:{task}", "rounds": rounds, "seed": 5},
-        "train": {"batch_size": 16, "optimizer": "adamw", "lr": 0.01, "local_steps": STEPS // rounds}
+        "train": {"batch_size": 16, "optimizer": "adamw", "lr": 0.01, "local_steps": steps // rounds}
         | (train or {}),
         "strategy": strategy or {},
         "evaluate": {"every": 0},
