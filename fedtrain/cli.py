@@ -361,19 +361,6 @@ def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
 
 
 @cli.command()
-@click.argument("guest", metavar="NAME")
-@with_config
-@click.option("--by", "host", metavar="PEER", required=True, help="Who lets it in: a peer that lives here.")
-@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=7, show_default=True,
-              help="How long it is good for.")  # fmt: skip
-def invite(config: Config, guest: str, host: str, days: float) -> None:
-    """Print the code by which NAME, once, joins the peers without their roster."""
-    from .runtime import peer
-
-    click.echo(peer.invite(config, guest, host, days=days).code)
-
-
-@cli.command()
 @click.argument("name")
 @with_config
 @as_json
@@ -390,6 +377,19 @@ def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str
     invitation = None if code is None else Invitation.read(code)
     with shown(config.peer_dir(name), json=json) as emit:
         drive(peer.run(config, name, data_dir=data_dir, invitation=invitation, emit=emit))
+
+
+@cli.command()
+@click.argument("guest", metavar="NAME")
+@with_config
+@click.option("--by", "host", metavar="PEER", required=True, help="Who lets it in: a peer that lives here.")
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=7, show_default=True,
+              help="How long it is good for.")  # fmt: skip
+def invite(config: Config, guest: str, host: str, days: float) -> None:
+    """Print a code by which NAME joins the peers, once."""
+    from .runtime import peer
+
+    click.echo(peer.invite(config, guest, host, days=days).code)
 
 
 @cli.command()

@@ -52,8 +52,8 @@ def write_run(folder, *, finished=True):
 def test_help_lists_the_commands_in_the_order_in_which_a_user_meets_them():
     text = run("--help").output
     assert re.findall(r"^  (\w+)  ", text, re.M) == [
-        "new", "simulate", "topology", "certs", "aggregator", "site", "peer", "datacenter", "plan", "watch",
-        "runs", "export"]  # fmt: skip
+        "new", "simulate", "topology", "certs", "aggregator", "site", "peer", "invite", "datacenter", "plan",
+        "watch", "runs", "export"]  # fmt: skip
 
 
 def test_without_a_command_there_is_help_with_a_quick_start_of_five_lines():
@@ -62,7 +62,7 @@ def test_without_a_command_there_is_help_with_a_quick_start_of_five_lines():
     assert len(result.output.split("Quick start:\n")[1].strip().splitlines()) == 5
 
 
-@pytest.mark.parametrize("command", [*cli.commands, "certs init", "certs issue"])
+@pytest.mark.parametrize("command", [*cli.commands, "certs init", "certs issue", "certs revoke"])
 def test_every_command_says_in_one_sentence_what_it_does(command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
@@ -400,7 +400,9 @@ def test_drive_passes_on_what_the_work_raises():
 PAGE = (Path(fedtrain.__file__).parent.parent / "docs" / "cli.md").read_text()
 
 
-@pytest.mark.parametrize("path", [*(c for c in cli.commands if c != "certs"), "certs init", "certs issue"])
+@pytest.mark.parametrize(
+    "path", [*(c for c in cli.commands if c != "certs"), "certs init", "certs issue", "certs revoke"]
+)
 def test_the_page_describes_every_command_with_its_options_and_an_example(path):
     command = cli
     for name in path.split():
