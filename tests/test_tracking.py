@@ -449,6 +449,32 @@ def test_the_live_table_shows_round_loss_metrics_best_and_each_site():
         ["basel", "training"], ["bern", "lost"]]  # fmt: skip
 
 
+PEERS = [
+    ("run_started", {"run": "heart", "mode": "peer", "rounds": 4}),
+    *[("site_joined", {"site": site}) for site in ("bern", "chur", "davos")],
+    ("round_started", {"round": 1, "sites": ["basel", "bern", "chur", "davos"],
+                       "neighbors": ["bern", "chur"]}),
+    ("site_state", {"site": "bern", "state": "done", "round": 1}),
+    ("update_refused", {"site": "chur", "round": 1, "reason": "did not finish within 6 s"}),
+    ("site_lost", {"site": "davos", "reason": "no connection for 5 s"}),
+    ("round_committed", {"round": 1, "loss": 0.62, "metrics": {"loss": 0.62, "disagreement": 0.031},
+                         "sites": 2, "bytes_in": 4_000_000, "bytes_out": 8_000_000}),
+]  # fmt: skip
+
+
+def test_a_peer_shows_its_neighbours_and_their_state_consensus_distance_and_bytes():
+    text = drawn(told(PEERS))
+    assert "loss 0.6200  disagreement 0.0310   in 4.0 MB, out 8.0 MB" in text
+    rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in text.splitlines() if line[:1] in "bcd"}
+    assert rows["bern"][:2] == ["done", "1"]
+    assert [cell.strip() for cell in rows["chur"]] == ["refused", "1", "did not finish within 6 s"]
+    assert rows["davos"][0] == "lost"
+    assert rows["basel"][0] == "waiting"
+    lines = [line[10:] for line in text_of(PEERS).splitlines()]
+    assert "round 1/4: started: 4 sites, hears bern, chur" in lines
+    assert lines[-1].endswith("loss 0.6200  disagreement 0.0310  in 4.0 MB, out 8.0 MB")
+
+
 @pytest.mark.parametrize("height", [10, 24, 60])
 def test_the_live_table_fits_the_screen_and_shows_trouble_first(height):
     sites = [f"site-{i:03}" for i in range(300)]

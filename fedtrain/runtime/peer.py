@@ -35,6 +35,7 @@ from ..transport.zmq import FAST, Curve, ZmqNeighbors, curve_speed, join
 from ..update import Arena, ArenaFile, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
 from .gossip import Peer, algorithm_of, trained_part
+from .privacy import Spent
 from .progress import Emit, Result, evaluation_is_due, keep_evaluation, reason_to_stop
 from .site import Trains
 from .trainer import Trainer
@@ -107,10 +108,11 @@ async def run(
             if (speed := await asyncio.to_thread(curve_speed)) < FAST:
                 slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"
                 emit("notice", text=f"{slow}: is this pyzmq built without libsodium?")
+            spent = Spent(config.privacy, store.folder, emit)
             files = store.folder / "train"
             files.mkdir(exist_ok=True)
             model = (await trainer.initial(files / "initial")).load()
-            peer = Peer(name, algorithm, model, _training(trainer, name, files), neighbors)
+            peer = Peer(name, algorithm, model, _training(trainer, name, files, spent), neighbors)
             neighbors.start()  # ready: others count on us from here on
             watching = asyncio.create_task(_watch(roster, neighbors))
             try:
@@ -164,14 +166,17 @@ async def _rounds(
             view.alive, peer.round, config.run.seed, 0 if everyone else view.epoch
         )  # with all there, the graph that a simulation has
         near = mixing.graph[peer.name]
-        emit("round_started", round=peer.round + 1, sites=list(view.alive))
+        emit("round_started", round=peer.round + 1, sites=list(view.alive), neighbors=list(near.incoming))
+        emit("site_state", site=peer.name, round=peer.round + 1, state="training")
         told = await peer.step(near, config.gossip.round_deadline)
+        for other in {peer.name, *near.incoming} - told.missing.keys():
+            emit("site_state", site=other, round=peer.round, state="done")
         for other, why in told.missing.items():
             emit("update_refused", site=other, round=peer.round, reason=why)
         mine = averages({peer.name: told.metrics})
         record = {
             "loss": mine.get("loss"),
-            "metrics": mine | {"mean_loss": told.loss, "disagreement": told.moved},
+            "metrics": mine | told.estimates,
             "sites": 1 + len(near.incoming.keys() - told.missing.keys()),
             "seconds": time.monotonic() - began,
             "bytes_in": neighbors.bytes_in - sent[0],
@@ -310,13 +315,14 @@ def fits(me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting) -> None:
 
 
 def _training(
-    trainer: Trains, name: PeerId, folder: Path
+    trainer: Trains, name: PeerId, folder: Path, spent: Spent
 ) -> Callable[[int, Arena, Arena], Awaitable[Update]]:
     """Weights and delta go to the trainer process and back as files."""
 
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
         given = ArenaFile(weights.schema, _written(weights, folder / "weights"))
         update = await trainer.train(name, round, given, folder / "delta")
+        spent.one_more(name, round)
         delta.copy_(update.delta.load())
         return update
 

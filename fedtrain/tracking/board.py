@@ -54,6 +54,7 @@ class Board:
     need: int | None = None  # sites that the next round waits for
     sites: dict[SiteId, SiteRow] = field(default_factory=dict)
     history: dict[int, RoundRow] = field(default_factory=dict)
+    trained: Averages = field(default_factory=dict)  # the last round's, beside its loss: "disagreement", say
     step: e.Stepped | None = None  # a datacenter's last
     best: e.Best | None = None
     finished: e.RunFinished | None = None
@@ -112,8 +113,9 @@ class Board:
                 self.asked = len(event.sites)
                 if self._mark is None:
                     self._mark = event.time
+                asked = event.neighbors or event.sites
                 for site in event.sites:
-                    self._site(site, "training", event.round)
+                    self._site(site, "training" if site in asked else "waiting", event.round)
             case e.SiteState():
                 self._site(event.site, event.state, event.round)
             case e.UpdateReceived():
@@ -156,6 +158,7 @@ class Board:
         self.history[event.round] = RoundRow(
             event.round, event.loss, {}, event.seconds, event.sites, event.bytes_in, event.bytes_out
         )
+        self.trained = {name: value for name, value in event.metrics.items() if name != "loss"}
         if self._mark is not None:
             self._paces.append(event.time - self._mark)
         self._mark = event.time

@@ -76,6 +76,7 @@ class RoundStarted(Event, frozen=True, tag="round_started"):
     round: int
     attempt: int = 1
     sites: list[SiteId] = []
+    neighbors: list[SiteId] = []  # at a peer: those of the sites with which it exchanges in this round
 
 
 class SiteState(Event, frozen=True, tag="site_state"):
@@ -103,6 +104,16 @@ class UpdateRefused(Event, frozen=True, tag="update_refused"):
     site: SiteId
     round: int | None = None
     reason: str = ""
+
+
+class PrivacySpent(Event, frozen=True, tag="privacy_spent"):
+    """A site gave away one more noised update: what all of them together tell of its data, at most."""
+
+    site: SiteId
+    round: int
+    releases: int
+    epsilon: float
+    delta: float
 
 
 class RoundFailed(Event, frozen=True, tag="round_failed"):
@@ -174,7 +185,7 @@ class RunFinished(Event, frozen=True, tag="run_finished"):
 
 AnyEvent = (
     RunStarted | Waiting | SiteJoined | SiteLost | JoinRefused | RoundStarted | SiteState | UpdateReceived
-    | UpdateRefused | RoundFailed | RoundCommitted | Stepped | Evaluated | Best | Notice | RunFinished
+    | UpdateRefused | PrivacySpent | RoundFailed | RoundCommitted | Stepped | Evaluated | Best | Notice | RunFinished
 )  # fmt: skip
 KINDS: dict[str, type[Event]] = {str(c.__struct_config__.tag): c for c in get_args(AnyEvent)}
 

@@ -13,13 +13,14 @@ from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from . import events as e
-from .board import Board, SiteRow
+from .board import Board, RoundRow, SiteRow
 from .events import Averages, Event, encode, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 FEW_SITES = 8  # up to so many in a round, plain text has a line for each update
+BETWEEN_PEERS = ("peer", "gossip")  # modes in which a round has bytes of its own to show
 REFRESHES = 4  # of the live table, a second
 SPARKS = "▁▂▃▄▅▆▇█"
 # What a person looks for first, when not all sites fit on the screen.
@@ -135,7 +136,8 @@ def line(event: Event, board: Board) -> str | None:
         case e.RoundStarted():
             again = f", attempt {event.attempt}" if event.attempt > 1 else ""
             who = f": {_sites(len(event.sites))}" if event.sites else ""
-            return f"{_round(event.round, board)}started{who}{again}"
+            near = f", hears {', '.join(event.neighbors)}" if event.neighbors else ""
+            return f"{_round(event.round, board)}started{who}{near}{again}"
         case e.SiteState():
             mine = board.mode in ("site", "") and event.state in ("training", "uploading", "evaluating")
             return f"{_round(event.round, board)}{event.state}" if mine else None
@@ -155,6 +157,7 @@ def line(event: Event, board: Board) -> str | None:
             who = f": {_sites(event.sites)}" if event.sites else ""
             parts = [f"{_round(event.round, board)}done{who}"]
             parts += [averages({"loss": event.loss, **event.metrics})]
+            parts += [_bytes(event)] if board.mode in BETWEEN_PEERS else []
             parts += [duration(event.seconds)] if event.seconds is not None else []
             eta = board.eta_s(event.time)
             parts += [f"ETA {duration(eta)}"] if eta else []
@@ -172,6 +175,11 @@ def line(event: Event, board: Board) -> str | None:
             model = f"; model in {event.model}" if event.model else ""
             return f"run {board.run or 'is'} finished{after}{_because(event.reason)}{model}"
     return None
+
+
+def _bytes(round: e.RoundCommitted | RoundRow) -> str:
+    """What a round moved: of a peer its own, of a simulation all peers'."""
+    return f"in {size(round.bytes_in)}, out {size(round.bytes_out)}"
 
 
 def _step(event: e.Stepped) -> str:
@@ -290,7 +298,8 @@ def _doing(board: Board, now: float) -> str:
 def _numbers(board: Board) -> str:
     parts = []
     if (row := board.last) is not None:
-        parts += [averages({"loss": row.loss})]
+        parts += [averages({"loss": row.loss, **board.trained})]
+        parts += [_bytes(row)] if board.mode in BETWEEN_PEERS else []
     if board.metrics:
         parts += ["evaluated: " + averages(board.metrics)]
     if board.best is not None:

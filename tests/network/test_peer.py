@@ -1,9 +1,12 @@
 """`fedtrain peer`: real processes, real sockets, the commands that users type."""
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
+from fedtrain.pki import issue
 from fedtrain.store import RunStore
 from tests.processes import SITES, Project
 
@@ -63,3 +66,39 @@ def test_a_peer_killed_and_started_again_goes_on_and_the_others_did_not_wait_for
             assert models(project, f"r+gossip@{name}")[0] == 60
         seconds = [e["seconds"] for e in project.events("r+gossip@a") if e["kind"] == "round_committed"]
         assert max(seconds) < 25  # 20 s, and a busy machine
+
+
+@pytest.mark.slow
+def test_a_newcomer_joins_a_run_by_invitation_and_who_is_revoked_is_cut_off_while_it_goes_on(tmp_path):
+    sets = ("--set", "gossip.round_deadline=20s", "--set", "network.idle=2s", "--set", "network.heartbeat=1s",
+            "--set", "strategy.min_sites=2")  # fmt: skip
+    with Project(tmp_path, rounds=10_000, slow=0.02) as project:
+
+        def fedtrain(*arguments):
+            command = [sys.executable, "-m", "fedtrain", *arguments]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            return done.stdout.strip()
+
+        def of(name, kind):
+            return [each for each in project.events(f"r+gossip@{name}") if each["kind"] == kind]
+
+        def go_on_with(name, sites):
+            return of(name, "round_started") and of(name, "round_started")[-1]["sites"] == sites
+
+        address = f"network.listen=127.0.0.1:{free_port()}"
+        peers = {"a": project.start("peer", "a", "--set", address, *sets)}
+        peers |= start_peers(project, *sets, names=["b", "c"])
+        project.wait_for(lambda: of("a", "round_committed"))
+        issue(tmp_path / "certs", "site", "d")
+        code = fedtrain("invite", "d", "--by", "a", "--set", address)
+        start_peers(project, f"--invitation={code}", "--set", "gossip.roster=roster-of-d", *sets, names=["d"])
+        project.wait_for(lambda: all(go_on_with(name, ["a", "b", "c", "d"]) for name in "abcd"))
+        assert any("took the model of" in each["text"] for each in of("d", "notice"))
+        fedtrain("certs", "revoke", "c")
+        assert peers["c"].wait(120) == 1
+        assert "c's own entry counts no more: its certificate was revoked" in project.log("peer-c")
+        project.wait_for(lambda: all(go_on_with(name, ["a", "b", "d"]) for name in "abd"))
+        at = len(of("a", "round_committed"))
+        project.wait_for(lambda: len(of("a", "round_committed")) > at + 2)
+        assert any("no longer on the roster" in each["reason"] for each in of("a", "site_lost"))
