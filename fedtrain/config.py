@@ -12,7 +12,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -144,6 +144,9 @@ class SecAggConfig:
     value_bits: int = 0  # of them for one site's value; 0: as many as the sum over all sites leaves room for
     groups: int = 1  # sums per random group of sites, redrawn each round, for robust rules
     compression: str = ""  # a linear compressor of what is summed, as in "randomk:0.1" or "lowrank:4"
+    full_graph: int = 100  # up to so many sites everybody masks with everybody; beyond, with some neighbours:
+    corrupt: float = 0.2  # enough of them, should this part of the sites be with the aggregator ...
+    dropout: float = 0.2  # ... while this part is lost in the round
 
     def __post_init__(self) -> None:
         require(self.clip > 0, "secagg.clip", f"{self.clip} must be positive")
@@ -152,6 +155,25 @@ class SecAggConfig:
         require(self.value_bits == 0 or 4 <= self.value_bits < self.ring_bits, "secagg.value_bits",
                 f"{self.value_bits} must be 0 (as many as fit), or 4 to secagg.ring_bits - 1")  # fmt: skip
         require(self.groups >= 1, "secagg.groups", f"{self.groups} must be at least 1")
+        require(self.full_graph >= 0, "secagg.full_graph", f"{self.full_graph} must not be negative")
+        require(0 <= self.corrupt < 1, "secagg.corrupt", f"{self.corrupt} must be in [0, 1)")
+        require(0 <= self.dropout < 1 - self.corrupt, "secagg.dropout",
+                f"{self.dropout} must be in [0, 1 - secagg.corrupt)")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    """Noise on what a site gives away, each site's own affair: local differential privacy."""
+
+    noise_multiplier: float = 0.0  # the noise's standard deviation, in multiples of clip; 0: no noise
+    clip: float = 1.0  # L2 norm to which an update is shortened
+    delta: float = 1e-5  # for which epsilon is told
+
+    def __post_init__(self) -> None:
+        require(0 <= self.noise_multiplier < float("inf"), "privacy.noise_multiplier",
+                f"{self.noise_multiplier} must be 0 (no noise) or more")  # fmt: skip
+        require(0 < self.clip < float("inf"), "privacy.clip", f"{self.clip} must be positive")
+        require(0 < self.delta < 1, "privacy.delta", f"{self.delta} must be between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -322,6 +344,7 @@ class Config:
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     secagg: SecAggConfig = field(default_factory=SecAggConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -499,3 +522,33 @@ def one_of(key: str, value: str, choices: Iterable[str]) -> None:
         near = difflib.get_close_matches(value, choices, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{key}: {value!r} is not one of {', '.join(choices)}.{hint}")
+
+
+def options_of(cls: type, parts: Collection[str] = ()) -> list[str]:
+    """The fields of a dataclass that a user sets: not its `parts`, which whoever builds it has."""
+    return [f.name for f in fields(cls) if f.name not in parts]  # type: ignore[arg-type]  # a dataclass
+
+
+def check_options(
+    key: str,
+    kind: str,
+    options: Iterable[str],
+    kinds: Mapping[str, type],
+    *,
+    parts: Collection[str] = (),
+    beside: Iterable[str] = (),
+) -> None:
+    """Refuse an option that `kind` doesn't have, and say what was meant: one of its own, a key `beside` them
+    in the section, or one of another kind. `kinds` has all that `key` may be, each with its dataclass."""
+    own = options_of(kinds[kind], parts)
+    for name in options:
+        if name in own:
+            continue
+        having = [other for other, cls in kinds.items() if name in options_of(cls, parts)]
+        if near := difflib.get_close_matches(name, [*own, *beside], n=1):
+            hint = f"Did you mean {near[0]}?"
+        elif having:
+            hint = f'{key} = "{having[0]}" has it.'
+        else:
+            hint = f"It has {', '.join(own) or 'none of its own'}."
+        raise ConfigError(f"{key.partition('.')[0]}.{name}: {kind} has no such option. {hint}")

@@ -280,11 +280,21 @@ def test_clipped_values_are_counted_without_saying_whose(tmp_path):
         ),
         ({"secagg": {"ring_bits": 16, "value_bits": 15}}, "would wrap"),
         ({"secagg": {"compression": "topk:0.1"}}, r"not linear.*randomk"),
+        ({"secagg": {"full_graph": 0, "corrupt": 0.6, "dropout": 0.3}}, "Lower the fractions"),
     ],
 )
 def test_what_secure_aggregation_cannot_give_is_refused_before_the_first_round(tmp_path, sections, said):
     with pytest.raises(ConfigError, match=said):
         secure.check_config(config(tmp_path, **sections))
+
+
+def test_the_graph_of_many_sites_is_as_sparse_as_the_fractions_agreed_on_let_it_be(tmp_path):
+    def degree(**keys):
+        return secure.policy(config(tmp_path, secagg=keys), "ward").graph(100)[2]
+
+    assert degree() == 0  # all mask with all
+    assert degree(full_graph=99) == 62  # of the published table: 20 % corrupt, 20 % lost
+    assert degree(full_graph=99, corrupt=0.1, dropout=0.1) == 32
 
 
 # --- Over real connections

@@ -92,7 +92,9 @@ def check_config(config: Config) -> None:
             f'{rule_of(config).needs} or more; or set aggregation.rule = "mean", or secagg.enabled = false.'
         )
     rule_of(config, groups if groups > 1 else None)
-    encoding_of(config, 0, max(sites // groups, 1), None)
+    each = max(sites // groups, 1)
+    encoding_of(config, 0, each, None)
+    policy(config, "").graph(each)
 
 
 def fixed_point(config: Config, sites: int) -> FixedPoint:
@@ -126,6 +128,7 @@ def policy(config: Config, federation: str) -> Policy:
     return Policy(
         federation=federation, run=config.run.name, ring_bits=s.ring_bits, clip=s.clip,
         max_weight=s.max_examples, length=0, value_bits=s.value_bits, min_sites=SITES,
+        full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
     )  # fmt: skip
 
 

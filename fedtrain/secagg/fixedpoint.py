@@ -133,22 +133,20 @@ class FixedPoint:
         bits = min(16, mantissa - self.value_bits)
         scale, limit = kind(weight / self.max_weight / self.step * 2.0**bits), self.q_max << bits
         shift = kind(1.5 * 2.0 ** (mantissa - 1 + bits))
-        room: Floats = scratch.view(kind)
-        y, u = room[: len(x)], room[PIECE : PIECE + len(x)]
+        y: Floats = scratch.view(kind)[: len(x)]
         if x.itemsize < 4:
             x = x.astype(np.float32)  # numpy's minimum of float16 takes twenty times as long
-        y[:] = x
-        y *= scale
+        np.multiply(x, scale, out=y, casting="same_kind")
         clipped = 0
         if not (kind(x.min()) * scale >= -limit and kind(x.max()) * scale <= limit):
             if not np.isfinite(x).all():
                 raise SecAggError("an update with values that are not finite can't be summed")
             clipped = int(np.count_nonzero(np.abs(y) > limit + (1 << bits) / 2))  # not those just beside ±c
             np.clip(y, -limit, limit, out=y)
-        random >>= 16 - bits
+        if bits < 16:
+            random >>= 16 - bits
         random |= 1
-        u[:] = random
-        y += u
+        np.add(y, random, out=y)
         y += shift
         integers = y.view(f"i{y.itemsize}")
         if out.itemsize >= y.itemsize:
