@@ -305,6 +305,14 @@ def test_gradient_tracking_has_no_bias_where_dpsgd_has_one():
     assert distance(Peers(build("gradient-tracking", {}), "ring", 8, d=5, train=train).run(400), best) < 1e-9
 
 
+def test_gradient_tracking_stands_steps_as_large_as_dpsgd_does():
+    """Moving after the average (DIGing) diverges here from a step of 0.08 on."""
+    train, best = quadratic(16, lr=0.6)  # of curvatures up to 1.5
+    assert np.linalg.eigvalsh(parse("torus").round(16, 0).matrix).min() == pytest.approx(-0.6)
+    peers = Peers(build("gradient-tracking", {}), "torus", 16, d=5, train=train).run(400)
+    assert distance(peers, best) < 1e-9
+
+
 def test_the_mean_of_the_trackers_is_the_mean_gradient_in_every_round():
     train, _ = quadratic(7)
     peers = Peers(build("gradient-tracking", {}), "star", 7, d=5, train=train)
@@ -521,9 +529,9 @@ def test_the_table_names_every_algorithm_once():
     ("kind", "options", "line"),
     [
         ("dpsdg", {}, "Did you mean 'dpsgd'"),
-        ("dpsgd", {"gamma": 1}, "gossip.gamma: dpsgd has no such option. It has overlap"),
+        ("dpsgd", {"gamma": 1}, 'gossip.gamma: dpsgd has no such option. gossip.algorithm = "choco" has it'),
         ("choco", {}, "gossip.compressor"),
-        ("noloco", {"gamma": 0.1}, "drift apart"),
+        ("noloco", {"momentum": 0.5, "gamma": 1.5}, "= 1.5"),
         ("diloco", {"momentum": 1.0}, r"in \[0, 1\)"),
         ("swift", {"staleness": -1}, "0 or more"),
         ("periodic", {"every": 0}, "1 round or more"),
@@ -540,6 +548,40 @@ def test_diloco_and_noloco_peers_come_together_with_their_momentum(graph):
     for kind in ("diloco", "noloco"):
         peers = Peers(build(kind, {}), graph, 16)
         assert peers.run(150).disagreement < 1e-2 * peers.first, kind
+
+
+def spread_of_pairs(alpha, gamma, n, rounds=1):
+    """NoLoCo's (E‖x − x̄‖², E⟨x − x̄, v⟩, E‖v‖²) after so many rounds of random pairs without training, a matrix.
+
+    An average over pairs takes away x's part in a subspace that has n/2 of n − 1 dimensions, any as likely.
+    """
+
+    def squares(a, b, c, d):
+        return np.array([[a * a, 2 * a * b, b * b], [a * c, a * d + b * c, b * d], [c * c, 2 * c * d, d * d]])
+
+    share = n / (2 * (n - 1))
+    met, missed = squares(1 - gamma, alpha, -gamma, alpha), squares(1, alpha, 0, alpha)
+    return np.linalg.matrix_power(share * met + (1 - share) * missed, rounds)
+
+
+def test_nolocos_peers_come_together_as_the_mean_square_over_random_pairs_says():
+    algorithm, seeds, rounds = build("noloco", {}), 80, 5
+    runs = [Peers(algorithm, "matching", 8, d=8, seed=seed) for seed in range(seeds)]
+    left = np.mean([(run.run(rounds).disagreement / run.first) ** 2 for run in runs])
+    assert left == pytest.approx(spread_of_pairs(0.5, 0.7, 8, rounds)[0, 0], rel=0.1)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.9])
+def test_nolocos_bound_on_gamma_is_where_many_peers_stop_coming_together(momentum):
+    most = 2 * (1 - momentum**2)
+
+    def factor(gamma, n):
+        return max(abs(np.linalg.eigvals(spread_of_pairs(momentum, gamma, n))))
+
+    assert all(factor(0.99 * most, n) < 1 for n in (4, 16, 100_000))
+    assert factor(1.01 * most, 100_000) > 1
+    with pytest.raises(ConfigError, match="drift apart"):
+        build("noloco", {"momentum": momentum, "gamma": 1.01 * most})
 
 
 def test_256_peers_are_one_list_comprehension_away():

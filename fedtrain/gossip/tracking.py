@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GradientTracking(Algorithm):
-    """DIGing (Nedić et al. 2017, Algorithm 1): each peer follows its own estimate y of the mean gradient.
+    """Each peer follows its own estimate y of the mean gradient (Koloskova, Lin and Stich 2021).
 
-    x ← Wx + ρy,  y ← Wy + d(x_new) − d(x_old),  where d(x) is how far H local steps move from x: for one
+    x ← W(x + ρy),  y ← Wy + d(x_new) − d(x_old),  where d(x) is how far H local steps move from x: for one
     plain SGD step −ηg, so that ρ = 1 is the paper's. The mean of y is the mean of d in every round. What is
     found is where Σ d = 0: with one local step the optimum of the sum, with more FedAvg's fixed point.
+
+    DIGing (Nedić et al. 2017) moves after the average, x ← Wx + ρy. On a bowl of curvature h it then needs
+    ρh < (1 + λ)²/2, λ the least eigenvalue of W: 0.08 on a torus of 16, where ten steps of a neural network
+    diverge. Moving before it allows ρh < 1/|λ| − |λ|, at most 2, as FedAvg does: 1.07 there.
 
     Sends two models a round. The data of round 0's d are trained on twice.
     """
@@ -33,9 +37,10 @@ class GradientTracking(Algorithm):
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         d = state["d"] if state else (yield LocalSteps(x)) - x
         y = state["y"] if state else d
-        xs, ys = Blend(x, near), Blend(y, near)
-        yield Send(Parcel({"x": x, "y": y}), {"x": xs, "y": ys})
+        moved = x.add(y, alpha=self.rho)
+        xs, ys = Blend(moved, near), Blend(y, near)
+        yield Send(Parcel({"x": moved, "y": y}), {"x": xs, "y": ys})
         yield Receive()
-        new = xs.to_self().add_(y, alpha=self.rho)
+        new = xs.to_self()
         d_new = (yield LocalSteps(new)) - new
         return new, {"d": d_new, "y": ys.to_self().add_(d_new - d)}
