@@ -151,6 +151,12 @@ def test_a_rank_without_examples_in_its_first_step_says_what_to_change():
         engine(Rows()).step([(None, 1)], "step 1")
 
 
+def test_to_compile_without_a_compiler_is_refused_before_the_first_step(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and no-such-compiler is not here"):
+        engine(Rows(), compile=True)
+
+
 @pytest.mark.parametrize(("decay", "last"), [("none", 1.0), ("linear", 1 / 90), ("cosine", 0.0003)])
 def test_the_learning_rate_rises_and_then_decays_to_the_last_step(decay, last):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)

@@ -25,12 +25,12 @@ from ..examples import Stream, examples_of, move
 from ..local import FP16_SCALE, Correct, build_model, seed_all
 from ..mesh import Mesh, is_dtensor
 from ..task import Batch, Task, checked, examples_in, folder_of, mean_and_weight, user_code
-from .context import context_parallel, part_of
+from .context import Gathered, context_parallel, part_of
 from .data import Share, cut, gather
 from .hooks import compress
 from .optimizer import optimizer_of, schedule_of
 from .plan import plan_of
-from .wrap import Loss, data_parallel, is_fsdp, save_memory, split_tensors
+from .wrap import Loss, check_compiler, data_parallel, is_fsdp, save_memory, split_tensors
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -96,10 +96,13 @@ class MeshEngine:
     def _parallel(self, model: nn.Module, example: Batch | None) -> tuple[list[nn.Module], list[nn.Module]]:
         """(the model or its stages, the modules that average their gradients)."""
         config, mesh = self.parallel, self.mesh
+        if config.compile:
+            check_compiler(mesh.device)
+        again = partial(Gathered, mesh) if mesh.sizes.cp > 1 else None
         if mesh.sizes.pp == 1:
             split_tensors(model, self.plan, config, mesh)
             units = self.plan.units(model)
-            save_memory(units, config)
+            save_memory(units, config, again)
             root = data_parallel(
                 Loss(self.task, model, self._autocast), units, config, mesh, self.train.precision
             )
@@ -121,7 +124,7 @@ class MeshEngine:
         for stage in stages.values():
             split_tensors(stage, self.plan, config, mesh)
             units = self.plan.units(stage) if self.plan.stage is not None else []
-            save_memory(units, config)
+            save_memory(units, config, again)
             with_autocast(stage, self._autocast)
             data_parallel(stage, units, config, mesh, self.train.precision)
         self._pipeline = Pipeline(loss.of, stages, config, mesh)

@@ -6,9 +6,11 @@ given its own model, not a wrapper: what it reads of it, or calls, or calls twic
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -23,6 +25,8 @@ from .plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+Within = Callable[[], AbstractContextManager[Any]]
 
 
 class Loss(nn.Module):
@@ -84,18 +88,39 @@ def _share_again(model: nn.Module, first: str, others: list[str]) -> None:
         model.get_submodule(module).register_parameter(parameter, one)
 
 
-def save_memory(units: list[nn.Module], config: ParallelConfig) -> None:
-    """Activation checkpointing and compile. forward() itself is replaced: names of parameters stay."""
+def save_memory(units: list[nn.Module], config: ParallelConfig, within: Within | None = None) -> None:
+    """Activation checkpointing and compile. forward() itself is replaced: names of parameters stay.
+
+    `within`: what activations are computed again within, which happens in the backward pass, where the modes
+    of the forward pass are no more.
+    """
+    if within is not None and config.checkpoint_activations and config.compile:
+        raise ConfigError(
+            "parallel.cp: not with both compile and checkpoint_activations; choose one of them."
+        )
     for unit in units:
         if config.checkpoint_activations:
-            unit.forward = _again(unit.forward)
+            unit.forward = _again(unit.forward, within)
         if config.compile:
             unit.forward = torch.compile(unit.forward)
 
 
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+def check_compiler(device: torch.device) -> None:
+    """torch.compile asks for one only in the first step, and in other words."""
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(
+            f"parallel.compile: on a CPU it needs a C++ compiler, and {compiler} is not here. Install one "
+            f"(Debian: apt-get install g++) or name it in CXX; or set parallel.compile = false."
+        )
+
+
+def _again(forward: Callable[..., Any], within: Within | None) -> Callable[..., Any]:
+    # Only where it is needed: torch.compile can't see through a context_fn.
+    both: dict[str, Any] = {} if within is None else {"context_fn": lambda: (nullcontext(), within())}
+
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **both, **kwargs)
 
     return checkpointed
 
@@ -157,7 +182,8 @@ def _sharded(
     if precision != "fp32":
         narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if config.offload else OffloadPolicy()
+    pinned = mesh.device.type == "cuda"  # memory that a GPU copies from; there is none without one
+    offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
     for module in [*units, root]:
         fully_shard(
             module,

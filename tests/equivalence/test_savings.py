@@ -1,0 +1,47 @@
+"""What saves memory or time leads where two ranks without it go: to the model of one."""
+
+import pytest
+import torch
+
+from fedtrain.config import Config
+from tests.equivalence.ranks import launch, run_case
+from tests.equivalence.tiny import case, furthest, project
+
+EXACT = 1e-12  # float64
+MOMENTUM = {"optimizer": "sgd", "momentum": 0.9}
+SAME = {
+    "offload-zero2": case(zero=2, offload=True),
+    "offload-zero3": case(zero=3, offload=True, train={"clip_norm": 0.1}),
+    "activations-again": case(checkpoint_activations=True),
+    "activations-again-tp": case(tp=2, checkpoint_activations=True),
+    "activations-again-pp": case(pp=2, checkpoint_activations=True),
+    "activations-again-cp": case(cp=2, checkpoint_activations=True),
+    "compiled-activations-again-zero3": case(zero=3, checkpoint_activations=True, compile=True),
+    "sgd-zero1": case(zero=1, train=MOMENTUM),
+    "sgd-zero3": case(zero=3, train=MOMENTUM),
+    "sgd-tp": case(tp=2, train=MOMENTUM),
+}
+NARROW = {
+    f"{precision}-{name}": case("Single", train={"precision": precision}, **mesh)
+    for precision in ("bf16", "fp16")
+    for name, mesh in {"ddp": {}, "zero2": {"zero": 2}, "zero3": {"zero": 3}, "pp": {"pp": 2}}.items()
+}
+
+
+@pytest.mark.slow  # 18 cases on two ranks, one of which is compiled
+def test_what_saves_memory_or_time_changes_only_roundings(tmp_path):
+    folder = project(tmp_path / "project")
+    outcomes = launch(folder, 2, SAME | NARROW)
+    alone = {}
+
+    def far(name, table):
+        key = repr(table["train"]) + table["run"]["task"]
+        if key not in alone:
+            single = {**table, "parallel": {}, "run": table["run"] | {"name": f"alone-{len(alone)}"}}
+            alone[key] = run_case(Config.of(single, folder), [], torch.device("cpu"))
+        return furthest(outcomes[name].model, alone[key])
+
+    assert {name: off for name, table in SAME.items() if (off := far(name, table)) >= EXACT} == {}
+    wide = case("Single")
+    off = {name: far(name, {**table, "train": wide["train"]}) for name, table in NARROW.items()}
+    assert all(0 < each < 0.1 for each in off.values()), off  # in 16 bits: near, and not the same
