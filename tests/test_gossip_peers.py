@@ -138,15 +138,18 @@ def halfway_to(target):
     return train
 
 
-async def run_peers(algorithm, graph, n, rounds, faults=None, schema=PLAIN, deadline_s=10.0):
+async def run_peers(
+    algorithm, graph, n, rounds, faults=None, schema=PLAIN, deadline_s=10.0, models=None, **options
+):
     """The peers after so many rounds, and how each round went for each."""
     network = LocalNetwork(names(n), faults=faults, seed=1)
     told = {name: [] for name in names(n)}
 
     async def live(name, number):
-        model, target = arena(schema, number), trained_part(arena(schema, 100 + number)).clone()
+        model = models(number) if models else arena(schema, number)
+        target = trained_part(arena(schema, 100 + number)).clone()
         async with network.join(name) as neighbors:
-            peer = Peer(name, algorithm, model, halfway_to(target), neighbors)
+            peer = Peer(name, algorithm, model, halfway_to(target), neighbors, **options)
             everyone[name] = peer
             for t in range(rounds):
                 mixing = parse("complete" if algorithm.everyone(t) else graph).round(n, t)

@@ -62,6 +62,8 @@ def run(
     `start`: whose last model a new run begins with: a run directory (a federation's, say) or an export.
     `done`: see joined.
     """
+    if config.privacy.noise_multiplier:
+        raise ConfigError("privacy.noise_multiplier: a datacenter adds no noise. Set it to 0.")
     own = [config.strategy.kind] if ":" in config.strategy.kind else []
     digest = task_digest(config.run.task, config.root, *own)
     with joined(config.parallel, config.train.device, done) as device:

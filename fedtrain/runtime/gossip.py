@@ -28,6 +28,7 @@ from ..topology import Topology
 from ..transport.memory import LocalNetwork
 from ..update import ALIGN, FLOATS, Arena, Metrics, Schema, Section, Update, averages
 from ..wire.codec import decode
+from .privacy import Spent
 from .progress import Emit, Result, evaluation_is_due, keep_evaluation, reason_to_stop
 from .simulation import agreed as agreed_simulation
 from .simulation import forget
@@ -296,6 +297,12 @@ class Told:
     loss: float  # what the peer believes to be the mean training loss over all peers
     moved: float  # and the root mean square of how far averaging moved their models, relative to the models
 
+    @property
+    def estimates(self) -> dict[str, float]:
+        """For the log; of the loss there is none when training tells none (see [privacy])."""
+        loss = {"mean_loss": self.loss} if "loss" in self.metrics else {}
+        return loss | {"disagreement": self.moved}
+
 
 class Peer:
     """One peer: a model, an algorithm's state, and how both change in a round.
@@ -477,12 +484,13 @@ async def simulate(
             f"gossip.{f.name}": repr(getattr(config.gossip, f.name)) for f in fields(config.gossip)
         }
         store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
+        spent = Spent(config.privacy, store.folder, emit)
         async with AsyncExitStack() as stack:
             network = LocalNetwork(about.sites)
             initial = bench.initial()
             peers = {
                 name: Peer(
-                    name, algorithm, initial.load(), _trainer(bench, name),
+                    name, algorithm, initial.load(), _trainer(bench, name, spent),
                     await stack.enter_async_context(network.join(name)),
                 )
                 for name in about.sites
@@ -559,9 +567,12 @@ def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:
     return math.sqrt(square / len(peers)) / max(float(mean.double().norm()), 1e-30)
 
 
-def _trainer(bench: Workbench, name: PeerId) -> Train:
+def _trainer(bench: Workbench, name: PeerId, spent: Spent) -> Train:
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
-        return bench.train(name, round, weights, delta)
+        update = bench.train(name, round, weights, delta)
+        if name == bench.description.sites[0]:  # all spend alike
+            spent.one_more(name, round)
+        return update
 
     return train
 

@@ -41,6 +41,7 @@ from ..update import (
 from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
 from ..wire.frames import Hello
+from .privacy import Spent
 from .secure import REQUESTS as SECURE_REQUESTS
 from .secure import SecureSite, check_config, spread
 from .trainer import Description, Trainer
@@ -72,12 +73,13 @@ class Site:
         restart: Callable[[], Awaitable[Trains]],
         say: Callable[[str, int], None] = lambda state, round: None,
         secure: SecureSite | None = None,
+        spent: Spent | None = None,
     ) -> None:
         """`restart` is awaited for a new trainer when one has died; `say` tells people what goes on.
 
         With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
         """
-        self._secure = secure
+        self._secure, self._spent = secure, spent
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
         self._restart, self._say = restart, say
         self._under_way: tuple[str, asyncio.Task[Found]] | None = None
@@ -140,6 +142,8 @@ class Site:
         self._say("training", request.round + 1)
         out = self._ledger.spare()
         update = await self._trainer.train(self._name, request.round, weights, out)
+        if self._spent is not None:
+            self._spent.one_more(self._name, request.round)
         path = self._ledger.outbox.path(update.delta.digest)
         os.replace(out, path)
         kept = msgspec.structs.replace(update, delta=ArenaFile(self._schema, path, update.delta.digest))
@@ -216,7 +220,8 @@ async def run(
 
         about = trainer.description
         secure = secure_site(config, name, credentials) if config.secagg.enabled else None
-        site = Site(name, about.schema, ledger, trainer, start, say, secure)
+        spent = Spent(config.privacy, ledger.folder, emit)
+        site = Site(name, about.schema, ledger, trainer, start, say, secure, spent)
         hello = Hello(
             protocol=PROTOCOL,
             version=__version__,

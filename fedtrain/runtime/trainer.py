@@ -32,6 +32,7 @@ from .. import malloc
 from ..config import Config
 from ..errors import ConfigError, FedtrainError, TaskError
 from ..update import Arena, ArenaFile, Evaluation, Metrics, Schema, SiteId, Update
+from .privacy import noised
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ SECTIONS = (
     "run",
     "train",
     "strategy",
+    "privacy",
     "simulate",
     "parallel",
 )  # of fedtrain.toml; where keys lie is not among them
@@ -367,8 +369,11 @@ class Workbench:
         from ..training.task import folder_of, load_task, task_digest
         from ..training.vmapped import Vmapped
 
+        if config.privacy.noise_multiplier and simulated and config.simulate.engine == "vmap":
+            raise ConfigError('privacy.noise_multiplier: simulate.engine = "vmap" adds none. Use "loop".')
         own = [config.strategy.kind] if ":" in config.strategy.kind else []
         digest = task_digest(config.run.task, config.root, *own)  # before a line of it runs
+        self._config = config
         self._task = load_task(config.run.task, config.root, data_dir)
         self._folder = folder_of(self._task)
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
@@ -404,8 +409,10 @@ class Workbench:
 
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Update:
         if self._team is not None:
-            return self._team.train(site, round, weights, out)
-        return self._engine.train(site, self._load("data", site), round, weights, out)
+            update = self._team.train(site, round, weights, out)
+        else:
+            update = self._engine.train(site, self._load("data", site), round, weights, out)
+        return noised(self._config, update, site, round, weights, self._simulated is not None)
 
     def evaluate(self, site: SiteId, round: int, weights: Arena) -> Evaluation:
         if self._team is not None:

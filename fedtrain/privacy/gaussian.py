@@ -1,0 +1,90 @@
+"""The Gaussian mechanism on an update: shortened to a norm, then noise of a multiple of that norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BadUpdate, ConfigError
+from ..update import FLOATS, Arena
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    Normals = NDArray[np.float64]  # 1-D
+
+PIECE = 1 << 18  # coordinates at a time
+KEY_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Δ·min(1, clip/‖Δ‖₂) + N(0, (multiplier·clip)²) in each trained coordinate.
+
+    Any two updates lie at most 2·clip apart, so whoever sees the result can hardly tell which data a site
+    has: local differential privacy with σ = multiplier/2 (see `epsilon`). Nothing else may leave the site:
+    what is not trained must not have moved.
+    """
+
+    clip: float  # L2 norm over all trained coordinates
+    multiplier: float
+
+    @property
+    def sigma(self) -> float:
+        """The noise over the sensitivity."""
+        return self.multiplier / 2
+
+    def apply(self, delta: Arena, key: bytes) -> float:
+        """In place; the norm before. `key` [16 bytes]: new and unforeseeable each time, except to simulate.
+
+        BadUpdate for an update that isn't finite, ConfigError for a model whose buffers move.
+        """
+        self._check_rest(delta)
+        parts = [t[i : i + PIECE] for t in _trained(delta) for i in range(0, len(t), PIECE)]
+        norm = math.sqrt(math.fsum(float(part.double().square().sum()) for part in parts))
+        if not math.isfinite(norm):
+            raise BadUpdate("its update has NaN or infinite values, so it can't be clipped")
+        scale = min(1.0, self.clip / norm) if norm else 1.0
+        import torch
+
+        for part, noise in zip(parts, normals(key, [len(part) for part in parts]), strict=True):
+            part.copy_(
+                part.double().mul_(scale).add_(torch.from_numpy(noise), alpha=self.multiplier * self.clip)
+            )
+        delta._digest = None
+        return norm
+
+    def _check_rest(self, delta: Arena) -> None:
+        for section in delta.schema.sections:
+            trained = section.trained if section.dtype in FLOATS else 0
+            if section.dtype not in ("bool", "uint8") and bool(delta.flat(section)[trained:].any()):
+                raise ConfigError(
+                    "privacy: training moves buffers of the model (BatchNorm's statistics?), and noise would "
+                    "spoil them. Use GroupNorm or LayerNorm, or leave [privacy] out."
+                )
+
+
+def _trained(delta: Arena) -> list[torch.Tensor]:
+    return [delta.flat(s)[: s.trained] for s in delta.schema.sections if s.dtype in FLOATS and s.trained]
+
+
+def normals(key: bytes, sizes: list[int]) -> Iterator[Normals]:
+    """Vectors of independent standard normal numbers, from the AES-128 keystream of a key.
+
+    Box–Muller with 53 bits for each uniform number, in float64: up to 8.5 standard deviations.
+    """
+    import numpy as np
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    assert len(key) == KEY_BYTES
+    stream: Any = Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
+    for size in sizes:
+        pairs = (size + 1) // 2
+        words = np.frombuffer(stream.update(bytes(16 * pairs)), dtype="<u8").reshape(2, pairs) >> 11
+        radius = np.sqrt(-2 * np.log((words[0] + 1) * 2.0**-53))
+        angle = words[1] * (2 * math.pi * 2.0**-53)
+        yield np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]

@@ -1,0 +1,68 @@
+"""Local differential privacy of a site: noise where it trains, and the count of what it has given away.
+
+The noise is added in the trainer (`Workbench.train`), before anybody else sees the update: whatever comes
+later is made of noised updates alone. The count is on disk before the update leaves, so a site that is
+killed and trains a round again pays for both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..config import Config, PrivacyConfig
+from ..privacy import Gaussian, epsilon
+from ..update import Arena, SiteId, Update
+
+if TYPE_CHECKING:
+    from .progress import Emit
+
+FILE = "releases"
+
+
+def noised(
+    config: Config, update: Update, site: SiteId, round: int, weights: Arena, simulated: bool
+) -> Update:
+    """The update as it may leave the site, without its metrics: the loss tells of the data as well."""
+    if not config.privacy.noise_multiplier:
+        return update
+    assert isinstance(update.delta, Arena), update.delta
+    key = os.urandom(16)
+    if simulated:  # a run and its repetition are equal
+        text = f"noise/{config.run.seed}/{round}/{site}/{weights.digest}"
+        key = hashlib.sha256(text.encode()).digest()[:16]
+    Gaussian(config.privacy.clip, config.privacy.noise_multiplier).apply(update.delta, key)
+    return msgspec.structs.replace(update, metrics={})
+
+
+class Spent:
+    """How often one site has given away a noised update, in all of a run."""
+
+    def __init__(self, config: PrivacyConfig, folder: Path, emit: Emit) -> None:
+        self._config, self._path, self._emit = config, folder / FILE, emit
+        self.releases = int(self._path.read_text()) if self._path.exists() else 0
+
+    @property
+    def epsilon(self) -> float:
+        sigma = Gaussian(self._config.clip, self._config.noise_multiplier).sigma
+        return epsilon(sigma, self.releases, self._config.delta)
+
+    def one_more(self, site: SiteId, round: int) -> None:
+        """Before an update is given to anybody; nothing without noise."""
+        if not self._config.noise_multiplier:
+            return
+        self.releases += 1
+        partial = self._path.with_name(FILE + ".new")
+        with partial.open("w") as f:
+            f.write(str(self.releases))
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(self._path)
+        self._emit(
+            "privacy_spent", site=site, round=round + 1, releases=self.releases, epsilon=self.epsilon,
+            delta=self._config.delta,
+        )  # fmt: skip
