@@ -7,7 +7,7 @@ can't tell which.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,9 @@ class Cohort(Protocol):
 
     async def members(self, at_least: int) -> list[SiteId]:
         """The sites that have joined, sorted; waits until there are `at_least` so many."""
+
+    async def newcomer(self, known: Collection[SiteId]) -> None:
+        """Returns when a site is there that is not among those `known`."""
 
     def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
@@ -45,6 +48,9 @@ class Before:
 
     async def members(self, at_least: int) -> list[SiteId]:
         return await self._others.members(at_least)
+
+    async def newcomer(self, known: Collection[SiteId]) -> None:
+        await self._others.newcomer(known)
 
     def tell(self, site: SiteId, line: str) -> None:
         self._others.tell(site, line)

@@ -76,7 +76,7 @@ class InTheOpen:
     def __init__(self, config: Config, cohort: Cohort, emit: Emit) -> None:
         """ConfigError for a rule that could not keep its promise with so few sites."""
         self._config, self.cohort, self._emit = config, cohort, emit
-        self._rule = rule_of(config)
+        self.rule = rule_of(config)
 
     async def train(self, plan: Plan, weights: AnyArena) -> Mean:
         config, schema = self._config, weights.schema
@@ -90,7 +90,7 @@ class InTheOpen:
                 trained[site] = reply.metrics
                 if isinstance(reply.delta, ArenaFile):
                     spooled.append(reply)  # folded together below, chunk by chunk, from the disk
-                elif not self._rule.linear:
+                elif not self.rule.linear:
                     spooled.append(kept(reply))
                 else:
                     mean = mean or WeightedMean(schema)
@@ -98,7 +98,7 @@ class InTheOpen:
         if len(trained) < config.strategy.min_sites:
             raise TooFewSites(f"round {plan.round + 1}", len(trained), config.strategy.min_sites)
         if mean is None:
-            delta = await asyncio.to_thread(aggregate, self._rule, schema, spooled)
+            delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled)
         else:
             delta = await aside(schema.nbytes, mean.result)
         return Mean(delta, averages(trained), len(trained))
@@ -173,10 +173,10 @@ def each_alone(by_site: dict[SiteId, Metrics]) -> dict[SiteId, Averages]:
 
 
 def rule_of(config: Config, updates: int | None = None) -> Rule:
-    """The rule that makes one delta of many; ConfigError when `updates` (min_sites) are too few for it."""
-    return aggregation.build(
-        config.aggregation.rule, config.aggregation.options, updates or config.strategy.min_sites
-    )
+    """The rule that makes one delta of many; ConfigError when `updates`, or as few as there may be, are too
+    few for it."""
+    fewest = config.asynchronous.buffer if config.asynchronous.enabled else config.strategy.min_sites
+    return aggregation.build(config.aggregation.rule, config.aggregation.options, updates or fewest)
 
 
 def kept(update: Update) -> Update:

@@ -22,7 +22,7 @@ from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
 from ..update import Arena, Found, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
-from . import checks
+from . import asynchronous, checks
 from .answers import Answers, InTheOpen, aside
 from .progress import Emit, Result, begin, evaluation_is_due, keep_evaluation, reason_to_stop
 
@@ -162,6 +162,8 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     from .trainer import Trainer
 
     keep_freed()
+    if config.asynchronous.enabled:
+        asynchronous.check_config(config)
     credentials = Credentials.load(config.root / config.network.certs / "aggregator")
     store = RunStore(config.run_dir)
     try:
@@ -219,7 +221,10 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         await cohort.start()
         emit("notice", text=f"listening on {config.network.listen}")
         try:
-            result = await run(config, answers, store, strategy, emit)
+            if config.asynchronous.enabled:
+                result = await asynchronous.run(config, cohort, store, strategy, emit)
+            else:
+                result = await run(config, answers, store, strategy, emit)
         except BaseException:
             await cohort.stop()
             raise

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from importlib import import_module
 from pathlib import Path
@@ -46,7 +46,7 @@ from ..update import (
     Train,
     Update,
 )
-from . import secure
+from . import asynchronous, secure
 from .answers import Answers, InTheOpen, kept
 from .federated import run
 from .progress import Averages, Emit, Result
@@ -76,6 +76,8 @@ async def simulate(
     `debug` names a site that is trained in this very process, so that breakpoint() in the task works.
     """
     strategy = build(config.strategy.kind, config.strategy.options, config.root)
+    if config.asynchronous.enabled:
+        asynchronous.check_config(config)
     if fresh:
         forget(config.simulate_dir)
     store = RunStore(config.simulate_dir, durable=False)
@@ -84,7 +86,7 @@ async def simulate(
             about = pool.description
             enough_sites(config, len(about.sites))
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
-                emit = without(emit, "update_received")
+                emit = without(emit, "update_received", "site_state")
             store.begin(about.schema, agreed(config), run=config.run.name, task_digest=about.task_digest)
             if store.latest() is None:
                 initial = beginning(start, about.schema) if start else await pool.initial()
@@ -92,9 +94,15 @@ async def simulate(
             cohort: Cohort = pool
             if debug is not None:
                 cohort = InlineCohort(debug, Workbench(config, data_dir, simulated=True), pool)
-            result = await run(
-                config, answers(config, cohort, emit), store, strategy, emit, evaluate_at=about.evaluators
-            )
+            if config.asynchronous.enabled:
+                clock = asynchronous.Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
+                result = await asynchronous.run(
+                    config, cohort, store, strategy, emit, asks=clock, evaluate_at=about.evaluators
+                )
+            else:
+                result = await run(
+                    config, answers(config, cohort, emit), store, strategy, emit, evaluate_at=about.evaluators
+                )
         emit("run_finished", round=result.rounds, reason=result.reason)
         return result
     finally:
@@ -138,7 +146,8 @@ def without(emit: Emit, *kinds: str) -> Emit:
 def agreed(config: Config) -> dict[str, str]:
     """What must not change between the rounds of one simulation."""
     return config.agreed() | {
-        f"simulate.{key}": repr(getattr(config.simulate, key)) for key in ("sites", "partition", "engine")
+        f"simulate.{key}": repr(getattr(config.simulate, key))
+        for key in ("sites", "partition", "engine", "speeds")
     }
 
 
@@ -205,6 +214,10 @@ class PoolCohort:
         await asyncio.gather(*(trainer.close() for trainer in self._trainers))
         self._memory.close()
 
+    @property
+    def workers(self) -> int:
+        return len(self._trainers)
+
     async def initial(self) -> Arena:
         """The model before round 0."""
         out = self._scratch / "initial"
@@ -214,6 +227,9 @@ class PoolCohort:
 
     async def members(self, at_least: int) -> list[SiteId]:
         return self.description.sites
+
+    async def newcomer(self, known: Collection[SiteId]) -> None:
+        await asyncio.get_running_loop().create_future()  # all are there from the start
 
     def tell(self, site: SiteId, line: str) -> None:
         """There is nobody at a simulated site; the run's own log has the line."""
@@ -317,12 +333,12 @@ class InlineCohort(Before):
         request = rest.pop(self._site, None)
         if request is not None:
             assert isinstance(request, Train | Evaluate), request
-            assert isinstance(request.weights, Arena), request.weights
+            weights = request.weights if isinstance(request.weights, Arena) else request.weights.load()
             if isinstance(request, Train):
-                out = Arena.zeros(request.weights.schema)
-                yield self._site, self._bench.train(self._site, request.round, request.weights, out)
+                out = Arena.zeros(weights.schema)
+                yield self._site, self._bench.train(self._site, request.round, weights, out)
             else:
-                yield self._site, self._bench.evaluate(self._site, request.round, request.weights)
+                yield self._site, self._bench.evaluate(self._site, request.round, weights)
         async with aclosing(self._others.exchange(rest, deadline_s)) as replies:
             async for pair in replies:
                 yield pair

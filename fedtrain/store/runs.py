@@ -3,7 +3,7 @@
     runs/heart/
       run.db         SQLite (WAL): what the run is, its rounds, its plan for the round under way
       blobs/         models and strategy states under their digest, written before the row that names them
-      inbox/SITE/    updates of the round under way (see spool.py)
+      inbox/SITE/    updates of the round under way, or of an asynchronous run's buffer (see spool.py)
       events.jsonl   what happened, for people (tracking/)
 
 A round's row is its commit. A crash at any instant leaves the last row's round: its blobs were complete
@@ -15,14 +15,16 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..errors import StoreError
-from ..update import AnyArena, Arena, ArenaFile, Schema, SiteId
+from ..update import AnyArena, Arena, ArenaFile, Metrics, Schema, SiteId, Update
 from .disk import FREE, lock, recycle, refuse_network_disk, write_whole
 from .spool import Spool
 
@@ -39,6 +41,11 @@ CREATE TABLE IF NOT EXISTS evaluations (
   round INTEGER PRIMARY KEY, metrics TEXT NOT NULL, best INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS plan (round INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, sites TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS sites (name TEXT PRIMARY KEY, examples REAL);
+CREATE TABLE IF NOT EXISTS turns (
+  site TEXT PRIMARY KEY, number INTEGER NOT NULL, version INTEGER NOT NULL, state TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS buffer (
+  site TEXT NOT NULL, number INTEGER NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL,
+  num_examples REAL NOT NULL, metrics BLOB NOT NULL, PRIMARY KEY (site, number));
 """
 KEEP = 2  # newest rounds whose weights stay, beside the best one's
 
@@ -73,12 +80,39 @@ class Plan:
     sites: list[SiteId]
 
 
+class TurnState(StrEnum):
+    """Of a site's latest turn."""
+
+    OWED = "owed"  # asked, not answered yet
+    TAKEN = "taken"  # its update is in the buffer, or in a version already
+    REFUSED = "refused"  # nothing came of it
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A training that one site of an asynchronous run was asked for."""
+
+    number: int  # how often it was asked before
+    version: int  # of the model that it trains
+    state: TurnState = TurnState.OWED
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """An update that waits for the next version."""
+
+    site: SiteId
+    turn: Turn
+    update: Update
+
+
 class RunStore:
     """One run's directory. The writer holds its lock; readers open it read-only, beside a live run too."""
 
     def __init__(self, folder: Path, *, read_only: bool = False, durable: bool = True) -> None:
         """`durable` waits for the disk at each commit, so that a power cut loses nothing either."""
         self.folder, self.durable, self._lock = folder, durable, None
+        self.evaluating: int | None = None  # a round whose weights are needed until its evaluation is done
         if read_only:
             if not (folder / "run.db").exists():
                 raise StoreError(f"{folder} is not a run directory. `fedtrain runs` lists those that are.")
@@ -179,6 +213,7 @@ class RunStore:
                  msgspec.json.encode(dict(record)).decode(), time.time()),
             )  # fmt: skip
             self._db.execute("DELETE FROM plan WHERE round <= ?", (checkpoint.round,))
+            self._db.execute("DELETE FROM buffer")  # all of it is in this version
         self._sweep()
 
     def on_disk(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -204,8 +239,17 @@ class RunStore:
                 with self._transaction():
                     self._db.execute("DELETE FROM rounds WHERE round > ?", (number,))
                     self._db.execute("DELETE FROM evaluations WHERE round > ?", (number,))
+                    self._db.execute("DELETE FROM buffer WHERE version > ?", (number,))
+                    self._db.execute("UPDATE turns SET state = 'refused' WHERE version > ?", (number,))
             return checkpoint
         return None
+
+    def weights(self, number: int) -> ArenaFile:
+        """The weights of a committed round that are still kept, left in their file."""
+        row = self._db.execute("SELECT weights FROM rounds WHERE round = ?", (number,)).fetchone()
+        if row is None or not (self.blobs / row[0]).exists():
+            raise StoreError(f"{self.folder} does not keep the weights of round {number}.")
+        return ArenaFile(self._schema, self.blobs / row[0], row[0])
 
     def load(self, number: int) -> Checkpoint:
         """A committed round whose weights are still kept; its digests are checked."""
@@ -215,7 +259,7 @@ class RunStore:
         if row is None:
             raise StoreError(f"{self.folder} has no round {number}.")
         weights, state, state_schema = row
-        schema = msgspec.convert(self.meta()["schema"], Schema)
+        schema = self._schema
         tensors = {}
         if state is not None:
             packed = msgspec.json.decode(state_schema, type=Schema)
@@ -271,6 +315,63 @@ class RunStore:
                 (plan.round, plan.attempt, msgspec.json.encode(plan.sites).decode()),
             )
 
+    def turns(self) -> dict[SiteId, Turn]:
+        """The latest turn of each site of an asynchronous run."""
+        rows = self._db.execute("SELECT site, number, version, state FROM turns")
+        return {site: Turn(number, version, TurnState(state)) for site, number, version, state in rows}
+
+    def set_turn(self, site: SiteId, turn: Turn) -> None:
+        with self._transaction():
+            self._set_turn(site, turn)
+
+    def keep(self, site: SiteId, delta: AnyArena) -> ArenaFile:
+        """A delta as a file in its site's inbox, where one that came over a network is already; from any
+        thread."""
+        path = self.inbox(site).path(delta.digest)
+        if not path.exists():
+            write_whole(path, delta.payload, durable=self.durable)
+        return ArenaFile(delta.schema, path, delta.digest)
+
+    def take(self, site: SiteId, turn: Turn, update: Update) -> Buffered:
+        """Put the update of a turn, its delta being kept, into the buffer. With that the turn is answered."""
+        taken = replace(turn, state=TurnState.TAKEN)
+        with self._transaction():
+            self._db.execute(
+                "INSERT INTO buffer VALUES (?, ?, ?, ?, ?, ?)",
+                (site, turn.number, turn.version, update.delta.digest, update.num_examples,
+                 msgspec.msgpack.encode(update.metrics)),
+            )  # fmt: skip
+            self._set_turn(site, taken)
+        waiting = self._db.execute("SELECT digest FROM buffer WHERE site = ?", (site,))
+        self.inbox(site).keep_only(digest for (digest,) in waiting)
+        return Buffered(site, taken, update)
+
+    def buffered(self) -> list[Buffered]:
+        """The buffer as it was left, in the order of (site, turn). What is not whole any more (a power cut)
+        is owed again."""
+        rows = self._db.execute(
+            "SELECT site, number, version, digest, num_examples, metrics FROM buffer ORDER BY site, number"
+        ).fetchall()
+        found = []
+        for site, number, version, digest, num_examples, metrics in rows:
+            delta = ArenaFile(self._schema, self.inbox(site).path(digest))
+            if not delta.path.exists() or delta.digest != digest:
+                with self._transaction():
+                    self._db.execute("DELETE FROM buffer WHERE site = ? AND number = ?", (site, number))
+                    self._db.execute(
+                        "UPDATE turns SET state = 'owed' WHERE site = ? AND number = ?", (site, number)
+                    )
+                continue
+            kept = msgspec.msgpack.decode(metrics, type=Metrics)
+            update = Update(delta=delta, num_examples=num_examples, metrics=kept)
+            found.append(Buffered(site, Turn(number, version, TurnState.TAKEN), update))
+        return found
+
+    def _set_turn(self, site: SiteId, turn: Turn) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?)", (site, turn.number, turn.version, turn.state)
+        )
+
     def joined(self) -> dict[SiteId, float | None]:
         """Every site that ever joined this run, with the examples it registered."""
         return dict(self._db.execute("SELECT name, examples FROM sites ORDER BY name"))
@@ -280,6 +381,10 @@ class RunStore:
             self._db.execute("INSERT OR REPLACE INTO sites VALUES (?, ?)", (site, examples))
 
     # --- bytes
+
+    @cached_property
+    def _schema(self) -> Schema:
+        return msgspec.convert(self.meta()["schema"], Schema)
 
     def _put(self, arena: AnyArena) -> str:
         path = self.blobs / arena.digest
@@ -305,8 +410,9 @@ class RunStore:
         """Remove the blobs that no kept round names."""
         rows = self._db.execute(
             "SELECT weights, state FROM rounds WHERE round IN "
-            "(SELECT round FROM rounds ORDER BY round DESC LIMIT ?) OR round = ?",
-            (KEEP, self.best_round if self.best_round is not None else -1),
+            "(SELECT round FROM rounds ORDER BY round DESC LIMIT ?) OR round IN (?, ?) "
+            "OR round IN (SELECT version FROM turns WHERE state = 'owed')",
+            (KEEP, self.best_round, self.evaluating),
         )
         keep = {digest for row in rows for digest in row if digest}
         for path in self.blobs.iterdir():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -192,6 +192,10 @@ class GrpcCohort:
         async with self._joined:
             await self._joined.wait_for(lambda: len(self._sessions) >= at_least)
         return sorted(self._sessions)
+
+    async def newcomer(self, known: Collection[SiteId]) -> None:
+        async with self._joined:
+            await self._joined.wait_for(lambda: any(site not in known for site in self._sessions))
 
     def tell(self, site: SiteId, line: str) -> None:
         if session := self._sessions.get(site):

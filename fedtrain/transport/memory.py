@@ -8,10 +8,17 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from inspect import isawaitable
 
 from ..errors import ConnectError, WireError
 from ..exchange import Exchanged, Letter, Mixer, PeerId, Share
@@ -37,13 +44,16 @@ class LocalCohort:
     async def members(self, at_least: int) -> list[SiteId]:
         return sorted(self._handlers)
 
+    async def newcomer(self, known: Collection[SiteId]) -> None:
+        await asyncio.get_running_loop().create_future()  # whoever takes part is there from the start
+
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
         for site, request in requests.items():
             if not self._loses(site, request):
                 reply = self._handlers[site](request)
-                yield site, (await reply if isawaitable(reply) else reply)
+                yield site, (reply if isinstance(reply, Reply) else await reply)
 
     def tell(self, site: SiteId, line: str) -> None:
         self.told.append((site, line))

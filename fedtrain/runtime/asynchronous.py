@@ -1,0 +1,396 @@
+"""Asynchronous training: whoever is done is asked again at once, with the newest model, and no site waits.
+
+FedBuff (Nguyen et al. 2022, arXiv 2106.06639, Algorithm 1): updates gather in a buffer; K of them move the
+model to its next version. An update that was trained from the model of τ versions ago counts (1 + τ)^-½, and
+is refused when τ is over a bound. With K = 1 each update moves the model when it comes, weighted as in
+FedAsync (Xie et al. 2019, arXiv 1903.03934, its polynomial).
+
+A version is a round in the store and in events. What a site trains is its own *turn*, counted at each site:
+seeds come from (run, turn, site), so a site that is asked twice with one version finds two different things.
+A turn is written down before it is asked, and is answered in the transaction that puts its update into the
+buffer; the buffer is emptied in the one that commits the next version. So a process that is killed goes on
+with the same turns: each update counts once, and none that was acknowledged is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import random
+import time
+from collections.abc import Collection, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..aggregation import aggregate
+from ..config import Config
+from ..errors import BadUpdate, ConfigError, RoundError
+from ..exchange import Cohort
+from ..store import Buffered, Checkpoint, Plan, RunStore, Turn, TurnState
+from ..strategies import Strategy, server_step
+from ..update import AnyArena, Evaluate, Metrics, Reply, Section, SiteId, Train, Update, averages, seed_of
+from .answers import (
+    InTheOpen,
+    about,
+    aside,
+    checked,
+    each_alone,
+    evaluate_id,
+    evaluated,
+    rule_of,
+    train_id,
+)
+from .progress import Averages, Emit, Result, begin, evaluation_is_due, keep_evaluation, reason_to_stop
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_config(config: Config) -> None:
+    """ConfigError for what can't be had without rounds."""
+    if config.secagg.enabled:
+        raise ConfigError(
+            "asynchronous.enabled: secure aggregation sums over sites that are fixed before they train, and "
+            "here updates come one by one. Set secagg.enabled = false and let the aggregator see each site's "
+            "update, or asynchronous.enabled = false."
+        )
+    if config.strategy.fraction != 1:
+        raise ConfigError(
+            f"strategy.fraction: {config.strategy.fraction} of the sites can't be drawn where there are no "
+            f"rounds: every site that is free is asked. Leave it at 1, or set asynchronous.enabled = false."
+        )
+    if config.simulate.engine == "vmap":
+        raise ConfigError(
+            "simulate.engine: vmap trains many sites from one model, and asynchronous sites are asked one by "
+            'one. Set it to "loop", or asynchronous.enabled = false.'
+        )
+    rule_of(config)
+
+
+async def run(
+    config: Config,
+    cohort: Cohort,
+    store: RunStore,
+    strategy: Strategy,
+    emit: Emit,
+    *,
+    asks: Asks | None = None,
+    evaluate_at: Sequence[SiteId] | None = None,
+) -> Result:
+    """Versions until config.run.rounds or an early stop; RoundError when no site gives anything of use.
+
+    `asks`: how sites are heard, when it is not as they come (a simulation has a clock of its own).
+    `evaluate_at`: as in federated.run.
+    """
+    state = begin(config, store, emit)
+    loop = Loop(config, cohort, store, strategy, emit, asks or Asks(config, cohort), evaluate_at)
+    return await loop.run(store.on_disk(state))
+
+
+@dataclass
+class Evaluating:
+    """A version that is evaluated at each site in its turn, between two trainings."""
+
+    request: Evaluate
+    waiting: list[SiteId]
+    found: dict[SiteId, Metrics] = field(default_factory=dict)
+
+
+class Loop:
+    """All that goes on in a run, from its newest version on."""
+
+    def __init__(
+        self,
+        config: Config,
+        cohort: Cohort,
+        store: RunStore,
+        strategy: Strategy,
+        emit: Emit,
+        asks: Asks,
+        evaluate_at: Sequence[SiteId] | None,
+    ) -> None:
+        self._config, self._cohort, self._answers = config, cohort, InTheOpen(config, cohort, emit)
+        self._store, self._strategy, self._emit = store, strategy, emit
+        self._asks, self._evaluate_at = asks, evaluate_at
+        self._buffer, self._turns = store.buffered(), store.turns()
+        self._evaluating: Evaluating | None = None
+        self._mark = self._now()
+
+    async def run(self, newest: Checkpoint) -> Result:
+        config, store, asks = self._config, self._store, self._asks
+        self._newest, need = newest, config.strategy.min_sites
+        try:
+            while (reason := reason_to_stop(config, store, self._newest.round)) is None:
+                if len(self._buffer) >= config.asynchronous.buffer:
+                    await self._step()
+                    continue
+                if not asks.under_way:
+                    self._emit("waiting", need=need)
+                members = await self._cohort.members(0 if asks.under_way else need)
+                need = 1  # it has begun, and goes on with whoever is there
+                self._ask(members)
+                if heard := await asks.first(members):
+                    await self._hear(*heard)
+        finally:
+            await asks.close()
+        await self._evaluate_last()
+        number = self._newest.round
+        return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
+
+    # --- asking
+
+    def _ask(self, members: list[SiteId]) -> None:
+        """Give all who are free something to do: an evaluation that waits for them, else a turn."""
+        asks, number = self._asks, self._newest.round
+        if self._evaluating is None and evaluation_is_due(self._config, self._store, number):
+            request = Evaluate(
+                id=evaluate_id(self._config, number), round=number, weights=self._newest.weights
+            )
+            self._evaluating = Evaluating(request, list(self._evaluate_at or members))
+            self._store.evaluating = number
+        if self._evaluating is not None:
+            for site in self._evaluating.waiting:
+                if site not in asks.under_way:
+                    asks.send(site, self._evaluating.request)
+        free = {site: self._next(site) for site in members if site not in asks.under_way}
+        for site in sorted(free, key=lambda site: free[site] != self._turns.get(site)):  # debts first
+            turn = free[site]
+            owes = turn == self._turns.get(site)
+            if turn.state == TurnState.OWED and (owes or asks.may_begin(site, turn)):
+                self._send(site, turn)
+        if not asks.under_way:
+            self._give_up(members)
+
+    def _next(self, site: SiteId) -> Turn:
+        """What a site that is free is to train: what it owes, when that may still be used; else a turn from
+        the newest version. One of which nothing came is not repeated before there is a newer version."""
+        last, number = self._turns.get(site), self._newest.round
+        if last is None:
+            return Turn(0, number)
+        if last.state == TurnState.OWED and number - last.version <= self._config.asynchronous.max_staleness:
+            return last
+        if last.state == TurnState.REFUSED and last.version == number:
+            return last
+        return Turn(last.number + 1, number)
+
+    def _send(self, site: SiteId, turn: Turn) -> None:
+        if turn != self._turns.get(site):
+            self._set_turn(site, turn)
+        weights = self._store.weights(turn.version)
+        request = train_id(self._config, Plan(turn.number, 0, [site]))
+        self._asks.send(site, Train(id=request, round=turn.number, weights=weights))
+        self._emit("site_state", site=site, state="training", round=turn.version + 1)
+
+    def _give_up(self, members: list[SiteId]) -> None:
+        for site in members:  # asked anew when the run is started again
+            self._set_turn(site, replace(self._turns[site], state=TurnState.TAKEN))
+        raise RoundError(
+            f"version {self._newest.round + 1}: none of the sites here ({', '.join(members[:5])}) gave an "
+            f"update that can be used, and the log says why. The same command tries again."
+        )
+
+    def _set_turn(self, site: SiteId, turn: Turn) -> None:
+        self._store.set_turn(site, turn)
+        self._turns[site] = turn
+
+    # --- hearing
+
+    async def _hear(self, site: SiteId, request: Train | Evaluate, reply: Reply | None) -> None:
+        if isinstance(request, Evaluate):
+            self._evaluated(site, request, reply)
+            return
+        turn, number = self._turns[site], self._newest.round + 1
+        if reply is None and site not in await self._cohort.members(0):
+            return  # it was lost, and owes this turn still
+        try:
+            update = await self._good(request, turn, reply)
+        except BadUpdate as e:
+            self._set_turn(site, replace(turn, state=TurnState.REFUSED))
+            self._emit("update_refused", round=number, site=site, reason=str(e))
+            self._cohort.tell(site, f"version {number}: the update was refused: {e}")
+            return
+        delta = await aside(update.delta.schema.nbytes, self._store.keep, site, update.delta)
+        taken = self._store.take(site, turn, msgspec.structs.replace(update, delta=delta))
+        self._turns[site] = taken.turn
+        self._buffer.append(taken)
+        self._emit(
+            "update_received", round=number, site=site, staleness=self._staleness(turn), **about(update)
+        )
+
+    async def _good(self, request: Train, turn: Turn, reply: Reply | None) -> Update:
+        """The reply, which can be used; else BadUpdate."""
+        deadline_s, bound = self._config.strategy.round_deadline, self._config.asynchronous.max_staleness
+        if reply is None:
+            raise BadUpdate(f"none came within strategy.round_deadline = {deadline_s:g} s")
+        if (staleness := self._staleness(turn)) > bound:
+            raise BadUpdate(f"{staleness} versions old, over asynchronous.max_staleness = {bound}")
+        return await checked(request, reply, self._config)
+
+    def _staleness(self, turn: Turn) -> int:
+        return self._newest.round - turn.version
+
+    def _evaluated(self, site: SiteId, request: Evaluate, reply: Reply | None) -> None:
+        """Take in what a site found; the last one's closes the evaluation."""
+        evaluating = self._evaluating
+        assert evaluating is not None, "an evaluation is open as long as a site is asked for it"
+        evaluating.waiting.remove(site)
+        try:
+            if reply is not None:
+                evaluating.found[site] = evaluated(request, reply, self._config)
+        except BadUpdate as e:
+            self._emit("update_refused", round=request.round, site=site, reason=str(e))
+        if not evaluating.waiting:
+            self._keep_evaluation(request.round, averages(evaluating.found), each_alone(evaluating.found))
+            self._evaluating = self._store.evaluating = None
+
+    async def _evaluate_last(self) -> None:
+        """The model of the last version, at all sites at once: they have nothing else to do."""
+        number = self._newest.round
+        if number >= self._config.run.rounds and evaluation_is_due(self._config, self._store, number):
+            sites = list(self._evaluate_at or await self._cohort.members(1))
+            self._keep_evaluation(number, *await self._answers.evaluate(number, sites, self._newest.weights))
+
+    def _keep_evaluation(self, number: int, metrics: Averages, by_site: dict[SiteId, Averages]) -> None:
+        keep_evaluation(self._config, self._store, number, metrics, by_site, self._emit)
+
+    # --- the next version
+
+    async def _step(self) -> None:
+        """What the buffer holds moves the model. The order of arrival doesn't matter, only what came."""
+        buffer = sorted(self._buffer, key=lambda b: (b.site, b.turn.number))
+        before, nbytes = self._newest, self._newest.weights.schema.nbytes
+        updates = [self._discounted(b) for b in buffer]
+        delta = await aside(nbytes, aggregate, self._answers.rule, before.weights.schema, updates)
+        weights, state = await aside(nbytes, server_step, self._strategy, before.weights, before.state, delta)
+        metrics = averages({f"{i:09}": b.update.metrics for i, b in enumerate(buffer)})
+        mark = self._now()
+        record = {
+            "loss": metrics.get("loss"),
+            "metrics": metrics,
+            "sites": len({b.site for b in buffer}),
+            **{name: mark[name] - self._mark[name] for name in mark},
+            "staleness": sum(self._staleness(b.turn) for b in buffer) / len(buffer),
+        }
+        after = Checkpoint(before.round + 1, weights, state)
+        prepared = await aside(nbytes, self._store.prepare, after)
+        self._store.commit(after, record, prepared)
+        self._newest, self._mark = self._store.on_disk(after), mark
+        self._buffer.clear()
+        self._emit("round_committed", round=after.round, **record)
+
+    def _discounted(self, buffered: Buffered) -> Update:
+        """A stale update as it counts: the paper's s(τ)·Δ. The weights of the mean stay the examples."""
+        weight = (1.0 + self._staleness(buffered.turn)) ** -self._config.asynchronous.staleness_exponent
+        return msgspec.structs.replace(buffered.update, delta=Scaled(buffered.update.delta, weight))
+
+    def _now(self) -> dict[str, float]:
+        cohort = self._cohort
+        return {"seconds": time.monotonic(), "bytes_in": cohort.bytes_in, "bytes_out": cohort.bytes_out}
+
+
+class Scaled(AnyArena):
+    """A delta that is multiplied as it is read."""
+
+    def __init__(self, delta: AnyArena, factor: float) -> None:
+        self.schema, self._delta, self._factor = delta.schema, delta, factor
+
+    def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
+        return self._delta.chunk(section, start, stop).double() * self._factor
+
+
+# --- who is heard next
+
+
+class Asks:
+    """What the sites are asked now, each in an exchange of its own. They are heard as they come."""
+
+    def __init__(self, config: Config, cohort: Cohort) -> None:
+        self._cohort, self._deadline_s = cohort, config.strategy.round_deadline
+        self.under_way: dict[SiteId, Train | Evaluate] = {}
+        self._replies: dict[SiteId, asyncio.Task[Reply | None]] = {}
+
+    def may_begin(self, site: SiteId, turn: Turn) -> bool:
+        """Whether a new turn may be asked before more sites are heard."""
+        return True
+
+    def send(self, site: SiteId, request: Train | Evaluate) -> None:
+        self.under_way[site] = request
+        self._start(site)
+
+    async def first(
+        self, members: Collection[SiteId]
+    ) -> tuple[SiteId, Train | Evaluate, Reply | None] | None:
+        """Who answered, what he was asked, and the reply if there is one; None when somebody joined who was
+        not among the `members`."""
+        joining = asyncio.create_task(self._cohort.newcomer({*members, *self.under_way}))
+        try:
+            await asyncio.wait([joining, *self._replies.values()], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            joining.cancel()
+        site = next((site for site, reply in self._replies.items() if reply.done()), None)
+        return None if site is None else self._answered(site)
+
+    async def close(self) -> None:
+        """Call everything off; the sites are told to stop."""
+        for reply in self._replies.values():
+            reply.cancel()
+        await asyncio.gather(*self._replies.values(), return_exceptions=True)
+
+    def _start(self, site: SiteId) -> None:
+        if site not in self._replies:
+            self._replies[site] = asyncio.create_task(self._exchange(site))
+
+    def _answered(self, site: SiteId) -> tuple[SiteId, Train | Evaluate, Reply | None]:
+        return site, self.under_way.pop(site), self._replies.pop(site).result()
+
+    async def _exchange(self, site: SiteId) -> Reply | None:
+        request = self.under_way[site]
+        async with aclosing(self._cohort.exchange({site: request}, self._deadline_s)) as replies:
+            async for _, reply in replies:
+                return reply
+        return None
+
+
+class Clocked(Asks):
+    """Simulated sites, on a clock of their own: a training takes `paces[site]`, an evaluation no time.
+
+    A site is always busy, so its n-th turn ends at n times its pace: who is heard next depends on turns
+    alone, not on how fast this machine is, nor on when it was stopped. Of those at one moment the first by
+    name is heard first, and all of them before anybody begins another turn.
+    """
+
+    def __init__(self, config: Config, cohort: Cohort, sites: Sequence[SiteId], ahead: int) -> None:
+        """`ahead`: how many trainings are worked at before it is their time."""
+        super().__init__(config, cohort)
+        self._paces, self._ahead = paces(config, sites), ahead
+        self._due: list[tuple[float, SiteId]] = []  # a heap
+
+    def may_begin(self, site: SiteId, turn: Turn) -> bool:
+        return not self._due or self._due[0][0] > turn.number * self._paces[site]
+
+    def send(self, site: SiteId, request: Train | Evaluate) -> None:
+        self.under_way[site] = request
+        due = -math.inf if isinstance(request, Evaluate) else (request.round + 1) * self._paces[site]
+        heapq.heappush(self._due, (due, site))
+
+    async def first(
+        self, members: Collection[SiteId]
+    ) -> tuple[SiteId, Train | Evaluate, Reply | None] | None:
+        for _, site in heapq.nsmallest(self._ahead, self._due):
+            self._start(site)
+        _, site = heapq.heappop(self._due)
+        await asyncio.wait([self._replies[site]])
+        return self._answered(site)
+
+
+def paces(config: Config, sites: Sequence[SiteId]) -> dict[SiteId, float]:
+    """How long a training takes at each site, as simulate.speeds says."""
+    kind, _, value = config.simulate.speeds.partition(":")
+    if kind == "lognormal":
+        draws = {site: random.Random(seed_of(config.run.seed, "speed", site)) for site in sites}
+        return {site: draw.lognormvariate(0.0, float(value)) for site, draw in draws.items()}
+    return {site: float(value) if kind == "straggler" and site == sites[-1] else 1.0 for site in sites}
