@@ -526,7 +526,7 @@ def one_of(key: str, value: str, choices: Iterable[str]) -> None:
 
 def options_of(cls: type, parts: Collection[str] = ()) -> list[str]:
     """The fields of a dataclass that a user sets: not its `parts`, which whoever builds it has."""
-    return [f.name for f in fields(cls) if f.name not in parts]  # type: ignore[arg-type]  # a dataclass
+    return [f.name for f in fields(cls) if f.name not in parts]
 
 
 def check_options(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from .. import config
@@ -38,16 +36,13 @@ def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> 
     `updates`: how few there may be in a round; ConfigError when the rule can't keep its promise with those.
     """
     config.one_of("aggregation.rule", kind, RULES)
-    cls = RULES[kind]
-    for name in options:
-        if name not in _options(cls):
-            raise ConfigError(f"aggregation.{name}: {kind} has no such option. {_hint(cls, name)}")
-    rule = config.build(cls, dict(options), "aggregation")
+    config.check_options("aggregation.rule", kind, options, RULES, beside=["rule"])
+    rule = config.build(RULES[kind], dict(options), "aggregation")
     if updates is not None and updates < rule.needs:
         raise ConfigError(
             f"aggregation.rule: {_named(kind, rule)} needs {rule.needs} updates a round, but {updates} "
-            f"may be all that come. Raise strategy.min_sites (secagg.groups, where groups are compared) "
-            f"to {rule.needs}, or choose a rule that needs less."
+            f"may be all that come. Raise strategy.min_sites (secagg.groups, where groups are compared; "
+            f"asynchronous.buffer, without rounds) to {rule.needs}, or choose a rule that needs less."
         )
     return rule
 
@@ -61,17 +56,5 @@ def aggregate(rule: Rule, schema: Schema, updates: Sequence[Update]) -> Arena:
 
 def _named(kind: str, rule: Rule) -> str:
     """The rule with its options as they are, as a person would say it."""
-    options = ", ".join(f"{name} = {getattr(rule, name)!r}" for name in _options(type(rule)))
+    options = ", ".join(f"{name} = {getattr(rule, name)!r}" for name in config.options_of(type(rule)))
     return f"{kind} with {options}" if options else kind
-
-
-def _options(cls: type[Rule]) -> list[str]:
-    return [f.name for f in fields(cls)]  # type: ignore[arg-type]  # each is a dataclass
-
-
-def _hint(cls: type[Rule], name: str) -> str:
-    if near := difflib.get_close_matches(name, [*_options(cls), "rule"], n=1):
-        return f"Did you mean aggregation.{near[0]}?"
-    if having := [kind for kind, other in RULES.items() if name in _options(other)]:
-        return f'aggregation.rule = "{having[0]}" has it.'
-    return f"It has {', '.join(_options(cls)) or 'none of its own'}."

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from .. import config
@@ -32,6 +30,8 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "topk": TopK,
 }
 
+SHAPES = ("shapes",)  # the model's, not an option
+
 __all__ = ["COMPRESSORS", "Compressor", "Linear", "build", "parse"]
 
 
@@ -44,37 +44,26 @@ def parse(text: str) -> Compressor:
     config.one_of("compression", kind, COMPRESSORS)
     if COMPRESSORS[kind] is ErrorFeedback:
         return build(kind, {"inner": rest} if colon else {})
+    known = config.options_of(COMPRESSORS[kind], SHAPES)
     options: dict[str, Any] = {}
-    for name, item in zip(_options(kind), rest.split(",") if colon else (), strict=False):
+    for name, item in zip(known, rest.split(",") if colon else (), strict=False):
         key, equals, value = item.partition("=")
         options[key.strip() if equals else name] = _value(value if equals else key)
-    if colon and rest.count(",") >= len(_options(kind)):
-        raise ConfigError(f"compression: {text!r} has more options than {kind}, which has {_known(kind)}.")
+    if colon and rest.count(",") >= len(known):
+        has = ", ".join(known) or "none"
+        raise ConfigError(f"compression: {text!r} has more options than {kind}, which has {has}.")
     return build(kind, options)
 
 
 def build(kind: str, options: Mapping[str, Any]) -> Compressor:
     """The compressor of that name; every mistake is a ConfigError that says what to change."""
     config.one_of("compression", kind, COMPRESSORS)
-    for name in options:
-        if name not in _options(kind):
-            near = difflib.get_close_matches(name, _options(kind), n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"It has {_known(kind)}."
-            raise ConfigError(f"compression.{name}: {kind} has no such option. {hint}")
+    config.check_options("compression", kind, options, COMPRESSORS, parts=SHAPES)
     if COMPRESSORS[kind] is ErrorFeedback:
         inner = options.get("inner")
         config.require(inner, "compression", 'error_feedback wraps another: "error_feedback:topk:0.01"')
         return ErrorFeedback(inner if isinstance(inner, Compressor) else parse(str(inner)))
     return config.build(COMPRESSORS[kind], dict(options), "compression")
-
-
-def _options(kind: str) -> list[str]:
-    """What a user may set: the shapes are the model's."""
-    return [f.name for f in fields(COMPRESSORS[kind]) if f.name != "shapes"]  # type: ignore[arg-type]  # dataclasses
-
-
-def _known(kind: str) -> str:
-    return ", ".join(_options(kind)) or "none"
 
 
 def _value(text: str) -> bool | int | float | str:

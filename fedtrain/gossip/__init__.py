@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from .. import config
@@ -60,7 +60,7 @@ def build(
     """The algorithm that [gossip] describes: its name, the keys that are its own fields, and its parts."""
     config.one_of("gossip.algorithm", kind, ALGORITHMS)
     cls = ALGORITHMS[kind]
-    own = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # each is a dataclass
+    own = config.options_of(cls)
     parts: dict[str, Any] = {}
     if "compressor" in own:
         if compressor is None:
@@ -76,12 +76,10 @@ def build(
                 f'weights, so it takes "mean" alone. These take any rule: {able}.'
             )
         parts["rule"] = rule
-    own = [name for name in own if name not in ("compressor", "rule")]
-    for name in options:
-        if name not in own:
-            raise ConfigError(
-                f"gossip.{name}: {kind} has no such option. It has {', '.join(own) or 'none of its own'}."
-            )
+    config.check_options(
+        "gossip.algorithm", kind, options, ALGORITHMS,
+        parts=("compressor", "rule"), beside=config.options_of(config.GossipConfig, ["options"]),
+    )  # fmt: skip
     if "compressor" in parts:
         return cls(**options, **parts)
     return replace(config.build(cls, dict(options), "gossip"), **parts)  # type: ignore[type-var]  # a dataclass

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,8 @@ def build(kind: str, options: Mapping[str, Any], root: Path | None = None) -> St
     else:
         config.one_of("strategy.kind", kind, STRATEGIES)
         cls = STRATEGIES[kind]
-    for name in options:
-        if name not in _options(cls):
-            raise ConfigError(f"strategy.{name}: {kind} has no such option. {_hint(cls, name)}")
+    everywhere = config.options_of(config.StrategyConfig, ["options"])
+    config.check_options("strategy.kind", kind, options, {**STRATEGIES, kind: cls}, beside=everywhere)
     return config.build(cls, dict(options), "strategy")
 
 
@@ -66,16 +64,3 @@ def _own(kind: str, root: Path | None) -> type[Strategy]:
             f"Write @dataclass(frozen=True) class {name}(fedtrain.strategies.Strategy) in {module_name}.py."
         )
     return cls
-
-
-def _options(cls: type[Strategy]) -> list[str]:
-    return [f.name for f in fields(cls)]  # type: ignore[arg-type]  # each is a dataclass
-
-
-def _hint(cls: type[Strategy], name: str) -> str:
-    everywhere = [f.name for f in fields(config.StrategyConfig) if f.name != "options"]
-    if near := difflib.get_close_matches(name, _options(cls) + everywhere, n=1):
-        return f"Did you mean strategy.{near[0]}?"
-    if having := [kind for kind, other in STRATEGIES.items() if name in _options(other)]:
-        return f'strategy.kind = "{having[0]}" has it.'
-    return f"It has {', '.join(_options(cls)) or 'none of its own'}."

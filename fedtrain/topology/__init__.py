@@ -6,7 +6,6 @@ without a word about it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from ..config import one_of
 from ..errors import ConfigError
 from ..exchange import PeerId
 from ..update import seed_of
@@ -112,16 +112,13 @@ class Topology:
 def parse(spec: str, weights: str = "") -> Topology:
     """The topology of "ring", "base:1", "regular:4" or "file:graph.txt"."""
     kind, colon, argument = spec.partition(":")
-    if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"topology: {spec!r} is not one of {', '.join(KINDS)}.{hint}")
+    one_of("topology", kind, KINDS)
     found = KINDS[kind]
     if bool(found.example) != bool(argument) or (colon and not argument):
         form = f"{kind}:{found.example}" if found.example else kind
         raise ConfigError(f'topology: {spec!r}: write "{form}".')
-    if weights and weights not in WEIGHTS:
-        raise ConfigError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}.")
+    if weights:
+        one_of("weights", weights, WEIGHTS)
     if weights and kind == "base":
         raise ConfigError("weights: base has its own, by which it is exact. Leave them out.")
     return Topology(kind, argument, weights)

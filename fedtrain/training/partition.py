@@ -10,14 +10,13 @@ Every example goes to exactly one site, and every site has at least one.
 
 from __future__ import annotations
 
-import difflib
 import heapq
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import SimulateConfig
+from ..config import SimulateConfig, one_of
 from ..errors import ConfigError, TaskError
 from ..update import seed_of
 from .task import Task, folder_of, user_code
@@ -34,10 +33,7 @@ KINDS = {"iid": None, "dirichlet": 0.3, "shards": 2.0, "quantity": 0.5}  # name 
 def parse(spec: str) -> tuple[str, float]:
     """("dirichlet", 0.3) of "dirichlet:0.3"; 0 where the kind has no number."""
     kind, colon, number = spec.partition(":")
-    if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"simulate.partition: {spec!r} is not one of {', '.join(KINDS)}.{hint}")
+    one_of("simulate.partition", kind, KINDS)
     example = KINDS[kind]
     if example is None:
         if colon:
