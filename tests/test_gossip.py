@@ -551,7 +551,7 @@ def test_diloco_and_noloco_peers_come_together_with_their_momentum(graph):
 
 
 def spread_of_pairs(alpha, gamma, n, rounds=1):
-    """NoLoCo's (E‖x − x̄‖², E⟨x − x̄, v⟩, E‖v‖²) after so many rounds of random pairs without training, a matrix.
+    """What rounds of random pairs, without training, make of NoLoCo's (E‖x − x̄‖², E⟨x − x̄, v⟩, E‖v‖²).
 
     An average over pairs takes away x's part in a subspace that has n/2 of n − 1 dimensions, any as likely.
     """

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 70,000 photographs of ten kinds of clothing, 28×28 pixels, and a small CNN."""
+"""Fashion-MNIST: 70,000 photographs of ten kinds of clothing, 28×28 pixels; a CNN, and a smaller model."""
 
 import gzip
 import math
@@ -48,6 +48,13 @@ class FashionMNIST(fedtrain.Task):
                 f"apt-get install dataset-fashion-mnist. Elsewhere: put its four *-ubyte.gz files there."
             )
         return idx(images), idx(labels).long()
+
+
+class Small(FashionMNIST):
+    """The same with 50,890 parameters and no convolution: a step takes a twentieth of the time."""
+
+    def model(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def pixels(x):

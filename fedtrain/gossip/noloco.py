@@ -33,8 +33,8 @@ class NoLoCo(Algorithm):
         require(0 < self.outer_lr < math.inf, "gossip.outer_lr", f"{self.outer_lr} must be positive")
         require(0 <= self.momentum < 1, "gossip.momentum", f"{self.momentum} must be in [0, 1)")
         most = 2 * (1 - self.momentum**2)
-        require(0 < self.gamma < most, "gossip.gamma",
-                f"{self.gamma} must lie between 0 and 2(1 − momentum²) = {most:g}, or peers drift apart")  # fmt: skip
+        advice = f"must be positive and below 2(1 − momentum²) = {most:g}, or peers drift apart"
+        require(0 < self.gamma < most, "gossip.gamma", f"{self.gamma} {advice}")
 
     def init(self, x: Vector) -> State:
         return {"momentum": x.new_zeros(x.shape)}
