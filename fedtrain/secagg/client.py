@@ -58,7 +58,16 @@ from .messages import (
     statement,
     survivors_statement,
 )
-from .roster import Verify, check_entry, check_names, check_signer, holders_of, peers_of
+from .roster import (
+    Verify,
+    check_fresh,
+    check_names,
+    check_signed,
+    check_signer,
+    for_each,
+    holders_of,
+    peers_of,
+)
 
 Sign = Callable[[bytes], bytes]
 Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
@@ -356,8 +365,9 @@ class Roster:
         if keys.keys() != {me, *peers}:
             raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
         used = {mine.mask_key, mine.seal_key}
+        for_each(lambda peer: check_signed(peer, keys[peer], terms, sid, site.verify), peers, site.spread)
         for peer in peers:
-            check_entry(peer, keys[peer], terms, sid, site.verify, used)
+            check_fresh(peer, keys[peer], used)
         check_names("the roster", share.names)
         for name, entry in keys.items():
             if missing := set(entry.names).difference(share.names):
@@ -450,8 +460,12 @@ def check_agreed(
     voters = set(roster.holders).intersection(agree.sites)
     if not unmask.signatures.keys() <= voters:
         raise SecAggError("signatures came from others than the survivors among this site's peers")
-    for peer in unmask.signatures.keys() - {site.site}:
-        check_signer(site.verify, peer, roster.keys, statement, unmask.signatures[peer])
+    signatures, others = unmask.signatures, sorted(unmask.signatures.keys() - {site.site})
+    for_each(
+        lambda peer: check_signer(site.verify, peer, roster.keys, statement, signatures[peer]),
+        others,
+        site.spread,
+    )
     agreed = len(unmask.signatures.keys() | ({site.site} & voters))
     if agreed < terms.threshold:
         raise SecAggError(f"{agreed} sites signed the list of survivors, {terms.threshold} must")

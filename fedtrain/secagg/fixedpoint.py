@@ -133,7 +133,8 @@ class FixedPoint:
         bits = min(16, mantissa - self.value_bits)
         scale, limit = kind(weight / self.max_weight / self.step * 2.0**bits), self.q_max << bits
         shift = kind(1.5 * 2.0 ** (mantissa - 1 + bits))
-        y: Floats = scratch.view(kind)[: len(x)]
+        room: Floats = scratch.view(kind)
+        y = room[: len(x)]
         if x.itemsize < 4:
             x = x.astype(np.float32)  # numpy's minimum of float16 takes twenty times as long
         np.multiply(x, scale, out=y, casting="same_kind")

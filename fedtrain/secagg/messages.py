@@ -40,8 +40,9 @@ from .fixedpoint import FixedPoint
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1  # of all that is hashed, signed or sealed here
+VERSION = 2  # of all that is hashed, signed or sealed here
 NONCE_BYTES = 16
+SHARE_COMMITMENT_BYTES = 24  # two shares with the same one take 2^96 hashes to find
 MAX_NAMES, MAX_NAME = 256, 128  # metrics in one session, and characters in the name of one
 
 
@@ -125,12 +126,12 @@ class Share(Request, frozen=True, kw_only=True, tag=True):
     names: tuple[str, ...]  # of all metrics at any site, sorted
 
 
-class Sealed(msgspec.Struct, frozen=True, array_like=True):
+class Sealed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One holder's shares of one site's secrets."""
 
     text: bytes  # AES-128-GCM of self-mask share ‖ mask-key share. [32 + 32 + 16]
-    seed: bytes  # commitment to the first share. [32]
-    key: bytes  # commitment to the second. [32]
+    seed: bytes  # share_commitment to the first. [24]
+    key: bytes  # to the second. [24]
 
 
 class Shares(Message, frozen=True, kw_only=True, tag=True):
@@ -293,4 +294,4 @@ def share_commitment(
     kind: Literal["seed", "key"], sid: bytes, site: SiteId, holder: SiteId, share: bytes
 ) -> bytes:
     """To one share, so that whoever opens another one later is known."""
-    return hash_of("share", kind, sid, site, holder, share)
+    return hash_of("share", kind, sid, site, holder, share)[:SHARE_COMMITMENT_BYTES]

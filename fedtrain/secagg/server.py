@@ -20,7 +20,6 @@ from ..exchange import Cohort
 from ..update import AnyArena, Failure, Message, Request, SiteId, chunks
 from .keys import (
     SEALED_BYTES,
-    SECRET_BYTES,
     KeyPair,
     bytes_of,
     number_of,
@@ -31,6 +30,7 @@ from .keys import (
 from .masking import RINGS, Spread, add_masks
 from .messages import (
     MAX_NAMES,
+    SHARE_COMMITMENT_BYTES,
     Agree,
     Agreed,
     Keys,
@@ -269,7 +269,7 @@ def check_sealed(site: SiteId, reply: Shares, holders: Collection[SiteId]) -> No
     sealed = reply.sealed.values()
     texts, seeds, keys = (list(map(len, map(attrgetter(part), sealed))) for part in ("text", "seed", "key"))
     if (
-        {*seeds, *keys} != {SECRET_BYTES}
+        {*seeds, *keys} != {SHARE_COMMITMENT_BYTES}
         or not set(texts) <= {0, SEALED_BYTES}
         or texts.count(0) != (own is not None and not own.text)
     ):
@@ -334,25 +334,22 @@ class Wanted:
         holders: Mapping[SiteId, tuple[SiteId, ...]],
         survivors: Collection[SiteId],
     ) -> None:
-        alive = set(survivors)
         self._session, self._sid, self._keys, self._shares = session, sid, keys, shares
-        self._threshold, self._answers = session.terms.threshold, 0
+        self._threshold, self._answers, self._holders = session.terms.threshold, 0, holders
         self._place = {site: i + 1 for i, site in enumerate(sorted(keys))}
-        self.kinds: dict[SiteId, Kind] = {site: "seed" if site in alive else "key" for site in shares}
+        self._alive, self._gone = set(survivors), shares.keys() - set(survivors)
+        self.kinds: dict[SiteId, Kind] = {site: "seed" if site in self._alive else "key" for site in shares}
         self.secrets: dict[SiteId, bytes] = {}  # those rebuilt
         self._had: dict[SiteId, dict[SiteId, bytes]] = {site: {} for site in shares}  # shares by holder
-        self._due: dict[SiteId, dict[Kind, set[SiteId]]] = {s: {"seed": set(), "key": set()} for s in keys}
-        for site, kind in self.kinds.items():
-            for holder in holders[site]:
-                self._due[holder][kind].add(site)
 
     def take(self, holder: SiteId, reply: Unmasked) -> None:
         """SecAggError unless it brings all that `holder` holds, and nothing else."""
-        due = self._due[holder]
-        if reply.seeds.keys() != due["seed"] or reply.keys.keys() != due["key"]:
+        dealers = set(self._holders[holder])  # who holds for whom goes both ways
+        seeds, keys = self._alive & dealers, self._gone & dealers
+        if reply.seeds.keys() != seeds or reply.keys.keys() != keys:
             raise SecAggError(
                 f"shares of {len(reply.seeds)} seeds and {len(reply.keys)} keys came, "
-                f"not of {len(due['seed'])} and {len(due['key'])}"
+                f"not of {len(seeds)} and {len(keys)}"
             )
         for site, share in (*reply.seeds.items(), *reply.keys.items()):
             self._had[site][holder] = share  # right or not: rebuild tells
@@ -374,8 +371,8 @@ class Wanted:
         for site, had in self._had.items():
             while site not in self.secrets and len(had) >= self._threshold:
                 chosen = sorted(had)[: self._threshold]  # alike for many secrets, so that weights are kept
-                weights = Weights.at_zero([self._place[holder] for holder in chosen])
-                secret = bytes_of(weights.combine([number_of(had[holder]) for holder in chosen]))
+                weights = Weights.at_zero(list(map(self._place.__getitem__, chosen)))
+                secret = bytes_of(weights.combine(list(map(number_of, map(had.__getitem__, chosen)))))
                 if self._right(site, secret):
                     self.secrets[site] = secret
                 else:

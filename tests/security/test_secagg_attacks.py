@@ -20,6 +20,7 @@ from fedtrain.secagg import server
 from fedtrain.secagg.keys import KeyPair, pair_mask_key, pair_mask_sign
 from fedtrain.secagg.masking import add_masks
 from fedtrain.secagg.messages import (
+    SHARE_COMMITMENT_BYTES,
     Advertise,
     Agree,
     Agreed,
@@ -381,7 +382,7 @@ def test_shares_that_are_not_those_told_to_the_aggregator_are_refused(monkeypatc
         first = (kind, holder) not in lied  # as d deals; then its holder looks
         if site == "d" != holder and first:
             lied.add((kind, holder))
-            return bytes(32)
+            return bytes(SHARE_COMMITMENT_BYTES)
         return share_commitment(kind, sid, site, holder, share)
 
     monkeypatch.setattr("fedtrain.secagg.client.share_commitment", commitment)

@@ -1,0 +1,141 @@
+"""Sums over a neighbourhood, without an aggregator: one peer learns Σ wⱼxⱼ of those that tell it, and no xⱼ.
+
+The peers that tell one receiver in one round are its circle, and each pair of them shares a mask that one
+adds and the other subtracts. So the receiver's sum over the whole circle has none left, and less than the
+whole circle is noise to it: when one is missing, all of that round is lost to the receiver. Nobody ever
+reveals a mask, so nobody can be talked into revealing the wrong one.
+
+A pair's mask comes from X25519 between keys that both drew when their processes began, and from the
+session's id, in which stand run, round, receiver, and names and keys of the circle. A receiver takes only
+vectors of one id, its own. No mask is used twice: a round is told once by a process, and the next process
+has another key.
+
+Numbers are those of fixedpoint.py: models with random rounding, what travels beside them as exact scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import SecAggError
+from ..exchange import PeerId
+from .encoding import rounding_seed
+from .fixedpoint import FixedPoint, Floats
+from .keys import KeyPair, check_public, pair_mask_key, pair_mask_sign
+from .masking import RingVector, Spread, add_masks
+from .messages import hash_of
+
+LEAST = 3  # members: in a sum of two either one is the other's secret
+
+
+class Circles:
+    """One peer's part in all circles of a run."""
+
+    def __init__(self, me: PeerId, run: str, seed: int, pair: KeyPair | None, spread: Spread = map) -> None:
+        """`pair` of a secret that this process drew, and no other had; None: the same sums without masks."""
+        self.me, self._run, self._seed, self._pair, self._spread = me, run, seed, pair, spread
+        self._publics: dict[PeerId, bytes] = {me: pair.public if pair else b""}
+        self._told: dict[PeerId, int] = {}  # the last round in which each receiver was told
+
+    @property
+    def public(self) -> bytes:
+        return self._publics[self.me]
+
+    def meet(self, peer: PeerId, public: bytes) -> None:
+        """A peer's key as it came from that peer itself; SecAggError for one that keeps no secret."""
+        if self._pair is not None:
+            check_public(peer, public)
+        self._publics[peer] = public
+
+    def session(self, round: int, receiver: PeerId, members: Sequence[PeerId]) -> bytes | None:
+        """The id of one sum [32]; None while a member's key is not known, or when there are too few."""
+        if len(members) < LEAST:
+            return None
+        names = sorted(members)
+        if self._pair is not None and not self._publics.keys() >= set(names):
+            return None
+        keys = [part for name in names for part in (name, self._publics.get(name, b""))]
+        return hash_of("circle", self._run, round, receiver, len(names), *keys)
+
+    def masked(
+        self, layout: Layout, values: Floats, scalars: Floats, weight: float, round: int, receiver: PeerId,
+        members: Sequence[PeerId], sid: bytes,
+    ) -> tuple[RingVector, int]:  # fmt: skip
+        """What the receiver is told: weight·[values | scalars] under masks; and how many were clipped."""
+        assert self.me in members, (self.me, members)
+        if self._told.get(receiver, -1) >= round:
+            raise SecAggError(f"round {round + 1}: {receiver} was told already, and a mask serves once")
+        self._told[receiver] = round
+        vector, clipped = layout.encode(
+            values,
+            scalars,
+            weight,
+            rounding_seed("gossip", self._run, self._seed, round, self.me),
+            self._spread,
+        )
+        if self._pair is not None:
+            others = [peer for peer in members if peer != self.me]
+            masks = [
+                (
+                    pair_mask_key(self._pair.agree(self._publics[p]), sid, self.me, p),
+                    pair_mask_sign(self.me, p),
+                )
+                for p in others
+            ]
+            add_masks(vector, masks, self._spread)
+        return vector, clipped
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a peer's numbers lie in the ring: coordinates of models, then limbs of scalars."""
+
+    point: FixedPoint
+    numel: int
+    scalars: int
+
+    @classmethod
+    def of(cls, members: int, clip: float, values: Floats, scalars: int) -> Layout:
+        """For circles of so many; float64 models get a ring of 64 bits, others one of 32."""
+        return cls(FixedPoint(members, 64 if values.itemsize == 8 else 32, clip, 1.0), len(values), scalars)
+
+    @property
+    def length(self) -> int:
+        return self.numel + self.point.limbs * self.scalars
+
+    def encode(
+        self, values: Floats, scalars: Floats, weight: float, seed: bytes, spread: Spread = map
+    ) -> tuple[RingVector, int]:
+        vector = np.empty(self.length, self.point.dtype)
+        clipped = self.point.encode_into(values, weight, seed, vector[: self.numel], spread=spread)
+        vector[self.numel :] = self.point.encode_scalars(scalars.astype(np.float64) * weight)
+        return vector, clipped
+
+    def decode(self, total: RingVector) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Σ weight·values and Σ weight·scalars; SecAggError for what no sum of a circle can be."""
+        sites = self.point.sites
+        values = self.point.decode(total[: self.numel], sites, 1.0)
+        return values, self.point.decode_scalars(total[self.numel :], sites)
+
+
+class Sum:
+    """gossip.Mix of ring vectors as they come: added up, of use only when all have come."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.total = np.zeros(layout.length, layout.point.dtype)
+        self._came: dict[PeerId, int] = {}
+
+    def begin(self, peer: PeerId, fields: Any) -> None:
+        self._came[peer] = 0
+
+    def add(self, peer: PeerId, chunk: Any) -> None:
+        """The next elements, a tensor or an array of signed integers of the ring's width."""
+        at = self._came[peer]
+        self._came[peer] = at + len(chunk)
+        self.total[at : self._came[peer]] += np.asarray(chunk).view(self.total.dtype)
