@@ -1,23 +1,34 @@
 """Training without rounds: who is asked when, what counts how much, what survives, and what it gains."""
 
 import asyncio
+import io
 import math
 import re
 import selectors
+from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
-from fedtrain.config import Config
+from fedtrain.config import AsynchronousConfig, Config, EvaluateConfig
 from fedtrain.errors import ConfigError, RoundError
 from fedtrain.runtime import asynchronous, federated
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.simulation import simulate
-from fedtrain.store import Checkpoint, RunStore
+from fedtrain.runtime.trainer import Workbench
+from fedtrain.store import Checkpoint, RunStore, TurnState
 from fedtrain.strategies import STRATEGIES, build, state_init
+from fedtrain.tracking import Board, EventLog
+from fedtrain.tracking.live import line, table
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Evaluate, Evaluation, Failure, Train, Update
+from fedtrain.update import Arena, Evaluate, Evaluation, Failure, Train, Update
+from tests.federation import aggregator, certificates, link, random_arena, sites
+from tests.network.test_star import bounded
+from tests.processes import Project, kill_at_seeded_moments
 from tests.test_federated import SCHEMA, SITES, Events, arena, handlers, pull
+from tests.test_simulation import TASK, configured, simulated
+from tests.test_simulation import by_hand as by_plain_loop
 
 FLAT = SCHEMA.sections[0]
 
@@ -398,3 +409,161 @@ def test_killed_between_any_two_transactions_a_clocked_run_goes_on_to_the_same_b
     assert transactions > 20
     for at in range(1, transactions + 1):
         assert go(tmp_path / str(at), at)[0] == whole, at
+
+
+# --- in simulation
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pool_task.py").write_text(TASK)
+    return tmp_path
+
+
+def test_the_simulation_with_a_full_buffer_at_equal_speeds_is_that_of_rounds(folder):
+    cfg = configured(folder, task="Natural")
+    expected = by_plain_loop(cfg).digest
+    asynchronously = AsynchronousConfig(enabled=True, buffer=3)
+    _, weights = simulated(replace(cfg, asynchronous=asynchronously))
+    assert weights.digest == expected
+
+
+def test_neither_workers_nor_processes_change_a_bit_of_an_asynchronous_simulation(folder):
+    cfg = configured(folder, task="Natural", rounds=6)
+    cfg = replace(
+        cfg,
+        asynchronous=AsynchronousConfig(enabled=True, buffer=2),
+        simulate=replace(cfg.simulate, speeds="straggler:3"),
+    )
+    events, weights = simulated(cfg, workers=2)
+    assert max(f["staleness"] for kind, f in events if kind == "update_received") >= 1
+    bench = Workbench(cfg, simulated=True)
+
+    def site(name):
+        return lambda r: bench.train(name, r.round, r.weights.load(), Arena.zeros(r.weights.schema))
+
+    names = bench.description.sites
+    plain = replace(cfg, run=replace(cfg.run, name="plain"), evaluate=EvaluateConfig(every=0))
+    store, strategy = RunStore(plain.run_dir, durable=False), build(plain.strategy.kind, {})
+    initial = bench.initial()
+    store.begin(initial.schema, plain.agreed(), task_digest="t")
+    store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+    cohort = LocalCohort({name: site(name) for name in names})
+    clock = asynchronous.Clocked(plain, cohort, names, ahead=1)
+    asyncio.run(asynchronous.run(plain, cohort, store, strategy, Events(), asks=clock))
+    assert store.latest().weights.digest == weights.digest
+    store.close()
+
+
+# --- what people see
+
+
+def test_lines_and_table_count_versions_and_show_staleness(tmp_path):
+    cfg = config(tmp_path, simulate={"speeds": "straggler:4"}, run={"rounds": 12})
+    board, lines, events = Board(), [], Events()
+    run(cfg, LocalCohort(handlers()), events, clocked=True)
+    with EventLog(tmp_path / "told", board.add, lambda e: lines.append(line(e, board))) as log:
+        for kind, fields in events:
+            log.emit(kind, **fields)
+    assert lines[0].startswith("run t (federated): 12 versions")
+    assert "version 9/12: update from e: 5 examples" in "\n".join(filter(None, lines))
+    assert any(text and "from e" in text and text.endswith("staleness 8") for text in lines)
+    assert any(text and text.startswith("version 10/12: done: ") and "staleness" in text for text in lines)
+    console = Console(width=100, height=30, file=io.StringIO(), force_terminal=False)
+    console.print(table(board, board.updated, 100, 30))
+    shown = console.file.getvalue()
+    assert re.search(r"t  federated  version 12/12", shown)
+    assert re.search(r"site +state +version +staleness +examples +loss", shown)
+    assert re.search(r"^e +training +\d+ +8 +5", shown, re.M)
+
+
+# --- over a network
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    return certificates(tmp_path_factory.mktemp("certs"), *"abcd")
+
+
+def test_over_mutual_tls_no_site_waits_for_a_slow_one_and_one_that_joins_later_takes_part(certs, tmp_path):
+    """Sites c and d take part when a and b have made two, and four, versions without them: by events, without
+    a clock. The slow one is not disturbed by the evaluations that go on meanwhile."""
+    weights, events = random_arena(50_000, 1), Events()
+    cfg = config(tmp_path, run={"rounds": 8}, evaluate={"every": 1})
+    store, strategy = RunStore(cfg.run_dir, durable=False), build("fedavg", {})
+    store.begin(weights.schema, cfg.agreed(), task_digest="t")
+    store.commit(Checkpoint(0, weights, {}), {})
+    trained = {name: [] for name in "abcd"}
+
+    async def main():
+        reached = {version: asyncio.Event() for version in range(1, 9)}
+        heard = {name: asyncio.Event() for name in "abcd"}
+
+        def emit(kind, **fields):
+            events(kind, **fields)
+            if kind == "round_committed":
+                reached[fields["round"]].set()
+            elif kind == "update_received":
+                heard[fields["site"]].set()
+
+        def answer(name):
+            async def handle(request):
+                if isinstance(request, Evaluate):
+                    return Evaluation(metrics={"loss": (float(request.round), 1.0)})
+                if name in "ab" and reached[2].is_set():
+                    await heard["d"].wait()
+                if name in "ab" and reached[4].is_set():
+                    await heard["c"].wait()
+                if name == "c":
+                    await reached[4].wait()
+                trained[name].append(request.round)
+                return Update(delta=random_arena(50_000, request.round), num_examples=1.0)
+
+            return handle
+
+        async with aggregator(certs, store.folder, weights.schema) as agg:
+            links = {n: link(certs, n, agg.cohort.port, tmp_path) for n in "abcd"}
+            late = links.pop("d")
+            async with sites(links, weights.schema, answer):
+                running = asyncio.create_task(asynchronous.run(cfg, agg.cohort, store, strategy, emit))
+                await asyncio.wait([running, asyncio.create_task(reached[2].wait())],
+                                   return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+                async with sites({"d": late}, weights.schema, answer):
+                    return await running
+
+    result = bounded(main(), 120)
+    assert result.rounds == 8
+    by_site = {name: [e for e in events.of("update_received") if e["site"] == name] for name in "abcd"}
+    assert all(by_site.values())
+    assert by_site["c"][0]["staleness"] >= 4
+    assert sum(map(len, by_site.values())) == 16
+    assert events.of("update_refused") == []
+    assert all(turns == list(range(len(turns))) for turns in trained.values())
+    assert result.metrics == {"loss": 8.0}
+    store.close()
+
+
+@pytest.mark.slow  # seven processes that load torch: about 20 s
+@pytest.mark.timeout(600)
+def test_s31_an_aggregator_killed_at_seeded_moments_counts_each_update_once_and_loses_none(tmp_path):
+    with Project(tmp_path, rounds=40, slow=0.005) as p:
+        with (p.root / "fedtrain.toml").open("a") as f:
+            f.write(
+                "[asynchronous]\nenabled = true\nbuffer = 2\nmax_staleness = 1000\n[evaluate]\nevery = 7\n"
+            )
+        aggregator, kills = p.start_all(), 2
+        hit = kill_at_seeded_moments(
+            p, lambda: p.start("aggregator"), aggregator, kills, 5, lambda: p.count("update_received")
+        )
+        p.wait_for(lambda: p.count("run_finished"))
+        assert hit == kills
+        store = RunStore(p.root / "runs" / "r", read_only=True)
+        turns, waiting = store.turns(), len(store.buffered())
+        store.close()
+        answered = sum(turn.number + (turn.state == TurnState.TAKEN) for turn in turns.values())
+        assert answered == 40 * 2 + waiting
+        assert p.count("update_refused") == 0
+        for site, turn in turns.items():
+            worked = [e["round"] for e in p.events(f"r@{site}") if e.get("state") == "training"]
+            assert worked[: turn.number] == list(range(1, turn.number + 1))

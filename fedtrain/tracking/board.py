@@ -21,6 +21,7 @@ class SiteRow:
     round: int | None = None
     num_examples: float | None = None
     loss: float | None = None
+    staleness: int | None = None  # of its last update, in an asynchronous run
     reason: str = ""  # why it is lost or refused
 
 
@@ -44,6 +45,7 @@ class Board:
     run: str = ""
     mode: str = ""
     rounds: int = 0  # planned
+    noun: str = "round"  # or "version": what an asynchronous run counts
     config_digest: str = ""
     started: float | None = None  # when its last process began
     updated: float | None = None  # the last event's time
@@ -121,6 +123,7 @@ class Board:
             case e.UpdateReceived():
                 site_row = self._site(event.site, "done", event.round)
                 site_row.num_examples, site_row.loss = event.num_examples, event.loss
+                site_row.staleness = event.staleness
             case e.UpdateRefused():
                 self._site(event.site, "refused", event.round).reason = event.reason
             case e.RoundFailed():
@@ -142,6 +145,7 @@ class Board:
 
     def _start(self, event: e.RunStarted) -> None:
         self.run, self.mode, self.rounds = event.run, event.mode, event.rounds
+        self.noun = "version" if event.buffer else "round"
         self.config_digest, self.started = event.config_digest, event.time
         self.round, self.under_way = event.resumed_from or 0, None
         self.need = self.finished = self.step = None

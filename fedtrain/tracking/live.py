@@ -116,10 +116,10 @@ def line(event: Event, board: Board) -> str | None:
     """An event for a log, `board` having taken it in; None for what would only repeat another line."""
     match event:
         case e.RunStarted():
-            again = f", going on after round {event.resumed_from}" if event.resumed_from else ""
+            again = f", going on after {board.noun} {event.resumed_from}" if event.resumed_from else ""
             who = f", {_sites(event.sites)}" if event.sites else ""
             config = f", config {event.config_digest[:12]}" if event.config_digest else ""
-            return f"run {event.run} ({event.mode}): {event.rounds} rounds{who}{config}{again}"
+            return f"run {event.run} ({event.mode}): {event.rounds} {board.noun}s{who}{config}{again}"
         case e.Waiting():
             return _waiting(board) if board.waiting is not None else None
         case e.SiteJoined(site="aggregator"):
@@ -146,9 +146,9 @@ def line(event: Event, board: Board) -> str | None:
                 return None
             examples = "" if event.num_examples is None else f"{event.num_examples:g} examples, "
             loss = "" if event.loss is None else f"loss {number(event.loss)}, "
-            return (
-                f"{_round(event.round, board)}update from {event.site}: {examples}{loss}{size(event.nbytes)}"
-            )
+            stale = f", staleness {event.staleness}" if event.staleness else ""
+            what = f"{examples}{loss}{size(event.nbytes)}{stale}"
+            return f"{_round(event.round, board)}update from {event.site}: {what}"
         case e.UpdateRefused():
             return f"{_round(event.round, board)}update from {event.site} refused{_because(event.reason)}"
         case e.RoundFailed():
@@ -158,6 +158,7 @@ def line(event: Event, board: Board) -> str | None:
             parts = [f"{_round(event.round, board)}done{who}"]
             parts += [averages({"loss": event.loss, **event.metrics})]
             parts += [_bytes(event)] if board.mode in BETWEEN_PEERS else []
+            parts += [f"staleness {event.staleness:.2g}"] if event.staleness is not None else []
             parts += [duration(event.seconds)] if event.seconds is not None else []
             eta = board.eta_s(event.time)
             parts += [f"ETA {duration(eta)}"] if eta else []
@@ -171,7 +172,7 @@ def line(event: Event, board: Board) -> str | None:
         case e.Notice():
             return event.text
         case e.RunFinished():
-            after = "" if event.round is None else f" after round {event.round}"
+            after = "" if event.round is None else f" after {board.noun} {event.round}"
             model = f"; model in {event.model}" if event.model else ""
             return f"run {board.run or 'is'} finished{after}{_because(event.reason)}{model}"
     return None
@@ -201,7 +202,7 @@ def _step(event: e.Stepped) -> str:
 def _round(number: int | None, board: Board) -> str:
     if number is None:
         return ""
-    return f"round {number}/{board.rounds}: " if board.rounds else f"round {number}: "
+    return f"{board.noun} {number}/{board.rounds}: " if board.rounds else f"{board.noun} {number}: "
 
 
 def _waiting(board: Board) -> str:
@@ -272,7 +273,7 @@ def _headline(board: Board, now: float, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    where = f"  {board.mode}  round {board.round}/{board.rounds}"
+    where = f"  {board.mode}  {board.noun} {board.round}/{board.rounds}"
     grid = Table.grid(padding=(0, 2))
     for _ in range(3):
         grid.add_column(no_wrap=True, overflow="ellipsis")
@@ -303,7 +304,7 @@ def _numbers(board: Board) -> str:
     if board.metrics:
         parts += ["evaluated: " + averages(board.metrics)]
     if board.best is not None:
-        parts += [f"best {board.best.metric} {number(board.best.value)} in round {board.best.round}"]
+        parts += [f"best {board.best.metric} {number(board.best.value)} in {board.noun} {board.best.round}"]
     if board.step is not None and board.finished is None:
         parts += [_step(board.step)]
     parts += [sparkline([r.loss for r in list(board.history.values())[-30:]])]
@@ -324,8 +325,10 @@ def _site_table(board: Board, room: int) -> RenderableType:
     from rich.text import Text
 
     found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, justify in (("site", "left"), ("state", "left"), ("round", "right"), ("examples", "right"),
-                          ("loss", "right"), ("", "left")):  # fmt: skip
+    stale = board.noun == "version"
+    for name, justify in (("site", "left"), ("state", "left"), (board.noun, "right"),
+                          *([("staleness", "right")] if stale else []),
+                          ("examples", "right"), ("loss", "right"), ("", "left")):  # fmt: skip
         found.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]  # a str, not its literal
     shown, more = choose(board.sites, room)
     for site, row in shown:
@@ -333,7 +336,9 @@ def _site_table(board: Board, room: int) -> RenderableType:
         examples = "" if row.num_examples is None else f"{row.num_examples:g}"
         loss = "" if row.loss is None else number(row.loss)
         round_ = "" if row.round is None else str(row.round)
-        found.add_row(printable(site), Text(row.state, style), round_, examples, loss, printable(row.reason))
+        age = [] if not stale else ["" if row.staleness is None else str(row.staleness)]
+        state = Text(row.state, style)
+        found.add_row(printable(site), state, round_, *age, examples, loss, printable(row.reason))
     if more:
         found.add_row(Text(more, "dim"))
     return found
