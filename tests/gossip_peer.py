@@ -1,6 +1,7 @@
 """One peer as a process, for faults: averages numbers with all others, and says each round what came.
 
-    python -m tests.gossip_peer NAME FILE     FILE: JSON with keys, addresses, rounds, deadline_s
+    python -m tests.gossip_peer NAME FILE     FILE: JSON with keys, addresses, deadline_s; ends after the
+                                              round whose number stands in the file `stop` beside it
 
 It loads no torch. What it stands for is what a runtime does: announce, exchange, commit, publish; and pull a
 state when it is behind.
@@ -42,22 +43,25 @@ def share(x):
     return Share(memoryview(array.array("d", [x]) * SIZE).cast("B"))
 
 
-async def main(name, spec):
-    contacts = [Contact(n, p["public"].encode(), p["address"]) for n, p in spec["peers"].items()]
+async def main(name, spec, stop):
     mine = spec["peers"][name]
+    contacts = [Contact(n, p["public"].encode(), mine["calls"][n]) for n, p in spec["peers"].items()]
     neighbors = ZmqNeighbors(
         me=name, curve=Curve(mine["public"].encode(), mine["secret"].encode()), roster=Peers(contacts),
         run="faults", greeting=Greeting(version="test", task_digest="", schema_digest="", agreed={}),
-        listen=mine["address"], heartbeat_s=0.3, idle_s=1.0,
+        listen=mine["listen"], heartbeat_s=0.3, idle_s=1.0,
     )  # fmt: skip
     neighbors.start()
     others = sorted(set(spec["peers"]) - {name})
     met = await neighbors.meet(others, 15.0 if "--back" not in sys.argv else 2.0)
     x, t = float(mine["start"]), 0
     say("ready", met=met)
-    while t < spec["rounds"]:
-        ahead = {p: r for p, r in neighbors.progress().items() if r > t + 1}
-        if ahead and (letter := await neighbors.pull(max(ahead, key=ahead.__getitem__), 3.0)):
+    while not stop.exists() or t < int(stop.read_text() or t + 1):
+        progress = neighbors.progress()
+        ahead = {p: r for p, r in progress.items() if r > t + 1}
+        if 2 * len(ahead) > len(progress) and (
+            letter := await neighbors.pull(max(ahead, key=ahead.__getitem__), 3.0)
+        ):
             x, t = array.array("d", bytes(letter.share.payload[:8]))[0], max(letter.round, t)
             say("pulled", round=t, x=x)
         neighbors.announce(t)
@@ -78,4 +82,5 @@ def say(kind, **fields):
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text())))
+    file = Path(sys.argv[2])
+    asyncio.run(main(sys.argv[1], json.loads(file.read_text()), file.with_name("stop")))

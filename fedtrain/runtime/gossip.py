@@ -8,21 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from .. import aggregation, compression, topology
 from ..aggregation import WeightedMean
 from ..config import Config
-from ..errors import BadUpdate, ConfigError, WireError
+from ..errors import BadUpdate, ConfigError, SecAggError, WireError
 from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId, Share
-from ..gossip import Algorithm, Blend, Heard, LocalSteps, Mix, Parcel, Receive, Ruled, Send, build, rules
+from ..gossip import (
+    ALGORITHMS,
+    Algorithm,
+    Blend,
+    Fold,
+    Heard,
+    LocalSteps,
+    Parcel,
+    Receive,
+    Ruled,
+    Send,
+    build,
+    rules,
+)
+from ..secagg.circle import LEAST, Circles, Layout, Sum
+from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.memory import LocalNetwork
@@ -38,9 +55,10 @@ if TYPE_CHECKING:
     import torch
 
     Vector = torch.Tensor
+    Floats = np.ndarray[Any, Any]
     Train = Callable[[int, Arena, Arena], Awaitable[Update]]  # round, from these weights; delta into the last
 
-PART_TYPES = (*FLOATS, "uint8", "int64")  # of what travels
+PART_TYPES = (*FLOATS, "uint8", "int32", "int64")  # of what travels
 MOST_MASS = 1e4  # of one peer in push-sum; all peers together have as much as there are peers
 AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
 
@@ -61,6 +79,7 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
     own = {kind: rule for kind, rule in aggregation.RULES.items() if not rule.linear}
     rule = rules.parse(gossip.rule, own, aggregation.build, config.run.rounds)
     algorithm = build(gossip.algorithm, gossip.options, compressor, rule)
+    check_masks(config, algorithm)
     file = gossip.topology.removeprefix("file:")
     spec = gossip.topology if file == gossip.topology else f"file:{config.root / file}"
     graph = topology.parse(spec, gossip.weights)
@@ -78,16 +97,38 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
     return algorithm, graph
 
 
-def check_graph(algorithm: Algorithm, graph: Topology, members: Sequence[PeerId], seed: int) -> None:
-    """ConfigError unless all of these members hear each other in time, and each hears enough for its rule."""
-    graph.check(members, seed)
-    if not isinstance(algorithm, Ruled):
+def check_masks(config: Config, algorithm: Algorithm) -> None:
+    """ConfigError where sums are not enough."""
+    if not config.gossip.masks:
         return
+    if isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.Mean):
+        raise ConfigError(
+            f"gossip.masks: {config.gossip.rule} compares single models, which masks hide. Set gossip.rule = "
+            f'"mean", or gossip.masks = false.'
+        )
+    if not algorithm.sums:
+        able = ", ".join(name for name, kind in ALGORITHMS.items() if kind.sums)
+        raise ConfigError(
+            f"gossip.masks: {config.gossip.algorithm} wants more of its neighbours than the sum of their "
+            f"models. These are content with it: {able}."
+        )
+
+
+def check_hearing(
+    algorithm: Algorithm, graph: Topology, members: Sequence[PeerId], seed: int, masks: bool = False
+) -> None:
+    """ConfigError unless each of these members hears enough: for its rule, and to hide in sums."""
     for t in range(graph.period(len(members)) or 8):
         if algorithm.everyone(t):
             continue
         for near in graph.round(members, t, seed).graph.values():
-            if 1 + len(near.incoming) < algorithm.rule.needs:
+            if masks and len(near.incoming) < LEAST:
+                raise ConfigError(
+                    f"gossip.masks: {near.peer} hears {len(near.incoming)} peers in round {t + 1} on "
+                    f"{graph} of {len(members)} peers, and a sum of fewer than {LEAST} hides nobody. Use a "
+                    f'denser graph, as gossip.topology = "regular:4".'
+                )
+            if isinstance(algorithm, Ruled) and 1 + len(near.incoming) < algorithm.rule.needs:
                 raise ConfigError(
                     f"gossip.rule: {algorithm.rule} needs {algorithm.rule.needs} models, one's own included, "
                     f"and {near.peer} has {1 + len(near.incoming)} in round {t + 1} on {graph} of "
@@ -194,7 +235,7 @@ class Inbox:
 
     def __init__(
         self,
-        blends: Mapping[str, Mix],
+        blends: Mapping[str, Fold],
         like: Mapping[str, torch.Tensor],
         most_bytes: int,
         optional: Collection[str] = (),
@@ -234,7 +275,8 @@ class Inbox:
     def mix(self, peer: PeerId, offset: int, chunk: memoryview) -> None:
         import torch
 
-        data = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)  # what is lent may be read-only
+        lent = bytearray(chunk) if chunk.readonly else chunk  # torch looks at memory that may be written only
+        data = torch.frombuffer(lent, dtype=torch.uint8)
         for part in self._parts[peer]:
             start, stop = max(part.start, offset), min(part.start + part.nbytes, offset + len(data))
             if start >= stop:
@@ -297,11 +339,14 @@ class Told:
     loss: float  # what the peer believes to be the mean training loss over all peers
     moved: float  # and the root mean square of how far averaging moved their models, relative to the models
 
+    clipped: int = 0  # coordinates beyond gossip.clip, under masks
+
     @property
     def estimates(self) -> dict[str, float]:
         """For the log; of the loss there is none when training tells none (see [privacy])."""
         loss = {"mean_loss": self.loss} if "loss" in self.metrics else {}
-        return loss | {"disagreement": self.moved}
+        clipped = {"clipped": float(self.clipped)} if self.clipped else {}
+        return loss | clipped | {"disagreement": self.moved}
 
 
 class Peer:
@@ -311,13 +356,22 @@ class Peer:
     """
 
     def __init__(
-        self, name: PeerId, algorithm: Algorithm, model: Arena, train: Train, neighbors: Neighbors
+        self,
+        name: PeerId,
+        algorithm: Algorithm,
+        model: Arena,
+        train: Train,
+        neighbors: Neighbors,
+        circles: Circles | None = None,
+        clip: float = 16.0,
     ) -> None:
+        """With `circles` it gives its models into sums alone; `clip`: see [gossip]."""
         import torch
 
         self.name, self.algorithm, self.model, self.round = name, algorithm, model, 0
         self.state = algorithm.init(trained_part(model))
         self._train, self._neighbors = train, neighbors
+        self.circles, self.clip = circles, clip
         self._gauge = torch.zeros(2, dtype=torch.float64)  # estimates of the means over all: loss, moves²
         self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it told last
         self._now = torch.zeros(2, dtype=torch.float64)  # and what it measures now
@@ -368,7 +422,8 @@ class Peer:
                 # What travels beside the algorithm's parts and is averaged plainly. By the gauge each peer
                 # follows the means over all peers, as gradient tracking follows the gradient's.
                 sides = {**others, "gauge": self._gauge + (own - self._own)}
-                exchange = _Exchange(self, near, request, sides, deadline_s)
+                kind = _Exchange if self.circles is None else _Summed
+                exchange = kind(self, near, request, sides, deadline_s)
             elif isinstance(request, Receive):
                 assert exchange is not None, "an algorithm sends before it receives"
                 answer = await exchange.received()
@@ -384,7 +439,7 @@ class Peer:
             self._now[1] = float((x - told).norm() / x.norm().clamp(min=1e-30)) ** 2
         self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
         loss, moved = self._gauge.tolist()
-        return Told(self._metrics, exchange.missing, loss, math.sqrt(max(0.0, moved)))
+        return Told(self._metrics, exchange.missing, loss, math.sqrt(max(0.0, moved)), exchange.clipped)
 
     async def _local_steps(
         self, start: Vector, others: dict[str, Vector]
@@ -419,11 +474,15 @@ class _Exchange:
         self._near, self._directed = near, peer.algorithm.directed
         self._mass = send.parcel.fields.get("mass", 1.0)
         self._blends = {name: peer.algorithm.beside(v, near, self._mass) for name, v in sides.items()}
-        self._returned, self.missing = 0.0, dict[PeerId, str]()
-        self.parcel = parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
+        self._returned, self.missing, self.clipped = 0.0, dict[PeerId, str](), 0
+        self.parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
+        self._under_way: asyncio.Future[Exchanged] | None = None
+        self._begin(peer, near, send, deadline_s)
+
+    def _begin(self, peer: Peer, near: Neighborhood, send: Send, deadline_s: float) -> None:
+        parcel = self.parcel
         share = share_of(parcel, 1.0, len(near.outgoing))  # the bytes are the same for all
         shares = {k: replace(share, weight=w) for k, w in near.outgoing.items()}
-        self._under_way: asyncio.Future[Exchanged] | None = None
         if not peer.algorithm.waits:
             peer._neighbors.post(peer.round, shares)
             return
@@ -464,6 +523,68 @@ class _Exchange:
         }
 
 
+class _Summed(_Exchange):
+    """The same where only sums are told: all of a peer's circle, or nothing."""
+
+    def _begin(self, peer: Peer, near: Neighborhood, send: Send, deadline_s: float) -> None:
+        import torch
+
+        assert peer.circles is not None
+        self._mixes = {**send.blends, **self._blends}
+        self._parts = {name: self.parcel.parts[name] for name in self._mixes}
+        self._models = len(send.blends)  # of the parts, the first; the others are exact
+        vectors = [part.numpy() for part in self._parts.values()]
+        values = np.concatenate(vectors[: self._models])
+        scalars = np.concatenate([part.astype(np.float64) for part in vectors[self._models :]])
+        shares = {}
+        for taker, weight in near.outgoing.items():
+            members = near.fellows[taker]
+            if (sid := peer.circles.session(peer.round, taker, members)) is None:
+                continue
+            layout = Layout.of(len(members), peer.clip, values, len(scalars))
+            ring, clipped = peer.circles.masked(
+                layout, values, scalars, weight, peer.round, taker, members, sid
+            )
+            self.clipped = max(self.clipped, clipped)
+            told = torch.from_numpy(ring.view(f"i{ring.itemsize}"))
+            shares[taker] = share_of(Parcel({f"sum/{sid.hex()}": told}), weight, len(near.outgoing))
+        sid, expected = peer.circles.session(peer.round, peer.name, list(near.incoming)), list(near.incoming)
+        self._sum = Sum(Layout.of(max(len(expected), 1), peer.clip, values, len(scalars)))
+        part = f"sum/{sid.hex() if sid else ''}"
+        like = {part: torch.from_numpy(self._sum.total.view(f"i{self._sum.total.itemsize}"))}
+        self._inbox = Inbox({part: self._sum}, like, 0)
+        self._under_way = asyncio.ensure_future(
+            peer._neighbors.exchange(peer.round, shares, expected if sid else [], self._inbox, deadline_s)
+        )
+
+    async def received(self) -> Heard:
+        """Nobody alone. Without the whole circle all shares return to self."""
+        assert self._under_way is not None
+        exchanged = await self._under_way
+        self.missing = dict(exchanged.missing)
+        if exchanged.arrived == self._near.incoming.keys():
+            try:
+                self._fold(*self._sum.layout.decode(self._sum.total))
+            except SecAggError as e:
+                self.missing = dict.fromkeys(self._near.incoming, str(e))
+        elif not self.missing:
+            self.missing = dict.fromkeys(self._near.incoming, "not all of this circle have met")
+        return Heard({})
+
+    def _fold(self, values: Floats, scalars: Floats) -> None:
+        import torch
+
+        at = {True: 0, False: 0}
+        for i, (name, part) in enumerate(self._parts.items()):
+            model = i < self._models
+            source = values if model else scalars
+            piece = source[at[model] : at[model] + part.numel()]
+            at[model] += part.numel()
+            mix = self._mixes[name]
+            assert isinstance(mix, Blend), mix
+            mix.add_sum(torch.from_numpy(piece).to(part.dtype))
+
+
 # --- all peers in this process
 
 
@@ -477,7 +598,8 @@ async def simulate(
         forget(config.gossip_dir)
     bench = Workbench(config, data_dir, simulated=True)
     about = bench.description
-    check_graph(algorithm, graph, about.sites, config.run.seed)
+    graph.check(about.sites, config.run.seed)
+    check_hearing(algorithm, graph, about.sites, config.run.seed, config.gossip.masks)
     store = RunStore(config.gossip_dir, durable=False)
     try:
         agreed = agreed_simulation(config) | {
@@ -487,11 +609,13 @@ async def simulate(
         spent = Spent(config.privacy, store.folder, emit)
         async with AsyncExitStack() as stack:
             network = LocalNetwork(about.sites)
+            circles = _circles(config, about.sites)
             initial = bench.initial()
             peers = {
                 name: Peer(
                     name, algorithm, initial.load(), _trainer(bench, name, spent),
-                    await stack.enter_async_context(network.join(name)),
+                    await stack.enter_async_context(network.join(name)), circles.get(name),
+                    config.gossip.clip,
                 )
                 for name in about.sites
             }  # fmt: skip
@@ -558,6 +682,19 @@ async def _rounds(
         store.commit(checkpoint, record)
         emit("round_committed", round=number, **record)
     return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
+
+
+def _circles(config: Config, names: Sequence[PeerId]) -> dict[PeerId, Circles]:
+    """Each peer's; with masks only where simulate.masks asks for the work as it is done for real."""
+    if not config.gossip.masks:
+        return {}
+    pairs = {name: KeyPair(os.urandom(32)) if config.simulate.masks else None for name in names}
+    found = {name: Circles(name, config.run.name, config.run.seed, pair) for name, pair in pairs.items()}
+    for one in found.values():
+        for name, other in found.items():
+            if name != one.me:
+                one.meet(name, other.public)
+    return found
 
 
 def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:

@@ -9,6 +9,7 @@ together, keeps each round on disk, and takes the state of others when this peer
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -21,22 +22,25 @@ import zmq
 
 from .. import __version__
 from ..config import Config
-from ..errors import CertificateError, ConfigError, JoinRefused
+from ..errors import CertificateError, ConfigError, JoinRefused, SecAggError
 from ..exchange import Contact, PeerId, Share
 from ..pki import Credentials, Revoked
 from ..pki.invitation import Guestbook, Invitation
 from ..pki.revocation import LIST
 from ..pki.roster import Claim, Roster, check, enrol, own_curve, save
 from ..pki.signing import Signer, Verifier
+from ..secagg.circle import Circles
+from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.courier import Limits
 from ..transport.zmq import FAST, Curve, ZmqNeighbors, curve_speed, join
 from ..update import Arena, ArenaFile, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
-from .gossip import Peer, algorithm_of, trained_part
+from .gossip import Peer, algorithm_of, check_hearing, trained_part
 from .privacy import Spent
 from .progress import Emit, Result, evaluation_is_due, keep_evaluation, reason_to_stop
+from .secure import spread
 from .site import Trains
 from .trainer import Trainer
 
@@ -88,9 +92,12 @@ async def run(
                 for f in fields(config.gossip) if f.name != "roster"
             }  # fmt: skip
             store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
+            circles = None
+            if config.gossip.masks:
+                circles = Circles(name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), spread())
             greeting = Greeting(
                 version=__version__, task_digest=about.task_digest, schema_digest=about.schema.digest,
-                agreed=agreed,
+                agreed=agreed, mask_key=circles.public if circles else b"",
             )  # fmt: skip
             curve = Curve(*own_curve(folder, zmq.curve_keypair))
             roster = enrolled(config, name, credentials, curve, emit)
@@ -100,7 +107,7 @@ async def run(
                 emit("notice", text=f"joined by {invitation.host}: {len(roster.peers())} peers on the roster")
             neighbors = ZmqNeighbors(
                 me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
-                welcome=lambda peer, theirs: fits(name, greeting, peer, theirs),
+                welcome=lambda peer, theirs: fits(name, greeting, peer, theirs, circles),
                 listen=config.network.listen,
                 limits=Limits(payload_bytes=4 * about.schema.nbytes + (1 << 20)),
                 heartbeat_s=config.network.heartbeat, idle_s=config.network.idle, emit=emit,
@@ -112,7 +119,8 @@ async def run(
             files = store.folder / "train"
             files.mkdir(exist_ok=True)
             model = (await trainer.initial(files / "initial")).load()
-            peer = Peer(name, algorithm, model, _training(trainer, name, files, spent), neighbors)
+            train = _training(trainer, name, files, spent)
+            peer = Peer(name, algorithm, model, train, neighbors, circles, config.gossip.clip)
             neighbors.start()  # ready: others count on us from here on
             watching = asyncio.create_task(_watch(roster, neighbors))
             try:
@@ -143,8 +151,10 @@ async def _rounds(
     )  # fmt: skip
     if checkpoint is not None:
         peer.go_on(checkpoint)
-    neighbors.publish(peer.round, _state(peer))
+    if peer.circles is None:  # else the model of a round without a sum is this peer's alone, and its secret
+        neighbors.publish(peer.round, _state(peer))
     await _gather(config, peer, neighbors, roster, emit)
+    check_hearing(peer.algorithm, graph, roster.peers(), config.run.seed, config.gossip.masks)
     alone = False
     while True:
         await _catch_up(peer, neighbors, emit)
@@ -185,7 +195,8 @@ async def _rounds(
         kept = {f"{peer.name}/{key}": value for key, value in peer.kept().items()}
         checkpoint = Checkpoint(peer.round, peer.model, kept)
         store.commit(checkpoint, record, await asyncio.to_thread(store.prepare, checkpoint))
-        neighbors.publish(peer.round, _state(peer))
+        if peer.circles is None or not told.missing:
+            neighbors.publish(peer.round, _state(peer))
         emit("round_committed", round=peer.round, **record)
     await _see_off(config, peer, neighbors)
     emit("run_finished", round=peer.round, reason=reason)
@@ -205,8 +216,12 @@ async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: R
 
 
 async def _catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit) -> None:
-    """Take the state of whoever is furthest, when this peer joined late, or was away."""
-    ahead = {other: r for other, r in neighbors.progress().items() if r >= peer.round + BEHIND}
+    """Take the state of whoever is furthest, when this peer joined late, or was away: when most are ahead.
+    Where it is a few, they were away, alone and so fast; what they reach is no reason to drop our own."""
+    progress = neighbors.progress()
+    ahead = {other: r for other, r in progress.items() if r >= peer.round + BEHIND}
+    if 2 * len(ahead) <= len(progress):
+        return
     for other in sorted(ahead, key=lambda p: (-ahead[p], p))[:2]:
         letter = await neighbors.pull(other, PULL_S)
         if letter is None or letter.round <= peer.round:
@@ -298,8 +313,9 @@ def accept(invitation: Invitation, roster: Roster, me: PeerId, stamp: Stamp) -> 
         raise JoinRefused(f"who answers at {host.address} can't prove to be {host.peer} of this federation")
 
 
-def fits(me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting) -> None:
-    """JoinRefused, in one line that reads well at both ends, unless both train the same thing."""
+def fits(me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting, circles: Circles | None = None) -> None:
+    """JoinRefused, in one line that reads well at both ends, unless both train the same thing. What `circles`
+    have to know of the other is taken in."""
     for key in sorted({*mine.agreed, *theirs.agreed}):
         here, there = mine.agreed.get(key), theirs.agreed.get(key)
         if here != there:
@@ -312,6 +328,11 @@ def fits(me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting) -> None:
             f"{peer} and {me} have different task code: {theirs.task_digest[:12]} at {peer}, "
             f"{mine.task_digest[:12]} at {me}. Copy the same task file to both."
         )
+    if circles is not None:
+        try:
+            circles.meet(peer, theirs.mask_key)
+        except SecAggError as e:
+            raise JoinRefused(str(e)) from None
 
 
 def _training(
