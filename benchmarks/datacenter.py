@@ -4,6 +4,8 @@ Everything that is compared runs in one launch of two processes, by turns: a ste
 The bare loop is what anyone writes: DistributedDataParallel, the same model, optimizer and batches.
 
     step_ratio             median time of our step / of the bare one (bar: 1.02)
+    PEER_ratio             the same of accelerate, Lightning Fabric (`fabric`) and Ray Train (`ray`), where
+                           they are installed; Ray starts ranks of its own, with a bare loop in them
     ckpt_async_over_sync   how long a save in the background holds up training / one in the foreground (0.15)
     start_ratio            from the launch to the first step done, ours / a bare script (1.15)
 """
@@ -18,11 +20,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import common
 
-RANKS = 2
+RANKS, BATCH = 2, 16
+WARM = 5  # turns that don't count
+Setup = Callable[[Any, Any], tuple[Any, Any, Callable[[Any], None]]]  # (model, optimizer, backward)
 CASES = {"mlp5m": "Mlp", "gpt10m": "Gpt"}
 TASK = """
 import torch
@@ -81,7 +87,7 @@ os._exit(0)
 def config_of(folder: Path, case: str) -> dict[str, object]:
     return {
         "run": {"task": f"task:{CASES[case]}", "name": case, "rounds": 1, "seed": 1},
-        "train": {"batch_size": 16, "optimizer": "adamw", "lr": 0.001, "local_steps": 1, "device": "cpu"},
+        "train": {"batch_size": BATCH, "optimizer": "adamw", "lr": 0.001, "local_steps": 1, "device": "cpu"},
         "evaluate": {"every": 0},
         "checkpoint": {"every": 0},
         "parallel": {"timeout": "120s"},
@@ -93,14 +99,11 @@ def config_of(folder: Path, case: str) -> dict[str, object]:
 
 def ranks(folder: Path, case: str, steps: int) -> None:
     """Steps of ours and of bare DDP by turns; saves of both kinds. Rank 0 prints one JSON line."""
-    import torch
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
     from fedtrain.config import Config
     from fedtrain.runtime.datacenter import Datacenter, silent
     from fedtrain.training.checkpoint import Checkpoints
-    from fedtrain.training.local import build_model
     from fedtrain.training.mesh import Mesh, Sizes, joined
     from fedtrain.training.task import load_task
 
@@ -108,57 +111,136 @@ def ranks(folder: Path, case: str, steps: int) -> None:
     with joined(config.parallel, "cpu") as device:
         task = load_task(config.run.task, folder)
         room = Datacenter(config, task, Mesh(Sizes.of(config.parallel, RANKS), device), None, silent)
-        model = build_model(task, 1, device)
-        bare = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = torch.optim.AdamW(model.parameters(), 0.001, weight_decay=0.0)
 
         def ours() -> None:
             room.engine.seed("step", room.state.step, 0, room.mesh.data_rank)
             room.engine.step(room.data.take(), "step")
             room.state.step += 1
 
-        order = torch.Generator().manual_seed(1)
-        data, at, index = task.data(""), 0, torch.empty(0, dtype=torch.int64)
-        rank, half = dist.get_rank(), config.train.batch_size // RANKS
-
-        def theirs() -> None:
-            nonlocal at, index
-            if at + RANKS * half > len(index):
-                at, index = 0, torch.randperm(len(data[0]), generator=order)
-            mine = index[at + rank * half : at + (rank + 1) * half]
-            at += RANKS * half
-            optimizer.zero_grad()
-            task.loss(bare, [column[mine] for column in data]).backward()
-            optimizer.step()
-
-        def timed(work: Callable[[], None]) -> float:
-            dist.barrier()
-            began = time.perf_counter()
-            work()
-            return time.perf_counter() - began
-
-        times: dict[str, list[float]] = {"ours": [], "theirs": []}
-        for i in range(steps + 5):
-            for name, work in (
-                (("ours", ours), ("theirs", theirs)) if i % 2 else (("theirs", theirs), ("ours", ours))
-            ):
-                seconds = timed(work)
-                if i >= 5:
-                    times[name].append(seconds)
+        works = {"ours": ours, "bare": loop(task, bare)}
+        for peer, setup in PEERS.items():
+            if find_spec({"fabric": "lightning_fabric"}.get(peer, peer)):
+                works[peer] = loop(task, setup)
+        times = by_turns(works, steps)
         stalls: dict[str, list[float]] = {"background": [], "foreground": []}
         saved = {name: Checkpoints(folder / name, background=name == "background") for name in stalls}
         for i in range(6):
             for name, checkpoints in saved.items():
-                seconds = timed(lambda c=checkpoints, i=i: c.save(i, room.state))  # type: ignore[misc]
+                dist.barrier()
+                began = time.perf_counter()
+                checkpoints.save(i, room.state)
+                seconds = time.perf_counter() - began
                 checkpoints.wait()
                 if i:
                     stalls[name].append(seconds)
         for checkpoints in saved.values():
             checkpoints.close()
-        if rank == 0:
+        if dist.get_rank() == 0:
             middle = {name: statistics.median(each) for name, each in (times | stalls).items()}
-            pairs = [a / b for a, b in zip(times["ours"], times["theirs"], strict=True)]
-            print(json.dumps({**middle, "ratio": statistics.median(pairs)}), flush=True)
+            print(json.dumps(middle | {"ratios": ratios(times)}), flush=True)
+
+
+def ray_ranks(folder: Path, case: str, steps: int) -> None:
+    """The same in ranks that Ray Train starts: its step and a bare one by turns."""
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
+
+    def work() -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        sys.path[:0] = [str(folder), str(Path(__file__).parent)]
+        import task as tasks
+
+        task = getattr(tasks, CASES[case])()
+        loops = {"bare": loop(task, bare), "ray": loop(task, lambda m, o: (prepare_model(m), o, backward))}
+        found = ratios(by_turns(loops, steps))
+        if dist.get_rank() == 0:
+            (folder / "ray.json").write_text(json.dumps(found))
+
+    ranks = ScalingConfig(num_workers=RANKS, resources_per_worker={"CPU": 0.5})
+    TorchTrainer(work, scaling_config=ranks, torch_config=TorchConfig(backend="gloo")).fit()
+
+
+def by_turns(works: dict[str, Callable[[], None]], steps: int) -> dict[str, list[float]]:
+    """Seconds of each call; who is first changes with every turn."""
+    import torch.distributed as dist
+
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for i in range(steps + WARM):
+        first = i % len(works)
+        for name, work in [*works.items()][first:] + [*works.items()][:first]:
+            dist.barrier()
+            began = time.perf_counter()
+            work()
+            if i >= WARM:
+                times[name].append(time.perf_counter() - began)
+    return times
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, float]:
+    """Of each to the bare loop: the median over the turns."""
+    return {
+        name: statistics.median(a / b for a, b in zip(each, times["bare"], strict=True))
+        for name, each in times.items()
+        if name != "bare"
+    }
+
+
+def loop(task: Any, setup: Setup) -> Callable[[], None]:
+    """One step of the loop that anyone writes, of a model and an optimizer as a peer sets them up."""
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(1)
+    plain = task.model()
+    optimizer = torch.optim.AdamW(plain.parameters(), 0.001, weight_decay=0.0)
+    model, optimizer, backward = setup(plain, optimizer)
+    order = torch.Generator().manual_seed(1)
+    data, at, index = task.data(""), 0, torch.empty(0, dtype=torch.int64)
+    rank, half = dist.get_rank(), BATCH // RANKS
+
+    def step() -> None:
+        nonlocal at, index
+        if at + BATCH > len(index):
+            at, index = 0, torch.randperm(len(data[0]), generator=order)
+        mine = index[at + rank * half : at + (rank + 1) * half]
+        at += BATCH
+        optimizer.zero_grad()
+        backward(task.loss(model, [column[mine] for column in data]))
+        optimizer.step()
+
+    return step
+
+
+def backward(loss: Any) -> None:
+    loss.backward()
+
+
+def bare(model: Any, optimizer: Any) -> tuple[Any, Any, Callable[[Any], None]]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer, backward
+
+
+def accelerate(model: Any, optimizer: Any) -> tuple[Any, Any, Callable[[Any], None]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return model, optimizer, accelerator.backward
+
+
+def fabric(model: Any, optimizer: Any) -> tuple[Any, Any, Callable[[Any], None]]:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
+    fabric.launch()
+    return *fabric.setup(model, optimizer), fabric.backward
+
+
+PEERS: dict[str, Setup] = {"accelerate": accelerate, "fabric": fabric}
 
 
 # --- the launcher
@@ -166,15 +248,30 @@ def ranks(folder: Path, case: str, steps: int) -> None:
 
 def launch(folder: Path, *arguments: str) -> tuple[str, float]:
     """What rank 0 printed, and when the launch began."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     began = time.time()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     done = subprocess.run(
-        [*command, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=500
+        [*command, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=500
     )
     if done.returncode and not done.stdout:
         raise SystemExit(done.stderr[-3000:])
     return done.stdout, began
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def in_ray(folder: Path, case: str, steps: int) -> dict[str, float]:
+    """{"ray": its ratio}; empty where Ray Train is not installed."""
+    if not (find_spec("ray") and find_spec("pyarrow")):
+        return {}
+    command = [sys.executable, __file__, "--ray", str(folder), "--case", case, "--steps", str(steps)]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=500)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    found: dict[str, float] = json.loads((folder / "ray.json").read_text())
+    return found
 
 
 def start_s(folder: Path, case: str, *, bare: bool) -> float:
@@ -193,9 +290,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each")
     parser.add_argument("--starts", type=int, default=3, help="launches of each")
     parser.add_argument("--rank", metavar="FOLDER", type=Path, help="used by the benchmark itself")
+    parser.add_argument("--ray", metavar="FOLDER", type=Path, help="used by the benchmark itself")
     args = parser.parse_args()
     if args.rank is not None:
         ranks(args.rank, args.case[0], args.steps)
+        return
+    if args.ray is not None:
+        ray_ranks(args.ray, args.case[0], args.steps)
         return
     common.begin(args)
     for case in args.case or sorted(CASES):
@@ -213,8 +314,10 @@ def main() -> None:
             out, _ = launch(folder, __file__, "--rank", name, "--case", case, "--steps", str(args.steps))
             found = json.loads(out.splitlines()[-1])
             common.emit("datacenter", case, "step", found["ours"] * 1e3, "ms")
-            common.emit("datacenter", case, "bare_step", found["theirs"] * 1e3, "ms")
-            common.emit("datacenter", case, "step_ratio", found["ratio"], "×")
+            common.emit("datacenter", case, "bare_step", found["bare"] * 1e3, "ms")
+            common.emit("datacenter", case, "step_ratio", found["ratios"].pop("ours"), "×")
+            for peer, ratio in (found["ratios"] | in_ray(folder, case, args.steps)).items():
+                common.emit("datacenter", case, f"{peer}_ratio", ratio, "×")
             common.emit("datacenter", case, "ckpt_sync", found["foreground"] * 1e3, "ms")
             stall = found["background"] / found["foreground"]
             common.emit("datacenter", case, "ckpt_async_over_sync", stall, "×")
