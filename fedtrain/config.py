@@ -255,12 +255,15 @@ class GossipConfig:
     weights: str = ""  # metropolis | uniform | push-sum; "": what suits the topology
     compressor: str = "quantize:8"  # of choco
     rule: str = "mean"  # what a peer makes of its neighbours' models: "median", "self_clip:f=1", ...
+    masks: bool = False  # a peer learns the sum of its neighbours' models and no single one
+    clip: float = 16.0  # under masks: bound on a coordinate of a model times its weight
     round_deadline: Seconds = Seconds(600)  # a neighbour later than this, by its own start, is left out
     roster: str = "roster"  # folder of the peers' signed entries, relative to this file
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(self.round_deadline > 0, "gossip.round_deadline", "must be positive")
+        require(0 < self.clip < float("inf"), "gossip.clip", f"{self.clip} must be positive")
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class Neighborhood:
     own: float  # W[peer, peer]
     incoming: Mapping[PeerId, float]  # j -> W[peer, j], by name, without the peer itself
     outgoing: Mapping[PeerId, float]  # j -> W[j, peer]
+    fellows: Mapping[PeerId, Sequence[PeerId]] = field(default_factory=dict)  # j -> all whom j hears, by name
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def halfway_to(target):
 
 
 async def run_peers(
-    algorithm, graph, n, rounds, faults=None, schema=PLAIN, deadline_s=10.0, models=None, **options
+    algorithm, graph, n, rounds, faults=None, schema=PLAIN, deadline_s=10.0, models=None, circles=None
 ):
     """The peers after so many rounds, and how each round went for each."""
     network = LocalNetwork(names(n), faults=faults, seed=1)
@@ -149,7 +149,7 @@ async def run_peers(
         model = models(number) if models else arena(schema, number)
         target = trained_part(arena(schema, 100 + number)).clone()
         async with network.join(name) as neighbors:
-            peer = Peer(name, algorithm, model, halfway_to(target), neighbors, **options)
+            peer = Peer(name, algorithm, model, halfway_to(target), neighbors, (circles or {}).get(name))
             everyone[name] = peer
             for t in range(rounds):
                 mixing = parse("complete" if algorithm.everyone(t) else graph).round(n, t)
@@ -293,7 +293,7 @@ def inbox():
         ({"x": torch.zeros(40, dtype=F64)}, {"mass": math.inf}, "not finite"),
         ({"x": torch.zeros(40, dtype=F64)}, {"mass": -1.0}, "its mass is -1"),
         ({"x": torch.zeros(40, dtype=F64)}, {"mass": 1e9}, r"its mass is 1e\+09, not between 0 and 10000"),
-        ({"x": torch.zeros(40, dtype=torch.int32)}, {}, "its parts are not of"),
+        ({"x": torch.zeros(40, dtype=torch.int16)}, {}, "its parts are not of"),
     ],
 )
 def test_s16_a_parcel_that_is_not_as_ours_is_refused_before_its_bytes(parts, fields, line):

@@ -13,7 +13,7 @@ from fedtrain import aggregation, gossip
 from fedtrain.errors import ConfigError
 from fedtrain.exchange import Neighborhood
 from fedtrain.gossip import Algorithm, Blend, LocalSteps, Parcel, Receive, Send, rules
-from fedtrain.runtime.gossip import algorithm_of, check_graph, trained_part
+from fedtrain.runtime.gossip import algorithm_of, check_hearing, trained_part
 from fedtrain.topology import names, parse
 from fedtrain.update import Schema, TensorSpec
 
@@ -313,10 +313,10 @@ def test_a_rule_that_can_not_work_is_refused_before_anything_starts(tmp_path, ke
 def test_a_graph_that_gives_a_rule_too_few_models_is_refused(text, graph, fits):
     algorithm = gossip.build("dpsgd", {}, rule=rule(text))
     if fits:
-        check_graph(algorithm, parse(graph), names(8), 0)
+        check_hearing(algorithm, parse(graph), names(8), 0)
     else:
         with pytest.raises(ConfigError, match="models, one's own included, and"):
-            check_graph(algorithm, parse(graph), names(8), 0)
+            check_hearing(algorithm, parse(graph), names(8), 0)
 
 
 def test_balance_shrinks_over_the_rounds_of_the_run(tmp_path):

@@ -13,6 +13,7 @@ from .base import (
     Algorithm,
     Blend,
     Compressor,
+    Fold,
     Heard,
     LocalSteps,
     Mailbox,
@@ -49,8 +50,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "Blend", "Compressor", "Heard", "LocalSteps", "Mailbox", "Mix", "Parcel",
-    "Receive", "Request", "Rule", "Ruled", "Send", "build", "step",
+    "ALGORITHMS", "Algorithm", "Blend", "Compressor", "Fold", "Heard", "LocalSteps", "Mailbox", "Mix",
+    "Parcel", "Receive", "Request", "Rule", "Ruled", "Send", "build", "step",
 ]  # fmt: skip
 
 

@@ -98,6 +98,7 @@ class Algorithm:
     directed: ClassVar[bool] = False  # takes push-sum weights; else W must be doubly stochastic
     waits: ClassVar[bool] = True  # for its in-neighbours; else it asks for a Mailbox
     static: ClassVar[bool] = False  # wants the same graph in every round
+    sums: ClassVar[bool] = False  # all that it wants of its neighbours are their weighted sums
     optional: ClassVar[frozenset[str]] = frozenset()  # parts that may be absent; the algorithm checks them
 
     def init(self, x: Vector) -> State:
@@ -130,8 +131,8 @@ class Compressor(Protocol):
         """The vector again, as well as it can be told."""
 
 
-class Mix(Protocol):
-    """Where a part of the neighbours' parcels goes, chunk by chunk, and what comes of it.
+class Fold(Protocol):
+    """Where a part of the neighbours' parcels goes, chunk by chunk.
 
     A driver calls `begin(j, fields)` when j's parcel is announced, `add` for each of its chunks, in order,
     and nothing more when j is lost half way.
@@ -141,6 +142,10 @@ class Mix(Protocol):
 
     def add(self, peer: PeerId, chunk: Vector) -> None:
         """The next coordinates of a neighbour's vector; the chunk is only looked at in this call."""
+
+
+class Mix(Fold, Protocol):
+    """And what comes of it."""
 
     def to_self(self) -> Vector:
         """The mix; where it is a mean, the share of what did not come returns to self."""
@@ -172,6 +177,11 @@ class Blend:
         for start in range(0, len(chunk), PIECE):
             piece = chunk[start : start + PIECE]
             total[start : start + PIECE].add_(self._scratch[: len(piece)].copy_(piece).mul_(weight))
+
+    def add_sum(self, total: Vector) -> None:
+        """Σ weight_j·x_j of all neighbours at once, where no more than that is known."""
+        self._sum.add_(total)
+        self._came = dict.fromkeys(self._came, self._own.numel())
 
     def to_self(self) -> Vector:
         """Each row of W still sums to 1."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..config import require
 from .base import LocalSteps, Parcel, Receive, Send
@@ -24,6 +24,8 @@ class DiLoCo(Ruled):
     The outer step comes before the average: momentum of the differences between peers resonates with graphs
     that change (on the Base graph peers never came together), momentum of what each has learnt doesn't.
     """
+
+    sums: ClassVar[bool] = True
 
     outer_lr: float = 0.7
     momentum: float = 0.9

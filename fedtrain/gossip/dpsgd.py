@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .base import LocalSteps, Parcel, Receive, Send
 from .rules.base import Ruled
@@ -19,6 +19,8 @@ class DPSGD(Ruled):
 
     On the complete graph the first form is FedAvg. The second trains while the bytes move.
     """
+
+    sums: ClassVar[bool] = True
 
     overlap: bool = False
 

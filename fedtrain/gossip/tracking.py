@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..config import require
 from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
@@ -28,6 +28,8 @@ class GradientTracking(Algorithm):
 
     Sends two models a round. The data of round 0's d are trained on twice.
     """
+
+    sums: ClassVar[bool] = True
 
     rho: float = 1.0
 

@@ -54,8 +54,12 @@ class Mixing:
             incoming[i][self.members[j]] = weight
         for j, i, weight in sorted(self.edges, key=lambda e: e[1]):
             outgoing[j][self.members[i]] = weight
+        tell = {name: tuple(heard) for name, heard in zip(self.members, incoming, strict=True)}
         parts = zip(self.members, self.own, incoming, outgoing, strict=True)
-        return {name: Neighborhood(name, own, heard, told) for name, own, heard, told in parts}
+        return {
+            name: Neighborhood(name, own, heard, told, {other: tell[other] for other in told})
+            for name, own, heard, told in parts
+        }
 
     @property
     def degree(self) -> int:

@@ -13,7 +13,7 @@ How a share travels (transport/courier.py):
 
     giver  OFFER(round, transfer, bytes)  ->              taker
            <- ACK(index, count)           has `index` chunks, takes up to `count`: the giver's credit
-           CHUNK(index) ...               ->
+           CHUNK(index) ...               ->                 (up to 64 KiB at once, behind the OFFER)
            <- DONE                        has it whole, and counts it; it is given
     or     <- REFUSE(reason)              does not count it, and never will
     or     CANCEL                         -> comes no more of it; with transfer 0: has none for you
@@ -81,6 +81,7 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     schema_digest: str
     agreed: dict[str, str]  # Config.agreed()
     boot: bytes = b""
+    mask_key: bytes = b""  # X25519, of this start too; empty without gossip.masks
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):
