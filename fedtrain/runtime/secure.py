@@ -452,29 +452,38 @@ class PlainSum:
         self._config, self._encoding = config, encoding_of(config, number, sites, schema)
         self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
         self._room = np.empty_like(self._sum)
-        self._metrics: list[Metrics] = []
+        self._metrics: dict[str, list[int]] = {}  # as in add_exactly
         self.nbytes, self.sites = self._sum.nbytes, 0
 
     def add(self, update: Update, seed: bytes) -> None:
         """SecAggError or BadUpdate for one that can't be in a sum; then it is not."""
         self._encoding.encode(update, (), seed, self._room, scale=scale_of(self._config, update))
-        exact_sums([update.metrics])  # raises for what no scalar holds
+        add_exactly(self._metrics, update.metrics)  # raises for what no scalar holds
         self._sum += self._room
-        self._metrics.append(update.metrics)
         self.sites += 1
 
     def total(self) -> Total:
-        return replace(self._encoding.decode(self._sum, self.sites, ()), metrics=exact_sums(self._metrics))
+        return replace(self._encoding.decode(self._sum, self.sites, ()), metrics=scaled_down(self._metrics))
 
 
 def exact_sums(all_metrics: Iterable[Metrics]) -> Metrics:
     """Sums over sites as scalars in a masked vector add up: exactly, in steps of 2^-20."""
     sums: dict[str, list[int]] = {}
     for metrics in all_metrics:
-        for name, values in metrics.items():
-            if not all(abs(value) <= SCALAR_LIMIT for value in values):
-                raise SecAggError(f"the sum or count of {name} is not finite, or beyond ±{SCALAR_LIMIT:.3g}")
-            have = sums.setdefault(name, [0, 0])
-            for i, value in enumerate(values):
-                have[i] += round(value * ONE)
+        add_exactly(sums, metrics)
+    return scaled_down(sums)
+
+
+def add_exactly(sums: dict[str, list[int]], metrics: Metrics) -> None:
+    """To the (sum, count) of each metric, in whole 2^-20; SecAggError, and nothing added, if one is too large."""
+    for name, (value, count) in metrics.items():
+        if not (abs(value) <= SCALAR_LIMIT and abs(count) <= SCALAR_LIMIT):
+            raise SecAggError(f"the sum or count of {name} is not finite, or beyond ±{SCALAR_LIMIT:.3g}")
+    for name, (value, count) in metrics.items():
+        have = sums.setdefault(name, [0, 0])
+        have[0] += round(value * ONE)
+        have[1] += round(count * ONE)
+
+
+def scaled_down(sums: Mapping[str, list[int]]) -> Metrics:
     return {name: (value / ONE, count / ONE) for name, (value, count) in sums.items()}

@@ -158,8 +158,9 @@ class Encoding:
         self._put(vector, self.length, values, lambda i: f"the {('sum', 'count')[i % 2]} of {names[i // 2]}")
 
     def _put(self, vector: RingVector, at: int, values: list[float], name: Callable[[int], str]) -> None:
-        items = self.point.encode_scalars(np.array(values, np.float64), name)
-        vector[at : at + len(items)] = items
+        if values:
+            items = self.point.encode_scalars(np.array(values, np.float64), name)
+            vector[at : at + len(items)] = items
 
     def _name(self, i: int) -> str:
         return ("the weight", "the count of clipped values")[i] if i < 2 else f"value {i - 2} of its buffers"
