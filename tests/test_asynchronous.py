@@ -300,6 +300,58 @@ def test_a_site_that_is_never_heard_of_stops_nobody(tmp_path):
     assert "strategy.round_deadline = 30 s" in events.of("update_refused")[0]["reason"]
 
 
+class Leaving(LocalCohort):
+    """Site e is lost in the middle of its first training, and is back when the model is at version 6."""
+
+    def __init__(self, handlers):
+        super().__init__(handlers)
+        self.away, self.back = False, asyncio.Event()
+
+    async def members(self, at_least):
+        return [site for site in SITES if site != "e" or not self.away]
+
+    async def newcomer(self, known):
+        await self.back.wait() if self.away or "e" not in known else await super().newcomer(known)
+
+    async def exchange(self, requests, deadline_s):
+        async for site, reply in super().exchange(requests, deadline_s):
+            if site == "e" and not self.back.is_set():
+                self.away = True
+                return
+            await asyncio.sleep(0)
+            yield site, reply
+
+
+@pytest.mark.parametrize("bound", [20, 3])
+def test_a_lost_site_that_comes_back_is_asked_what_it_owes_unless_that_is_too_old_by_now(tmp_path, bound):
+    asked, events = [], Events()
+
+    def of_e(request):
+        asked.append((request.round, request.weights.load().digest))
+        return pull("e")(request)
+
+    cfg = config(tmp_path, run={"rounds": 12}, asynchronous={"max_staleness": bound})
+    cohort = Leaving(handlers(e=of_e))
+
+    def emit(kind, **fields):
+        events(kind, **fields)
+        if kind == "round_committed" and fields["round"] == 6:
+            cohort.away = False
+            cohort.back.set()
+
+    run(cfg, cohort, emit)
+    assert asked[0] == (0, arena().digest)
+    first = next(e for e in events.of("update_received") if e["site"] == "e")
+    if bound == 20:
+        assert asked[1] == asked[0]
+        assert first["staleness"] >= 6
+    else:
+        assert asked[1][0] == 1
+        assert asked[1][1] != asked[0][1]
+        assert first["staleness"] <= 3
+    assert events.of("update_refused") == []
+
+
 # --- evaluation
 
 

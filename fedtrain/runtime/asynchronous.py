@@ -86,9 +86,9 @@ async def run(
     `asks`: how sites are heard, when it is not as they come (a simulation has a clock of its own).
     `evaluate_at`: as in federated.run.
     """
-    state = begin(config, store, emit)
+    newest = begin(config, store, emit)
     loop = Loop(config, cohort, store, strategy, emit, asks or Asks(config, cohort), evaluate_at)
-    return await loop.run(store.on_disk(state))
+    return await loop.run(store.on_disk(newest))
 
 
 @dataclass
@@ -280,7 +280,17 @@ class Loop:
         self._store.commit(after, record, prepared)
         self._newest, self._mark = self._store.on_disk(after), mark
         self._buffer.clear()
+        self._forget_lost()
         self._emit("round_committed", round=after.round, **record)
+
+    def _forget_lost(self) -> None:
+        """What a site that went away owes is of no use any more when it is too old: its version's weights,
+        which are on disk for its sake, may go."""
+        bound = self._config.asynchronous.max_staleness
+        for site, turn in self._turns.items():
+            lost = turn.state == TurnState.OWED and site not in self._asks.under_way
+            if lost and self._staleness(turn) > bound:
+                self._set_turn(site, replace(turn, state=TurnState.REFUSED))
 
     def _discounted(self, buffered: Buffered) -> Update:
         """A stale update as it counts: the paper's s(τ)·Δ. The weights of the mean stay the examples."""
