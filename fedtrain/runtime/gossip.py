@@ -114,6 +114,11 @@ def check_masks(config: Config, algorithm: Algorithm) -> None:
         )
 
 
+def fewest(algorithm: Algorithm, masks: bool) -> int:
+    """Peers that a neighbourhood needs, one's own self included."""
+    return max(algorithm.rule.needs if isinstance(algorithm, Ruled) else 1, 1 + LEAST if masks else 1)
+
+
 def check_hearing(
     algorithm: Algorithm, graph: Topology, members: Sequence[PeerId], seed: int, masks: bool = False
 ) -> None:

@@ -37,7 +37,7 @@ from ..transport.courier import Limits
 from ..transport.zmq import FAST, Curve, ZmqNeighbors, curve_speed, join
 from ..update import Arena, ArenaFile, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
-from .gossip import Peer, algorithm_of, check_hearing, trained_part
+from .gossip import Peer, algorithm_of, check_hearing, fewest, trained_part
 from .privacy import Spent
 from .progress import Emit, Result, evaluation_is_due, keep_evaluation, reason_to_stop
 from .secure import spread
@@ -109,7 +109,7 @@ async def run(
                 me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
                 welcome=lambda peer, theirs: fits(name, greeting, peer, theirs, circles),
                 listen=config.network.listen,
-                limits=Limits(payload_bytes=4 * about.schema.nbytes + (1 << 20)),
+                limits=Limits(payload_bytes=8 * about.schema.nbytes + (1 << 20)),
                 heartbeat_s=config.network.heartbeat, idle_s=config.network.idle, emit=emit,
             )  # fmt: skip
             if (speed := await asyncio.to_thread(curve_speed)) < FAST:
@@ -205,7 +205,8 @@ async def _rounds(
 
 async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: Roster, emit: Emit) -> None:
     """Wait for the whole roster; after the idle time, for as many as a round needs."""
-    need, began, told = max(2, config.strategy.min_sites), time.monotonic(), -1
+    need = max(2, config.strategy.min_sites, fewest(peer.algorithm, config.gossip.masks))
+    began, told = time.monotonic(), -1
     while (have := len(neighbors.view().alive)) < need or (
         have < len(roster.peers()) and time.monotonic() < began + config.network.idle
     ):

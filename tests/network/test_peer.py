@@ -1,6 +1,5 @@
 """`fedtrain peer`: real processes, real sockets, the commands that users type."""
 
-import socket
 import subprocess
 import sys
 
@@ -8,13 +7,8 @@ import pytest
 
 from fedtrain.pki import issue
 from fedtrain.store import RunStore
+from tests.ports import free_port
 from tests.processes import SITES, Project
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def start_peers(project, *sets, names=SITES):
@@ -102,3 +96,29 @@ def test_a_newcomer_joins_a_run_by_invitation_and_who_is_revoked_is_cut_off_whil
         at = len(of("a", "round_committed"))
         project.wait_for(lambda: len(of("a", "round_committed")) > at + 2)
         assert any("no longer on the roster" in each["reason"] for each in of("a", "site_lost"))
+
+
+@pytest.mark.slow  # four processes with a trainer each, and a simulation
+def test_masked_peers_over_zeromq_end_with_the_bits_of_their_simulation(tmp_path):
+    four = (*SITES, "d")
+    with Project(tmp_path, rounds=3) as project:
+        issue(project.root / "certs", "site", "d")
+        task = (project.root / "task.py").read_text().replace('["a", "b", "c"]', str(list(four)))
+        (project.root / "task.py").write_text(task)
+        sets = (
+            "--set",
+            "gossip.masks=true",
+            "--set",
+            "gossip.topology=complete",
+            "--set",
+            "strategy.min_sites=4",
+        )
+        simulated = project.start("simulate", "--mode", "gossip", *sets)
+        assert simulated.wait(240) == 0, project.log("simulate")
+        for name, process in start_peers(project, *sets, names=four).items():
+            assert process.wait(240) == 0, project.log(f"peer-{name}")
+        rounds, expected = models(project, "r+gossip")
+        for name in four:
+            got_rounds, got = models(project, f"r+gossip@{name}")
+            assert got_rounds == rounds == 3
+            assert (got[name] == expected[name]).all()
