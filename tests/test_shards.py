@@ -1,6 +1,5 @@
 """Sharded datasets: the examples that went in, each byte checked, a cache that keeps its bound."""
 
-import multiprocessing
 import os
 import random
 
@@ -15,6 +14,7 @@ from fedtrain.training.places import place_of
 from fedtrain.training.sampler import Sampler
 from fedtrain.training.shards import INDEX, Cache, ShardedDataset, write_shards
 from tests.bucket import bucket
+from tests.worlds import FORKED
 
 
 def pair(count=50):
@@ -215,8 +215,9 @@ def test_what_a_dead_process_left_half_fetched_is_cleared(s3, tmp_path):
     assert list(tmp_path.glob("*.part")) == []
 
 
-def read_all(url, cache, seed, wrong):
+def read_all(env, url, cache, seed, wrong):
     """In a process of its own: every example, in an order of its own."""
+    os.environ.update(env)
     torch.set_num_threads(1)
     data = ShardedDataset(url, cache=cache, cache_bytes=1400, window=1)
     order = list(range(50))
@@ -237,9 +238,8 @@ def sizes_if_there(folder):
 
 def test_several_ranks_share_the_cache_and_its_bound(s3, tmp_path):
     url, _ = s3
-    context = multiprocessing.get_context("spawn")
-    wrong = context.Value("i", 0)
-    ranks = [context.Process(target=read_all, args=(url, tmp_path, seed, wrong)) for seed in range(3)]
+    wrong, env = FORKED.Value("i", 0), dict(os.environ)
+    ranks = [FORKED.Process(target=read_all, args=(env, url, tmp_path, seed, wrong)) for seed in range(3)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -45,7 +45,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
         try:
             data = base64.urlsafe_b64decode(code.strip() + "=" * (-len(code.strip()) % 4))
             found = msgspec.msgpack.decode(data, type=cls)
-        except (ValueError, msgspec.DecodeError):
+        except (ValueError, RecursionError, msgspec.DecodeError):
             raise ConfigError(
                 "--invitation: this is no invitation. Paste the whole line that `fedtrain invite` printed."
             ) from None
@@ -88,7 +88,7 @@ class Guestbook:
         """What this one-time key is for; None when no invitation of ours has it."""
         try:
             return msgspec.json.decode(self._path(key).read_bytes(), type=Invited)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (FileNotFoundError, UnicodeDecodeError, RecursionError, msgspec.DecodeError):
             return None
 
     def check(self, key: bytes, peer: SiteId, *, again: bool = False) -> None:

@@ -201,7 +201,7 @@ def decode(line: bytes) -> AnyEvent | None:
     """The event of a line; None for a torn line, or a kind that only a newer fedtrain knows."""
     try:
         return _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

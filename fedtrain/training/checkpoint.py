@@ -355,7 +355,7 @@ def read_manifest(place: Place, name: str) -> Manifest:
         if (found := msgspec.json.decode(body, type=dict)["format"]) != FORMAT:
             raise StoreError(f"{where} has format {found}; this fedtrain reads {FORMAT}")
         return msgspec.json.decode(body, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise StoreError(f"{where} is damaged: {e}") from None
     except FileNotFoundError:
         raise StoreError(f"{where} is gone") from None

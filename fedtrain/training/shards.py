@@ -235,7 +235,7 @@ def _read_index(place: Place) -> Index:
         index = msgspec.json.decode(b"".join(place.read(INDEX)), type=Index)
     except FileNotFoundError:
         raise StoreError(f"{place} has no {INDEX}: write_shards makes it, last of all.") from None
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise StoreError(f"{place}/{INDEX} is damaged: {e}") from None
     if index.format != FORMAT:
         raise StoreError(f"{place}/{INDEX} has format {index.format}; this fedtrain reads {FORMAT}.")
