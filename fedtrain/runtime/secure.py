@@ -475,7 +475,7 @@ def exact_sums(all_metrics: Iterable[Metrics]) -> Metrics:
 
 
 def add_exactly(sums: dict[str, list[int]], metrics: Metrics) -> None:
-    """To the (sum, count) of each metric, in whole 2^-20; SecAggError, and nothing added, for one too large."""
+    """To the (sum, count) of each metric, in whole 2^-20. SecAggError for one too large; adds nothing."""
     for name, (value, count) in metrics.items():
         if not (abs(value) <= SCALAR_LIMIT and abs(count) <= SCALAR_LIMIT):
             raise SecAggError(f"the sum or count of {name} is not finite, or beyond ±{SCALAR_LIMIT:.3g}")
