@@ -20,7 +20,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED) $(TOOLS) check
 	$(BIN)/pytest -n 2 -m "not slow"
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n 2 --dist loadgroup -m slow
 
 # The figures of docs/performance.md; leave the machine alone meanwhile.
 bench: $(INSTALLED)

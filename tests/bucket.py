@@ -13,14 +13,16 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from tests.ports import free_port
+
 
 class Wire:
     """A TCP proxy: while it is cut, connections are refused, and those that were open are gone."""
 
     def __init__(self, to: tuple[str, int]) -> None:
         self.to, self.open = to, set[socket.socket]()
-        self._listen(0)
-        self.port = self._listener.getsockname()[1]
+        self.port = free_port()  # mended, it listens there again
+        self._listen(self.port)
 
     def _listen(self, port: int) -> None:
         self._listener = socket.create_server(("127.0.0.1", port))
@@ -63,8 +65,7 @@ class Wire:
 @contextlib.contextmanager
 def bucket(monkeypatch: Any, name: str = "runs") -> Iterator[tuple[str, Wire]]:
     """("s3://NAME", the wire to it); the environment has its endpoint and keys meanwhile."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -80,7 +81,7 @@ def bucket(monkeypatch: Any, name: str = "runs") -> Iterator[tuple[str, Wire]]:
     }.items():
         monkeypatch.setenv(key, value)
     try:
-        _make(f"{endpoint}/{name}", time.monotonic() + 60)
+        _make(f"{endpoint}/{name}", time.monotonic() + 120)
         yield f"s3://{name}", wire
     finally:
         wire.cut()

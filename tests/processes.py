@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 from fedtrain.pki import init, issue
 from fedtrain.store import RunStore
+from tests.ports import free_port
 
 TASK = """
 import time, torch, zlib
@@ -60,15 +60,12 @@ class Project:
         self.root, self.processes = root, list[subprocess.Popen[bytes]]()
         root.mkdir(parents=True, exist_ok=True)
         (root / "task.py").write_text(TASK.format(slow=slow))
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
         (root / "fedtrain.toml").write_text(
             f'[run]\nname = "r"\ntask = "task:Blobs"\nrounds = {rounds}\nseed = 11\n'
             f"[train]\nbatch_size = 16\nlr = 0.05\nmomentum = 0.9\n"
             f'[strategy]\n{strategy}\nmin_sites = 3\nround_deadline = "120s"\n'
             f"[secagg]\nenabled = {str(secagg).lower()}\n"
-            f'[network]\nlisten = "127.0.0.1:{port}"\nidle = "60s"\n'
+            f'[network]\nlisten = "127.0.0.1:{free_port()}"\nidle = "60s"\n'
         )
         if not (root / "certs").exists():
             init(root / "certs")

@@ -10,6 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.ports import free_port
+
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 CONF = """
 ClusterName=test
@@ -62,9 +64,7 @@ class Slurm:
 
     def __enter__(self) -> Slurm:
         host = socket.gethostname().partition(".")[0]
-        with contextlib.ExitStack() as open_:
-            free = [open_.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-            port, n1, n2 = (s.getsockname()[1] for s in free)
+        port, n1, n2 = (free_port() for _ in range(3))
         for name in ("state", "spool-n1", "spool-n2", "munge"):
             (self.folder / name).mkdir(mode=0o755)
         key = self.folder / "munge" / "key"

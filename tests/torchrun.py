@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from tests.ports import free_port
+
 QUICK = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
 ROOT = Path(__file__).parents[1]
 
@@ -35,8 +37,7 @@ class Cluster:
         )
         self.agents: list[subprocess.Popen[bytes]] = []
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
 
     def __enter__(self) -> Cluster:
         return self

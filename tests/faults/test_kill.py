@@ -8,6 +8,7 @@ import pytest
 from tests.processes import Project, kill_at_seeded_moments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+open_run, masked_run = pytest.mark.xdist_group("killed"), pytest.mark.xdist_group("killed under masks")
 KILLS = 10
 KILLS_UNDER_MASKS = 4
 
@@ -30,6 +31,7 @@ def masked(tmp_path_factory):
         return p.simulate()
 
 
+@open_run
 def test_s31_the_aggregator_killed_at_ten_seeded_moments_ends_with_the_same_model(tmp_path, whole):
     with project(tmp_path) as p:
         aggregator = p.start_all()
@@ -41,6 +43,7 @@ def test_s31_the_aggregator_killed_at_ten_seeded_moments_ends_with_the_same_mode
         assert p.final() == whole
 
 
+@masked_run
 def test_s31_under_masks_the_aggregator_killed_at_seeded_moments_ends_with_the_same_model(tmp_path, masked):
     with project(tmp_path, secagg=True) as p:
         aggregator, kills = p.start_all(), KILLS_UNDER_MASKS
@@ -52,6 +55,7 @@ def test_s31_under_masks_the_aggregator_killed_at_seeded_moments_ends_with_the_s
         assert p.final() == masked
 
 
+@masked_run
 def test_s32_under_masks_a_site_killed_at_seeded_moments_changes_no_bit(tmp_path, masked):
     with project(tmp_path, secagg=True) as p:
         aggregator, kills = p.start("aggregator"), KILLS_UNDER_MASKS
@@ -66,6 +70,7 @@ def test_s32_under_masks_a_site_killed_at_seeded_moments_changes_no_bit(tmp_path
         assert p.final() == masked
 
 
+@open_run
 def test_s32_a_site_killed_at_ten_seeded_moments_changes_no_bit_and_trains_no_round_twice_over(
     tmp_path, whole
 ):
@@ -82,6 +87,7 @@ def test_s32_a_site_killed_at_ten_seeded_moments_changes_no_bit_and_trains_no_ro
         assert p.final() == whole
 
 
+@open_run
 def test_a_trainer_killed_in_the_middle_is_replaced_by_its_site(tmp_path, whole):
     import psutil
 

@@ -2,7 +2,6 @@
 aggregation, and the model of the simulation."""
 
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from fedtrain.pki import init, issue
 from fedtrain.store import RunStore
+from tests.ports import free_port
 from tests.processes import Project
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "shakespeare"
@@ -39,8 +39,7 @@ class Shakespeare(Project):
 @pytest.mark.slow  # eight processes that load torch
 def test_three_sites_of_two_ranks_train_the_model_of_a_simulation(tmp_path):
     with Shakespeare(tmp_path / "shakespeare") as project:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            listen = ("--set", f"network.listen=127.0.0.1:{free.getsockname()[1]}")
+        listen = ("--set", f"network.listen=127.0.0.1:{free_port()}")
         aggregator = project.start("aggregator", *FEW, *listen)
         for play in PLAYS:
             project.start("site", play, *FEW, *listen, "--set", "parallel.ranks=2")

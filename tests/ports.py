@@ -1,0 +1,24 @@
+"""Ports for processes that have to be told theirs before they are started."""
+
+from __future__ import annotations
+
+import os
+import socket
+from itertools import count
+
+FIRST, COUNT = 12_000, 20_000  # all below those that a system gives to whoever asks for any
+_turn = count(os.getpid() * 389)  # processes that test at the same time begin far from each other
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on, and that no other connection gets until it is used."""
+    for _ in range(COUNT):
+        port = FIRST + next(_turn) % COUNT
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError("all ports are in use")
