@@ -5,9 +5,9 @@ transport/memory.py with a queue and a virtual clock. A message that comes goes 
 sent lies in `outbox`, time passes by `tick`. So what is tested under thousands of seeded faults is what
 runs over the network.
 
-Nothing is sent that was not asked for: chunks flow only on the taker's credit, so memory is bounded by
-`window` chunks a neighbour, and a slow taker slows its giver down. Lost and repeated messages are mended by
-offering again; a share counts once, by its round and transfer.
+Chunks flow only on the taker's credit, so memory is bounded by `window` chunks a neighbour, and a slow taker
+slows its giver down; a share of one small chunk is sent along with its offer. Lost and repeated messages are
+mended by offering again; a share counts once, by its round and transfer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from ..wire.gossip import Header, Kind, chunks_of, pack_offer, unpack_offer
 
 Body = bytes | bytearray | memoryview
 Refuse = Callable[[PeerId, int, str], None]
+EAGER_BYTES = 64 << 10  # of a share that follows its offer at once, without waiting for credit
+PATIENCE_S = 0.05  # before a giver that has offered nothing yet is asked
 AGAIN = 1  # an offer's index after its connection was lost
 UNASKED = (Kind.LETTER, Kind.STATE)  # shares outside of an exchange
 
@@ -98,7 +100,10 @@ class Courier:
         self._out: dict[PeerId, Outgoing] = {}
         self._undecided: set[PeerId] = set()  # of _out
         self._begun_s = self._deadline_s = self._asked_s = 0.0
-        self._early: dict[PeerId, tuple[Header, bytes]] = {}  # offers of rounds to come
+        self._early: dict[PeerId, tuple[Header, bytes]] = {}  # offers of rounds to come,
+        self._early_chunks: dict[
+            PeerId, tuple[Header, bytearray]
+        ] = {}  # and small shares with them
         self._wanted: dict[PeerId, int] = {}  # who expects our share of which round to come
         self._counted: dict[PeerId, int] = {}  # the last round in which a peer's share was had whole
         self._heard: dict[PeerId, tuple[int, float]] = {}  # which round a peer announced last, and when
@@ -120,7 +125,7 @@ class Courier:
         assert not self._open, "one exchange at a time"
         assert round > self._round, (round, self._round)
         self._round, self._open, self._mixer, self.finished = round, True, mixer, None
-        self._begun_s = self._asked_s = now
+        self._begun_s, self._asked_s = now, now - self._limits.retry_s + PATIENCE_S
         self._deadline_s, self._head = deadline_s, 0
         self._slots = {peer: Incoming(peer) for peer in expected}
         self._order = list(self._slots.values())
@@ -132,6 +137,7 @@ class Courier:
             else:
                 self._offer(out, now)
         early, self._early = self._early, {}
+        chunks, self._early_chunks = self._early_chunks, {}
         for peer, slot in self._slots.items():
             if peer in early:
                 continue
@@ -139,10 +145,10 @@ class Courier:
                 self._lose(slot, self._dead[peer])
             elif self._heard.get(peer, (0, 0.0))[0] > round:
                 self._lose(slot, f"went on to round {self._heard[peer][0]}")
-            else:
-                self._say(peer, Kind.WANT, round=round)
         for peer, (header, body) in early.items():
             self._offered(peer, header, body, now)
+            if peer in chunks:
+                self._chunk(peer, *chunks[peer])
         for peer, wanted in list(self._wanted.items()):
             if wanted <= round:
                 del self._wanted[peer]
@@ -181,6 +187,7 @@ class Courier:
         """The peer is dead, or has left: nobody waits for it any more."""
         self._dead[peer] = why
         self._early.pop(peer, None)
+        self._early_chunks.pop(peer, None)
         self._wanted.pop(peer, None)
         if slot := self._slots.get(peer):
             self._lose(slot, why)
@@ -311,6 +318,9 @@ class Courier:
             self.epoch,
         )  # fmt: skip
         self.outbox.append((out.peer, header, pack_offer(share.payload.nbytes, share.note)))
+        if out.kind is Kind.OFFER and 0 < share.payload.nbytes <= EAGER_BYTES and not out.credit:
+            out.credit = 1
+            self._send_chunks(out)
 
     def _credited(self, peer: PeerId, header: Header, now: float) -> None:
         """ACK: so far so good, and this much more; NACK: again from there."""
@@ -323,6 +333,10 @@ class Courier:
         out.credit = max(out.credit, header.count)
         if header.kind is Kind.NACK:
             out.sent = header.index
+        self._send_chunks(out)
+
+    def _send_chunks(self, out: Outgoing) -> None:
+        """As far as there is credit."""
         payload = out.share.payload
         while out.sent < out.credit:
             chunk = payload[out.sent * self._size : (out.sent + 1) * self._size]
@@ -330,7 +344,7 @@ class Courier:
                 Kind.CHUNK, out.round, out.transfer, out.sent, out.count, out.share.weight, out.share.degree,
                 out.share.codec, self.epoch,
             )  # fmt: skip
-            self.outbox.append((peer, head, chunk))
+            self.outbox.append((out.peer, head, chunk))
             self.bytes_out += chunk.nbytes
             out.sent += 1
 
@@ -458,8 +472,11 @@ class Courier:
 
     def _chunk(self, peer: PeerId, header: Header, body: Body) -> None:
         slot = self._receiving(peer, header)
-        if slot is None or header.index < slot.had:
-            return  # of a share that is over, or again
+        if slot is None or header.index < slot.had:  # of a share that is over, again, or of a round to come
+            early = self._early.get(peer)
+            if early is not None and early[0].transfer == header.transfer and len(body) <= EAGER_BYTES:
+                self._early_chunks[peer] = (header, bytearray(body))
+            return
         assert slot.offer is not None
         if header.index >= slot.credit:
             raise WireError(f"chunk {header.index}, but credit is {slot.credit}")

@@ -74,6 +74,7 @@ class Membership:
         self.me, self.incarnation = me, 0
         self.outbox: deque[tuple[PeerId, Kind, bytes]] = deque()
         self.members: dict[PeerId, Member] = {}  # the others
+        self.changes = 0  # of members so far
         self._draw, self._period_s, self._suspicion_s = draw, period_s, suspicion_s
         self._indirect = indirect
         self._order: list[PeerId] = []  # whom to ping next
@@ -104,10 +105,12 @@ class Membership:
         for peer in peers:
             if peer != self.me and peer not in self.members:
                 self.members[peer] = Member(Status.DEAD, -1, now)
+                self.changes += 1
 
     def remove(self, peer: PeerId) -> None:
         """Struck off the roster."""
         self.members.pop(peer, None)
+        self.changes += 1
         self._news.pop(peer, None)
         self._helping.pop(peer, None)
 
@@ -204,6 +207,7 @@ class Membership:
             return  # a doubt revives nobody
         since_s = member.since_s if news.status == member.status else now
         self.members[news.peer] = Member(news.status, news.incarnation, since_s)
+        self.changes += 1
         self._tell(news)
         if news.status is Status.SUSPECT:
             self._say(news.peer, Kind.PING)  # it should know, to refute it

@@ -60,6 +60,7 @@ PATIENCE = 20  # breaches of the protocol before a peer is cut off,
 BAN_S = 60.0  # and for how long
 GUEST_S = 0.2  # between what the holder of an invitation says
 FAST = 150e6  # bytes of CURVE in a second of CPU: libsodium does twice that or more, tweetnacl a third
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # an enum's | costs more than a message
 POLL_S = 0.25  # at most, between looks at what time brings
 
 Emit = Callable[..., None]
@@ -220,6 +221,7 @@ class ZmqNeighbors:
         self._passed_on: frozenset[bytes] = frozenset()  # statements that all connected peers were sent
         self._round = 0
         self._view = View((me,), self._membership.epoch, False)
+        self._seen = 0  # changes of the membership that the view has
         self._stopping = self._closed = False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"gossip {me}", daemon=True)
@@ -494,7 +496,7 @@ class ZmqNeighbors:
         """ZeroMQ asks for each connection: may this key come in? (RFC 27)"""
         with contextlib.suppress(zmq.Again):
             while True:
-                frames = self._zap.recv_multipart(zmq.NOBLOCK)
+                frames = self._zap.recv_multipart(NOBLOCK)
                 version, number, domain, address, _, mechanism, *credentials = frames
                 key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
                 peer = self._roster.peer_of(key) if domain == DOMAIN and key else None
@@ -523,7 +525,7 @@ class ZmqNeighbors:
         """Calls that ended."""
         with contextlib.suppress(zmq.Again):
             while True:
-                event = parse_monitor_message(self._calls.recv_multipart(zmq.NOBLOCK))
+                event = parse_monitor_message(self._calls.recv_multipart(NOBLOCK))
                 if event["event"] == zmq.EVENT_DISCONNECTED:
                     for link in self._links.values():
                         if link.routes.pop(event["value"], None) and not link.up:
@@ -533,7 +535,7 @@ class ZmqNeighbors:
         assert link.monitor is not None
         with contextlib.suppress(zmq.Again):
             while link.monitor is not None:
-                event = parse_monitor_message(link.monitor.recv_multipart(zmq.NOBLOCK))
+                event = parse_monitor_message(link.monitor.recv_multipart(NOBLOCK))
                 match event["event"]:
                     case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                         link.calling = True
@@ -562,10 +564,11 @@ class ZmqNeighbors:
         while membership.outbox:
             peer, kind, body = membership.outbox.popleft()
             if (link := self._links.get(peer)) and link.agreed:
-                self._say(link, Header(kind, self._round, epoch=membership.epoch), body)
-        if membership.epoch != self._view.epoch or membership.degraded() != self._view.degraded:
-            self._courier.epoch = membership.epoch
+                self._say(link, Header(kind, self._round, epoch=self._view.epoch), body)
+        if membership.changes != self._seen:
+            self._seen = membership.changes
             self._view = View(tuple(membership.alive()), membership.epoch, membership.degraded())
+            self._courier.epoch = self._view.epoch
             self._loop.call_soon_threadsafe(self._news.set)
 
     def _look_at_links(self) -> None:
@@ -612,7 +615,7 @@ class ZmqNeighbors:
             for _ in range(BATCH):
                 if source.closed:
                     return
-                frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = source.recv_multipart(NOBLOCK, copy=False)
                 self._hear(source, frames)
 
     def _hear(self, source: zmq.Socket[bytes], frames: list[zmq.Frame]) -> None:
@@ -785,9 +788,7 @@ class ZmqNeighbors:
             answers.append((Kind.WELCOME, b""))
         for kind, body in answers:
             with contextlib.suppress(zmq.ZMQError):  # it has gone, or doesn't read: it may ask again
-                self._router.send_multipart(
-                    [frames[0].bytes, pack(Header(kind), self._stamp), body], zmq.NOBLOCK
-                )
+                self._router.send_multipart([frames[0].bytes, pack(Header(kind), self._stamp), body], NOBLOCK)
 
     # --- writing
 
@@ -819,15 +820,15 @@ class ZmqNeighbors:
             header, body = link.queue[0]
             try:
                 if link.calling and link.dealer is not None:
-                    link.dealer.send(header, zmq.NOBLOCK | (zmq.SNDMORE if len(body) else 0))
+                    link.dealer.send(header, NOBLOCK | (SNDMORE if len(body) else 0))
                     if len(body) > COPIED:
-                        link.trackers.append(link.dealer.send(body, zmq.NOBLOCK, copy=False, track=True))
+                        link.trackers.append(link.dealer.send(body, NOBLOCK, copy=False, track=True))
                     elif len(body):
-                        link.dealer.send(body, zmq.NOBLOCK)
+                        link.dealer.send(body, NOBLOCK)
                 elif link.routes:
                     route = next(reversed(link.routes.values()))[0]  # its latest call
                     self._router.send_multipart(
-                        [route, header, body] if len(body) else [route, header], zmq.NOBLOCK
+                        [route, header, body] if len(body) else [route, header], NOBLOCK
                     )
                 else:
                     link.queue.clear()
@@ -932,7 +933,7 @@ def join(
         while (now := time.monotonic()) < until:
             if now >= asked_s + Limits().retry_s:
                 with contextlib.suppress(zmq.Again):  # not connected yet
-                    dealer.send_multipart([question, entry], zmq.NOBLOCK)
+                    dealer.send_multipart([question, entry], NOBLOCK)
                     asked_s = now
             ready = dict(poller.poll(100))
             if monitor in ready:
