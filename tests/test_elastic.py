@@ -1,6 +1,7 @@
 """Leaving together: what ranks answer each other, and how they leave."""
 
 import functools
+import itertools
 import os
 import signal
 
@@ -63,3 +64,28 @@ def test_all_ranks_leave_after_the_same_step_soon_after_one_was_told(tmp_path):
     for line in first.splitlines():
         told, left = map(int, line.split())
         assert told < left <= told + 2 * MAX_STEPS + 2
+
+
+def wait_for_the_other(rank, ranks, folder):
+    """Rank 0 takes 2 steps and waits, rank 1 takes 9; where each was when it left, if it did."""
+    for told_at in (0, 3):
+        leave = Leave(clock=itertools.count().__next__)  # as if each step took long
+        left = 0
+        for step in range(1, (2, 9)[rank] + 1):
+            if rank == 1 and step == told_at:
+                leave.told_at = 0.0
+            if leave.asked():
+                left = step
+                break
+        else:
+            left = -1 if leave.asked_while_waiting() else 0
+        (folder / f"{told_at}-{rank}").write_text(str(left))
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_the_others_leaves_when_one_of_them_is_told(tmp_path):
+    world(2, wait_for_the_other, tmp_path)
+    left = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
+    assert (left["0-0"], left["0-1"]) == (0, 0), "nobody was told: they met"
+    assert left["3-0"] == -1, "while it waited"
+    assert 3 <= left["3-1"] < 9, "in the middle of its steps"

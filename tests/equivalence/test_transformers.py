@@ -32,20 +32,34 @@ class Text(fedtrain.Task):
 class Gpt2(Text):
     def model(self):
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=33, n_positions=8, n_embd=24, n_layer=2, n_head=4, use_cache=False,
+            vocab_size=33, n_positions=8, n_embd=24, n_layer=2, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2,
         )).to(self.dtype)
 
+class OneEnd(Gpt2):
+    def parallel_plan(self):
+        from torch.distributed.tensor.parallel import ColwiseParallel
+        return fedtrain.Plan(tensor={"lm_head": ColwiseParallel()})
+
 class Llama(Text):
+    family = "Llama"
+
     def model(self):
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        config = getattr(transformers, self.family + "Config")(
             vocab_size=33, max_position_embeddings=8, hidden_size=24, intermediate_size=40,
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False,
             tie_word_embeddings=self.tied, initializer_range=0.2,
-        )).to(self.dtype)
+        )
+        return getattr(transformers, self.family + "ForCausalLM")(config).to(self.dtype)
 
 class Untied(Llama):
     tied = False
+
+class Mistral(Llama):
+    family = "Mistral"
+
+class Qwen2(Llama):
+    family = "Qwen2"
 
 class Gpt2Single(Gpt2):
     dtype = torch.float32
@@ -73,8 +87,16 @@ TWO = {
     "llama": case("Llama"),
     "llama-untied": case("Untied"),
     "llama-float32": case("LlamaSingle"),
+    "mistral": case("Mistral"),
+    "qwen2": case("Qwen2"),
 }
-FOUR = {"gpt2-zero3": case("Gpt2", zero=3), "llama-zero3": case("Llama", zero=3)}
+FOUR = {
+    "gpt2-dp": case("Gpt2"),
+    "gpt2-zero3": case("Gpt2", zero=3),
+    "llama-dp": case("Llama"),
+    "llama-zero3": case("Llama", zero=3),
+}
+HALF = case("Gpt2") | {"run": case("Gpt2")["run"] | {"rounds": 1}}  # to be gone on with alone
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +119,18 @@ def check(folder: Path, outcomes: dict[str, Outcome], cases: dict[str, Table]) -
 
 @pytest.mark.slow  # of which most is loading transformers, once a rank
 def test_two_tensor_parallel_ranks_train_the_model_of_one(folder):
-    check(folder, launch(folder, 2, TWO), TWO)
+    outcomes = launch(folder, 2, TWO | {"half": HALF, "one-end": case("OneEnd")})
+    check(folder, outcomes, TWO)
+    assert "are one parameter, which the plan splits in two ways" in outcomes["one-end"].error
+    rest = {**TWO["gpt2"], "parallel": {}, "run": TWO["gpt2"]["run"] | {"name": "half"}}
+    events = []
+    on = run_case(Config.of(rest, folder), events, torch.device("cpu"))
+    assert [event["round"] for event in events if event["kind"] == "round_committed"] == [2]
+    assert furthest(on, alone(folder, "whole", TWO["gpt2"])) < EXACT
 
 
 @pytest.mark.slow
-def test_beside_fsdp_too(folder):
-    check(folder, launch(folder, 4, FOUR), FOUR)
+def test_so_do_four_beside_data_parallel_and_fsdp(folder):
+    outcomes = launch(folder, 4, FOUR | {"too-many": case("Llama", tp=4)})
+    check(folder, outcomes, FOUR)
+    assert "2 heads (of keys and values) can't be shared by 4 ranks" in outcomes["too-many"].error
