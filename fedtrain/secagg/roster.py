@@ -18,18 +18,8 @@ Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]  # (certificate, 
 TOGETHER = 8  # signatures that one thread checks at a time: fewer, and handing them out takes longer
 
 
-def check_entry(
-    site: SiteId, entry: Keys, terms: Terms, sid: bytes, verify: Verify, used: set[bytes]
-) -> None:
-    """SecAggError, or the verifier's own error, unless these are fresh keys of `site` for this session.
-
-    `used`: the public keys of other entries; this one's are added.
-    """
-    check_signed(site, entry, terms, sid, verify)
-    check_fresh(site, entry, used)
-
-
 def check_signed(site: SiteId, entry: Keys, terms: Terms, sid: bytes, verify: Verify) -> None:
+    """SecAggError, or the verifier's own error, unless `site` signed these keys for this session."""
     statement = keys_statement(sid, site, entry)
     name, fingerprint = verify(entry.certificate, statement, entry.signature)
     if name != site or fingerprint != terms.cohort[site]:
@@ -37,6 +27,10 @@ def check_signed(site: SiteId, entry: Keys, terms: Terms, sid: bytes, verify: Ve
 
 
 def check_fresh(site: SiteId, entry: Keys, used: set[bytes]) -> None:
+    """SecAggError unless these signed keys are good ones, and of nobody else.
+
+    `used`: the public keys of other entries; this one's are added.
+    """
     check_public(site, entry.mask_key, entry.seal_key)
     check_names(site, entry.names)
     publics = {entry.mask_key, entry.seal_key}

@@ -51,7 +51,15 @@ from .messages import (
     shares_statement,
     survivors_statement,
 )
-from .roster import Verify, check_entry, check_signer, holders_of, peers_of
+from .roster import (
+    Verify,
+    check_fresh,
+    check_signed,
+    check_signer,
+    for_each,
+    holders_of,
+    peers_of,
+)
 from .shamir import Weights
 
 Reply = TypeVar("Reply", bound=Message)
@@ -105,10 +113,15 @@ async def secure_sum(
     keys: dict[SiteId, Keys] = {}
     used: set[bytes] = set()
     asked: Mapping[SiteId, Request] = dict.fromkeys(sorted(terms.cohort), advertise)
-    async for site, entry in session.ask("keys", asked, Keys, deadline_s):
+    entries = {site: entry async for site, entry in session.ask("keys", asked, Keys, deadline_s)}
+
+    def check_keys(site: SiteId) -> None:
+        check_signed(site, entries[site], terms, sid, verify)
+
+    for site in await aside(session.honest, "keys", check_keys, entries, spread):
         with session.checking(site, "keys"):
-            check_entry(site, entry, terms, sid, verify, used)
-            keys[site] = entry
+            check_fresh(site, entries[site], used)
+            keys[site] = entries[site]
     session.need("keys", keys)
     sites = tuple(sorted(keys))
     names = tuple(sorted({name for entry in keys.values() for name in entry.names}))
@@ -121,14 +134,16 @@ async def secure_sum(
     roster = roster_hash(seed, names)
     peers = {site: peers_of(site, sites, terms.degree, seed) for site in sites}
     holders = {site: holders_of(site, sites, terms.degree, seed) for site in sites}
-    shares: dict[SiteId, Shares] = {}
     asked = rosters(request_id("share"), sid, keys, lines, peers, names)
-    async for site, hand in session.ask("shares", asked, Shares, step_deadline_s):
-        with session.checking(site, "shares"):
-            check_sealed(site, hand, holders[site])
-            statement = shares_statement(sid, roster, dealt_hash(hand.sealed))
-            check_signer(verify, site, keys, statement, hand.signature)
-            shares[site] = hand
+    hands = {site: hand async for site, hand in session.ask("shares", asked, Shares, step_deadline_s)}
+
+    def check_shares(site: SiteId) -> None:
+        check_sealed(site, hands[site], holders[site])
+        statement = shares_statement(sid, roster, dealt_hash(hands[site].sealed))
+        check_signer(verify, site, keys, statement, hands[site].signature)
+
+    dealt = await aside(session.honest, "shares", check_shares, hands, spread)
+    shares = {site: hands[site] for site in dealt}
     session.need("shares", shares)
     leave_out_lonely(session, shares, holders, terms.threshold)
     session.need("shares", shares)
@@ -158,20 +173,22 @@ async def secure_sum(
     survivors = tuple(sorted(folded))
 
     # 3: signatures of one list of survivors
-    signatures: dict[SiteId, bytes] = {}
-    statement = survivors_statement(sid, roster, survivors)
+    listed = survivors_statement(sid, roster, survivors)
     asked = dict.fromkeys(survivors, Agree(id=request_id("agree"), sid=sid, sites=survivors))
-    async for site, vote in session.ask("signatures", asked, Agreed, step_deadline_s):
-        with session.checking(site, "signatures"):
-            check_signer(verify, site, keys, statement, vote.signature)
-            signatures[site] = vote.signature
+    votes = {site: vote async for site, vote in session.ask("signatures", asked, Agreed, step_deadline_s)}
+
+    def check_vote(site: SiteId) -> None:
+        check_signer(verify, site, keys, listed, votes[site].signature)
+
+    agreeing = await aside(session.honest, "signatures", check_vote, votes, spread)
+    signatures = {site: votes[site].signature for site in agreeing}
     session.need("signatures", signatures)
 
     # 4: shares of what is to be taken out
     session.survivors = survivors
     agreed(survivors)
     wanted = Wanted(session, sid, keys, shares, holders, survivors)
-    asked = votes(request_id("unmask"), sid, signatures, holders, terms)
+    asked = ballots(request_id("unmask"), sid, signatures, holders, terms)
     async with aclosing(session.ask("shares to unmask", asked, Unmasked, step_deadline_s)) as answers:
         async for site, answer in answers:
             with session.checking(site, "shares to unmask"):
@@ -219,6 +236,20 @@ class Session:
             yield
         except FedtrainError as e:
             self.blame(site, f"{what}: {e}")
+
+    def honest(
+        self, what: str, check: Callable[[SiteId], None], sites: Collection[SiteId], spread: Spread
+    ) -> list[SiteId]:
+        """The sites, sorted, that `check` passes, looked at over all threads; the others are to blame."""
+        passed: set[SiteId] = set()
+
+        def judge(site: SiteId) -> None:
+            with self.checking(site, what):
+                check(site)
+                passed.add(site)
+
+        for_each(judge, sorted(sites), spread)
+        return sorted(passed)
 
     def blame(self, site: SiteId, what: str) -> None:
         self.blamed[site] = self.dropped[site] = what
@@ -299,7 +330,7 @@ def fold(total: NDArray[Any], vector: AnyArena) -> None:
 # --- 4
 
 
-def votes(
+def ballots(
     request_id: str,
     sid: bytes,
     signatures: Mapping[SiteId, bytes],
