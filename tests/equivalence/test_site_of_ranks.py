@@ -15,6 +15,7 @@ from fedtrain.runtime.trainer import Trainer
 from fedtrain.update import Update
 from tests.equivalence.tiny import project
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site of ranks")]  # each rank loads torch
 EXACT = 1e-12  # float64
 
 
@@ -56,25 +57,23 @@ async def two_rounds(config: Config, scratch: Path) -> list[tuple[torch.Tensor, 
     return found
 
 
-def both(folder: Path, tmp_path: Path, task: str, ranks: int, **parallel) -> None:
-    one = asyncio.run(two_rounds(configured(folder, task=task), tmp_path))
-    several = asyncio.run(two_rounds(configured(folder, task=task, ranks=ranks, **parallel), tmp_path))
+@pytest.fixture(scope="module")
+def one(folder, tmp_path_factory) -> list[tuple[torch.Tensor, Update, float]]:
+    """What a site of one process sends."""
+    return asyncio.run(two_rounds(configured(folder), tmp_path_factory.mktemp("one")))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"), [(2, {}), (4, {"tp": 2, "zero": 3}), (4, {"pp": 2})], ids=["dp", "zero3-tp", "dp-pp"]
+)
+def test_a_site_of_several_ranks_sends_the_update_of_one(folder, tmp_path, one, ranks, mesh):
+    several = asyncio.run(two_rounds(configured(folder, ranks=ranks, **mesh), tmp_path))
     for (delta, update, loss), (other, theirs, their_loss) in zip(one, several, strict=True):
         assert (delta - other).abs().max() < EXACT
         assert delta.abs().max() > 1e-3
         assert theirs.num_examples == pytest.approx(update.num_examples, rel=EXACT)
         assert theirs.metrics["loss"] == pytest.approx(update.metrics["loss"], rel=EXACT)
         assert their_loss == pytest.approx(loss, rel=EXACT)
-
-
-def test_a_site_of_two_ranks_sends_the_update_of_one(folder, tmp_path):
-    both(folder, tmp_path, "Padded", 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"zero": 3}, {"tp": 2, "zero": 2}, {"pp": 2}], ids=["zero3", "tp", "pp"])
-def test_a_site_of_four_ranks_sends_the_update_of_one(folder, tmp_path, mesh):
-    both(folder, tmp_path, "Text" if "pp" in mesh else "Padded", 4, **mesh)
 
 
 def test_a_rank_that_is_killed_ends_the_request_and_a_new_trainer_goes_on(folder, tmp_path):
