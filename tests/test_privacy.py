@@ -1,5 +1,6 @@
 """Local differential privacy: the noise is what it says, and so is its price."""
 
+import asyncio
 import math
 import re
 from pathlib import Path
@@ -16,10 +17,12 @@ from fedtrain.privacy import Gaussian, epsilon
 from fedtrain.privacy.gaussian import normals
 from fedtrain.runtime import datacenter
 from fedtrain.runtime.privacy import Spent, noised
+from fedtrain.runtime.site import Site
 from fedtrain.runtime.trainer import Workbench
-from fedtrain.update import Arena, Schema, TensorSpec, Update
+from fedtrain.store import Ledger
+from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Train, Update
 
-from .test_gossip_peers import Log, config, simulated
+from .test_gossip_peers import PLAIN, Log, arena, config, simulated
 
 WIDE = Schema((TensorSpec("w", (400_000,), "float32", True), TensorSpec("b", (1000,), "float64", True)))
 BUFFERED = Schema((TensorSpec("w", (5,), "float32", True), TensorSpec("mean", (3,), "float32", False)))
@@ -175,6 +178,31 @@ def test_what_was_spent_is_on_disk_before_anything_leaves_and_survives_a_restart
     assert log.of("privacy_spent")[-1]["epsilon"] == epsilon(0.25, 3, 1e-5)
     Spent(config(tmp_path).privacy, tmp_path / "none", log).one_more("a", 0)
     assert len(log.of("privacy_spent")) == 3
+
+
+class Trainer:
+    """Stands for a site's trainer process: every update is zero."""
+
+    async def train(self, site, round, weights, out):
+        out.write_bytes(Arena.zeros(PLAIN).payload)
+        return Update(delta=ArenaFile(PLAIN, out, Arena.zeros(PLAIN).digest), num_examples=1.0, metrics={})
+
+
+def test_a_site_pays_for_each_update_once_however_often_it_is_asked(tmp_path):
+    log, ledger = Log(), Ledger(tmp_path / "site")
+    spent = Spent(private(tmp_path).privacy, ledger.folder, log)
+    site = Site("a", PLAIN, ledger, Trainer(), None, spent=spent)
+
+    async def ask():
+        for attempt, round in ((0, 0), (1, 0), (0, 1)):
+            weights = tmp_path / f"weights-{round}"
+            weights.write_bytes(arena(PLAIN, round).payload)
+            given = ArenaFile(PLAIN, weights, arena(PLAIN, round).digest)
+            await site.answer(Train(id=f"r/{round}/{attempt}/train", round=round, weights=given))
+
+    asyncio.run(ask())
+    ledger.close()
+    assert [(e["round"], e["releases"]) for e in log.of("privacy_spent")] == [(1, 1), (2, 2)]
 
 
 def test_a_run_of_gossip_tells_its_epsilon_and_no_loss(tmp_path):

@@ -573,7 +573,8 @@ class _Summed(_Exchange):
             except SecAggError as e:
                 self.missing = dict.fromkeys(self._near.incoming, str(e))
         elif not self.missing:
-            self.missing = dict.fromkeys(self._near.incoming, "not all of this circle have met")
+            why = f"fewer than {LEAST} tell this peer, or not all of them have met"
+            self.missing = dict.fromkeys(self._near.incoming, why)
         return Heard({})
 
     def _fold(self, values: Floats, scalars: Floats) -> None:
