@@ -8,17 +8,26 @@ run and before each case, a bare pair of pyzmq sockets with CURVE moves the same
     bytes_ratio   all message bytes that a peer sends in a round / the model's bytes, which the graph needs
     curve_ratio   bytes a second of all peers together / those of the bare pair
     cpu_ratio     the bare pair's CPU seconds a byte, both ends / those of the peers
+    agreement_s   round_s · log2(n): until all have the average of all
 
-    python benchmarks/gossip.py [--json] [--case 10Mx4]
+Of other frameworks, with `--beside PYTHON` (an interpreter of a virtual environment that has hivemind or
+p2pfl; may be repeated), `1Mx4/hivemind` has agreement_s too, the median of `beside.py`'s rounds, taken right
+after ours.
+
+    python benchmarks/gossip.py [--json] [--case 10Mx4] [--beside PYTHON]
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import multiprocessing
 import statistics
+import subprocess
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import common
@@ -33,21 +42,23 @@ from fedtrain.wire.gossip import Greeting
 CASES = {"1Mx4": (1_000_000, 4), "10Mx4": (10_000_000, 4), "1Mx8": (1_000_000, 8), "tiny": (1000, 4)}
 ROUNDS = 24
 PAIR_BYTES = 200 << 20
+BESIDE_CASES, BESIDE_ROUNDS, BESIDE_S = ("1Mx4",), 5, 900
 GREETING = Greeting(version="benchmark", task_digest="", schema_digest="", agreed={})
 
 
 class Average:
-    """acc = (x + share) / 2"""
+    """acc = (x + share) / 2, in one pass over what comes"""
 
     def __init__(self, x: torch.Tensor, acc: torch.Tensor) -> None:
-        self.acc = torch.mul(x, 0.5, out=acc)
+        self.x, self.acc = x, acc
 
     def begin(self, offer: Offer) -> None:
         assert offer.nbytes == self.acc.nbytes
 
     def mix(self, peer: str, offset: int, chunk: memoryview) -> None:
         piece = torch.frombuffer(chunk, dtype=torch.float32)
-        self.acc[offset // 4 : offset // 4 + len(piece)].add_(piece, alpha=0.5)
+        at = slice(offset // 4, offset // 4 + len(piece))
+        torch.lerp(self.x[at], piece, 0.5, out=self.acc[at])
 
     def end(self, peer: str, nbytes: int) -> None:
         assert nbytes == self.acc.nbytes
@@ -164,9 +175,27 @@ def _sink(public: bytes, secret: bytes, total: int, pipe: Connection) -> None:
     context.term()
 
 
+def beside(python: str, case: str) -> None:
+    """The same of whatever other framework that interpreter has."""
+    numel, n = CASES[case]
+    script = Path(__file__).with_name("beside.py")
+    done = subprocess.run(
+        [python, script, str(numel), str(n), str(BESIDE_ROUNDS)],
+        stdout=subprocess.PIPE, text=True, timeout=BESIDE_S, check=True,
+    )  # fmt: skip
+    for name, found in json.loads(done.stdout.splitlines()[-1]).items():
+        common.emit(
+            "gossip", f"{case}/{name} {found['version']}", "agreement_s",
+            statistics.median(found["seconds"]), "s",
+        )  # fmt: skip
+
+
 def main() -> None:
     parser = common.arguments(__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--beside", action="append", default=[], metavar="PYTHON", help="one that has hivemind or p2pfl"
+    )
     args = parser.parse_args()
     common.begin(args)
     for case in args.case or CASES:
@@ -177,11 +206,14 @@ def main() -> None:
             rate, cpu_byte = statistics.median(rates), statistics.median(cpus)
         round_s, sent, cpu_s = averaging(numel, n)
         common.emit("gossip", case, "round_s", round_s, "s")
+        common.emit("gossip", case, "agreement_s", round_s * math.log2(n), "s")
         if case != "tiny":
             common.emit("gossip", case, "bytes_ratio", sent / model, "")
             common.emit("gossip", case, "curve_ratio", n * model / round_s / rate, "")
             common.emit("gossip", case, "cpu_ratio", cpu_byte / (cpu_s / (n * model)), "")
             common.emit("gossip", case, "bare_pair", rate / 1e9, "GB/s")
+        for python in args.beside if case in BESIDE_CASES else ():
+            beside(python, case)
 
 
 if __name__ == "__main__":
