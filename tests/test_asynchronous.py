@@ -17,7 +17,7 @@ from fedtrain.runtime import asynchronous, federated
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.trainer import Workbench
-from fedtrain.store import Checkpoint, RunStore, TurnState
+from fedtrain.store import Checkpoint, RunStore, Turn, TurnState
 from fedtrain.strategies import STRATEGIES, build, state_init
 from fedtrain.tracking import Board, EventLog
 from fedtrain.tracking.live import line, table
@@ -461,6 +461,43 @@ def test_killed_between_any_two_transactions_a_clocked_run_goes_on_to_the_same_b
     assert transactions > 20
     for at in range(1, transactions + 1):
         assert go(tmp_path / str(at), at)[0] == whole, at
+
+
+def with_two_in_the_buffer(cfg):
+    store, _ = begun(cfg)
+    for site in "ab":
+        store.set_turn(site, Turn(4, 0))
+        delta = store.keep(site, arena(*range(8)))
+        store.take(site, Turn(4, 0), Update(delta=delta, num_examples=2.0, metrics={"loss": (1.0, 2.0)}))
+    return store
+
+
+def test_the_buffer_is_read_back_as_it_was_and_what_a_power_cut_damaged_is_owed_again(tmp_path):
+    store = with_two_in_the_buffer(config(tmp_path))
+    a, b = store.buffered()
+    assert (a.site, a.turn, a.update.num_examples) == ("a", Turn(4, 0, TurnState.TAKEN), 2.0)
+    assert a.update.metrics == {"loss": (1.0, 2.0)}
+    assert a.update.delta.load().digest == arena(*range(8)).digest
+    b.update.delta.path.write_bytes(bytes(SCHEMA.nbytes))
+    assert [left.site for left in store.buffered()] == ["a"]
+    assert store.turns() == {"a": Turn(4, 0, TurnState.TAKEN), "b": Turn(4, 0, TurnState.OWED)}
+    store.close()
+
+
+def test_a_damaged_version_is_passed_over_with_all_that_was_trained_from_it(tmp_path):
+    cfg = config(tmp_path)
+    store = with_two_in_the_buffer(cfg)
+    store.commit(Checkpoint(1, arena(*[1.0] * 8), {}), {})
+    assert store.buffered() == []
+    store.set_turn("a", Turn(5, 1))
+    delta = store.keep("a", arena(*range(8)))
+    store.take("a", Turn(5, 1), Update(delta=delta, num_examples=2.0))
+    store.set_turn("b", Turn(5, 1))
+    store.weights(1).path.write_bytes(b"damaged")
+    assert store.latest().round == 0
+    assert store.buffered() == []
+    assert {turn.state for turn in store.turns().values()} == {TurnState.REFUSED}
+    store.close()
 
 
 # --- in simulation
