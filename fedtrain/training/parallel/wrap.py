@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
 from ...errors import ConfigError
-from ..mesh import Mesh, is_dtensor
+from ..mesh import Mesh
 from ..task import Batch, Task
 from .plan import Plan
 
@@ -76,10 +76,7 @@ def _share_again(model: nn.Module, first: str, others: list[str]) -> None:
     """parallelize_module gives each layer a parameter of its own: one that was shared would be no more."""
     one = model.get_parameter(first)
     for name in others:
-        other = model.get_parameter(name)
-        if is_dtensor(one) != is_dtensor(other) or (
-            is_dtensor(one) and is_dtensor(other) and one.placements != other.placements
-        ):
+        if getattr(model.get_parameter(name), "placements", None) != getattr(one, "placements", None):
             raise ConfigError(
                 f"parallel_plan(): {first} and {name} are one parameter, which the plan splits in two ways. "
                 f"Split both along the same dimension, or neither."
