@@ -47,10 +47,8 @@ def told(circles, taker, round=0, numel=1000, seed=0):
     for name in members:
         values, scalars = random.normal(size=numel), random.normal(size=3) * 100
         layout, weight = Layout.of(len(members), 16.0, values, 3), 1 / (1 + len(members))
-        sid = circles[name].session(round, taker, members)
-        vectors[name], clipped = circles[name].masked(
-            layout, values, scalars, weight, round, taker, members, sid
-        )
+        session = circles[name].session(round, taker, members)
+        vectors[name], clipped = circles[name].masked(layout, values, scalars, weight, session)
         assert clipped == 0
         plain[0] += weight * values
         plain[1] += weight * scalars
@@ -90,14 +88,12 @@ def test_masks_differ_from_round_to_round_from_receiver_to_receiver_and_from_sta
         circles = circles_of(names(5), run=run)
         values = np.zeros(64)
         members = [p for p in names(5) if p != taker]
-        sid = circles["4"].session(round, taker, members)
-        vector, _ = circles["4"].masked(
-            Layout.of(4, 16.0, values, 0), values, np.zeros(0), 0.2, round, taker, members, sid
-        )
+        session = circles["4"].session(round, taker, members)
+        vector, _ = circles["4"].masked(Layout.of(4, 16.0, values, 0), values, np.zeros(0), 0.2, session)
         seen.add(vector[:8].tobytes())
     other = circles_of(names(5))
     other["3"].meet("4", KeyPair(b"\x77" * 32).public)  # it was started again
-    assert other["3"].session(0, "0", names(5)[1:]) != other["2"].session(0, "0", names(5)[1:])
+    assert other["3"].session(0, "0", names(5)[1:]).id != other["2"].session(0, "0", names(5)[1:]).id
     assert len(seen) == 4
 
 
@@ -115,7 +111,7 @@ def test_there_is_no_session_with_two_or_with_a_stranger():
     circles = circles_of(names(4))["1"]
     assert circles.session(0, "0", ["1", "2"]) is None
     assert circles.session(0, "0", ["1", "2", "7"]) is None
-    assert circles.session(0, "0", ["3", "2", "1"]) == circles.session(0, "0", ["1", "2", "3"])
+    assert circles.session(0, "0", ["3", "2", "1"]).id == circles.session(0, "0", ["1", "2", "3"]).id
 
 
 @pytest.mark.parametrize("key", [b"", bytes(32), b"\x01" + bytes(31), b"\xff" * 32])

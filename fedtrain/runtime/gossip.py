@@ -38,7 +38,7 @@ from ..gossip import (
     build,
     rules,
 )
-from ..secagg.circle import LEAST, Circles, Layout, Sum
+from ..secagg.circle import LEAST, Circles, Layout, Session, Sum
 from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
@@ -544,22 +544,21 @@ class _Summed(_Exchange):
         shares = {}
         for taker, weight in near.outgoing.items():
             members = near.fellows[taker]
-            if (sid := peer.circles.session(peer.round, taker, members)) is None:
+            if (session := peer.circles.session(peer.round, taker, members)) is None:
                 continue
             layout = Layout.of(len(members), peer.clip, values, len(scalars))
-            ring, clipped = peer.circles.masked(
-                layout, values, scalars, weight, peer.round, taker, members, sid
-            )
+            ring, clipped = peer.circles.masked(layout, values, scalars, weight, session)
             self.clipped = max(self.clipped, clipped)
             told = torch.from_numpy(ring.view(f"i{ring.itemsize}"))
-            shares[taker] = share_of(Parcel({f"sum/{sid.hex()}": told}), weight, len(near.outgoing))
-        sid, expected = peer.circles.session(peer.round, peer.name, list(near.incoming)), list(near.incoming)
+            shares[taker] = share_of(Parcel({_name(session): told}), weight, len(near.outgoing))
+        own = peer.circles.session(peer.round, peer.name, list(near.incoming))
+        expected = list(near.incoming) if own is not None else []
         self._sum = Sum(Layout.of(max(len(expected), 1), peer.clip, values, len(scalars)))
-        part = f"sum/{sid.hex() if sid else ''}"
+        part = "" if own is None else _name(own)
         like = {part: torch.from_numpy(self._sum.total.view(f"i{self._sum.total.itemsize}"))}
         self._inbox = Inbox({part: self._sum}, like, 0)
         self._under_way = asyncio.ensure_future(
-            peer._neighbors.exchange(peer.round, shares, expected if sid else [], self._inbox, deadline_s)
+            peer._neighbors.exchange(peer.round, shares, expected, self._inbox, deadline_s)
         )
 
     async def received(self) -> Heard:
@@ -589,6 +588,11 @@ class _Summed(_Exchange):
             mix = self._mixes[name]
             assert isinstance(mix, Blend), mix
             mix.add_sum(torch.from_numpy(piece).to(part.dtype))
+
+
+def _name(session: Session) -> str:
+    """Of the one part of a parcel: what is of another session is refused before its bytes."""
+    return f"sum/{session.id.hex()}"
 
 
 # --- all peers in this process

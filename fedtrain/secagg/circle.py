@@ -15,7 +15,7 @@ Numbers are those of fixedpoint.py: models with random rounding, what travels be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,43 +52,51 @@ class Circles:
             check_public(peer, public)
         self._publics[peer] = public
 
-    def session(self, round: int, receiver: PeerId, members: Sequence[PeerId]) -> bytes | None:
-        """The id of one sum [32]; None while a member's key is not known, or when there are too few."""
-        if len(members) < LEAST:
-            return None
+    def session(self, round: int, receiver: PeerId, members: Sequence[PeerId]) -> Session | None:
+        """One sum; None while a member's key is not known, or when there are too few to hide in it."""
+        known = dict(self._publics)  # as it is now: `meet` may be called from another thread
         names = sorted(members)
-        if self._pair is not None and not self._publics.keys() >= set(names):
+        if len(names) < LEAST or (self._pair is not None and not known.keys() >= set(names)):
             return None
-        keys = [part for name in names for part in (name, self._publics.get(name, b""))]
-        return hash_of("circle", self._run, round, receiver, len(names), *keys)
+        return Session(self._run, round, receiver, {name: known.get(name, b"") for name in names})
 
     def masked(
-        self, layout: Layout, values: Floats, scalars: Floats, weight: float, round: int, receiver: PeerId,
-        members: Sequence[PeerId], sid: bytes,
-    ) -> tuple[RingVector, int]:  # fmt: skip
+        self, layout: Layout, values: Floats, scalars: Floats, weight: float, session: Session
+    ) -> tuple[RingVector, int]:
         """What the receiver is told: weight·[values | scalars] under masks; and how many were clipped."""
-        assert self.me in members, (self.me, members)
-        if self._told.get(receiver, -1) >= round:
-            raise SecAggError(f"round {round + 1}: {receiver} was told already, and a mask serves once")
-        self._told[receiver] = round
-        vector, clipped = layout.encode(
-            values,
-            scalars,
-            weight,
-            rounding_seed("gossip", self._run, self._seed, round, self.me),
-            self._spread,
-        )
+        assert self.me in session.keys, (self.me, session)
+        if self._told.get(session.receiver, -1) >= session.round:
+            raise SecAggError(
+                f"round {session.round + 1}: {session.receiver} was told already, and a mask serves once"
+            )
+        self._told[session.receiver] = session.round
+        seed = rounding_seed("gossip", self._run, self._seed, session.round, self.me)
+        vector, clipped = layout.encode(values, scalars, weight, seed, self._spread)
         if self._pair is not None:
-            others = [peer for peer in members if peer != self.me]
+            sid = session.id
             masks = [
-                (
-                    pair_mask_key(self._pair.agree(self._publics[p]), sid, self.me, p),
-                    pair_mask_sign(self.me, p),
-                )
-                for p in others
+                (pair_mask_key(self._pair.agree(key), sid, self.me, peer), pair_mask_sign(self.me, peer))
+                for peer, key in session.keys.items()
+                if peer != self.me
             ]
             add_masks(vector, masks, self._spread)
         return vector, clipped
+
+
+@dataclass(frozen=True)
+class Session:
+    """One sum: what all of a circle must have alike, so that its masks cancel."""
+
+    run: str
+    round: int
+    receiver: PeerId
+    keys: Mapping[PeerId, bytes]  # of all members, by name; empty where there are no masks
+
+    @property
+    def id(self) -> bytes:
+        """32 bytes."""
+        members = [part for name, key in self.keys.items() for part in (name, key)]
+        return hash_of("circle", self.run, self.round, self.receiver, len(self.keys), *members)
 
 
 @dataclass(frozen=True)
