@@ -24,7 +24,7 @@ from ..update import Arena, Found, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
 from . import asynchronous, checks
 from .answers import Answers, InTheOpen, aside
-from .progress import Emit, Result, begin, evaluation_is_due, keep_evaluation, reason_to_stop
+from .progress import Emit, Result, begin, evaluation_is_due, finish, keep_evaluation, reason_to_stop
 
 if TYPE_CHECKING:
     from ..pki import Identity
@@ -155,7 +155,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     """
     from ..pki import Credentials, identity_of
     from ..pki.signing import Verifier, fingerprint
-    from ..tracking.export import beginning, export
+    from ..tracking.export import beginning
     from ..transport.grpc import GrpcCohort
     from ..transport.tls import Tls
     from . import secure
@@ -228,8 +228,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         except BaseException:
             await cohort.stop()
             raise
-        model = export(store.folder, store.folder / "model")
-        emit("run_finished", round=result.rounds, reason=result.reason, model=str(model))
+        finish(store, result.rounds, result.reason, emit)
         await cohort.stop(result.reason)
         return result
     finally:

@@ -46,7 +46,7 @@ from ..transport.memory import LocalNetwork
 from ..update import ALIGN, FLOATS, Arena, Metrics, Schema, Section, Update, averages
 from ..wire.codec import decode
 from .privacy import Spent
-from .progress import Emit, Result, evaluation_is_due, keep_evaluation, reason_to_stop
+from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
 from .simulation import agreed as agreed_simulation
 from .simulation import forget
 from .trainer import Workbench
@@ -630,7 +630,7 @@ async def simulate(
                 for name in about.sites
             }  # fmt: skip
             result = await _rounds(config, graph, peers, bench, store, emit)
-        emit("run_finished", round=result.rounds, reason=result.reason)
+        finish(store, result.rounds, result.reason, emit)
         return result
     finally:
         store.close()

@@ -39,7 +39,7 @@ from ..update import Arena, ArenaFile, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
 from .gossip import Peer, algorithm_of, check_hearing, fewest, trained_part
 from .privacy import Spent
-from .progress import Emit, Result, evaluation_is_due, keep_evaluation, reason_to_stop
+from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
 from .secure import spread
 from .site import Trains
 from .trainer import Trainer
@@ -199,7 +199,7 @@ async def _rounds(
             neighbors.publish(peer.round, _state(peer))
         emit("round_committed", round=peer.round, **record)
     await _see_off(config, peer, neighbors)
-    emit("run_finished", round=peer.round, reason=reason)
+    finish(store, peer.round, reason, emit)
     return Result(peer.round, reason, store.evaluation(peer.round) or {}, store.best_round, store.folder)
 
 

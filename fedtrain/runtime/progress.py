@@ -80,3 +80,11 @@ def reason_to_stop(config: Config, store: RunStore, number: int) -> str | None:
     if config.evaluate.patience and since_best >= config.evaluate.patience:
         return f"{config.evaluate.metric} has not improved for {since_best} evaluations"
     return None
+
+
+def finish(store: RunStore, number: int, reason: str, emit: Emit) -> None:
+    """Leave the last model in the run directory, as files that need no fedtrain, and say that it is over."""
+    from ..tracking.export import export
+
+    model = export(store.folder, store.folder / "model")
+    emit("run_finished", round=number, reason=reason, model=str(model))

@@ -49,7 +49,7 @@ from ..update import (
 from . import asynchronous, secure
 from .answers import Answers, InTheOpen, kept
 from .federated import run
-from .progress import Averages, Emit, Result
+from .progress import Averages, Emit, Result, finish
 from .trainer import Description, Failed, Trainer, TrainerDied, Workbench
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ async def simulate(
                 result = await run(
                     config, answers(config, cohort, emit), store, strategy, emit, evaluate_at=about.evaluators
                 )
-        emit("run_finished", round=result.rounds, reason=result.reason)
+        finish(store, result.rounds, result.reason, emit)
         return result
     finally:
         store.close()

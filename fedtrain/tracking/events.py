@@ -185,7 +185,8 @@ class RunFinished(Event, frozen=True, tag="run_finished"):
 
 AnyEvent = (
     RunStarted | Waiting | SiteJoined | SiteLost | JoinRefused | RoundStarted | SiteState | UpdateReceived
-    | UpdateRefused | PrivacySpent | RoundFailed | RoundCommitted | Stepped | Evaluated | Best | Notice | RunFinished
+    | UpdateRefused | PrivacySpent | RoundFailed | RoundCommitted | Stepped | Evaluated | Best | Notice
+    | RunFinished
 )  # fmt: skip
 KINDS: dict[str, type[Event]] = {str(c.__struct_config__.tag): c for c in get_args(AnyEvent)}
 

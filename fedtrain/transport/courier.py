@@ -101,9 +101,7 @@ class Courier:
         self._undecided: set[PeerId] = set()  # of _out
         self._begun_s = self._deadline_s = self._asked_s = 0.0
         self._early: dict[PeerId, tuple[Header, bytes]] = {}  # offers of rounds to come,
-        self._early_chunks: dict[
-            PeerId, tuple[Header, bytearray]
-        ] = {}  # and small shares with them
+        self._early_chunks: dict[PeerId, tuple[Header, bytearray]] = {}  # and small shares with them
         self._wanted: dict[PeerId, int] = {}  # who expects our share of which round to come
         self._counted: dict[PeerId, int] = {}  # the last round in which a peer's share was had whole
         self._heard: dict[PeerId, tuple[int, float]] = {}  # which round a peer announced last, and when
