@@ -187,6 +187,9 @@ def one_run(seed, faults):
     return work, network
 
 
+QUARTERS = (60, 295, 530, 765)  # of the seeds up to 1000
+
+
 def faults_of(seed):
     draw = random.Random(seed)
     crash = {f"p{i}": draw.uniform(0, 25) for i in draw.sample(range(PEERS), draw.choice([0, 0, 1, 2]))}
@@ -197,8 +200,8 @@ def faults_of(seed):
 
 @pytest.mark.parametrize(
     "seeds",
-    [[*range(60), 95], pytest.param(range(60, 1000), marks=pytest.mark.slow)],
-    ids=["some", "to-1000"],
+    [[*range(60), 95], *(pytest.param(range(at, at + 235), marks=pytest.mark.slow) for at in QUARTERS)],
+    ids=["some", *(f"from-{at}" for at in QUARTERS)],
 )
 def test_seeded_runs_with_drop_duplicate_reorder_delay_and_crash_conserve_mass_and_never_hang(seeds):
     hit, lost = dict.fromkeys(("drop", "duplicate", "crash"), 0), 0
