@@ -27,6 +27,9 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/deployed_round.py
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/secagg.py
+	$(BIN)/python benchmarks/gossip.py
+	$(BIN)/python benchmarks/datacenter.py
+	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/footprint.py
 
 check: $(INSTALLED)

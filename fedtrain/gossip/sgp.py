@@ -31,9 +31,14 @@ class SGP(Algorithm):
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         mass = float(state["mass"])
         trained = yield LocalSteps(x)
-        z = trained if mass == 1.0 else x + (trained - x) / mass
-        blend = Blend(z, near, mass)
-        yield Send(Parcel({"x": z}, {"mass": mass}), {"x": blend})
-        heard: Heard = yield Receive()
-        mixed, mass = blend.by_mass(mass * sum(near.outgoing[peer] for peer in sorted(heard.undelivered)))
-        return mixed, {"mass": state["mass"].new_tensor(mass)}
+        return (yield from push(trained if mass == 1.0 else x + (trained - x) / mass, state, near))
+
+
+def push(z: Vector, state: State, near: Neighborhood) -> Round:
+    """Tell the neighbours (z, w), and average by mass with what they tell."""
+    mass = float(state["mass"])
+    blend = Blend(z, near, mass)
+    yield Send(Parcel({"x": z}, {"mass": mass}), {"x": blend})
+    heard: Heard = yield Receive()
+    mixed, mass = blend.by_mass(mass * sum(near.outgoing[peer] for peer in sorted(heard.undelivered)))
+    return mixed, {"mass": state["mass"].new_tensor(mass)}
