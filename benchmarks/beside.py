@@ -91,14 +91,15 @@ def hivemind_peer(me: int, numel: int, peers: int, rounds: int, barrier: Any, sh
 
 
 def p2pfl_peer(me: int, numel: int, peers: int, rounds: int, barrier: Any, shared: Any, pipe: Any) -> None:
+    from p2pfl.settings import Settings
+
+    Settings.general.DISABLE_RAY = True  # before the rest is imported, which starts it
     from datasets import Dataset
     from p2pfl.learning.dataset.p2pfl_dataset import P2PFLDataset
     from p2pfl.learning.frameworks.learner import Learner
     from p2pfl.learning.frameworks.p2pfl_model import P2PFLModel
     from p2pfl.node import Node
-    from p2pfl.settings import Settings
 
-    Settings.general.DISABLE_RAY = True
     seconds: list[float] = []
 
     class Vector(P2PFLModel):  # type: ignore[misc]  # no types
