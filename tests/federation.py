@@ -68,7 +68,7 @@ async def aggregator(
     cohort = GrpcCohort(
         listen=f"127.0.0.1:{port}",
         tls=tls(certs / "aggregator"),
-        identify=lambda pem: identity_of(pem).name,
+        identify=options.pop("identify", lambda pem: identity_of(pem).name),
         welcome=options.pop("welcome", lambda site, hello: None),
         admit=lambda site, request, reply: checks.admit(request, reply, schema, limits, None),
         inbox=lambda site: Spool(folder / "inbox" / site),

@@ -8,15 +8,16 @@ model: the plan of a round is kept before it starts, and seeds come from (run, r
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import __version__
 from ..config import Config
-from ..errors import CertificateError, JoinRefused, SecAggError, TooFewSites
+from ..errors import JoinRefused, SecAggError, TooFewSites
 from ..malloc import keep_freed
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
@@ -25,10 +26,6 @@ from ..wire.frames import PROTOCOL, Hello
 from . import asynchronous, checks
 from .answers import Answers, InTheOpen, aside
 from .progress import Emit, Result, begin, evaluation_is_due, finish, keep_evaluation, reason_to_stop
-
-if TYPE_CHECKING:
-    from ..pki import Identity
-
 
 # --- the loop
 
@@ -153,12 +150,12 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
 
     `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
     """
-    from ..pki import Credentials, identity_of
-    from ..pki.signing import Verifier, fingerprint
+    from ..pki import Credentials, Verifier
     from ..tracking.export import beginning
     from ..transport.grpc import GrpcCohort
     from ..transport.tls import Tls
     from . import secure
+    from .callers import Callers
     from .trainer import Trainer
 
     keep_freed()
@@ -176,12 +173,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
                 _begin(store, strategy, beginning(start, about.schema) if start else initial)
         (store.folder / "initial").unlink(missing_ok=True)
 
-        certificates: dict[SiteId, bytes] = {}  # fingerprints of those that sites are connected with
-
-        def identify(pem: bytes) -> SiteId:
-            site = site_name(identity_of(pem), credentials.identity.federation)
-            certificates[site] = fingerprint(pem)
-            return site
+        callers = Callers(credentials, config.root / config.network.certs)
 
         def admit(site: SiteId, request: Request, reply: Reply) -> None:
             if config.secagg.enabled:
@@ -196,7 +188,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         cohort = GrpcCohort(
             listen=config.network.listen,
             tls=Tls(credentials.key, credentials.chain, credentials.root),
-            identify=identify,
+            identify=callers.identify,
             welcome=welcome,
             admit=admit,
             inbox=store.inbox,
@@ -211,8 +203,10 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
             answers = secure.UnderMasks(
                 config, cohort, emit,
                 federation=credentials.identity.federation,
-                fingerprints=lambda sites: {site: certificates[site] for site in sites},
-                verify=Verifier(credentials.root, credentials.identity.federation).verify,
+                fingerprints=callers.fingerprints,
+                verify=Verifier(
+                    credentials.root, credentials.identity.federation, revoked=callers.revoked
+                ).verify,
                 settled=store.set_plan,
                 spread=secure.spread(),
             )  # fmt: skip
@@ -220,6 +214,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
             answers = InTheOpen(config, cohort, emit)
         await cohort.start()
         emit("notice", text=f"listening on {config.network.listen}")
+        watching = asyncio.create_task(callers.watch(cohort.cut, emit))
         try:
             if config.asynchronous.enabled:
                 result = await asynchronous.run(config, cohort, store, strategy, emit)
@@ -228,6 +223,8 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         except BaseException:
             await cohort.stop()
             raise
+        finally:
+            watching.cancel()
         finish(store, result.rounds, result.reason, emit)
         await cohort.stop(result.reason)
         return result
@@ -237,13 +234,6 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
 
 def _begin(store: RunStore, strategy: Strategy, initial: Arena) -> None:
     store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
-
-
-def site_name(identity: Identity, federation: str) -> SiteId:
-    """The caller's name; CertificateError unless it is a site of this federation."""
-    if identity.role != "site" or identity.federation != federation:
-        raise CertificateError(f"{identity} is not a site of {federation}")
-    return identity.name
 
 
 def agree(site: SiteId, hello: Hello, config: Config, schema: Schema, task_digest: str) -> None:

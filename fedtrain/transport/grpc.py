@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
@@ -132,18 +132,20 @@ class GrpcCohort:
         idle_s: float = 30.0,
         emit: Emit = lambda kind, **fields: None,
     ) -> None:
-        """`identify` gives a site's name from its certificate, or raises CertificateError; `welcome` raises
+        """`identify` gives a site's name from its certificate, or raises CertificateError; it is asked on
+        every call. `welcome` raises
         JoinRefused when the site does not fit; `admit` raises BadUpdate for a reply whose header alone
         shows that it cannot be used, before one of its bytes is accepted; `replies` are the message types
         that may come."""
         self._replies = replies
         self._listen, self._tls, self._welcome, self._admit = listen, tls, welcome, admit
-        self._identify = lru_cache(maxsize=4096)(identify)
+        self._identify = identify
         self._inbox, self._emit = inbox, emit
         self._heartbeat_s, self._idle_s = float(heartbeat_s), float(idle_s)
         self._sessions: dict[SiteId, Session] = {}
         self._pending: dict[tuple[SiteId, str], Pending] = {}
         self._moot: deque[tuple[SiteId, str]] = deque(maxlen=MOOT)
+        self._transfers: dict[SiteId, WeakSet[asyncio.Task[Any]]] = {}
         self._joined = asyncio.Condition()
         self._alone = asyncio.Event()  # no session is open
         self._alone.set()
@@ -196,6 +198,17 @@ class GrpcCohort:
     async def newcomer(self, known: Collection[SiteId]) -> None:
         async with self._joined:
             await self._joined.wait_for(lambda: any(site not in known for site in self._sessions))
+
+    def cut(self, site: SiteId, reason: str) -> None:
+        """End all that is open with a site, which is told why. The round goes on without it."""
+        for key in [key for key in self._pending if key[0] == site]:
+            pending = self._pending.pop(key)
+            pending.arrivals.put_nowait((site, Failure(reason=reason)))
+        for transfer in self._transfers.pop(site, ()):
+            transfer.cancel()
+        if session := self._sessions.get(site):
+            session.outbox.put_nowait(Refused(reason=reason, final=True))
+            session.outbox.put_nowait(None)
 
     def tell(self, site: SiteId, line: str) -> None:
         if session := self._sessions.get(site):
@@ -260,6 +273,12 @@ class GrpcCohort:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(e))
             raise
 
+    async def _transferring(self, context: grpc.aio.ServicerContext) -> SiteId:
+        """Who calls; what runs here ends when the site is cut off."""
+        site = await self._peer(context)
+        self._transfers.setdefault(site, WeakSet()).add(cast("asyncio.Task[Any]", asyncio.current_task()))
+        return site
+
     async def _session(self, _: object, context: grpc.aio.ServicerContext) -> None:
         site = await self._peer(context)
         try:
@@ -312,7 +331,7 @@ class GrpcCohort:
             session.outbox.put_nowait(None)
 
     async def _download(self, body: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        site = await self._peer(context)
+        site = await self._transferring(context)
         try:
             fetch = decode(body, Fetch)
         except WireError as e:
@@ -336,7 +355,7 @@ class GrpcCohort:
         return None
 
     async def _upload(self, _: object, context: grpc.aio.ServicerContext) -> None:
-        site = await self._peer(context)
+        site = await self._transferring(context)
         try:
             offer = decode(_bytes(await context.read()), Offer)
         except WireError as e:

@@ -1,0 +1,69 @@
+"""Who may call the aggregator: sites of its federation whose certificate is not revoked, asked on every call.
+
+The list of revoked certificates is `certs/revoked.pem` (pki/revocation.py). It is looked at again while a
+run goes on: whoever came onto it is cut off within seconds, its open streams too (S6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from ..errors import CertificateError
+from ..pki import Credentials, Identity, Revoked, fingerprint, identity_of
+from ..pki.revocation import LIST
+from ..update import SiteId
+from .progress import Emit
+
+RELOAD_S = 2.0  # between looks at the list
+
+
+class Callers:
+    """The sites that called, by the certificates that they showed last."""
+
+    def __init__(self, credentials: Credentials, certs: Path) -> None:
+        """`certs`: the folder that may hold the list; CertificateError when the list is damaged."""
+        self._federation = credentials.identity.federation
+        self.revoked = Revoked(Path(certs) / LIST, credentials.root)
+        self.revoked.reload()
+        self._seen: dict[SiteId, tuple[Identity, bytes]] = {}
+        self._cut: set[str] = set()  # serials
+        self._read = lru_cache(maxsize=4096)(lambda pem: (identity_of(pem), fingerprint(pem)))
+
+    def identify(self, pem: bytes) -> SiteId:
+        """The caller's name; CertificateError unless it is a site of this federation, and may be."""
+        identity, printed = self._read(pem)
+        if identity.role != "site" or identity.federation != self._federation:
+            raise CertificateError(f"{identity} is not a site of {self._federation}")
+        if self.revoked(identity.serial):
+            raise CertificateError(self._struck_off(identity))
+        self._seen[identity.name] = identity, printed
+        return identity.name
+
+    def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
+        return {site: self._seen[site][1] for site in sites}
+
+    async def watch(self, cut: Callable[[SiteId, str], None], emit: Emit) -> None:
+        """Look at the list again and again; `cut(site, reason)` ends what is open with a site on it."""
+        told = ""
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            try:
+                await asyncio.to_thread(self.revoked.reload)
+            except CertificateError as e:  # what was known goes on counting
+                if str(e) != told:
+                    emit("notice", text=f"{LIST}: {e}")
+                    told = str(e)
+            for site, (identity, _) in list(self._seen.items()):
+                if self.revoked(identity.serial) and identity.serial not in self._cut:
+                    self._cut.add(identity.serial)
+                    emit("notice", text=f"{site} is cut off: its certificate was revoked")
+                    cut(site, self._struck_off(identity))
+
+    def _struck_off(self, identity: Identity) -> str:
+        return (
+            f"{identity}: its certificate {identity.serial} was revoked. With one issued later the same "
+            f"command goes on."
+        )
