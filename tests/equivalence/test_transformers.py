@@ -33,7 +33,8 @@ class Gpt2(Text):
     def model(self):
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=33, n_positions=8, n_embd=24, n_layer=2, n_head=4, use_cache=False,
-            bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2,
+            bos_token_id=0, eos_token_id=0, initializer_range=0.2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )).to(self.dtype)
 
 class OneEnd(Gpt2):
