@@ -12,7 +12,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -395,8 +395,7 @@ class GrpcCohort:
         await context.write(encode(Stored()))
 
     async def _receive(self, inbox: Inbox, arena: ArenaFile, context: grpc.aio.ServicerContext) -> None:
-        arriving = await asyncio.to_thread(inbox.receive, arena.digest, arena.schema.nbytes)
-        try:
+        async with opened(inbox, arena) as arriving:
             await context.write(encode(Resume(digest=arena.digest, offset=arriving.offset)))
             while not arriving.whole:
                 chunk = await context.read()
@@ -405,12 +404,31 @@ class GrpcCohort:
                 self.bytes_in += len(_bytes(chunk))
                 arriving.write(chunk)
             arena.path = await asyncio.to_thread(arriving.finish)
-        finally:
-            arriving.close()
 
 
 class Broken(WireError):
     """A transfer ended early; what arrived is kept."""
+
+
+@asynccontextmanager
+async def opened(inbox: Inbox, arena: ArenaFile) -> AsyncIterator[Arriving]:
+    """A transfer, opened in a thread, for its digest may have to be caught up with. It is closed in any
+    case, also when we are cancelled before the thread is done."""
+    loop = asyncio.get_running_loop()
+    opening = loop.run_in_executor(None, inbox.receive, arena.digest, arena.schema.nbytes)
+    try:
+        arriving = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        while not opening.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([opening])
+        if opening.exception() is None:
+            opening.result().close()
+        raise
+    try:
+        yield arriving
+    finally:
+        arriving.close()
 
 
 def _bytes(data: Any) -> bytes:
@@ -594,15 +612,12 @@ class SiteLink:
             wait_s = min(wait_s * 2, 5.0)
 
     async def _fetch(self, channel: grpc.aio.Channel, arena: ArenaFile) -> None:
-        arriving = await asyncio.to_thread(self._inbox.receive, arena.digest, arena.schema.nbytes)
-        try:
+        async with opened(self._inbox, arena) as arriving:
             if not arriving.whole:
                 fetch = encode(Fetch(digest=arena.digest, offset=arriving.offset))
                 async for chunk in channel.unary_stream(f"/{SERVICE}/Download")(fetch):
                     arriving.write(chunk)
             arena.path = await asyncio.to_thread(arriving.finish)
-        finally:
-            arriving.close()
 
     async def _offer(self, channel: grpc.aio.Channel, request: Request, reply: Reply) -> None:
         offered = {arena.digest: arena for arena in arenas(reply)}
