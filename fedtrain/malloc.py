@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-MMAP_BYTES = 32 << 20  # a larger buffer has pages of its own, given back when it is freed (glibc's maximum)
-TRIM_BYTES = 64 << 20  # of freed memory are kept
+MMAP_BYTES = 4 << 20  # a larger buffer has pages of its own, given back when it is freed
+TRIM_BYTES = 16 << 20  # of freed memory are kept, in each arena of the heap
 ENVIRONMENT = {  # the same for a process to be started
     "MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(TRIM_BYTES),

@@ -169,10 +169,9 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
             about = trainer.description
             store.begin(about.schema, config.agreed(), run=config.run.name, task_digest=about.task_digest)
             if store.latest() is None:
-                initial = (await trainer.initial(store.folder / "initial")).load()
-                _begin(store, strategy, beginning(start, about.schema) if start else initial)
+                own = await trainer.initial(store.folder / "initial")
+                _begin(store, strategy, beginning(start, about.schema) if start else own.load())
         (store.folder / "initial").unlink(missing_ok=True)
-
         callers = Callers(credentials, config.root / config.network.certs)
 
         def admit(site: SiteId, request: Request, reply: Reply) -> None:
