@@ -35,6 +35,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedtrain import pki
+from fedtrain.malloc import keep_freed
 from fedtrain.secagg.client import Client, Policy
 from fedtrain.secagg.encoding import Encoding, rounding_seed
 from fedtrain.secagg.fixedpoint import FixedPoint
@@ -302,6 +303,7 @@ def main() -> None:
                         help="CPU time of one thread, for a machine that does other things, too")  # fmt: skip
     args = parser.parse_args()
     common.begin(args)
+    keep_freed()  # as sites and aggregators do
     if args.cpu:
         clock, args.threads = time.thread_time, 1
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.threads) as pool:
