@@ -11,17 +11,16 @@ import os
 
 MMAP_BYTES = 4 << 20  # a larger buffer has pages of its own, given back when it is freed
 TRIM_BYTES = 16 << 20  # of freed memory are kept, in each arena of the heap
-ENVIRONMENT = {  # the same for a process to be started
-    "MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES),
-    "MALLOC_TRIM_THRESHOLD_": str(TRIM_BYTES),
-    "THP_MEM_ALLOC_ENABLE": "1",  # torch: pages of 2 MiB for its large tensors
+ENVIRONMENT = {  # of a trainer, whose batches come and go thousands of times a second; most is below 32 MiB
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
 }
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def keep_freed() -> None:
     """From here on, in this process; before the first large tensor. Another C library needs nothing."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: pages of 2 MiB for its large tensors
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, MMAP_BYTES)
