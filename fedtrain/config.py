@@ -527,6 +527,19 @@ def one_of(key: str, value: str, choices: Iterable[str]) -> None:
         raise ConfigError(f"{key}: {value!r} is not one of {', '.join(choices)}.{hint}")
 
 
+def value_of(text: str) -> bool | int | float | str:
+    """An option's value where it stands in a word, as in "topk:fraction=0.01"."""
+    text = text.strip()
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
 def options_of(cls: type, parts: Collection[str] = ()) -> list[str]:
     """The fields of a dataclass that a user sets: not its `parts`, which whoever builds it has."""
     return [f.name for f in fields(cls) if f.name not in parts]

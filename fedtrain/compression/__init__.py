@@ -48,7 +48,7 @@ def parse(text: str) -> Compressor:
     options: dict[str, Any] = {}
     for name, item in zip(known, rest.split(",") if colon else (), strict=False):
         key, equals, value = item.partition("=")
-        options[key.strip() if equals else name] = _value(value if equals else key)
+        options[key.strip() if equals else name] = config.value_of(value if equals else key)
     if colon and rest.count(",") >= len(known):
         has = ", ".join(known) or "none"
         raise ConfigError(f"compression: {text!r} has more options than {kind}, which has {has}.")
@@ -64,15 +64,3 @@ def build(kind: str, options: Mapping[str, Any]) -> Compressor:
         config.require(inner, "compression", 'error_feedback wraps another: "error_feedback:topk:0.01"')
         return ErrorFeedback(inner if isinstance(inner, Compressor) else parse(str(inner)))
     return config.build(COMPRESSORS[kind], dict(options), "compression")
-
-
-def _value(text: str) -> bool | int | float | str:
-    text = text.strip()
-    if text in ("true", "false"):
-        return text == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text

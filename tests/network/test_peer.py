@@ -28,18 +28,23 @@ def models(project, run):
         store.close()
 
 
+def ends_as_simulated(project, names, *sets):
+    """Peers as processes end with the models, bit for bit, of a simulation with the same settings."""
+    simulated = project.start("simulate", "--mode", "gossip", *sets)
+    assert simulated.wait(240) == 0, project.log("simulate")
+    for name, process in start_peers(project, *sets, names=names).items():
+        assert process.wait(240) == 0, project.log(f"peer-{name}")
+    rounds, expected = models(project, "r+gossip")
+    for name in names:
+        got_rounds, got = models(project, f"r+gossip@{name}")
+        assert got_rounds == rounds == 3
+        assert (got[name] == expected[name]).all()
+
+
 @pytest.mark.slow
 def test_peers_over_zeromq_end_with_the_bits_of_their_simulation(tmp_path):
     with Project(tmp_path, rounds=3) as project:
-        simulated = project.start("simulate", "--mode", "gossip")
-        assert simulated.wait(240) == 0, project.log("simulate")
-        for name, process in start_peers(project).items():
-            assert process.wait(240) == 0, project.log(f"peer-{name}")
-        rounds, expected = models(project, "r+gossip")
-        for name in SITES:
-            got_rounds, got = models(project, f"r+gossip@{name}")
-            assert got_rounds == rounds == 3
-            assert (got[name] == expected[name]).all()
+        ends_as_simulated(project, SITES)
 
 
 @pytest.mark.slow
@@ -105,20 +110,7 @@ def test_masked_peers_over_zeromq_end_with_the_bits_of_their_simulation(tmp_path
         issue(project.root / "certs", "site", "d")
         task = (project.root / "task.py").read_text().replace('["a", "b", "c"]', str(list(four)))
         (project.root / "task.py").write_text(task)
-        sets = (
-            "--set",
-            "gossip.masks=true",
-            "--set",
-            "gossip.topology=complete",
-            "--set",
-            "strategy.min_sites=4",
-        )
-        simulated = project.start("simulate", "--mode", "gossip", *sets)
-        assert simulated.wait(240) == 0, project.log("simulate")
-        for name, process in start_peers(project, *sets, names=four).items():
-            assert process.wait(240) == 0, project.log(f"peer-{name}")
-        rounds, expected = models(project, "r+gossip")
-        for name in four:
-            got_rounds, got = models(project, f"r+gossip@{name}")
-            assert got_rounds == rounds == 3
-            assert (got[name] == expected[name]).all()
+        ends_as_simulated(
+            project, four, "--set", "gossip.masks=true", "--set", "gossip.topology=complete",
+            "--set", "strategy.min_sites=4",
+        )  # fmt: skip

@@ -47,18 +47,9 @@ def parse(
                 f'gossip.rule: {text!r}: write "{kind}:NAME=VALUE,...". '
                 f"{kind} has {', '.join(own) or 'no options'}."
             )
-        options[name] = _value(value)
+        options[name] = config.value_of(value)
     if kind not in RULES:
         return Alike(build(kind, options))
     if rounds and "rounds" in own:
         options.setdefault("rounds", rounds)
     return config.build(RULES[kind], options, "gossip.rule")
-
-
-def _value(text: str) -> int | float | str:
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
