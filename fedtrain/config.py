@@ -218,7 +218,7 @@ class NetworkConfig:
     address: str = ""  # what sites connect to; empty: the same as listen
     certs: str = "certs"  # directory made by `fedtrain certs`, relative to this file
     heartbeat: Seconds = Seconds(5)
-    idle: Seconds = Seconds(30)  # a lost site is waited for this long within a round
+    idle: Seconds = Seconds(30)  # a lost site is waited for this long within a round, and to hear of the end
 
     def __post_init__(self) -> None:
         for name in ("listen", "address"):

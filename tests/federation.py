@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import torch
 
 from fedtrain.config import LimitsConfig
 from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issue
 from fedtrain.runtime import checks
 from fedtrain.store import Spool
-from fedtrain.transport.grpc import GrpcCohort, SiteLink
+from fedtrain.transport.grpc import GrpcCohort, SiteLink, channel_options
 from fedtrain.transport.tls import Tls
 from fedtrain.update import Arena, Evaluate, Reply, Request, Schema, TensorSpec, Train, Update
 from fedtrain.wire.frames import PROTOCOL, Hello
@@ -79,7 +80,7 @@ async def aggregator(
     try:
         yield Aggregator(cohort, events)
     finally:
-        await cohort.stop("over")
+        await cohort.stop()
 
 
 def link(certs: Path, site: str, port: int, folder: Path, **options: Any) -> SiteLink:
@@ -91,6 +92,22 @@ def link(certs: Path, site: str, port: int, folder: Path, **options: Any) -> Sit
         requests=REQUESTS,
         **options,
     )
+
+
+@contextlib.asynccontextmanager
+async def raw_channel(
+    certs: Path, port: int, *, as_site: str = "a", with_tls: Tls | None = None, limit: int = 4 << 20
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A caller that speaks gRPC by hand; `limit` is what it lets itself send."""
+    ours = [option for option in channel_options(5) if "send" not in option[0]]
+    options = [
+        *ours,
+        ("grpc.max_send_message_length", limit),
+        ("grpc.ssl_target_name_override", aggregator_target("fedtrain")),
+    ]
+    credentials = (with_tls or tls(certs / "sites" / as_site)).channel()
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
+        yield channel
 
 
 def hello(schema: Schema, **fields: Any) -> Hello:

@@ -42,6 +42,11 @@ class Callers:
         self._seen[identity.name] = identity, printed
         return identity.name
 
+    def may_call(self, site: SiteId) -> bool:
+        """Whether the certificate that a site showed last still counts; True of one that hasn't called."""
+        seen = self._seen.get(site)
+        return seen is None or not self.revoked(seen[0].serial)
+
     def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         return {site: self._seen[site][1] for site in sites}
 

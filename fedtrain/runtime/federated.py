@@ -214,19 +214,18 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         await cohort.start()
         emit("notice", text=f"listening on {config.network.listen}")
         watching = asyncio.create_task(callers.watch(cohort.cut, emit))
+        over: str | None = None
         try:
             if config.asynchronous.enabled:
                 result = await asynchronous.run(config, cohort, store, strategy, emit)
             else:
                 result = await run(config, answers, store, strategy, emit)
-        except BaseException:
-            await cohort.stop()
-            raise
+            finish(store, result.rounds, result.reason, emit)
+            over = result.reason
+            return result
         finally:
             watching.cancel()
-        finish(store, result.rounds, result.reason, emit)
-        await cohort.stop(result.reason)
-        return result
+            await cohort.stop(over, filter(callers.may_call, store.joined()))
     finally:
         store.close()
 

@@ -11,7 +11,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+)
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +42,7 @@ from ..wire.frames import (
     FromAggregator,
     FromSite,
     Hello,
+    Leaving,
     Moot,
     Note,
     Offer,
@@ -47,7 +56,7 @@ from ..wire.frames import (
 from .tls import Tls, explain
 
 SERVICE = "fedtrain.Star"
-LEAVE_S = 2.0  # for sites to hear that we stop
+LEAVE_S = 2.0  # for the other end to hear a last word
 HELLO_S = 10.0  # a connection that has not said Hello by then is closed
 MOOT = 4096  # requests remembered that nobody waits for, though their deadline hasn't passed
 END = grpc.aio.EOF
@@ -147,9 +156,10 @@ class GrpcCohort:
         self._moot: deque[tuple[SiteId, str]] = deque(maxlen=MOOT)
         self._transfers: dict[SiteId, WeakSet[asyncio.Task[Any]]] = {}
         self._joined = asyncio.Condition()
-        self._alone = asyncio.Event()  # no session is open
-        self._alone.set()
         self._finished: str | None = None
+        self._untold: set[SiteId] = set()  # who has yet to hear that the run is finished
+        self._alone = asyncio.Event()  # no session is open, and nobody has yet to hear
+        self._alone.set()
         self.bytes_in = self.bytes_out = 0
         self.port = 0
 
@@ -178,17 +188,31 @@ class GrpcCohort:
             ) from None
         await self._server.start()
 
-    async def stop(self, reason: str | None = None) -> None:
-        """Close; with a `reason`, tell the sites first that the run is over and they may leave."""
-        self._finished = reason
+    async def stop(self, reason: str | None = None, joined: Iterable[SiteId] = ()) -> None:
+        """Close. With a `reason` the run is over, and all that have `joined` it are told first, so that they
+        leave; whoever is away has the idle time to come back and hear it."""
+        self._finished, wait_s = reason, LEAVE_S if reason is None else max(LEAVE_S, self._idle_s)
         for session in self._sessions.values():
-            if reason is not None:
-                session.outbox.put_nowait(Finished(reason=reason))
-            session.outbox.put_nowait(None)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
-                await self._alone.wait()  # a session cut off in the middle of a write is a traceback in core
-        await self._server.stop(grace=None)
+            session.outbox.put_nowait(None if reason is None else Finished(reason=reason))
+        if reason is not None:
+            self._untold = {*joined, *self._sessions}
+            if away := sorted(self._untold - self._sessions.keys()):
+                who = f"{', '.join(away[:5])}{' and others' if away[5:] else ''}"
+                text = f"the run is over, and {who} may come back within {wait_s:g} s to hear it"
+                self._emit("notice", text=f"{text}; Ctrl-C leaves at once")
+        self._look_around()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._alone.wait()  # a session cut off in a write is a traceback in core
+        finally:
+            await self._server.stop(grace=None)
+
+    def _look_around(self) -> None:
+        if self._sessions or self._untold:
+            self._alone.clear()
+        else:
+            self._alone.set()
 
     async def members(self, at_least: int) -> list[SiteId]:
         async with self._joined:
@@ -288,17 +312,20 @@ class GrpcCohort:
         except (TimeoutError, WireError, BadUpdate, JoinRefused) as e:
             reason = str(e) or f"no Hello within {HELLO_S:g} s"
             self._emit("join_refused", site=site, reason=reason)
-            await context.write(encode(Refused(reason=reason, final=isinstance(e, JoinRefused))))
-            return
-        if self._finished is not None:
-            await context.write(encode(Finished(reason=self._finished)))
+            final = isinstance(e, JoinRefused)
+            await context.write(encode(Refused(reason=reason, final=final)))
+            if final:
+                self._untold.discard(site)
+                self._look_around()
             return
         session = Session()
         if before := self._sessions.get(site):  # it came back before its loss was noticed
             before.outbox.put_nowait(None)
         self._sessions[site] = session
-        self._alone.clear()
+        self._look_around()
         session.outbox.put_nowait(Welcome(heartbeat_s=self._heartbeat_s))
+        if self._finished is not None:
+            session.outbox.put_nowait(Finished(reason=self._finished))
         for (name, _id), pending in self._pending.items():
             if name == site:
                 session.outbox.put_nowait(pending.ask)
@@ -313,8 +340,7 @@ class GrpcCohort:
             reading.cancel()
             if self._sessions.get(site) is session:
                 del self._sessions[site]
-                if not self._sessions:
-                    self._alone.set()
+                self._look_around()
                 self._give_up_later(site)
                 self._emit("site_lost", site=site, reason="disconnected")
 
@@ -325,6 +351,9 @@ class GrpcCohort:
                 frame: FromSite = decode(_bytes(data), FromSite)
                 if isinstance(frame, Status):
                     self._emit("site_state", site=site, state=frame.state[:64])
+                elif isinstance(frame, Leaving):
+                    self._untold.discard(site)
+                    return
         except (WireError, grpc.RpcError) as e:
             self._emit("notice", text=f"{site}: {str(e)[:200]}")
         finally:
@@ -522,7 +551,7 @@ class SiteLink:
         ]
         async with grpc.aio.secure_channel(self._address, self._tls.channel(), options=options) as channel:
             call = channel.stream_stream(f"/{SERVICE}/Session")()
-            self._outbox: asyncio.Queue[Status] = asyncio.Queue()
+            self._outbox: asyncio.Queue[FromSite] = asyncio.Queue()
             writing: asyncio.Task[None] | None = None
             try:
                 await call.write(encode(hello))
@@ -541,6 +570,7 @@ class SiteLink:
                         case Note(line=line):
                             self._emit("notice", text=line)
                         case Finished(reason=reason):
+                            await self._leave(call)
                             return reason
                         case Refused(reason=reason, final=final):
                             raise (JoinRefused if final else ConnectError)(reason)
@@ -560,6 +590,14 @@ class SiteLink:
                 self._drop_work()
                 if writing:
                     writing.cancel()
+
+    async def _leave(self, call: Any) -> None:
+        """Say that we heard, and go when the aggregator knows: it would wait for us otherwise."""
+        self._outbox.put_nowait(Leaving())
+        with suppress(TimeoutError, grpc.RpcError, *CLOSED):
+            async with asyncio.timeout(LEAVE_S):
+                while await call.read() is not END:
+                    pass
 
     async def _write(self, call: Any) -> None:
         with suppress(grpc.RpcError, *CLOSED):

@@ -3,7 +3,7 @@
 Each frame is a msgspec struct in MessagePack: typed, checked while it is decoded, and unable to name code.
 A model's bytes never stand in a frame; they follow as raw chunks in a stream of their own:
 
-  Session   Hello, Status... -> Welcome | Refused, Ask..., Cancel..., Note..., Finished
+  Session   Hello, Status..., Leaving -> Welcome | Refused, Ask..., Cancel..., Note..., Finished
   Download  Fetch -> chunks                                the model that an Ask names, from any offset
   Upload    Offer, chunks... -> Resume, Stored | Moot | Refused   a reply's header, then the bytes it names
 
@@ -40,6 +40,10 @@ class Status(Frame, frozen=True, kw_only=True, tag=True):
     """What the site is doing, for the table that people watch."""
 
     state: str
+
+
+class Leaving(Frame, frozen=True, kw_only=True, tag=True):
+    """The site's last frame: it has heard that the run is over, and needs not be told again."""
 
 
 class Welcome(Frame, frozen=True, kw_only=True, tag=True):
@@ -98,6 +102,6 @@ class Moot(Frame, frozen=True, kw_only=True, tag=True):
     """Enough had answered already; this reply is needed no more."""
 
 
-FromSite = Hello | Status
+FromSite = Hello | Status | Leaving
 FromAggregator = Welcome | Refused | Ask | Cancel | Note | Finished
 UploadAnswer = Resume | Stored | Moot | Refused

@@ -104,6 +104,32 @@ def test_a_trainer_killed_in_the_middle_is_replaced_by_its_site(tmp_path, whole)
         assert p.final() == whole
 
 
+def test_a_site_that_is_away_when_the_run_ends_hears_it_when_it_or_the_aggregator_is_back(tmp_path):
+    """The idle time is longer than any wait here: it ends by being told, and by SIGTERM."""
+    with Project(tmp_path, rounds=2) as p:
+        toml = p.root / "fedtrain.toml"
+        toml.write_text(
+            toml.read_text().replace("min_sites = 3", "min_sites = 2").replace('idle = "60s"', 'idle = "1h"')
+        )
+        aggregator, c = p.start("aggregator"), p.start("site", "c")
+        p.wait_for(lambda: p.count("site_joined"))
+        c.kill()
+        p.wait_for(lambda: p.count("site_lost"))
+        there = [p.start("site", name) for name in "ab"]
+        assert [site.wait(120) for site in there] == [0, 0], p.log("aggregator")
+        assert "c may come back" in [e for e in p.events() if e["kind"] == "notice"][-1]["text"]
+        assert aggregator.poll() is None
+        assert p.start("site", "c").wait(120) == 0, p.log("site-c")
+        assert aggregator.wait(60) == 0, p.log("aggregator")
+
+        again = p.start("aggregator")  # on the finished run
+        assert p.start("site", "a").wait(120) == 0, p.log("site-a")
+        assert again.poll() is None
+        again.terminate()
+        assert again.wait(60) == 143
+        assert p.count("round_committed") == 2
+
+
 def test_s32_with_fewer_sites_needed_a_round_completes_without_the_killed_one_and_it_rejoins(tmp_path):
     with Project(tmp_path, rounds=5000, slow=0.005) as p:
         toml = p.root / "fedtrain.toml"

@@ -6,10 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from fedtrain.errors import JoinRefused
 from fedtrain.exchange import gather
-from fedtrain.transport.grpc import opened
+from fedtrain.transport import grpc as star
+from fedtrain.transport.grpc import SERVICE, opened
 from fedtrain.update import ArenaFile, Train, Update
-from tests.federation import aggregator, certificates, echo_plus, link, random_arena, sites
+from fedtrain.wire.codec import decode, encode
+from fedtrain.wire.frames import Finished, FromAggregator, Welcome
+from tests.federation import (
+    aggregator,
+    certificates,
+    echo_plus,
+    hello,
+    link,
+    random_arena,
+    raw_channel,
+    sites,
+)
 
 NAMES = ["a", "b", "c"]
 
@@ -47,6 +60,78 @@ def test_what_sites_send_is_what_the_aggregator_gets(certs, tmp_path, dtype):
         assert got[name].delta.digest == random_arena(1_500_000, i, dtype).digest
         assert got[name].delta.load().digest == got[name].delta.digest
         assert got[name].num_examples == 1.0 + i
+
+
+async def ended(certs, folder, weights, agg, away, back):
+    """A run that ends while `away` of its sites are: what each of `back` hears when it comes."""
+    stopping = asyncio.create_task(agg.cohort.stop("rounds done", away))
+    await asyncio.sleep(0)
+    heard = []
+    for name in back:
+        assert not stopping.done(), "it waits until all have heard"
+        site = link(certs, name, agg.cohort.port, folder)
+        heard.append(await site.serve(hello(weights.schema), echo_plus(0)))
+    await stopping
+    return heard
+
+
+def test_a_site_that_was_away_when_the_run_ended_hears_it_when_it_comes_back(certs, tmp_path):
+    weights = random_arena(10, 1)
+
+    async def main():
+        async with aggregator(certs, tmp_path, weights.schema, idle_s=3600) as agg:
+            links = {"a": link(certs, "a", agg.cohort.port, tmp_path)}
+            async with sites(links, weights.schema, lambda n: echo_plus(0)) as tasks:
+                await agg.cohort.members(1)
+                heard = await ended(certs, tmp_path, weights, agg, NAMES, ["b", "c"])
+                return [*heard, *await asyncio.gather(*tasks)], agg.of("notice")
+
+    heard, notices = bounded(main())
+    assert heard == ["rounds done"] * 3
+    assert ["b, c may come back within 3600 s" in n["text"] for n in notices] == [True]
+
+
+def test_a_site_whose_connection_broke_on_the_last_word_hears_it_again(certs, tmp_path):
+    weights = random_arena(10, 1)
+
+    async def main():
+        async with aggregator(certs, tmp_path, weights.schema, idle_s=3600) as agg:
+            async with raw_channel(certs, agg.cohort.port) as channel:
+                call = channel.stream_stream(f"/{SERVICE}/Session")()
+                await call.write(encode(hello(weights.schema)))
+                assert isinstance(decode(await call.read(), FromAggregator), Welcome)
+                ending = asyncio.create_task(ended(certs, tmp_path, weights, agg, ["a", "b"], ["b", "a"]))
+                assert isinstance(decode(await call.read(), FromAggregator), Finished)
+            return await ending
+
+    assert bounded(main()) == ["rounds done"] * 2
+
+
+def test_a_site_that_stays_away_is_not_waited_for_beyond_the_idle_time(certs, tmp_path, monkeypatch):
+    monkeypatch.setattr(star, "LEAVE_S", 0.05)
+    weights = random_arena(10, 1)
+
+    async def main():
+        async with aggregator(certs, tmp_path, weights.schema, idle_s=0.1) as agg:
+            return await ended(certs, tmp_path, weights, agg, ["a"], [])
+
+    assert bounded(main()) == []
+
+
+def test_a_site_that_no_longer_fits_when_it_comes_back_is_not_waited_for(certs, tmp_path):
+    def refuse(site, hello):
+        raise JoinRefused("another model")
+
+    weights = random_arena(10, 1)
+
+    async def main():
+        async with aggregator(certs, tmp_path, weights.schema, idle_s=3600, welcome=refuse) as agg:
+            stopping = asyncio.create_task(agg.cohort.stop("rounds done", ["a"]))
+            with pytest.raises(JoinRefused):
+                await link(certs, "a", agg.cohort.port, tmp_path).serve(hello(weights.schema), echo_plus(0))
+            await stopping
+
+    bounded(main())
 
 
 def test_a_transfer_cancelled_while_its_file_is_opened_is_closed_all_the_same():

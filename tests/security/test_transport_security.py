@@ -17,12 +17,22 @@ from fedtrain.config import LimitsConfig
 from fedtrain.errors import BadUpdate, JoinRefused, WireError
 from fedtrain.pki import Authority, aggregator_target, sign
 from fedtrain.runtime import checks
-from fedtrain.transport.grpc import SERVICE, channel_options
+from fedtrain.transport.grpc import SERVICE
 from fedtrain.transport.tls import Tls
 from fedtrain.update import Arena, ArenaFile, Failure, Schema, TensorSpec, Train, Update
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Fetch, Offer, Refused, Resume, Stored, UploadAnswer
-from tests.federation import aggregator, certificates, echo_plus, hello, link, random_arena, sites, tls
+from tests.federation import (
+    aggregator,
+    certificates,
+    echo_plus,
+    hello,
+    link,
+    random_arena,
+    raw_channel,
+    sites,
+    tls,
+)
 
 MODEL = random_arena(1000, 0)
 
@@ -54,20 +64,6 @@ def odd(certs, *, dns, usage=ExtendedKeyUsageOID.CLIENT_AUTH, start=-1, days=10)
         leaf.public_bytes(pem) + authority.certificate.public_bytes(pem),
         authority.root.public_bytes(pem),
     )
-
-
-@contextlib.asynccontextmanager
-async def raw_channel(certs, port, *, as_site="a", with_tls=None, limit=4 << 20):
-    """A caller that speaks gRPC by hand; `limit` is what it lets itself send."""
-    ours = [option for option in channel_options(5) if "send" not in option[0]]
-    options = [
-        *ours,
-        ("grpc.max_send_message_length", limit),
-        ("grpc.ssl_target_name_override", aggregator_target("fedtrain")),
-    ]
-    credentials = (with_tls or tls(certs / "sites" / as_site)).channel()
-    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
-        yield channel
 
 
 async def why_not(certs, tmp_path, **options):
