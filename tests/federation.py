@@ -85,7 +85,7 @@ async def aggregator(
 
 def link(certs: Path, site: str, port: int, folder: Path, **options: Any) -> SiteLink:
     return SiteLink(
-        address=f"127.0.0.1:{port}",
+        address=options.pop("address", f"127.0.0.1:{port}"),
         tls=options.pop("tls", None) or tls(certs / "sites" / site),
         target=options.pop("target", aggregator_target("fedtrain")),
         inbox=Spool(folder / site),

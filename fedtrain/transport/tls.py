@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import grpc
@@ -34,6 +35,11 @@ def explain(details: str, address: str, joined: bool = False) -> str:
     With TLS 1.3 a server that refuses our certificate just closes, right after our side of the handshake.
     """
     text = details.lower()
+    if proxy := re.search(r"(?:ipv[46]:)?(\S+): http proxy returned response code (\d+)", text):
+        return (
+            f"{address}: the HTTP proxy {proxy[1]} answered {proxy[2]}. It must allow CONNECT to this "
+            f"address; https_proxy may hold a name and a password."
+        )
     if "connection refused" in text:
         return f"{address}: nothing listens there yet (connection refused). Is the aggregator started?"
     if "certificate_verify_failed" in text or "verification check failed" in text:
