@@ -526,6 +526,7 @@ def test_neither_workers_nor_processes_change_a_bit_of_an_asynchronous_simulatio
         simulate=replace(cfg.simulate, speeds="straggler:3"),
     )
     events, weights = simulated(cfg, workers=2)
+    assert [f["sites"] for kind, f in events if kind == "run_started"] == [3]
     assert max(f["staleness"] for kind, f in events if kind == "update_received") >= 1
     bench = Workbench(cfg, simulated=True)
 

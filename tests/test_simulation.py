@@ -109,6 +109,7 @@ def test_any_number_of_workers_gives_the_bits_of_a_plain_loop(folder):
     for workers in (1, 2):
         events, weights = simulated(configured(folder, name=f"with-{workers}"), workers=workers)
         assert weights.digest == expected
+    assert [fields["sites"] for kind, fields in events if kind == "run_started"] == [7]
     metrics = [fields["metrics"] for kind, fields in events if kind == "evaluated"]
     assert [list(m) for m in metrics] == [["loss"]] * 3
     assert metrics[-1]["loss"] < metrics[0]["loss"]

@@ -86,7 +86,7 @@ async def run(
     `asks`: how sites are heard, when it is not as they come (a simulation has a clock of its own).
     `evaluate_at`: as in federated.run.
     """
-    newest = begin(config, store, emit)
+    newest = begin(config, store, await cohort.members(0), emit)
     loop = Loop(config, cohort, store, strategy, emit, asks or Asks(config, cohort), evaluate_at)
     return await loop.run(store.on_disk(newest))
 

@@ -43,7 +43,7 @@ async def run(
 
     `evaluate_at`: who evaluates, when it is not every member (a simulation evaluates pooled data once).
     """
-    checkpoint = begin(config, store, emit)
+    checkpoint = begin(config, store, await answers.cohort.members(0), emit)
     if store.durable:
         checkpoint = store.on_disk(checkpoint)
     while True:

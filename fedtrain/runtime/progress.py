@@ -3,7 +3,7 @@ when it is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,9 @@ class Result:
     run_dir: Path
 
 
-def begin(config: Config, store: RunStore, emit: Emit) -> Checkpoint:
-    """The last committed round, from which the run goes on; `store` holds the initial model at least."""
+def begin(config: Config, store: RunStore, members: Collection[SiteId], emit: Emit) -> Checkpoint:
+    """The last committed round, from which the run goes on; `store` holds the initial model at least.
+    `members`: the sites that are there already."""
     import torch
 
     torch.set_num_threads(1)  # folds wait for memory; a second thread would only spin on the sites' cores
@@ -38,7 +39,7 @@ def begin(config: Config, store: RunStore, emit: Emit) -> Checkpoint:
         run=config.run.name,
         mode="simulate" if store.folder == config.simulate_dir else "federated",
         rounds=config.run.rounds,
-        sites=len(store.joined()),
+        sites=len({*store.joined(), *members}),
         config_digest=config.digest(),
         resumed_from=checkpoint.round or None,
         buffer=config.asynchronous.buffer if config.asynchronous.enabled else 0,
