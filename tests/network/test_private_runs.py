@@ -1,4 +1,4 @@
-"""[privacy] where nobody waits for rounds and where nobody aggregates: real processes, the users' commands."""
+"""[privacy] where nobody waits for rounds and where nobody aggregates, with the users' own commands."""
 
 import pytest
 import torch
