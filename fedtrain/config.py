@@ -280,7 +280,8 @@ class ParallelConfig:
     cp: int = 1  # context-parallel ranks: each has a part of every sequence
     schedule: str = "1f1b"  # of the pipeline: gpipe | 1f1b | interleaved
     microbatches: int = 0  # a batch is cut into for the pipeline; 0: twice pp
-    offload: bool = False  # shards (zero 2 and 3) rest in CPU memory
+    offload: str = "none"  # where shards rest (zero 2 and 3): none | cpu | disk | nvme
+    offload_dir: str = ""  # of disk and nvme: a folder on a disk of this machine, for the optimizer's state
     checkpoint_activations: bool = False
     compile: bool = False
     comm_hook: str = "none"  # gradients on the wire: none | fp16 | bf16 | powersgd | topk
@@ -309,7 +310,10 @@ class ParallelConfig:
         require(0 <= self.mix < 1, "parallel.mix", f"{self.mix} must be in [0, 1)")
         require(self.timeout > 0, "parallel.timeout", "must be positive")
         require(not self.sp or self.tp > 1, "parallel.sp", "needs parallel.tp of 2 or more")
-        require(not self.offload or self.zero >= 2, "parallel.offload", "needs parallel.zero = 2 or 3")
+        one_of("parallel.offload", self.offload, ("none", "cpu", "disk", "nvme"))
+        require(self.offload == "none" or self.zero >= 2, "parallel.offload", "needs parallel.zero = 2 or 3")
+        require(self.offload not in ("disk", "nvme") or self.offload_dir != "", "parallel.offload_dir",
+                f"parallel.offload = {self.offload} needs a folder on a disk of this machine")  # fmt: skip
         one_of("parallel.schedule", self.schedule, ("gpipe", "1f1b", "interleaved"))
         one_of("parallel.comm_hook", self.comm_hook, ("none", "fp16", "bf16", "powersgd", "topk"))
         one_of("parallel.sync", self.sync, ("step", "local"))

@@ -10,8 +10,9 @@ from tests.equivalence.tiny import case, furthest, project
 EXACT = 1e-12  # float64
 MOMENTUM = {"optimizer": "sgd", "momentum": 0.9}
 SAME = {
-    "offload-zero2": case(zero=2, offload=True),
-    "offload-zero3": case(zero=3, offload=True, train={"clip_norm": 0.1}),
+    "offload-zero2": case(zero=2, offload="cpu"),
+    "offload-zero3": case(zero=3, offload="cpu", train={"clip_norm": 0.1}),
+    "offload-disk-zero3": case(zero=3, offload="disk", offload_dir="disk", train={"accumulate": 2}),
     "activations-again": case(checkpoint_activations=True),
     "activations-again-tp": case(tp=2, checkpoint_activations=True),
     "activations-again-pp": case(pp=2, checkpoint_activations=True),
@@ -28,7 +29,7 @@ NARROW = {
 }
 
 
-@pytest.mark.slow  # 18 cases on two ranks, one of which is compiled
+@pytest.mark.slow  # 19 cases on two ranks, one of which is compiled
 def test_what_saves_memory_or_time_changes_only_roundings(tmp_path):
     folder = project(tmp_path / "project")
     outcomes = launch(folder, 2, SAME | NARROW)

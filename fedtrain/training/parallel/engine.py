@@ -84,8 +84,8 @@ class MeshEngine:
             part.train()
         named = [pair for part in self.parts for pair in unique_tensors(part).items()]
         self._parameters = [p for _, p in named if isinstance(p, nn.Parameter) and p.requires_grad]
-        shared_by = mesh.group(mesh.averaging_axes) if self.parallel.zero == 1 else None
-        self.optimizer = optimizer_of(task, self._parameters, self.train, shared_by)
+        self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
+        self.optimizer = self._new_optimizer()
         self.schedule = schedule_of(self.optimizer, self.parallel, steps)
 
     @property
@@ -293,9 +293,18 @@ class MeshEngine:
         if self.correct is not None:
             self._start = [local(p.detach()).clone().view(-1) for p in self._parameters]
         if afresh:
-            shared_by = self.mesh.group(self.mesh.averaging_axes) if self.parallel.zero == 1 else None
-            self.optimizer = optimizer_of(self.task, self._parameters, self.train, shared_by)
+            self.optimizer = self._new_optimizer()
             self.schedule = None
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        """As the task or [train] says; its state shared among ranks, or on a disk, as [parallel] does."""
+        shared_by = self.mesh.group(self.mesh.averaging_axes) if self.parallel.zero == 1 else None
+        optimizer = optimizer_of(self.task, self._parameters, self.train, shared_by)
+        if self.parallel.offload not in ("disk", "nvme"):
+            return optimizer
+        from .offload import Resting, disk_of
+
+        return Resting(optimizer, disk_of(self.parallel.offload), self._scratch)
 
     @contextmanager
     def _syncing(self, now: bool) -> Iterator[None]:

@@ -17,6 +17,7 @@ from ..local import build_model
 from ..mesh import Sizes
 from ..task import Task, examples_in, folder_of, mean_and_weight, user_code
 from .data import cut, gather
+from .offload import BUCKET_BYTES
 from .plan import Plan, plan_of
 from .wrap import save_memory
 
@@ -49,10 +50,13 @@ def estimate(task: Task, config: Config, ranks: int, data: Any) -> Memory:
     together = max(_units_bytes(model, plan, sizes)) if parallel.zero == 3 else 0  # gathered for its turn
     slots = SLOTS[train.optimizer] + (train.optimizer == "sgd" and train.momentum > 0)
     sharing = sizes.dp if parallel.zero == 1 else shards
+    state = slots * whole // sharing
+    if parallel.offload in ("disk", "nvme"):  # what is read, stepped and written at a time
+        state = min(state, 3 * slots * BUCKET_BYTES)
     width = 2 if train.precision != "fp32" and parallel.zero >= 2 else 4
     gathered = whole * width // 4 if parallel.zero == 2 else together * width // 4
     activations = _activations(model, plan, task, config, data, sizes)
-    return Memory(whole // shards + gathered, whole // shards, slots * whole // sharing, activations)
+    return Memory(whole // shards + gathered, whole // shards, state, activations)
 
 
 def _cut_bytes(model: nn.Module, plan: Plan, sizes: Sizes, sp: bool) -> int:

@@ -180,7 +180,7 @@ def _sharded(
         narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
     pinned = mesh.device.type == "cuda"  # memory that a GPU copies from; there is none without one
-    offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
+    offload = OffloadPolicy() if config.offload == "none" else CPUOffloadPolicy(pin_memory=pinned)
     for module in [*units, root]:
         fully_shard(
             module,
