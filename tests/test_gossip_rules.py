@@ -246,7 +246,53 @@ def test_balance_counts_who_is_close_and_returns_the_others_share():
     assert late.tolist() == own.tolist()
 
 
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [
+        ("self_clip:radius=2", [1.0, 1.0, 0.5, 0.02]),
+        ("balance:gamma=5", [1.0, 1.0, 1.0, 0.0]),
+        ("krum:f=1", [1.0, 0.0, 0.0, 0.0]),
+        ("multi_krum:f=1", [1.0, 1.0, 1.0, 0.0]),
+        ("median", []),
+        ("mean", []),
+    ],
+)
+def test_a_rule_says_how_much_of_each_neighbour_it_let_count(text, shares):
+    """Of neighbours at 2, 3, 5 and 101, where the peer's own model is at 1."""
+    mix = rule(text).over(torch.ones(1, dtype=F64), near(5), 0)
+    for peer, value in zip("0123", (2.0, 3.0, 5.0, 101.0), strict=True):
+        mix.begin(peer, {})
+        mix.add(peer, torch.tensor([value], dtype=F64))
+    mix.to_self()
+    assert mix.shares == pytest.approx(dict(zip("0123", shares, strict=False)))
+
+
 # --- peers
+
+
+def test_peers_tell_whose_models_their_rule_doubted():
+    def hostile(number):
+        made = arena(MIXED, number)
+        if number == 4:
+            made.views()["w"].fill_(1e9)
+        return made
+
+    algorithm = gossip.build("dpsgd", {}, rule=rule("balance:gamma=100"))
+    _, told, errors = asyncio.run(run_peers(algorithm, "complete", 5, 2, schema=MIXED, models=hostile))
+    assert errors == {}
+    for name in names(4):
+        assert [each.doubted for each in told[name]] == [{"4": 0.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "clipped", "left_out"),
+    [("self_clip:radius=1e-9", 6, 0), ("balance:gamma=1e-9", 6, 6), ("mean", 0, 0)],
+)
+def test_a_simulations_rounds_say_how_much_of_each_peer_counted(tmp_path, text, clipped, left_out):
+    _, log = simulated(config(tmp_path, topology="regular:4", rule=text))
+    for event in log.of("round_committed"):
+        assert len(event["doubted"]) == clipped
+        assert sum(share == 0 for share in event["doubted"].values()) == left_out
 
 
 def test_what_travels_beside_a_model_is_the_middle_of_three():

@@ -331,6 +331,7 @@ BY_TYPE = {
     int: counts, int | None: st.none() | counts,
     float: st.floats(0, 4e9), float | None: st.none() | st.floats(),
     str: st.text(), str | None: st.none() | st.text(), list[str]: st.lists(st.text()),
+    dict[str, float]: st.dictionaries(st.text(), st.floats(0, 1)),
     events.Averages: averages, dict[str, events.Averages]: st.dictionaries(st.text(), averages, max_size=2),
 }  # fmt: skip
 any_event = st.one_of(
@@ -460,6 +461,7 @@ PEERS = [
     ("round_committed", {"round": 1, "loss": 0.62, "metrics": {"loss": 0.62, "disagreement": 0.031},
                          "sites": 2, "bytes_in": 4_000_000, "bytes_out": 8_000_000}),
 ]  # fmt: skip
+DOUBTED = {"bern": 0.25, "chur": 0.0, "davos": 0.5, "basel": 0.75}
 
 
 def test_a_peer_shows_its_neighbours_and_their_state_consensus_distance_and_bytes():
@@ -473,6 +475,16 @@ def test_a_peer_shows_its_neighbours_and_their_state_consensus_distance_and_byte
     lines = [line[10:] for line in text_of(PEERS).splitlines()]
     assert "round 1/4: started: 4 sites, hears bern, chur" in lines
     assert lines[-1].endswith("loss 0.6200  disagreement 0.0310  in 4.0 MB, out 8.0 MB")
+
+
+def test_a_peer_shows_whose_models_its_rule_doubted_until_the_next_round_is_done():
+    (kind, fields), after = PEERS[-1], ("round_committed", {"round": 2})
+    story = [*PEERS[:-1], (kind, {**fields, "doubted": DOUBTED})]
+    assert "chur left out, bern clipped to 25%, davos clipped to 50% and 1 more" in text_of(story)
+    rows = {line.split()[0]: line.rstrip() for line in drawn(told(story)).splitlines() if line[:1] in "bcd"}
+    assert rows["bern"].endswith("clipped to 25%")
+    assert "did not finish within 6 s" in rows["chur"]  # what went wrong comes first
+    assert "clipped" not in drawn(told([*story, after]))
 
 
 @pytest.mark.parametrize("height", [10, 24, 60])

@@ -77,6 +77,11 @@ class Rule:
         of groups. -> [d]."""
         return self.of(Vectors(rows))
 
+    def judged(self, rows: Vector) -> tuple[Vector, Sequence[float]]:
+        """`of_vectors`, and how much of each row counted: 1 all of it, 0 nothing; () from a rule that looks
+        at coordinates, not at rows."""
+        return self.of_vectors(rows), ()
+
 
 class Updates:
     """Stack of updates as they lie in memory or in files."""

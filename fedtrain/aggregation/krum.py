@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import require
-from .base import Rule, Stack, weighted_sum
+from .base import Rule, Stack, Vectors, weighted_sum
 from .median import median
+
+if TYPE_CHECKING:
+    from .base import Vector
 
 T = TypeVar("T")
 
 
+class Choosing(Rule):
+    """The plain mean of some updates, and nothing of the others. A rule of this kind is `chosen` alone."""
+
+    def chosen(self, stack: Stack[Any]) -> Collection[int]:
+        """The places of those that count, one at least."""
+        raise NotImplementedError("a rule says which it chooses")
+
+    def of(self, stack: Stack[T]) -> T:
+        return self._mean(stack, self.chosen(stack))
+
+    def judged(self, rows: Vector) -> tuple[Vector, Sequence[float]]:
+        stack = Vectors(rows)
+        chosen = self.chosen(stack)
+        return self._mean(stack, chosen), [float(i in chosen) for i in range(stack.count)]
+
+    def _mean(self, stack: Stack[T], chosen: Collection[int]) -> T:
+        weights = [float(i in chosen) for i in range(stack.count)]
+        return stack.reduce(lambda rows: weighted_sum(rows, weights).div_(len(chosen)), rest=median)
+
+
 @dataclass(frozen=True)
-class Krum(Rule):
+class Krum(Choosing):
     """The update whose n − f − 2 nearest lie closest, by summed squares (Blanchard et al. 2017, §3).
 
     Distances are over the trained floats, and what is not trained moves by the median. Ties go to the first,
@@ -29,10 +53,8 @@ class Krum(Rule):
     def needs(self) -> int:
         return 2 * self.f + 3
 
-    def of(self, stack: Stack[T]) -> T:
-        best = by_score(stack, self.f)[0]
-        weights = [float(i == best) for i in range(stack.count)]
-        return stack.reduce(lambda rows: weighted_sum(rows, weights), rest=median)
+    def chosen(self, stack: Stack[Any]) -> Collection[int]:
+        return by_score(stack, self.f)[:1]
 
 
 def by_score(stack: Stack[Any], f: int) -> list[int]:

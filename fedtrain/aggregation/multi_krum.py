@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from ..config import require
-from .base import Rule, Stack, weighted_sum
-from .krum import by_score
-from .median import median
-
-T = TypeVar("T")
+from .base import Stack
+from .krum import Choosing, by_score
 
 
 @dataclass(frozen=True)
-class MultiKrum(Rule):
+class MultiKrum(Choosing):
     """The plain mean of the m updates with the best scores (Blanchard et al. 2017, §3); m = 1 is Krum.
 
     Nearer to the mean than Krum where most sites are honest and their data differ.
@@ -31,8 +29,6 @@ class MultiKrum(Rule):
     def needs(self) -> int:
         return max(2 * self.f + 3, self.m + self.f)
 
-    def of(self, stack: Stack[T]) -> T:
+    def chosen(self, stack: Stack[Any]) -> Collection[int]:
         m = min(self.m, stack.count) or max(1, stack.count - self.f)
-        chosen = set(by_score(stack, self.f)[:m])
-        weights = [float(i in chosen) for i in range(stack.count)]
-        return stack.reduce(lambda rows: weighted_sum(rows, weights).div_(m), rest=median)
+        return set(by_score(stack, self.f)[:m])

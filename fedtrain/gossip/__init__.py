@@ -15,6 +15,7 @@ from .base import (
     Compressor,
     Fold,
     Heard,
+    Judged,
     LocalSteps,
     Mailbox,
     Mix,
@@ -50,8 +51,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "Blend", "Compressor", "Fold", "Heard", "LocalSteps", "Mailbox", "Mix",
-    "Parcel", "Receive", "Request", "Rule", "Ruled", "Send", "build", "step",
+    "ALGORITHMS", "Algorithm", "Blend", "Compressor", "Fold", "Heard", "Judged", "LocalSteps",
+    "Mailbox", "Mix", "Parcel", "Receive", "Request", "Rule", "Ruled", "Send", "build", "step",
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ ZeroMQ) owns sockets, clocks, threads and the training engine:
     Send(parcel)     None           at once; the bytes move while the peer goes on
     Receive()        Heard          every in-neighbour is done, dead, or past the deadline
     Mailbox(k)       Heard          at once: the newest of each neighbour, if at most k rounds old
+    Judged(shares)   None           at once; it is for the log
 
 It returns (x, state), which commit together. A driver that gives up closes the generator: nothing changed.
 
@@ -87,7 +88,15 @@ class Heard:
     undelivered: Collection[PeerId] = ()  # out-neighbours that certainly have not our parcel
 
 
-Request = LocalSteps | Send | Receive | Mailbox
+@dataclass(frozen=True)
+class Judged:
+    """What a robust rule made of the neighbours: how much of each one's model counted, 1 all of it and 0
+    nothing. -> None"""
+
+    shares: Mapping[PeerId, float]
+
+
+Request = LocalSteps | Send | Receive | Mailbox | Judged
 if TYPE_CHECKING:
     Round = Generator[Request, Any, tuple[Vector, State]]
 
@@ -147,6 +156,10 @@ class Fold(Protocol):
 class Mix(Fold, Protocol):
     """And what comes of it."""
 
+    @property
+    def shares(self) -> Mapping[PeerId, float]:
+        """As in Judged, once it is mixed; {} where it is not models as a whole that are judged."""
+
     def to_self(self) -> Vector:
         """The mix; where it is a mean, the share of what did not come returns to self."""
 
@@ -161,6 +174,7 @@ class Blend:
     def __init__(self, own: Vector, near: Neighborhood, mass: float = 1.0) -> None:
         """`mass`: what own counts in push-sum; 1 in symmetric modes."""
         self._own, self._near, self._mass = own, near, mass
+        self.shares: Mapping[PeerId, float] = {}
         self._sum = own * (near.own * mass)
         self._scratch = own.new_empty(min(PIECE, own.numel()))
         self._weight: dict[PeerId, float] = {}

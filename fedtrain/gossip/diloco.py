@@ -44,4 +44,4 @@ class DiLoCo(Ruled):
         mix = self.rule.over(stepped, near, t)
         yield Send(Parcel({"x": stepped}), {"x": mix})
         yield Receive()
-        return mix.to_self(), {"momentum": v}
+        return (yield from self.settle(mix)), {"momentum": v}

@@ -30,5 +30,5 @@ class DPSGD(Ruled):
         yield Send(Parcel({"x": told}), {"x": mix})
         trained = (yield LocalSteps(x)) if self.overlap else told
         yield Receive()
-        mixed = mix.to_self()
+        mixed = yield from self.settle(mix)
         return (mixed.add_(trained - x) if self.overlap else mixed), state

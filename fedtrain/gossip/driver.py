@@ -48,7 +48,7 @@ def step(
                     answers[peer] = train(peer, request.x)
                 elif isinstance(request, Send):
                     told[peer] = request
-                else:
+                elif isinstance(request, Receive | Mailbox):
                     waiting[peer] = request
         for sender, send in told.items():
             for receiver in graph[sender].outgoing:

@@ -38,4 +38,4 @@ class Swift(Ruled):
         for peer in sorted(heard.parcels.keys() & near.incoming.keys()):
             mix.begin(peer, {})
             mix.add(peer, heard.parcels[peer].parts["x"])
-        return mix.to_self(), state
+        return (yield from self.settle(mix)), state

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from ..gossip import (
     Blend,
     Fold,
     Heard,
+    Judged,
     LocalSteps,
     Parcel,
     Receive,
@@ -345,6 +346,7 @@ class Told:
     moved: float  # and the root mean square of how far averaging moved their models, relative to the models
 
     clipped: int = 0  # coordinates beyond gossip.clip, under masks
+    judged: Mapping[PeerId, float] = field(default_factory=dict)  # as in gossip.Judged, by a robust rule
 
     @property
     def estimates(self) -> dict[str, float]:
@@ -352,6 +354,11 @@ class Told:
         loss = {"mean_loss": self.loss} if "loss" in self.metrics else {}
         clipped = {"clipped": float(self.clipped)} if self.clipped else {}
         return loss | clipped | {"disagreement": self.moved}
+
+    @property
+    def doubted(self) -> dict[PeerId, float]:
+        """Those neighbours whose models counted in part or not at all."""
+        return {peer: share for peer, share in self.judged.items() if share < 1}
 
 
 class Peer:
@@ -408,6 +415,7 @@ class Peer:
         party = self.algorithm.round(trained_part(self.model), self.state, near, t)
         answer: Vector | Heard | None = None
         exchange: _Exchange | None = None
+        judged: Mapping[PeerId, float] = {}
         while True:
             try:
                 request = party.send(answer)
@@ -432,6 +440,8 @@ class Peer:
             elif isinstance(request, Receive):
                 assert exchange is not None, "an algorithm sends before it receives"
                 answer = await exchange.received()
+            elif isinstance(request, Judged):
+                judged = request.shares
             else:
                 assert exchange is not None, "an algorithm sends before it looks into its mailbox"
                 answer = heard = self._newest(request.staleness, exchange.parcel.parts)
@@ -444,7 +454,8 @@ class Peer:
             self._now[1] = float((x - told).norm() / x.norm().clamp(min=1e-30)) ** 2
         self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
         loss, moved = self._gauge.tolist()
-        return Told(self._metrics, exchange.missing, loss, math.sqrt(max(0.0, moved)), exchange.clipped)
+        moved = math.sqrt(max(0.0, moved))
+        return Told(self._metrics, exchange.missing, loss, moved, exchange.clipped, judged)
 
     async def _local_steps(
         self, start: Vector, others: dict[str, Vector]
@@ -688,6 +699,7 @@ async def _rounds(
             "seconds": time.monotonic() - began,
             "bytes_in": sent,
             "bytes_out": sent,
+            "doubted": doubted(told),
         }
         store.commit(checkpoint, record)
         emit("round_committed", round=number, **record)
@@ -705,6 +717,16 @@ def _circles(config: Config, names: Sequence[PeerId]) -> dict[PeerId, Circles]:
             if name != one.me:
                 one.meet(name, other.public)
     return found
+
+
+def doubted(told: Sequence[Told]) -> dict[PeerId, float]:
+    """Peers whose models did not count whole everywhere: the mean share over all that judged them."""
+    shares: dict[PeerId, list[float]] = {}
+    for of_one in told:
+        for peer, share in of_one.judged.items():
+            shares.setdefault(peer, []).append(share)
+    means = {peer: math.fsum(each) / len(each) for peer, each in sorted(shares.items())}
+    return {peer: mean for peer, mean in means.items() if mean < 1}
 
 
 def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:

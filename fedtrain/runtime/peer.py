@@ -191,6 +191,7 @@ async def _rounds(
             "seconds": time.monotonic() - began,
             "bytes_in": neighbors.bytes_in - sent[0],
             "bytes_out": neighbors.bytes_out - sent[1],
+            "doubted": told.doubted,
         }
         kept = {f"{peer.name}/{key}": value for key, value in peer.kept().items()}
         checkpoint = Checkpoint(peer.round, peer.model, kept)

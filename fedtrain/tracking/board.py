@@ -23,6 +23,7 @@ class SiteRow:
     loss: float | None = None
     staleness: int | None = None  # of its last update, in an asynchronous run
     reason: str = ""  # why it is lost or refused
+    counted: float = 1.0  # of its last model, by a robust rule between peers
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ class Board:
         self.history[event.round] = RoundRow(
             event.round, event.loss, {}, event.seconds, event.sites, event.bytes_in, event.bytes_out
         )
+        for site, site_row in self.sites.items():
+            site_row.counted = event.doubted.get(site, 1.0)
         self.trained = {name: value for name, value in event.metrics.items() if name != "loss"}
         if self._mark is not None:
             self._paces.append(event.time - self._mark)

@@ -135,6 +135,7 @@ class RoundCommitted(Event, frozen=True, tag="round_committed"):
     bytes_in: int = 0
     bytes_out: int = 0
     staleness: float | None = None  # of an asynchronous run: the mean over the updates in it
+    doubted: dict[SiteId, float] = {}  # the part that counted of models that a robust rule clipped; 0: none
 
 
 class Stepped(Event, frozen=True, tag="step"):

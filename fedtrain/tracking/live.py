@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
+from ..update import SiteId
 from . import events as e
 from .board import Board, RoundRow, SiteRow
 from .events import Averages, Event, encode, printable
@@ -19,6 +20,7 @@ from .events import Averages, Event, encode, printable
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+FEW_DOUBTED = 3  # of peers that a robust rule clipped, a line names so many
 FEW_SITES = 8  # up to so many in a round, plain text has a line for each update
 BETWEEN_PEERS = ("peer", "gossip")  # modes in which a round has bytes of its own to show
 REFRESHES = 4  # of the live table, a second
@@ -158,6 +160,7 @@ def line(event: Event, board: Board) -> str | None:
             parts = [f"{_round(event.round, board)}done{who}"]
             parts += [averages({"loss": event.loss, **event.metrics})]
             parts += [_bytes(event)] if board.mode in BETWEEN_PEERS else []
+            parts += [doubts(event.doubted)] if event.doubted else []
             parts += [f"staleness {event.staleness:.2g}"] if event.staleness is not None else []
             parts += [duration(event.seconds)] if event.seconds is not None else []
             eta = board.eta_s(event.time)
@@ -224,6 +227,18 @@ def number(value: float | None) -> str:
 
 def averages(metrics: Averages) -> str:
     return "  ".join(f"{name} {number(value)}" for name, value in metrics.items() if value is not None)
+
+
+def counted(share: float) -> str:
+    """What a robust rule made of a peer's model, in a word or two."""
+    return "left out" if not share else f"clipped to {share:.0%}"
+
+
+def doubts(doubted: dict[SiteId, float]) -> str:
+    """The peers that counted least."""
+    least = sorted(doubted.items(), key=lambda d: (d[1], d[0]))
+    named = ", ".join(f"{site} {counted(share)}" for site, share in least[:FEW_DOUBTED])
+    return named + (f" and {len(least) - FEW_DOUBTED} more" if len(least) > FEW_DOUBTED else "")
 
 
 def size(nbytes: int) -> str:
@@ -338,7 +353,8 @@ def _site_table(board: Board, room: int) -> RenderableType:
         round_ = "" if row.round is None else str(row.round)
         age = [] if not stale else ["" if row.staleness is None else str(row.staleness)]
         state = Text(row.state, style)
-        found.add_row(printable(site), state, round_, *age, examples, loss, printable(row.reason))
+        why = row.reason or (counted(row.counted) if row.counted < 1 else "")
+        found.add_row(printable(site), state, round_, *age, examples, loss, printable(why))
     if more:
         found.add_row(Text(more, "dim"))
     return found

@@ -12,8 +12,7 @@ from .base import Rule, distances, shortened
 
 if TYPE_CHECKING:
     from ...exchange import Neighborhood, PeerId
-    from ..base import Vector
-    from .base import Rows
+    from .base import Rows, Ruling
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,6 @@ class Balance(Rule):
         require(self.kappa >= 0, "gossip.rule", f"balance:kappa={self.kappa}: it must be 0 or more")
         require(self.rounds >= 0, "gossip.rule", f"balance:rounds={self.rounds}: it must be 0 or more")
 
-    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Ruling:
         close = self.gamma * math.exp(-self.kappa * t / max(self.rounds, 1)) * float(rows[0].double().norm())
         return shortened(rows, peers, [float(d <= close) for d in distances(rows)], near)

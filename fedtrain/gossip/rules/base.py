@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..base import PIECE, Algorithm, Blend
+from ..base import PIECE, Algorithm, Blend, Judged
 
 if TYPE_CHECKING:
     import torch
 
     from ...exchange import Neighborhood, PeerId
-    from ..base import Mix, Vector
+    from ..base import Mix, Request, Vector
 
     Rows = torch.Tensor  # [1 + neighbours, d]: the peer's own first, then theirs, by name
+    # The one vector, and how much of each neighbour's counted, as in base.Judged; () where none is judged.
+    Ruling = tuple[Vector, Sequence[float]]
 
 
 class Rule:
@@ -30,7 +32,7 @@ class Rule:
         own; a run refuses to start on a graph that never gives so many."""
         return 1
 
-    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Ruling:
         """One of many, in round t. `rows[0]` is near.peer's, `rows[1:]` are those of `peers`."""
         raise NotImplementedError("a rule says how it makes one of many")
 
@@ -59,7 +61,7 @@ class OfRows(Protocol):
 
     @property
     def needs(self) -> int: ...
-    def of_vectors(self, rows: Rows) -> Vector: ...
+    def judged(self, rows: Rows) -> tuple[Vector, Sequence[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,9 @@ class Alike(Rule):
     def needs(self) -> int:
         return self.rule.needs
 
-    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
-        return self.rule.of_vectors(rows)
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Ruling:
+        one, shares = self.rule.judged(rows)
+        return one, shares[1:]
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,9 @@ class Middle(Rule):
     def needs(self) -> int:
         return 3
 
-    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Ruling:
         ordered, n = rows.double().sort(dim=0).values, len(rows)
-        return ordered[(n - 1) // 2].add_(ordered[n // 2]).div_(2).to(rows.dtype)
+        return ordered[(n - 1) // 2].add_(ordered[n // 2]).div_(2).to(rows.dtype), ()
 
 
 class Aside:
@@ -94,6 +97,7 @@ class Aside:
 
     def __init__(self, own: Vector, near: Neighborhood, t: int, rule: Rule) -> None:
         self._near, self._t, self._rule = near, t, rule
+        self.shares: Mapping[PeerId, float] = {}
         self._rows = own.new_empty(1 + len(near.incoming), own.numel())
         self._rows[0] = own
         self._place = {peer: 1 + i for i, peer in enumerate(sorted(near.incoming))}
@@ -114,7 +118,9 @@ class Aside:
         rows = self._rows
         if len(peers) < len(self._place):
             rows = rows[[0, *(self._place[peer] for peer in peers)]]
-        return self._rule.of(rows, peers, self._near, self._t)
+        one, shares = self._rule.of(rows, peers, self._near, self._t)
+        self.shares = dict(zip(peers, shares, strict=True)) if shares else {}
+        return one
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,13 @@ class Ruled(Algorithm):
 
     def beside(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
         return self.rule.beside(own, near, mass)
+
+    def settle(self, mix: Mix) -> Generator[Request, Any, Vector]:
+        """What the rule makes of all that came; how it judged is told."""
+        mixed = mix.to_self()
+        if mix.shares:
+            yield Judged(mix.shares)
+        return mixed
 
 
 # --- for rules that look from one's own model at the others
@@ -143,7 +156,7 @@ def distances(rows: Rows) -> list[float]:
     return found
 
 
-def shortened(rows: Rows, peers: Sequence[PeerId], scales: Sequence[float], near: Neighborhood) -> Vector:
+def shortened(rows: Rows, peers: Sequence[PeerId], scales: Sequence[float], near: Neighborhood) -> Ruling:
     """own + Σ wⱼ·scaleⱼ·(xⱼ − own): the graph's mean when all scales are 1, to the bit."""
     own, incoming = near.own, dict(near.incoming)
     pulling = [(row, peer, scale) for row, peer, scale in zip(rows[1:], peers, scales, strict=True) if scale]
@@ -154,4 +167,4 @@ def shortened(rows: Rows, peers: Sequence[PeerId], scales: Sequence[float], near
     for row, peer, _ in pulling:
         blend.begin(peer, {})
         blend.add(peer, row)
-    return blend.to_self()  # with the whole share of those that don't pull
+    return blend.to_self(), scales  # with the whole share of those that don't pull

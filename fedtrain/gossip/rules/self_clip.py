@@ -12,8 +12,7 @@ from .base import Rule, distances, shortened
 
 if TYPE_CHECKING:
     from ...exchange import Neighborhood, PeerId
-    from ..base import Vector
-    from .base import Rows
+    from .base import Rows, Ruling
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class SelfClip(Rule):
     def needs(self) -> int:
         return self.f + 2
 
-    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Vector:
+    def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Ruling:
         far = distances(rows)
         radius = self.radius or self._radius(far, [near.incoming[peer] for peer in peers])
         return shortened(rows, peers, [1.0 if d <= radius else radius / d for d in far], near)
