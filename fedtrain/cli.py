@@ -434,19 +434,25 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
 
     found = round_plan(config, sites, data_dir)
     if json:
-        click.echo(msgspec.json.encode({**asdict(found), "aggregator_bytes": found.aggregator_bytes}))
+        sums = {"aggregator_bytes": found.aggregator_bytes, "run_bytes": found.run_bytes}
+        click.echo(msgspec.json.encode({**asdict(found), **sums}))
         return
     how = "under masks" if found.masks else "in the open (secagg.enabled = false)"
-    click.echo(f"A round of {found.sites} sites, {how}; {found.parameters:,} parameters:")
-    _columns([(f"  {name}", value) for name, value in _plan_lines(found)])
+    noun, each = "round", f"A round of {found.sites} sites"
+    if config.asynchronous.enabled:
+        noun, each = "version", f"A version, which is {found.updates} updates of any of {found.sites} sites"
+    click.echo(f"{each}, {how}; {found.parameters:,} parameters:")
+    _columns([(f"  {name}", value) for name, value in _plan_lines(found, noun)])
 
 
-def _plan_lines(found: RoundPlan) -> Iterator[tuple[str, str]]:
+def _plan_lines(found: RoundPlan, noun: str) -> Iterator[tuple[str, str]]:
     from .tracking.live import size
 
-    yield "to each site", size(found.down_bytes)
-    yield "from each site", size(found.up_bytes)
+    whom = "each site" if noun == "round" else "a site for each update"
+    yield f"to {whom}", size(found.down_bytes)
+    yield f"from {whom}", size(found.up_bytes)
     yield "through the aggregator", size(found.aggregator_bytes)
+    yield f"in all {found.rounds} {noun}s", size(found.run_bytes)
     if masks := found.masks:
         yield "a site masks with", f"{masks.neighbours} others"
         yield "may drop out", f"{masks.may_drop} sites"

@@ -9,12 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
 
-from fedtrain.config import AsynchronousConfig, Config, EvaluateConfig
+from fedtrain.cli import cli
+from fedtrain.config import AsynchronousConfig, Config, EvaluateConfig, SecAggConfig
 from fedtrain.errors import ConfigError, RoundError
 from fedtrain.runtime import asynchronous, federated
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import Checkpoint, RunStore, Turn, TurnState
@@ -498,6 +501,29 @@ def test_a_damaged_version_is_passed_over_with_all_that_was_trained_from_it(tmp_
     assert store.buffered() == []
     assert {turn.state for turn in store.turns().values()} == {TurnState.REFUSED}
     store.close()
+
+
+@pytest.mark.parametrize("buffer", [1, 4])
+def test_the_plan_of_a_version_is_that_of_a_full_buffer_however_many_sites_there_are(folder, buffer):
+    cfg = configured(folder, task="Natural", rounds=20)
+    rounds = round_plan(cfg)
+    versions = round_plan(replace(cfg, asynchronous=AsynchronousConfig(enabled=True, buffer=buffer)), 9)
+    each = rounds.down_bytes + rounds.up_bytes
+    assert (rounds.sites, rounds.updates, rounds.run_bytes) == (3, 3, 20 * 3 * each)
+    assert (versions.sites, versions.updates, versions.run_bytes) == (9, buffer, 20 * buffer * each)
+    with pytest.raises(ConfigError, match="secure aggregation sums over sites"):
+        round_plan(replace(cfg, asynchronous=AsynchronousConfig(enabled=True), secagg=SecAggConfig()))
+
+
+def test_the_command_plan_speaks_of_versions(folder):
+    (folder / "fedtrain.toml").write_text(
+        '[run]\ntask = "pool_task:Natural"\nrounds = 20\n[secagg]\nenabled = false\n'
+        "[asynchronous]\nenabled = true\nbuffer = 2\n"
+    )
+    said = CliRunner().invoke(cli, ["plan"])
+    assert said.exit_code == 0, said.output
+    assert said.output.startswith("A version, which is 2 updates of any of 3 sites, in the open")
+    assert "in all 20 versions" in said.output
 
 
 # --- in simulation

@@ -14,7 +14,7 @@ from ..config import Config
 from ..secagg.masking import KEY_BYTES, add_masks
 from ..training.task import load_task
 from ..update import Schema
-from . import secure
+from . import asynchronous, secure
 
 MASKS, MASKED_BYTES, TRIES = 8, 8 << 20, 5  # of the measurement: some tens of milliseconds
 
@@ -32,18 +32,26 @@ class MaskPlan:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Of one round with every site in it. Bytes are of models and vectors; headers are small beside them."""
+    """Of one round with every site in it, or of one version of an asynchronous run, which is a full buffer.
+    Bytes are of models and vectors; headers are small beside them."""
 
+    rounds: int  # of the run, or versions
     sites: int
+    updates: int  # in a round: each site's; in a version: as many as fill the buffer, whosever they are
     parameters: int
-    down_bytes: int  # to each site
-    up_bytes: int  # from each site
+    down_bytes: int  # to a site for one update
+    up_bytes: int  # from a site for one update
     masks: MaskPlan | None
 
     @property
     def aggregator_bytes(self) -> int:
         """Through the aggregator, both ways."""
-        return self.sites * (self.down_bytes + self.up_bytes)
+        return self.updates * (self.down_bytes + self.up_bytes)
+
+    @property
+    def run_bytes(self) -> int:
+        """The same for all of the run."""
+        return self.rounds * self.aggregator_bytes
 
 
 def round_plan(config: Config, sites: int | None = None, data_dir: Path | None = None) -> RoundPlan:
@@ -53,8 +61,12 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
     """
     task = load_task(config.run.task, config.root, data_dir)
     schema, sites = Schema.of(task.model()), sites or len(task.sites() or ()) or config.simulate.sites
+    rounds, updates = config.run.rounds, sites
+    if config.asynchronous.enabled:
+        asynchronous.check_config(config)
+        updates = config.asynchronous.buffer
     if not config.secagg.enabled:
-        return RoundPlan(sites, schema.numel, schema.nbytes, schema.nbytes, None)
+        return RoundPlan(rounds, sites, updates, schema.numel, schema.nbytes, schema.nbytes, None)
     secure.check_config(config)
     each = max(sites // config.secagg.groups, 1)
     encoding = secure.encoding_of(config, 0, each, schema)
@@ -70,7 +82,7 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
         aggregator_s=sites * mask_s,
         aggregator_worst_s=config.secagg.groups * rebuilt_s,
     )
-    return RoundPlan(sites, schema.numel, schema.nbytes, up_bytes, masks)
+    return RoundPlan(rounds, sites, updates, schema.numel, schema.nbytes, up_bytes, masks)
 
 
 def _mask_s(nbytes: int) -> float:
