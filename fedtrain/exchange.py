@@ -74,8 +74,12 @@ async def in_order(
     turn = iter(sites)
     due = next(turn, None)
     async for site, reply in replies:
-        held[site] = reply
-        while due is not None and due in held:
+        if site != due:
+            held[site] = reply
+            continue
+        yield site, reply
+        due = next(turn, None)
+        while due in held:
             yield due, held.pop(due)
             due = next(turn, None)
     for site in sites:

@@ -333,7 +333,7 @@ class Slab:
 
     def arenas(self) -> list[Row]:
         """The rows, each of which keeps the slab; nothing here keeps them."""
-        return [Row(self, i, data) for i, data in enumerate(self.data.unbind())]
+        return [Row(self, i) for i in range(self.rows)]
 
     def flat(self, section: Section) -> torch.Tensor:
         """One section of all rows, [rows, numel] of its dtype; a view."""
@@ -356,9 +356,13 @@ class Slab:
 class Row(Arena):
     """An arena in a slab."""
 
-    def __init__(self, slab: Slab, index: int, data: torch.Tensor) -> None:
-        self.schema, self.data, self._digest = slab.schema, data, None
+    def __init__(self, slab: Slab, index: int) -> None:
+        self.schema, self._digest = slab.schema, None
         self.slab, self.index = slab, index
+
+    @cached_property
+    def data(self) -> torch.Tensor:  # type: ignore[override]  # whole slabs are looked at far more often
+        return self.slab.data[self.index]
 
     @property
     def last(self) -> bool:

@@ -37,27 +37,23 @@ def admit(
 
     `examples` is what the site registered at joining (S18); None when its task weighs items itself.
     """
-    match request, reply:
-        case Train(), Update(delta=delta, num_examples=claimed, metrics=metrics):
-            if difference := schema.difference(delta.schema):
-                raise BadUpdate(f"the update does not fit the model: {difference}")
-            if not (math.isfinite(claimed) and claimed > 0):
-                raise BadUpdate(f"claims {claimed:g} examples; it must be a positive number")
-            if claimed > limits.max_examples:
-                raise BadUpdate(
-                    f"claims {claimed:g} examples, over limits.max_examples = {limits.max_examples:g}"
-                )
-            if examples is not None and claimed > examples:
-                raise BadUpdate(
-                    f"claims {claimed:g} training examples, but registered {examples:g} at joining"
-                )
-            _check_metrics(metrics)
-        case Evaluate(), Evaluation(metrics=metrics):
-            _check_metrics(metrics)
-        case ((Train() | Evaluate()), Failure()):
-            return
-        case _:
-            raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
+    if isinstance(request, Train) and isinstance(reply, Update):
+        if difference := schema.difference(reply.delta.schema):
+            raise BadUpdate(f"the update does not fit the model: {difference}")
+        claimed = reply.num_examples
+        if not 0 < claimed < math.inf:
+            raise BadUpdate(f"claims {claimed:g} examples; it must be a positive number")
+        if claimed > limits.max_examples:
+            raise BadUpdate(
+                f"claims {claimed:g} examples, over limits.max_examples = {limits.max_examples:g}"
+            )
+        if examples is not None and claimed > examples:
+            raise BadUpdate(f"claims {claimed:g} training examples, but registered {examples:g} at joining")
+        _check_metrics(reply.metrics)
+    elif isinstance(request, Evaluate) and isinstance(reply, Evaluation):
+        _check_metrics(reply.metrics)
+    elif not (isinstance(request, Train | Evaluate) and isinstance(reply, Failure)):
+        raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
 
 
 def answers(request: Train | Evaluate, reply: Reply, limits: LimitsConfig) -> None:
@@ -125,5 +121,5 @@ def _check_metrics(metrics: Metrics) -> None:
     for name, (_, count) in metrics.items():
         if len(name) > 64 or not name.isprintable():
             raise BadUpdate("a metric's name must be at most 64 printable characters")
-        if not (math.isfinite(count) and count >= 0):
+        if not 0 <= count < math.inf:
             raise BadUpdate(f"metric {name} counts {count:g} items")

@@ -47,6 +47,7 @@ SECTIONS = (
 )  # of fedtrain.toml; where keys lie is not among them
 DATASETS = 1024  # sites whose data a trainer keeps loaded, those used last
 DATA_BYTES = 2 << 30  # and of their tensors at most so much
+HEAD = struct.Struct("<I")  # of a frame: how many bytes follow
 FRAME_BYTES = 1 << 28  # a longer frame is not ours
 ABANDONED_S = 5.0  # for a request that nobody waits for any more, before it is ended with the process
 CLOSE_S = 3.0  # for a child to leave by itself before it is killed
@@ -144,7 +145,7 @@ _asks = msgspec.msgpack.Decoder(Ask)
 
 def _frame(message: Start | Ask | Answer) -> bytes:
     body = _encoder.encode(message)
-    return struct.pack("<I", len(body)) + body
+    return HEAD.pack(len(body)) + body
 
 
 # --- the end that asks
@@ -156,21 +157,17 @@ class TrainerDied(TaskError):
     died = True
 
 
-class Trainer:
+class Trainer(asyncio.Protocol):
     """A trainer process. Requests are answered in the order in which they are made; several may wait."""
 
     description: Description
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._received = bytearray()
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._ended: TrainerDied | None = None
-        self._listening = asyncio.create_task(self._listen())
+        self._silent = asyncio.Event()  # no more answers will come
         self._watching = asyncio.create_task(self._watch())
 
     @classmethod
@@ -202,8 +199,8 @@ class Trainer:
             theirs.close()
             if output is not None:
                 output.close()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        trainer = cls(process, reader, writer)
+        trainer = cls(process)
+        await asyncio.get_running_loop().create_connection(lambda: trainer, sock=ours)
         table = {name: keys for name, keys in config.table().items() if name in SECTIONS}
         start = Start(table, str(config.root), None if data_dir is None else str(data_dir), simulated)
         try:
@@ -262,7 +259,7 @@ class Trainer:
 
     async def close(self) -> None:
         """Let the process go; it is killed when it does not leave."""
-        self._writer.close()
+        self._transport.close()
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._watching), CLOSE_S)
         await self.stop()
@@ -270,7 +267,7 @@ class Trainer:
     async def stop(self) -> None:
         """End the process and all that it started, now."""
         self._kill()
-        self._writer.close()
+        self._transport.close()
         await self._watching
 
     async def _ask(self, message: Start | Ask) -> Any:
@@ -279,7 +276,7 @@ class Trainer:
         loop = asyncio.get_running_loop()
         answer = loop.create_future()
         self._waiting.append(answer)
-        self._writer.write(_frame(message))
+        self._transport.write(_frame(message))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -295,30 +292,44 @@ class Trainer:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _listen(self) -> None:
-        """Give each answer to whoever asked, until the other end is gone."""
-        while True:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), transport
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Give each answer to whoever asked."""
+        self._received += data
+        while len(self._received) >= HEAD.size:
+            end = HEAD.size + HEAD.unpack_from(self._received)[0]
+            if end > FRAME_BYTES:
+                return self._transport.abort()
+            if len(self._received) < end:
+                return None
+            body = self._received[HEAD.size : end]
+            del self._received[:end]
             try:
-                (nbytes,) = struct.unpack("<I", await self._reader.readexactly(4))
-                if nbytes > FRAME_BYTES:
-                    return
-                answer = _answers.decode(await self._reader.readexactly(nbytes))
-            except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
-                return
-            asked = self._waiting.popleft()
-            if asked.done():  # nobody waits for it any more
-                continue
-            if isinstance(answer, Failed):
-                asked.set_exception((ConfigError if answer.config else TaskError)(answer.reason))
-            else:
-                asked.set_result(answer)
+                self._answered(_answers.decode(body))
+            except msgspec.DecodeError:
+                return self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._silent.set()
+
+    def _answered(self, answer: Answer) -> None:
+        asked = self._waiting.popleft()
+        if asked.done():  # nobody waits for it any more
+            return
+        if isinstance(answer, Failed):
+            asked.set_exception((ConfigError if answer.config else TaskError)(answer.reason))
+        else:
+            asked.set_result(answer)
 
     async def _watch(self) -> None:
         """When the process ends, say so to everyone who still waits."""
         status = await self._process.wait()
-        await asyncio.wait([self._listening], timeout=1)  # answers that it had sent before
-        self._listening.cancel()
-        self._writer.close()
+        with suppress(asyncio.TimeoutError):  # answers that it had sent before
+            await asyncio.wait_for(self._silent.wait(), 1)
+        self._transport.close()
         self._ended = TrainerDied(f"the trainer process {_ending(status)}")
         for asked in self._waiting:
             if not asked.done():
@@ -576,12 +587,14 @@ _told: set[str] = set()  # a thousand sites that fail alike are one traceback
 
 def _serve(channel: socket.socket) -> None:
     """Load what Start names, then answer until the other end is gone."""
+    if hasattr(os, "SCHED_BATCH"):  # or each request's arrival takes the core from who sends the next one
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     threading.Thread(target=_leave_with, args=(channel,), daemon=True).start()
     stream = channel.makefile("rwb")
 
     def frames() -> Iterator[bytes]:
-        while head := stream.read(4):
-            yield stream.read(struct.unpack("<I", head)[0])
+        while head := stream.read(HEAD.size):
+            yield stream.read(*HEAD.unpack(head))
 
     def say(answer: Answer) -> None:
         stream.write(_frame(answer))
