@@ -25,6 +25,7 @@ test: $(INSTALLED) $(TOOLS) check
 # The figures of docs/performance.md; leave the machine alone meanwhile.
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/deployed_round.py
+	$(BIN)/python benchmarks/asynchronous.py
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/secagg.py
 	$(BIN)/python benchmarks/gossip.py
