@@ -7,8 +7,8 @@ is what users run (see deployed_round.py). The same sites work in rounds of all 
 with a buffer of four: both ways four updates make a model.
 
 updates_per_s    updates in the model a second, from the first commit to the last
-share_of_ideal   of what the sites could give if nothing but their pauses took time: in rounds, 4 in a pause of
-                 the slowest; without, each at its own pace
+share_of_ideal   of what the sites could give if nothing but their pauses took time: in rounds, 4 in a pause
+                 of the slowest; without, each at its own pace
 gain             updates_per_s without rounds / in rounds
 staleness_mean, staleness_worst   versions that the model had moved while the update was made
 slow_site_share  of the updates that count, those of the slow site; at its own pace, 1 / (1 + 3 · slow)
