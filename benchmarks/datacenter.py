@@ -28,6 +28,7 @@ import common
 
 RANKS, BATCH = 2, 16
 WARM = 5  # turns that don't count
+SAVES = 10  # of each kind
 Setup = Callable[[Any, Any], tuple[Any, Any, Callable[[Any], None]]]  # (model, optimizer, backward)
 CASES = {"mlp5m": "Mlp", "gpt10m": "Gpt"}
 TASK = """
@@ -124,20 +125,21 @@ def ranks(folder: Path, case: str, steps: int) -> None:
         times = by_turns(works, steps)
         stalls: dict[str, list[float]] = {"background": [], "foreground": []}
         saved = {name: Checkpoints(folder / name, background=name == "background") for name in stalls}
-        for i in range(6):
+        for i in range(SAVES + 1):
             for name, checkpoints in saved.items():
                 dist.barrier()
                 began = time.perf_counter()
                 checkpoints.save(i, room.state)
                 seconds = time.perf_counter() - began
                 checkpoints.wait()
-                if i:
+                if i:  # the first makes what later ones reuse
                     stalls[name].append(seconds)
         for checkpoints in saved.values():
             checkpoints.close()
         if dist.get_rank() == 0:
             middle = {name: statistics.median(each) for name, each in (times | stalls).items()}
-            print(json.dumps(middle | {"ratios": ratios(times)}), flush=True)
+            stall = ratios(stalls, "foreground")["background"]
+            print(json.dumps(middle | {"ratios": ratios(times, "bare"), "stall": stall}), flush=True)
 
 
 def ray_ranks(folder: Path, case: str, steps: int) -> None:
@@ -155,7 +157,7 @@ def ray_ranks(folder: Path, case: str, steps: int) -> None:
 
         task = getattr(tasks, CASES[case])()
         loops = {"bare": loop(task, bare), "ray": loop(task, lambda m, o: (prepare_model(m), o, backward))}
-        found = ratios(by_turns(loops, steps))
+        found = ratios(by_turns(loops, steps), "bare")
         if dist.get_rank() == 0:
             (folder / "ray.json").write_text(json.dumps(found))
 
@@ -179,12 +181,12 @@ def by_turns(works: dict[str, Callable[[], None]], steps: int) -> dict[str, list
     return times
 
 
-def ratios(times: dict[str, list[float]]) -> dict[str, float]:
-    """Of each to the bare loop: the median over the turns."""
+def ratios(times: dict[str, list[float]], to: str) -> dict[str, float]:
+    """Of each to that one: the median over the turns, in each of which both ran."""
     return {
-        name: statistics.median(a / b for a, b in zip(each, times["bare"], strict=True))
+        name: statistics.median(a / b for a, b in zip(each, times[to], strict=True))
         for name, each in times.items()
-        if name != "bare"
+        if name != to
     }
 
 
@@ -319,15 +321,14 @@ def main() -> None:
             for peer, ratio in (found["ratios"] | in_ray(folder, case, args.steps)).items():
                 common.emit("datacenter", case, f"{peer}_ratio", ratio, "×")
             common.emit("datacenter", case, "ckpt_sync", found["foreground"] * 1e3, "ms")
-            stall = found["background"] / found["foreground"]
-            common.emit("datacenter", case, "ckpt_async_over_sync", stall, "×")
-            starts = [
-                (start_s(folder, case, bare=False), start_s(folder, case, bare=True))
-                for _ in range(args.starts)
-            ]
-            ours, bare = (statistics.median(each) for each in zip(*starts, strict=True))
-            common.emit("datacenter", case, "start", ours, "s")
-            common.emit("datacenter", case, "start_ratio", ours / bare, "×")
+            common.emit("datacenter", case, "ckpt_async", found["background"] * 1e3, "ms")
+            common.emit("datacenter", case, "ckpt_async_over_sync", found["stall"], "×")
+            starts: dict[str, list[float]] = {"ours": [], "bare": []}
+            for _ in range(args.starts):
+                for whose, times in starts.items():
+                    times.append(start_s(folder, case, bare=whose == "bare"))
+            common.emit("datacenter", case, "start", statistics.median(starts["ours"]), "s")
+            common.emit("datacenter", case, "start_ratio", ratios(starts, "bare")["ours"], "×")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -92,14 +93,19 @@ def test_stop_and_resume_is_not_stopping_bit_for_bit(tmp_path, background):
 
 
 def test_a_background_save_holds_the_state_of_its_step_whatever_training_does_next(tmp_path):
-    run, saved = Run().steps(1), checkpoints(tmp_path, background=True)
-    bits = run.bits()
-    saved.save(1, run)
-    run.steps(3)
+    saved, run, bits = checkpoints(tmp_path, background=True), Run(), {}
+    for step in (1, 2, 3):
+        if step == 3:
+            run = Run(width=5)  # of other shapes than what was kept of the saves before
+        bits[step] = run.steps(1).bits()
+        saved.save(step, run)
+        run.steps(3)
     saved.close()
-    again = Run()
-    checkpoints(tmp_path).load(again)
-    assert again.bits() == bits
+    for step in (3, 2, 1):
+        again = Run(width=5 if step == 3 else 16)
+        assert checkpoints(tmp_path).load(again) == step
+        assert again.bits() == bits[step]
+        shutil.rmtree(tmp_path / f"step-{step:09d}")
 
 
 # --- What counts, and what stays

@@ -60,6 +60,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from .. import __version__
 from ..errors import StoreError
@@ -115,11 +116,7 @@ class Checkpoints:
         self._damaged: set[str] = set()
         self._failure: StoreError | None = None  # of the last save
         self._pending: tuple[int, Future[Any]] | None = None
-        self._stager: DefaultStager | None = None
-        if background:
-            cuda = torch.cuda.is_available()
-            # Copies into memory that is kept from one save to the next: fresh pages cost more than the copy.
-            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
+        self._stager = Stager() if background else None
 
     @property
     def rank(self) -> int:
@@ -294,6 +291,46 @@ class Checkpoints:
         if self.last != step or self._failure is not None:
             self.save(step, state)
         self.close()
+
+
+class Stager(DefaultStager):
+    """Copies a tree's tensors into memory that is kept from one save to the next: fresh pages cost more than
+    the copy. torch's own stager makes it; from then on all tensors are copied at once, which takes half as
+    long as one by one in Python."""
+
+    def __init__(self) -> None:
+        self._cuda = torch.cuda.is_available()
+        super().__init__(StagingOptions(self._cuda, False, False, self._cuda))
+        self._shape: TreeSpec | None = None
+        self._kept: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def stage(self, state_dict: Tree, **kwargs: Any) -> Any:
+        leaves, shape = tree_flatten(state_dict)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors or shape != self._shape or not _alike(tensors, self._kept):
+            staged = super().stage(state_dict, **kwargs)
+            self._shape = shape
+            self._kept = [leaf for leaf in tree_leaves(staged) if isinstance(leaf, torch.Tensor)]
+            return staged
+        torch._foreach_copy_([*map(_local, self._kept)], [*map(_local, tensors)], self._cuda)
+        if self._cuda:
+            torch.cuda.synchronize()
+        kept = iter(self._kept)
+        return tree_unflatten([next(kept) if isinstance(x, torch.Tensor) else x for x in leaves], shape)
+
+
+def _alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether one's tensors fit into the other's."""
+
+    def form(t: torch.Tensor) -> object:
+        return t.shape, t.dtype, t.placements if isinstance(t, DTensor) else None
+
+    return [*map(form, some)] == [*map(form, others)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # --- The manifest
