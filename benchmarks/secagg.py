@@ -7,7 +7,7 @@ process; every site has its own random update. Times are medians over rounds aft
 
 site_s                  all five steps at one site: keys, shares, rounding, masks, signatures and their checks
   site_signatures_s     of that, signing and checking signatures, which the bound leaves out
-server_s                all that is left, from the first request to the mean of the survivors' updates
+server_s                all else (but counting the bytes), from the first request to the mean of the updates
 site_, server_bound_s   what these ciphers take alone, at rates measured here on as many threads: each byte of
                         mask drawn by the faster keystream and added once, vectors added, keys agreed on
 *_over_bound            the one divided by the other
@@ -25,7 +25,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedtrain import pki
 from fedtrain.malloc import keep_freed
+from fedtrain.runtime.crew import Crew
 from fedtrain.secagg.client import Client, Policy
 from fedtrain.secagg.encoding import Encoding, rounding_seed
 from fedtrain.secagg.fixedpoint import FixedPoint
@@ -100,7 +100,7 @@ class Site:
         delta = Arena.wrap(case.encoding.schema, padded(self.values, case.encoding.schema.nbytes))
         self.update = Update(delta=delta, num_examples=50.0, metrics=dict.fromkeys(METRICS, (20.0, 50.0)))
         self.encoding = case.encoding
-        self.spent_s = self.signatures_s = self.sent_bytes = 0.0
+        self.spent_s = self.signatures_s = self.counting_s = self.sent_bytes = 0.0
 
     def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def measured(*args: bytes) -> Any:
@@ -114,12 +114,14 @@ class Site:
     def __call__(self, request: Request) -> Reply:
         began = clock()
         if isinstance(request, Advertise):
-            self.spent_s = self.signatures_s = self.sent_bytes = 0.0
+            self.spent_s = self.signatures_s = self.counting_s = self.sent_bytes = 0.0
             reply = self.client.begin(request, MODEL, METRICS, self.encode)
         else:
             reply = self.client.answer(request)
-        self.spent_s += clock() - began
+        done = clock()
+        self.spent_s += done - began
         self.sent_bytes += len(codec.encode(reply)) + sum(a.schema.nbytes for a in codec.arenas(reply))
+        self.counting_s += clock() - done
         return reply
 
     def encode(self, names: tuple[str, ...], out: np.ndarray) -> None:
@@ -184,7 +186,7 @@ def run(case: Case, rounds: int, spread: Spread, folder: Path) -> list[Timing]:
             Timing(
                 statistics.median(site.spent_s for site in there),
                 statistics.median(site.signatures_s for site in there),
-                whole - sum(site.spent_s for site in sites.values()),
+                whole - sum(site.spent_s + site.counting_s for site in sites.values()),
                 statistics.median(site.sent_bytes for site in there),
             )
         )
@@ -306,8 +308,8 @@ def main() -> None:
     keep_freed()  # as sites and aggregators do
     if args.cpu:
         clock, args.threads = time.thread_time, 1
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.threads) as pool:
-        spread = pool.map if args.threads > 1 else map
+    with tempfile.TemporaryDirectory() as name:
+        spread = Crew(args.threads)
         rates = measure(args.threads, spread)
         common.emit("secagg", "machine", "threads", args.threads, "")
         common.emit("secagg", "machine", "keystream", rates.keystream / 1e9, "GB/s")

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations_with_replacement, product
 
 import numpy as np
@@ -27,7 +26,6 @@ from fedtrain.secagg.messages import (
     seed_commitment,
     statement,
 )
-from fedtrain.secagg.roster import TOGETHER, for_each
 from fedtrain.secagg.server import Session, leave_out_lonely
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.update import Arena, ArenaFile, Evaluation, digest_of
@@ -508,7 +506,7 @@ def test_a_whole_session_is_byte_for_byte_what_it_was():
     """Five sites, one lost after it dealt, all seeded. Other bytes are another protocol: raise VERSION.
 
     Version 2 commits to shares with 24 bytes: with 32, 100 sites in the full graph uploaded 4.022 bytes a
-    parameter at 1M.
+    parameter at 1M. Version 3 draws masks in blocks of 1 MiB.
     """
     federation, said = Federation(5, seed="frozen"), hashlib.sha256()
 
@@ -522,7 +520,7 @@ def test_a_whole_session_is_byte_for_byte_what_it_was():
     for member in federation.members.values():
         for reply in member.said:
             said.update(encode(reply))
-    assert said.hexdigest() == "b5279bb123b252a354be2cfd2551eab254a490273bc675a9d6ce5072f2935afd"
+    assert said.hexdigest() == "9500c43d268f21b21ddbb9f1d2f61bfd60d2a3584e3b099d3ff37747feaed118"
     assert (
         hashlib.sha256(found.vector.tobytes()).hexdigest()
         == "2a1f6283da7dd39fdee767f8570778bfcb6e212ac3e0fe458a4f97dfaa2247a3"
@@ -530,21 +528,6 @@ def test_a_whole_session_is_byte_for_byte_what_it_was():
 
 
 # --- The parts together
-
-
-@pytest.mark.parametrize("wrong", range(0, 2 * TOGETHER + 2))
-def test_a_wrong_signature_among_many_is_found_whichever_thread_looks(wrong):
-    sites, seen = [f"s{i:02}" for i in range(2 * TOGETHER + 2)], set()
-
-    def check(site):
-        seen.add(site)
-        if site == sites[wrong]:
-            raise SecAggError(f"not signed by {site}")
-
-    with ThreadPoolExecutor(2) as pool, pytest.raises(SecAggError, match=sites[wrong]):
-        for_each(check, sites, pool.map)
-    for_each(seen.add, sites, map)
-    assert seen == set(sites)
 
 
 def test_a_session_under_real_certificates(tmp_path):

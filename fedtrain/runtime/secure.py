@@ -11,7 +11,6 @@ import os
 import random
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import cache
@@ -66,6 +65,7 @@ from ..update import (
 )
 from . import checks
 from .answers import Mean, each_alone, evaluations, rule_of, train_id
+from .crew import Crew
 from .progress import Averages, Emit
 
 ECDSA = ec.ECDSA(hashes.SHA256())
@@ -161,9 +161,8 @@ def one_of_groups(config: Config, schema: Schema, totals: Sequence[Total], sites
 
 @cache
 def spread() -> Spread:
-    """Work on masks, over all cores: cryptography and numpy let go of the interpreter."""
-    workers = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="masks")
-    return workers.map
+    """Work on masks and signatures, over all cores."""
+    return Crew(len(os.sched_getaffinity(0)))
 
 
 async def in_thread(work: Callable[..., Any], *args: Any) -> Any:

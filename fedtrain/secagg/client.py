@@ -64,7 +64,6 @@ from .roster import (
     check_names,
     check_signed,
     check_signer,
-    for_each,
     holders_of,
     peers_of,
 )
@@ -365,8 +364,8 @@ class Roster:
         if keys.keys() != {me, *peers}:
             raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
         used = {mine.mask_key, mine.seal_key}
-        for_each(lambda peer: check_signed(peer, keys[peer], terms, sid, site.verify), peers, site.spread)
         for peer in peers:
+            check_signed(peer, keys[peer], terms, sid, site.verify)
             check_fresh(peer, keys[peer], used)
         check_names("the roster", share.names)
         for name, entry in keys.items():
@@ -460,12 +459,8 @@ def check_agreed(
     voters = set(roster.holders).intersection(agree.sites)
     if not unmask.signatures.keys() <= voters:
         raise SecAggError("signatures came from others than the survivors among this site's peers")
-    signatures, others = unmask.signatures, sorted(unmask.signatures.keys() - {site.site})
-    for_each(
-        lambda peer: check_signer(site.verify, peer, roster.keys, statement, signatures[peer]),
-        others,
-        site.spread,
-    )
+    for peer in sorted(unmask.signatures.keys() - {site.site}):
+        check_signer(site.verify, peer, roster.keys, statement, unmask.signatures[peer])
     agreed = len(unmask.signatures.keys() | ({site.site} & voters))
     if agreed < terms.threshold:
         raise SecAggError(f"{agreed} sites signed the list of survivors, {terms.threshold} must")

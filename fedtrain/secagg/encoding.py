@@ -26,7 +26,7 @@ from .masking import RingVector, Spread
 if TYPE_CHECKING:
     from ..update import Arena
 
-CHUNK = 1 << 20  # coordinates read at a time
+CHUNK = 1 << 22  # coordinates read at a time: some blocks of fixedpoint.py, so that all cores have work
 MOVING = ("bool", "uint8")  # have no differences: their deltas are 0
 
 

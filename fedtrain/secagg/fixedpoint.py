@@ -32,7 +32,6 @@ MIN_VALUE_BITS = 4
 MAX_VALUE_BITS = 43  # leaves 10 of float64's 53 bits to u
 RANDOM_BYTES = 2  # of keystream for each coordinate
 PER_BLOCK = BLOCK_BYTES // RANDOM_BYTES  # coordinates that one block of the keystream rounds
-PIECE = PER_BLOCK // 2  # coordinates at a time: what is made of them is used while the CPU's cache has it
 ONE = 2**20  # a scalar of 1.0
 SCALAR_LIMIT = 2**62 // ONE  # of a scalar's magnitude at one site
 
@@ -111,20 +110,18 @@ class FixedPoint:
             start, stop = max(block * PER_BLOCK, offset), min((block + 1) * PER_BLOCK, offset + len(out))
             with _noise.one() as noise, _scratch.one() as scratch, np.errstate(over="ignore"):
                 keystream(seed, block, noise, (stop - block * PER_BLOCK) * RANDOM_BYTES)
-                draws = noise[:BLOCK_BYTES].view("<i2")
-                for at in range(start, stop, PIECE):
-                    end = min(at + PIECE, stop)
-                    part = slice(at - offset, end - offset)
-                    random = draws[at - block * PER_BLOCK : end - block * PER_BLOCK]
-                    clipped.append(self._round(values[part], weight, random, out[part], scratch))
+                random = noise[:BLOCK_BYTES].view("<i2")[start - block * PER_BLOCK : stop - block * PER_BLOCK]
+                part = slice(start - offset, stop - offset)
+                clipped.append(self._round(values[part], weight, random, out[part], scratch))
 
-        for _ in spread(encode, range(offset // PER_BLOCK, -(-(offset + len(out)) // PER_BLOCK))):
-            pass
+        if len(out):
+            for _ in spread(encode, range(offset // PER_BLOCK, -(-(offset + len(out)) // PER_BLOCK))):
+                pass
         return sum(clipped)
 
     def _round(self, x: Floats, weight: float, random: NDArray[np.int16], out: RingVector,
                scratch: NDArray[np.uint8]) -> int:  # fmt: skip
-        """One piece, held `bits` bits higher than it goes out, where u − ½ is an odd integer.
+        """One block or less of it, held `bits` bits higher than it goes out, where u − ½ is an odd integer.
 
         A float of 1.5 · 2^(mantissa − 1 + bits) has 2^bits as its last place: what is added to it is rounded
         to the integer wanted, which is then in its low bits. Scaling, floor and conversion take longer.

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from ..errors import SecAggError
 from ..update import SiteId
 from . import graph
 from .keys import SECRET_BYTES, check_public
-from .masking import Spread
 from .messages import MAX_NAME, MAX_NAMES, Keys, Terms, keys_statement
 
 Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]  # (certificate, message, signature) ->
 # (the site's name, its certificate's fingerprint); raises FedtrainError unless all is as it must be.
-# It may be called by several threads: signatures are a third of a site's work where many sites take part.
-TOGETHER = 8  # signatures that one thread checks at a time: fewer, and handing them out takes longer
 
 
 def check_signed(site: SiteId, entry: Keys, terms: Terms, sid: bytes, verify: Verify) -> None:
@@ -45,17 +42,6 @@ def check_names(site: SiteId, names: tuple[str, ...]) -> None:
             f"{site} has {len(names)} names of metrics: they must be sorted, different, at most {MAX_NAMES}, "
             f"and none longer than {MAX_NAME} characters"
         )
-
-
-def for_each(check: Callable[[SiteId], None], sites: Sequence[SiteId], spread: Spread) -> None:
-    """`check` of all these sites, over all threads; the first error there is."""
-
-    def several(at: int) -> None:
-        for site in sites[at : at + TOGETHER]:
-            check(site)
-
-    for _ in spread(several, range(0, len(sites), TOGETHER)):
-        pass
 
 
 def check_signer(

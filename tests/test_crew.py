@@ -1,0 +1,52 @@
+"""Work over threads: each item once, done when the call returns, and an error reaches the caller."""
+
+import threading
+
+import pytest
+
+from fedtrain.runtime.crew import Crew
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("items", [0, 1, 2, 3, 1000])
+def test_each_item_is_worked_on_once(threads, items):
+    done = []
+    assert list(Crew(threads)(done.append, range(items))) == []
+    assert sorted(done) == list(range(items))
+
+
+def test_helpers_work_beside_the_caller():
+    """Each item waits for the other, so one thread alone would never end it."""
+    both = threading.Barrier(2, timeout=30)
+    Crew(2)(lambda item: both.wait(), range(2))
+
+
+def test_a_helper_that_does_not_come_is_not_waited_for():
+    crew, busy, over = Crew(2), threading.Event(), threading.Event()
+
+    def hold(item):
+        busy.set()
+        over.wait(30)
+
+    crew._pool.submit(hold, 0)
+    assert busy.wait(30)
+    done = []
+    crew(done.append, range(3))
+    assert done == [0, 1, 2]
+    over.set()
+
+
+def test_work_may_spread_work():
+    crew, done = Crew(3), []
+    crew(lambda i: crew(lambda j: done.append((i, j)), range(4)), range(4))
+    assert sorted(done) == [(i, j) for i in range(4) for j in range(4)]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 7])
+def test_an_error_is_raised_when_all_is_done(wrong):
+    def work(item):
+        if item == wrong:
+            raise ValueError(f"item {item}")
+
+    with pytest.raises(ValueError, match=f"item {wrong}"):
+        Crew(3)(work, range(8))
