@@ -8,7 +8,7 @@ process; every site has its own random update. Times are medians over rounds aft
 site_s                  all five steps at one site: keys, shares, rounding, masks, signatures and their checks
   site_signatures_s     of that, signing and checking signatures, which the bound leaves out
 server_s                all else (but counting the bytes), from the first request to the mean of the updates
-site_, server_bound_s   what these ciphers take alone, at rates measured here on as many threads: each byte of
+site_, server_bound_s   what these ciphers take alone, at the best rates seen on as many threads: each byte of
                         mask drawn by the faster keystream and added once, vectors added, keys agreed on
 *_over_bound            the one divided by the other
 upload_bytes_per_param  all that a site sends in a round, headers, keys and shares too
@@ -46,7 +46,7 @@ from fedtrain.transport.memory import LocalCohort
 from fedtrain.update import Arena, Reply, Request, Schema, TensorSpec, Update
 from fedtrain.wire import codec
 
-BLOCKS = 200  # of keystream in one trial of its rate
+BLOCKS = 50  # of keystream in one trial of its rate
 MODEL = hashlib.sha256(b"the weights that all have").digest()
 RUN = {"federation": "bench", "run": "secagg"}
 METRICS = ("accuracy", "loss")
@@ -215,6 +215,14 @@ class Rates:
         pairs = lost * neighbours(case) * left / (case.sites - 1)  # masks of those who were lost
         return (left + pairs) * nbytes * self.mask_s + left * nbytes / self.add_vector + pairs * self.agree_s
 
+    def best(self, other: Rates) -> Rates:
+        return Rates(
+            max(self.keystream, other.keystream),
+            max(self.add_mask, other.add_mask),
+            max(self.add_vector, other.add_vector),
+            min(self.agree_s, other.agree_s),
+        )
+
     @property
     def mask_s(self) -> float:
         """A byte of mask, drawn and added."""
@@ -310,19 +318,21 @@ def main() -> None:
         clock, args.threads = time.thread_time, 1
     with tempfile.TemporaryDirectory() as name:
         spread = Crew(args.threads)
+        folder = Path(name) / "certs"
+        pki.init(folder, RUN["federation"])
+        for i in range(max(case.sites for case in CASES)):
+            pki.issue(folder, "site", f"s{i:03}")
         rates = measure(args.threads, spread)
+        for case in CASES:
+            if args.case in case.name:
+                timings = run(case, args.rounds, spread, folder)
+                rates = rates.best(measure(args.threads, spread))  # a slow minute makes no bound easier
+                report(case, timings, rates)
         common.emit("secagg", "machine", "threads", args.threads, "")
         common.emit("secagg", "machine", "keystream", rates.keystream / 1e9, "GB/s")
         common.emit("secagg", "machine", "add_mask", rates.add_mask / 1e9, "GB/s")
         common.emit("secagg", "machine", "add_vector", rates.add_vector / 1e9, "GB/s")
         common.emit("secagg", "machine", "agreement", rates.agree_s * 1e6, "µs")
-        folder = Path(name) / "certs"
-        pki.init(folder, RUN["federation"])
-        for i in range(max(case.sites for case in CASES)):
-            pki.issue(folder, "site", f"s{i:03}")
-        for case in CASES:
-            if args.case in case.name:
-                report(case, run(case, args.rounds, spread, folder), rates)
 
 
 def report(case: Case, timings: list[Timing], rates: Rates) -> None:

@@ -181,11 +181,7 @@ class FixedPoint:
             these = slice(block * PER_BLOCK, (block + 1) * PER_BLOCK)
             part = signed[these]
             self._check_sums(part, sites)
-            with _scratch.one() as scratch:
-                mean = scratch.view(np.float64)[: len(part)]
-                mean[:] = part
-                mean *= factor
-                out[these] = mean
+            np.multiply(part, factor, out=out[these], dtype=np.float64, casting="unsafe")
 
         for _ in spread(decode, range(-(-len(out) // PER_BLOCK))):
             pass
