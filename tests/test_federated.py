@@ -353,3 +353,27 @@ def test_another_configuration_does_not_go_on_with_an_old_run(tmp_path):
     run(config(tmp_path), LocalCohort(handlers()))
     with pytest.raises(StoreError, match=r"train.lr was 0.01, is 0.5.*own run.name"):
         run(config(tmp_path, train={"lr": 0.5}), LocalCohort(handlers()))
+
+
+def test_a_run_that_goes_on_with_the_same_code_starts_no_process_to_load_it(tmp_path, monkeypatch):
+    task = tmp_path / "begun_task.py"
+    task.write_text(
+        "import torch, fedtrain\n\nclass Task(fedtrain.Task):\n"
+        "    def model(self):\n        return torch.nn.Linear(3, 2)\n"
+        "    def data(self, site):\n        raise NotImplementedError\n"
+        "    def loss(self, model, batch):\n        raise NotImplementedError\n"
+    )
+    cfg = config(tmp_path, run={"task": "begun_task:Task"})
+    strategy, store = build("fedavg", {}), RunStore(cfg.run_dir)
+    begun = asyncio.run(federated._begin(cfg, store, strategy, None))
+
+    async def never(*_, **__):
+        raise ChildProcessError("a process")
+
+    monkeypatch.setattr("fedtrain.runtime.trainer.Trainer.start", never)
+    assert asyncio.run(federated._begin(cfg, store, strategy, None)) == begun
+    assert store.latest().round == 0
+    task.write_text(task.read_text().replace("3, 2", "3, 1"))
+    with pytest.raises(ChildProcessError):
+        asyncio.run(federated._begin(cfg, store, strategy, None))
+    store.close()

@@ -21,7 +21,7 @@ from ..errors import JoinRefused, SecAggError, TooFewSites
 from ..malloc import keep_freed
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
-from ..update import Arena, Found, Reply, Request, Schema, SiteId, seed_of
+from ..update import Found, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
 from . import asynchronous, checks
 from .answers import Answers, InTheOpen, aside
@@ -151,12 +151,11 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
     """
     from ..pki import Credentials, Verifier
-    from ..tracking.export import beginning
     from ..transport.grpc import GrpcCohort
     from ..transport.tls import Tls
     from . import secure
     from .callers import Callers
-    from .trainer import Trainer
+    from .trainer import beside_torch
 
     keep_freed()
     if config.asynchronous.enabled:
@@ -165,23 +164,17 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     store = RunStore(config.run_dir)
     try:
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
-        async with await Trainer.start(config, scratch=store.folder) as trainer:
-            about = trainer.description
-            store.begin(about.schema, config.agreed(), run=config.run.name, task_digest=about.task_digest)
-            if store.latest() is None:
-                own = await trainer.initial(store.folder / "initial")
-                _begin(store, strategy, beginning(start, about.schema) if start else own.load())
-        (store.folder / "initial").unlink(missing_ok=True)
+        schema, task_digest = await beside_torch(_begin(config, store, strategy, start))
         callers = Callers(credentials, config.root / config.network.certs)
 
         def admit(site: SiteId, request: Request, reply: Reply) -> None:
             if config.secagg.enabled:
                 secure.admit(request, reply, longest)
             else:
-                checks.admit(request, reply, about.schema, config.limits, store.joined().get(site))
+                checks.admit(request, reply, schema, config.limits, store.joined().get(site))
 
         def welcome(site: SiteId, hello: Hello) -> None:
-            agree(site, hello, config, about.schema, about.task_digest)
+            agree(site, hello, config, schema, task_digest)
             store.join(site, hello.examples)
 
         cohort = GrpcCohort(
@@ -198,7 +191,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         )
         answers: Answers
         if config.secagg.enabled:
-            longest = secure.longest_vector(config, about.schema)
+            longest = secure.longest_vector(config, schema)
             answers = secure.UnderMasks(
                 config, cohort, emit,
                 federation=credentials.identity.federation,
@@ -230,8 +223,27 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         store.close()
 
 
-def _begin(store: RunStore, strategy: Strategy, initial: Arena) -> None:
-    store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+async def _begin(
+    config: Config, store: RunStore, strategy: Strategy, start: Path | None
+) -> tuple[Schema, str]:
+    """The run's model and its task's digest, with an initial model in the store. A new run asks a process
+    that loads the task; one that goes on with the same source knows."""
+    from ..tracking.export import beginning
+    from .trainer import Trainer, digest_of
+
+    if (known := store.begun()) is not None and known[1] == digest_of(config):
+        store.begin(known[0], config.agreed(), run=config.run.name, task_digest=known[1])
+        if store.latest() is not None:
+            return known
+    async with await Trainer.start(config, scratch=store.folder) as trainer:
+        about = trainer.description
+        store.begin(about.schema, config.agreed(), run=config.run.name, task_digest=about.task_digest)
+        if store.latest() is None:
+            own = await trainer.initial(store.folder / "initial")
+            initial = beginning(start, about.schema) if start else own.load()
+            store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+    (store.folder / "initial").unlink(missing_ok=True)
+    return about.schema, about.task_digest
 
 
 def agree(site: SiteId, hello: Hello, config: Config, schema: Schema, task_digest: str) -> None:

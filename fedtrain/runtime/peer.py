@@ -42,7 +42,7 @@ from .privacy import Spent
 from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
 from .secure import spread
 from .site import Trains
-from .trainer import Trainer
+from .trainer import Trainer, beside_torch
 
 RELOAD_S = 2.0  # between looks at the roster's folder
 POLL_S = 0.1  # between looks at who is there
@@ -84,7 +84,7 @@ async def run(
     store = RunStore(config.peer_dir(name))
     try:
         start = start_trainer or (lambda scratch: Trainer.start(config, data_dir=data_dir, scratch=scratch))
-        trainer = await start(store.folder)
+        trainer = await beside_torch(start(store.folder))
         try:
             about = trainer.description
             agreed = config.agreed() | {

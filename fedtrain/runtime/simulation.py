@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -50,7 +49,7 @@ from . import asynchronous, secure
 from .answers import Answers, InTheOpen, kept
 from .federated import run
 from .progress import Averages, Emit, Result, finish
-from .trainer import Description, Failed, Trainer, TrainerDied, Workbench
+from .trainer import Description, Failed, Trainer, TrainerDied, Workbench, beside_torch
 
 T = TypeVar("T")
 VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend on who is stacked with whom
@@ -192,9 +191,7 @@ class PoolCohort:
             )
 
         count = workers or config.simulate.workers or len(os.sched_getaffinity(0))
-        importing = asyncio.create_task(asyncio.to_thread(import_module, "torch"))  # as the trainers do now
-        started = await asyncio.gather(*(start() for _ in range(count)), return_exceptions=True)
-        await importing
+        started = await beside_torch(asyncio.gather(*(start() for _ in range(count)), return_exceptions=True))
         trainers = [t for t in started if isinstance(t, Trainer)]
         if errors := [e for e in started if isinstance(e, BaseException)]:
             await asyncio.gather(*(trainer.close() for trainer in trainers))

@@ -20,11 +20,12 @@ import sys
 import threading
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
@@ -37,6 +38,7 @@ from .privacy import noised
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 SECTIONS = (
     "run",
     "train",
@@ -367,7 +369,24 @@ def _environment(config: Config, scratch: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+async def beside_torch(starting: Awaitable[T]) -> T:
+    """Await trainers that start, and load torch here meanwhile: it takes as long."""
+    loading = asyncio.create_task(asyncio.to_thread(import_module, "torch"))
+    try:
+        return await starting
+    finally:
+        await loading
+
+
 # --- the end that works
+
+
+def digest_of(config: Config) -> str:
+    """Of the source that decides what is trained; none of it is run."""
+    from ..training.task import task_digest
+
+    own = [config.strategy.kind] if ":" in config.strategy.kind else []
+    return task_digest(config.run.task, config.root, *own)
 
 
 class Workbench:
@@ -377,13 +396,12 @@ class Workbench:
         from .. import strategies
         from ..training.local import Engine
         from ..training.partition import SimulatedSites
-        from ..training.task import folder_of, load_task, task_digest
+        from ..training.task import folder_of, load_task
         from ..training.vmapped import Vmapped
 
         if config.privacy.noise_multiplier and simulated and config.simulate.engine == "vmap":
             raise ConfigError('privacy.noise_multiplier: simulate.engine = "vmap" adds none. Use "loop".')
-        own = [config.strategy.kind] if ":" in config.strategy.kind else []
-        digest = task_digest(config.run.task, config.root, *own)  # before a line of it runs
+        digest = digest_of(config)  # before a line of it runs
         self._config = config
         self._task = load_task(config.run.task, config.root, data_dir)
         self._folder = folder_of(self._task)

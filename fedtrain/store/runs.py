@@ -151,6 +151,13 @@ class RunStore:
     def meta(self) -> dict[str, Any]:
         return {k: msgspec.json.decode(v) for k, v in self._db.execute("SELECT key, value FROM meta")}
 
+    def begun(self) -> tuple[Schema, str] | None:
+        """The model and the task's digest of the run that is here; None without one that we can read."""
+        have = self.meta()
+        if have.get("version") != VERSION:
+            return None
+        return self._schema, have.get("task_digest", "")
+
     def begin(self, schema: Schema, agreed: Mapping[str, str], **meta: Any) -> None:
         """Say what this run is, or check that it is the one begun here."""
         have = self.meta()
