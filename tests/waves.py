@@ -28,7 +28,9 @@ class Waves(fedtrain.Task):
         return x, (x[:, 0] > 0).long()
 
     def loss(self, model, batch):
-        time.sleep(float(Path("pace").read_text()))
+        began = time.monotonic()
+        while time.monotonic() < began + float(Path("pace").read_text()):  # it may change meanwhile
+            time.sleep(0.01)
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 

@@ -45,7 +45,7 @@ TWO_MORE = {
     "tp": case(tp=2, train=CLIPPED),
     "cp-zero3": case(cp=2, zero=3),
     "pp-gpipe": case(pp=2, schedule="gpipe"),
-    "pp-interleaved": case(pp=2, schedule="interleaved"),
+    "pp-interleaved": case("Deep", pp=2, schedule="interleaved"),
     "pp-sequential": case("Rows", pp=2),
 }
 FOUR = {

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 import fedtrain
 
 class Text(fedtrain.Task):
-    dtype = torch.float64
+    dtype, layers = torch.float64, 2
 
     def model(self):
-        return GPT(vocabulary=32, length=16, width=16, heads=4, layers=4).to(self.dtype)
+        return GPT(vocabulary=32, length=16, width=16, heads=4, layers=self.layers).to(self.dtype)
 
     def data(self, site):
         text = torch.randint(0, 32, (80, 17), generator=torch.Generator().manual_seed(3))
@@ -39,6 +39,9 @@ class Text(fedtrain.Task):
 
 class Single(Text):
     dtype = torch.float32
+
+class Deep(Text):
+    layers = 4
 
 class Padded(Text):  # batches whose tokens do not all count: the mean is over those that do
     def loss(self, model, batch):
@@ -79,7 +82,7 @@ def project(folder: Path) -> Path:
     return folder
 
 
-def case(task: str = "Text", *, steps: int = 6, train: dict[str, Any] | None = None, strategy: Any = None,
+def case(task: str = "Text", *, steps: int = 4, train: dict[str, Any] | None = None, strategy: Any = None,
          rounds: int = 2, **parallel: Any) -> Table:  # fmt: skip
     """So many steps of AdamW in all, as one table of a fedtrain.toml."""
     return {

@@ -112,7 +112,7 @@ def test_a_world_of_two_then_three_then_one_ends_with_the_same_model(tmp_path):
         first, second = run.start(), run.start()
         run.cluster.wait_for(lambda: any(text.startswith("ranks 2") for text in run.notices()))
         run.at_step(3)
-        run.set_pace(5)  # a machine may take long to come
+        run.set_pace(2.5)  # a machine may take long to come
         third = run.start()
         run.cluster.wait_for(lambda: any(text.startswith("ranks 3") for text in run.notices()))
         run.set_pace(0.2)
@@ -120,6 +120,7 @@ def test_a_world_of_two_then_three_then_one_ends_with_the_same_model(tmp_path):
         run.at_step(reached + 3)
         run.cluster.lose(second)
         run.cluster.lose(third)
+        run.set_pace(0)
         run.finished(first)
         assert [text for text in run.notices() if text.startswith("ranks ")][-1].startswith("ranks 1")
         expected = alone.model().views()
