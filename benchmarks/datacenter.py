@@ -4,6 +4,7 @@ Everything that is compared runs in one launch of two processes, by turns: a ste
 The bare loop is what anyone writes: DistributedDataParallel, the same model, optimizer and batches.
 
     step_ratio             median time of our step / of the bare one (bar: 1.02)
+    fused_step_ratio       the same beside a bare loop that asks for the fused optimizer, as we do (no bar)
     PEER_ratio             the same of accelerate, Lightning Fabric (`fabric`) and Ray Train (`ray`), where
                            they are installed; Ray starts ranks of its own, with a bare loop in them
     ckpt_async_over_sync   how long a save in the background holds up training / one in the foreground (0.15)
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -118,7 +120,7 @@ def ranks(folder: Path, case: str, steps: int) -> None:
             room.engine.step(room.data.take(), "step")
             room.state.step += 1
 
-        works = {"ours": ours, "bare": loop(task, bare)}
+        works = {"ours": ours, "bare": loop(task, bare), "fused": loop(task, bare, fused=True)}
         for peer, setup in PEERS.items():
             if find_spec({"fabric": "lightning_fabric"}.get(peer, peer)):
                 works[peer] = loop(task, setup)
@@ -138,8 +140,9 @@ def ranks(folder: Path, case: str, steps: int) -> None:
             checkpoints.close()
         if dist.get_rank() == 0:
             middle = {name: statistics.median(each) for name, each in (times | stalls).items()}
+            found = {"ratios": ratios(times, "bare"), "fused_ratios": ratios(times, "fused")}
             stall = ratios(stalls, "foreground")["background"]
-            print(json.dumps(middle | {"ratios": ratios(times, "bare"), "stall": stall}), flush=True)
+            print(json.dumps(middle | found | {"stall": stall}), flush=True)
 
 
 def ray_ranks(folder: Path, case: str, steps: int) -> None:
@@ -166,13 +169,12 @@ def ray_ranks(folder: Path, case: str, steps: int) -> None:
 
 
 def by_turns(works: dict[str, Callable[[], None]], steps: int) -> dict[str, list[float]]:
-    """Seconds of each call; who is first changes with every turn."""
+    """Seconds of each call; who comes after whom changes with every turn, alike on all ranks."""
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {name: [] for name in works}
     for i in range(steps + WARM):
-        first = i % len(works)
-        for name, work in [*works.items()][first:] + [*works.items()][:first]:
+        for name, work in random.Random(i).sample([*works.items()], len(works)):
             dist.barrier()
             began = time.perf_counter()
             work()
@@ -190,14 +192,14 @@ def ratios(times: dict[str, list[float]], to: str) -> dict[str, float]:
     }
 
 
-def loop(task: Any, setup: Setup) -> Callable[[], None]:
+def loop(task: Any, setup: Setup, *, fused: bool | None = None) -> Callable[[], None]:
     """One step of the loop that anyone writes, of a model and an optimizer as a peer sets them up."""
     import torch
     import torch.distributed as dist
 
     torch.manual_seed(1)
     plain = task.model()
-    optimizer = torch.optim.AdamW(plain.parameters(), 0.001, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(plain.parameters(), 0.001, weight_decay=0.0, fused=fused)
     model, optimizer, backward = setup(plain, optimizer)
     order = torch.Generator().manual_seed(1)
     data, at, index = task.data(""), 0, torch.empty(0, dtype=torch.int64)
@@ -318,6 +320,8 @@ def main() -> None:
             common.emit("datacenter", case, "step", found["ours"] * 1e3, "ms")
             common.emit("datacenter", case, "bare_step", found["bare"] * 1e3, "ms")
             common.emit("datacenter", case, "step_ratio", found["ratios"].pop("ours"), "×")
+            common.emit("datacenter", case, "fused_step_ratio", found["fused_ratios"]["ours"], "×")
+            found["ratios"].pop("fused")
             for peer, ratio in (found["ratios"] | in_ray(folder, case, args.steps)).items():
                 common.emit("datacenter", case, f"{peer}_ratio", ratio, "×")
             common.emit("datacenter", case, "ckpt_sync", found["foreground"] * 1e3, "ms")
