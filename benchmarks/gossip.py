@@ -2,11 +2,12 @@
 
 In a round each peer sends its whole model to one other and mixes what comes (the one-peer exponential graph,
 Ying et al. 2021): after log2(n) rounds all have the same average, which is checked. Beside it, in the same
-run and before each case, a bare pair of pyzmq sockets with CURVE moves the same chunks.
+run before and after each case, a bare pair of pyzmq sockets with CURVE moves the same chunks.
 
     round_s       median over rounds of the slowest peer's time
     bytes_ratio   all message bytes that a peer sends in a round / the model's bytes, which the graph needs
-    curve_ratio   bytes a second of all peers together / those of the bare pair
+    curve_ratio   bytes a second of all peers together, from the first's start to the last's end, / those of
+                  the bare pair
     cpu_ratio     the bare pair's CPU seconds a byte, both ends / those of the peers
     agreement_s   round_s · log2(n): until all have the average of all
 
@@ -35,7 +36,8 @@ import torch
 import zmq
 
 from fedtrain.exchange import Contact, Offer, Share
-from fedtrain.transport.zmq import Curve, Peers, ZmqNeighbors
+from fedtrain.transport.admission import Curve, Peers
+from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.frames import CHUNK_BYTES
 from fedtrain.wire.gossip import Greeting
 
@@ -85,7 +87,7 @@ async def _peer(name: str, index: int, numel: int, pipe: Connection) -> None:
     assert len(await neighbors.meet(set(names) - {name}, 30)) == n - 1
     pipe.send("ready")
     pipe.recv()
-    times, sent, cpu = [], neighbors.wire_out, time.process_time()
+    times, sent, cpu, began = [], neighbors.wire_out, time.process_time(), time.perf_counter()
     for r in range(ROUNDS):
         hop = hops[r % len(hops)]
         to, source = names[(index + hop) % n], names[(index - hop) % n]
@@ -98,13 +100,15 @@ async def _peer(name: str, index: int, numel: int, pipe: Connection) -> None:
         x, other = other, x
         if r == len(hops) - 1:
             agreed = x[:: max(1, numel // 100)].clone()
-    pipe.send((times, neighbors.wire_out - sent, time.process_time() - cpu, agreed))
+    spent = (began, time.perf_counter()), time.process_time() - cpu
+    pipe.send((times, *spent, neighbors.wire_out - sent, agreed))
     pipe.recv()
     await neighbors.stop()
 
 
-def averaging(numel: int, n: int) -> tuple[float, float, float]:
-    """(seconds a round, bytes a peer sends in a round, CPU seconds of all peers in a round)."""
+def averaging(numel: int, n: int) -> tuple[float, float, float, float]:
+    """Seconds of a round at its slowest peer, seconds a round of all, bytes that a peer sends in one, and CPU
+    seconds of all peers in one."""
     spawn = multiprocessing.get_context("spawn")
     pipes, workers = [], []
     for i in range(n):
@@ -121,11 +125,12 @@ def averaging(numel: int, n: int) -> tuple[float, float, float]:
         pipe.send("over")
     for worker in workers:
         worker.join(30)
-    times, sent, cpu, agreed = zip(*got, strict=True)
+    times, spans, cpu, sent, agreed = zip(*got, strict=True)
     for each in agreed:
         torch.testing.assert_close(each, agreed[0], msg="the peers do not agree")
     slowest = [max(each) for each in zip(*times, strict=True)]
-    return statistics.median(slowest[2:]), statistics.mean(sent) / ROUNDS, sum(cpu) / ROUNDS
+    all_s = max(end for _, end in spans) - min(start for start, _ in spans)  # one clock for all processes
+    return statistics.median(slowest[2:]), all_s / ROUNDS, statistics.mean(sent) / ROUNDS, sum(cpu) / ROUNDS
 
 
 def _get(pipe: Connection) -> Any:
@@ -201,15 +206,15 @@ def main() -> None:
     for case in args.case or CASES:
         numel, n = CASES[case]
         model = 4 * numel
-        if case != "tiny":
-            rates, cpus = zip(*(bare_pair(PAIR_BYTES) for _ in range(3)), strict=True)
-            rate, cpu_byte = statistics.median(rates), statistics.median(cpus)
-        round_s, sent, cpu_s = averaging(numel, n)
+        pairs = [bare_pair(PAIR_BYTES) for _ in range(3)] if case != "tiny" else []
+        round_s, all_s, sent, cpu_s = averaging(numel, n)
         common.emit("gossip", case, "round_s", round_s, "s")
         common.emit("gossip", case, "agreement_s", round_s * math.log2(n), "s")
         if case != "tiny":
+            pairs += [bare_pair(PAIR_BYTES) for _ in range(3)]
+            rate, cpu_byte = (statistics.median(each) for each in zip(*pairs, strict=True))
             common.emit("gossip", case, "bytes_ratio", sent / model, "")
-            common.emit("gossip", case, "curve_ratio", n * model / round_s / rate, "")
+            common.emit("gossip", case, "curve_ratio", n * model / all_s / rate, "")
             common.emit("gossip", case, "cpu_ratio", cpu_byte / (cpu_s / (n * model)), "")
             common.emit("gossip", case, "bare_pair", rate / 1e9, "GB/s")
         for python in args.beside if case in BESIDE_CASES else ():

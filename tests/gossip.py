@@ -11,10 +11,12 @@ import torch
 
 from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Contact, Offer, Share
-from fedtrain.transport.zmq import Curve, Peers, ZmqNeighbors
+from fedtrain.transport.admission import Curve, Peers
+from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
 
 MIB = 1 << 20
+WAIT_S = 60.0  # at most, for what takes milliseconds unless the machine is very busy
 
 
 def vector(numel: int, seed: int) -> torch.Tensor:
@@ -50,7 +52,7 @@ class Sum:
         self.ended[peer] = nbytes
 
 
-def bounded(coroutine: Any, seconds: float = 60) -> Any:
+def bounded(coroutine: Any, seconds: float = 4 * WAIT_S) -> Any:
     async def run() -> Any:
         async with asyncio.timeout(seconds):
             return await coroutine
@@ -95,7 +97,7 @@ async def party(names: Iterable[str], **options: Any) -> AsyncIterator[Party]:
             made.start(name, **options)
         for name, peer in made.peers.items():
             others = set(made.peers) - {name}
-            assert await peer.meet(others, 20) == sorted(others), (name, made.events)
+            assert await peer.meet(others, WAIT_S) == sorted(others), (name, made.events)
         yield made
     finally:
         for peer in made.peers.values():

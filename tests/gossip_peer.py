@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 from fedtrain.exchange import Contact, Share
-from fedtrain.transport.zmq import Curve, Peers, ZmqNeighbors
+from fedtrain.transport.admission import Curve, Peers
+from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
 
 SIZE = 50_000

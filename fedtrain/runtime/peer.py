@@ -33,8 +33,9 @@ from ..secagg.circle import Circles
 from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
+from ..transport.admission import FAST, Curve, curve_speed, join
 from ..transport.courier import Limits
-from ..transport.zmq import FAST, Curve, ZmqNeighbors, curve_speed, join
+from ..transport.zmq import ZmqNeighbors
 from ..update import Arena, ArenaFile, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
 from .gossip import Peer, algorithm_of, check_hearing, fewest, trained_part

@@ -70,7 +70,7 @@ class Kind(IntEnum):
     JOIN = 20  # the entry of one who shows an invitation; answered by MEMBERS and WELCOME, or REJECT
 
 
-OFFERS = (Kind.OFFER, Kind.LETTER, Kind.STATE)
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,18 +127,28 @@ def unpack(data: bytes | memoryview) -> tuple[Header, Stamp]:
     """A header off the wire, checked in itself; WireError says what is wrong with it."""
     if len(data) != HEADER_BYTES:
         raise WireError(f"a header of {len(data)} bytes, {HEADER_BYTES} are due")
-    magic, version, kind, codec, run, schema, epoch, round, sender, *rest = _LAYOUT.unpack(data)
-    index, count, weight, degree, transfer = rest
+    (
+        magic, version, number, codec, run, schema, epoch, round, sender,
+        index, count, weight, degree, transfer,
+    ) = _LAYOUT.unpack(data)  # fmt: skip
     if magic != MAGIC:
         raise WireError(f"not ours: it begins with {magic!r}")
     if version != VERSION:
         raise WireError(f"protocol {version} there, {VERSION} here: run the same fedtrain at both ends")
-    if not 1 <= kind <= max(Kind):
-        raise WireError(f"unknown kind of message {kind}")
+    kind = _KINDS.get(number)
+    if kind is None:
+        raise WireError(f"unknown kind of message {number}")
     if not math.isfinite(weight):
         raise WireError(f"a weight of {weight}")
-    header = Header(Kind(kind), round, transfer, index, count, weight, degree, codec, epoch)
+    header = Header(kind, round, transfer, index, count, weight, degree, codec, epoch)
     return header, Stamp(run, schema, sender)
+
+
+def text_of(header: Header, body: bytes | bytearray | memoryview) -> bytes:
+    """The body of a message that is neither an offer nor a chunk."""
+    if len(body) > TEXT_BYTES:
+        raise WireError(f"a {header.kind.name} of {len(body)} bytes, at most {TEXT_BYTES} are read")
+    return bytes(body)
 
 
 def chunks_of(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:

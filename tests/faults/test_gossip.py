@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedtrain.transport.zmq import Curve
+from fedtrain.transport.admission import Curve
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 6.0

@@ -8,9 +8,9 @@ import torch
 from fedtrain.pki import Credentials, init, issue
 from fedtrain.pki.roster import Claim, Roster, enrol
 from fedtrain.pki.signing import Signer, Verifier
+from fedtrain.transport.admission import Curve, curve_speed
 from fedtrain.transport.memory import LocalNetwork
-from fedtrain.transport.zmq import Curve, curve_speed
-from tests.gossip import MIB, Party, Sum, bounded, party, share, vector
+from tests.gossip import MIB, WAIT_S, Party, Sum, bounded, party, share, vector
 
 NAMES = ["a", "b", "c"]
 
@@ -86,6 +86,22 @@ def test_a_peer_without_an_address_calls_and_is_served_over_that_call():
                 assert not done.kept
             assert torch.equal(mixers["a"].acc, x["b"])
             assert torch.equal(mixers["b"].acc, x["a"])
+
+    bounded(main())
+
+
+def test_when_an_exchange_is_over_libzmq_reads_the_shares_memory_no_more():
+    async def main():
+        async with party("ab") as p:
+            x, mixers = vector(3 * MIB, 1), {n: Sum(torch.zeros(3 * MIB)) for n in "ab"}
+            both = (p.peers[n].exchange(0, {o: share(x)}, [o], mixers[n], WAIT_S) for n, o in ("ab", "ba"))
+            for done in await asyncio.gather(*both):
+                assert done.given
+            links = [link for peer in p.peers.values() for link in peer._links]
+            assert any(link.lent for link in links)  # it was read where it lies
+            async with asyncio.timeout(WAIT_S):
+                while any(link.lends() for link in links):  # noqa: ASYNC110 - libzmq's threads let go of it
+                    await asyncio.sleep(0.001)
 
     bounded(main())
 

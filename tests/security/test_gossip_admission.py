@@ -15,11 +15,12 @@ from fedtrain.pki.invitation import Guestbook, Invitation
 from fedtrain.pki.roster import Claim, Roster, enrol
 from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.runtime import peer as runtime
-from fedtrain.transport.zmq import Curve, join
+from fedtrain.transport.admission import Curve, join
 from fedtrain.wire.gossip import Stamp
-from tests.gossip import Party, bounded
+from tests.gossip import WAIT_S, Party, bounded
 
 WEEK = timedelta(days=7)
+CALM_S = 5.0  # between heartbeats: a busy machine must not end connections
 
 
 class Members:
@@ -53,7 +54,7 @@ class Members:
     def start(self, name, **options):
         curve = self.party.curves[name] = Curve.new()
         roster, signer = self.roster(name, **options)
-        peer = self.party.start(name, roster=roster)
+        peer = self.party.start(name, roster=roster, heartbeat_s=CALM_S)
         claim = Claim(peer=name, federation="fedtrain", key=curve.public, address=f"127.0.0.1:{peer.port}")
         roster.add(enrol(signer, claim).encode())
         return roster
@@ -81,15 +82,15 @@ async def members(folder, names, **options):
                 made.rosters[name].add(made.rosters[other].entry(other))
         for name in names:
             others = set(names) - {name}
-            assert await made.party.peers[name].meet(others, 20) == sorted(others)
+            assert await made.party.peers[name].meet(others, WAIT_S) == sorted(others)
         yield made
     finally:
         for peer in made.party.peers.values():
             await peer.stop()
 
 
-async def until(condition, seconds=20.0):
-    async with asyncio.timeout(seconds):
+async def until(condition):
+    async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110  # what changes lies in other threads
             await asyncio.sleep(0.01)
 
@@ -105,8 +106,8 @@ def test_a_newcomer_with_an_invitation_and_no_roster_has_all_entries_and_all_hav
             assert guest.peers() == ["d"]
             await m.accept(invitation, "d")
             assert guest.peers() == ["a", "b", "d"]
-            assert await m.party.peers["d"].meet(["a", "b"], 20) == ["a", "b"]
-            assert m.rosters["b"].peers() == ["a", "b", "d"]  # b was told by a
+            assert await m.party.peers["d"].meet(["a", "b"], WAIT_S) == ["a", "b"]
+            await until(lambda: m.rosters["b"].peers() == ["a", "b", "d"])  # b was told by a
 
     bounded(main())
 
@@ -126,7 +127,8 @@ def test_s09_an_invitation_lets_one_peer_in_once_and_still_after_a_restart_of_wh
                     await m.accept(invitation, "d")
                 await m.party.peers["a"].stop()
                 host, _ = m.roster("a", certs=tmp_path / "certs")  # nothing but files is left
-                m.party.start("a", roster=host, listen=invitation.address)
+                m.party.start("a", roster=host, listen=invitation.address, heartbeat_s=CALM_S)
+            await until(lambda: m.party.of("a", "join_refused"))
             assert "was used on" in m.party.of("a", "join_refused")[0]["reason"]
 
     bounded(main())
@@ -156,7 +158,7 @@ def test_s09_a_stolen_invitation_is_refused_without_being_used_up(tmp_path):
             thief = Curve(zmq.curve_public(invitation.secret), invitation.secret)
             entry = m.rosters["e"].entry("e")
             with pytest.raises(JoinRefused, match="the invitation is for d, and e showed it"):
-                await asyncio.to_thread(join, host, thief, stamp, entry, m.rosters["e"].add, 20.0)
+                await asyncio.to_thread(join, host, thief, stamp, entry, m.rosters["e"].add, WAIT_S)
             assert m.rosters["e"].peers() == ["e"]
             assert m.rosters["a"].contact("e") is None
             m.enter("d", Curve.new())
@@ -312,6 +314,7 @@ def test_s06_a_revoked_peer_is_cut_off_by_all_when_one_of_them_has_the_list(tmp_
             await until(lambda: all(m.party.peers[n].connected() == [o] for n, o in ("ab", "ba")))
             await until(lambda: all(m.party.peers[n].view().alive == ("a", "b") for n in "ab"))
             assert m.rosters["b"].peers() == ["a", "b"]
+            await until(lambda: m.party.of("b", "site_lost"))
             assert (tmp_path / "b" / "revoked.pem").exists()  # and b knows it after a restart
             assert "no longer on the roster" in m.party.of("b", "site_lost")[0]["reason"]
             await asyncio.sleep(0.5)  # c calls again meanwhile

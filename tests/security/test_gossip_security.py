@@ -11,8 +11,9 @@ import torch
 import zmq
 
 from fedtrain.exchange import Contact
+from fedtrain.transport.admission import Curve
 from fedtrain.transport.courier import Limits
-from fedtrain.transport.zmq import BAN_S, PATIENCE, Curve
+from fedtrain.transport.zmq import BAN_S, PATIENCE
 from fedtrain.wire.codec import encode
 from fedtrain.wire.gossip import Header, Kind, Stamp, pack, pack_offer, unpack
 from tests.gossip import GREETING, MIB, Sum, bounded, party, share, vector
@@ -125,8 +126,8 @@ def test_s02_without_an_authenticator_nobody_comes_in():
             loop = asyncio.get_running_loop()
 
             def deaf():
-                p.peers["a"]._poller.unregister(p.peers["a"]._zap)
-                p.peers["a"]._zap.close(0)
+                p.peers["a"]._links._poller.unregister(p.peers["a"]._links.door.socket)
+                p.peers["a"]._links.door.socket.close(0)
                 loop.call_soon_threadsafe(done.set)
 
             p.peers["a"]._do(deaf)
@@ -167,8 +168,8 @@ def test_s05_a_peer_cannot_speak_in_the_name_of_another():
 def test_s05_with_anothers_routing_id_a_peer_is_still_itself():
     async def main():
         async with party("ab") as p:
-            await until(lambda: p.peers["a"]._links["b"].routes)
-            route = next(iter(p.peers["a"]._links["b"].routes.values()))[0]
+            await until(lambda: p.peers["a"]._links.get("b").routes)
+            route = next(iter(p.peers["a"]._links.get("b").routes.values()))[0]
             curve = Curve.new()
             p.enrol(Contact("thief", curve.public))
             with Caller(p, "a", curve, route) as thief:

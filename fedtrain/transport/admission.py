@@ -1,0 +1,280 @@
+"""Who may speak to a peer: keys, the roster of those who may, the handshake's question, invitations.
+
+A key outside of the roster is refused in the handshake, and so is everybody when nobody answers ZeroMQ's
+question about it. The holder of an invitation gets through, may say one thing, and is told the roster for it;
+both halves of that are here. What a roster is made of, and what an invitation says, is `pki`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from ..errors import CertificateError, ConnectError, JoinRefused, WireError
+from ..exchange import Contact, PeerId
+from ..wire.codec import decode, encode
+from ..wire.frames import CHUNK_BYTES, Refused
+from ..wire.gossip import FRAME_BYTES, TEXT_BYTES, Header, Kind, Stamp, pack, text_of, unpack
+
+DOMAIN = b"fedtrain.gossip"
+GUEST_S = 0.2  # between what the holder of an invitation says
+ASK_S = 1.0  # after which it says it again
+FAST = 150e6  # bytes of CURVE in a second of CPU: libsodium does twice that or more, tweetnacl a third
+NOBLOCK = int(zmq.NOBLOCK)
+
+Tell = Callable[..., None]  # the log: a kind of event, and its fields
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A CURVE key pair, z85 text. The secret goes to ZeroMQ and nowhere else."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> Curve:
+        return cls(*zmq.curve_keypair())
+
+    def serve(self, socket: zmq.Socket[bytes]) -> None:
+        """Let the socket be called by whoever the door lets in; by nobody without one."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.zap_domain = DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def call(self, socket: zmq.Socket[bytes], their_key: bytes) -> None:
+        """Let the socket call the holder of that key, and nobody else."""
+        socket.curve_serverkey = their_key
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+
+
+class Roster(Protocol):
+    """Who may speak; see pki.roster. Asked at every handshake and every message."""
+
+    def contact(self, peer: PeerId) -> Contact | None: ...
+    def peer_of(self, key: bytes) -> PeerId | None: ...
+    def peers(self) -> list[PeerId]: ...
+    def statements(self) -> list[bytes]:
+        """All that was signed and is to be passed on: entries of peers, and who was revoked."""
+
+    def add(self, statement: bytes) -> Contact | None:
+        """One that was passed on, and whose entry it is; CertificateError when it can't be believed."""
+
+    def is_guest(self, key: bytes) -> bool:
+        """Whether it is an invitation's: its holder is not a peer yet, and may say one thing."""
+
+    def admit(self, key: bytes, entry: bytes) -> Contact:
+        """A guest's own entry; CertificateError says why it doesn't come in."""
+
+
+class Peers:
+    """A roster that is given, for tests and benchmarks."""
+
+    def __init__(self, contacts: Iterable[Contact] = ()) -> None:
+        self.replace(contacts)
+
+    def replace(self, contacts: Iterable[Contact]) -> None:
+        self.contacts = {each.peer: each for each in contacts}
+        self._names = {each.key: each.peer for each in self.contacts.values()}
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        return self.contacts.get(peer)
+
+    def peer_of(self, key: bytes) -> PeerId | None:
+        return self._names.get(key)
+
+    def peers(self) -> list[PeerId]:
+        return sorted(self.contacts)
+
+    def statements(self) -> list[bytes]:
+        return []
+
+    def add(self, statement: bytes) -> Contact:
+        raise CertificateError("this roster is fixed")
+
+    def is_guest(self, key: bytes) -> bool:
+        return False
+
+    def admit(self, key: bytes, entry: bytes) -> Contact:
+        raise CertificateError("this roster is fixed")
+
+
+class Door:
+    """ZeroMQ asks here for each connection of its context: may this key come in? (ZAP, RFC 27)"""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        me: PeerId,
+        roster: Roster,
+        banned: Callable[[PeerId], bool],
+        tell: Tell,
+    ) -> None:
+        self._me, self._roster, self._banned, self._tell = me, roster, banned, tell
+        self._strangers = 0
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        """All that was asked."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self.socket.recv_multipart(NOBLOCK)
+                version, number, domain, address, _, mechanism, *credentials = frames
+                key = z85.encode(credentials[0]) if mechanism == b"CURVE" and len(credentials) == 1 else b""
+                if why := self._why_not(key if domain == DOMAIN else b""):
+                    self._log(address.decode("ascii", "replace"), why)
+                    self.socket.send_multipart([version, number, b"400", b"unknown key", b"", b""])
+                else:
+                    self.socket.send_multipart([version, number, b"200", b"OK", key, b""])
+
+    def _why_not(self, key: bytes) -> str:
+        peer = self._roster.peer_of(key) if key else None
+        if peer is None and key and self._roster.is_guest(key):
+            return ""
+        if peer is None or peer == self._me:
+            return "its key is not on the roster"
+        return "cut off for its breaches" if self._banned(peer) else ""
+
+    def _log(self, address: str, why: str) -> None:
+        self._strangers += 1
+        if self._strangers & (self._strangers - 1) == 0:  # 1st, 2nd, 4th, 8th ...: a flood fills no log
+            reason = f"call from {address}: {why} ({self._strangers} so far)"
+            self._tell("join_refused", site="?", reason=reason)
+
+
+class Guests:
+    """The host's half of an invitation: what its holder may say, and what it is told."""
+
+    def __init__(self, me: PeerId, roster: Roster, stamp: Stamp, tell: Tell) -> None:
+        self._me, self._roster, self._stamp, self._tell = me, roster, stamp, tell
+        self._spoke_s: dict[bytes, float] = {}
+
+    def may_speak(self, key: bytes) -> bool:
+        """Whether the key is a guest's, who has not spoken just now."""
+        now = time.monotonic()
+        if not self._roster.is_guest(key) or now < self._spoke_s.get(key, -math.inf) + GUEST_S:
+            return False
+        self._spoke_s[key] = now
+        return True
+
+    def answer(self, key: bytes, message: Sequence[zmq.Frame]) -> list[tuple[Header, bytes]]:
+        """For its entry all of ours, or a line that says why not."""
+        try:
+            if len(message) != 2:
+                raise WireError(f"a message of {len(message)} frames")
+            header, stamp = unpack(message[0].buffer)
+            if header.kind is not Kind.JOIN:
+                raise WireError(f"{header.kind.name} from one who has not joined")
+            if (stamp.run, stamp.schema) != (self._stamp.run, self._stamp.schema):
+                raise JoinRefused(f"{self._me} is in another run, or trains another model")
+            contact = self._roster.admit(key, text_of(header, message[1].buffer))
+        except (WireError, JoinRefused, CertificateError) as e:
+            self._tell("join_refused", site="?", reason=f"by invitation: {e}")
+            return [(Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))]
+        self._tell("notice", text=f"{contact.peer} is on the roster now, by invitation")
+        told = [(Header(Kind.MEMBERS), body) for body in bundles(self._roster.statements())]
+        return [*told, (Header(Kind.WELCOME), b"")]
+
+
+def join(
+    host: Contact, guest: Curve, stamp: Stamp, entry: bytes, add: Callable[[bytes], object], timeout_s: float
+) -> None:
+    """The guest's half: tell the host our signed entry, hand what it answers to `add`. Blocks.
+
+    JoinRefused says why we may not come in, ConnectError that nobody is there.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger, dealer.maxmsgsize, dealer.immediate = 0, FRAME_BYTES, True
+        guest.call(dealer, host.key)
+        monitor = dealer.get_monitor_socket()
+        poller = zmq.Poller()
+        for each in (dealer, monitor):
+            poller.register(each, zmq.POLLIN)
+        dealer.connect(f"tcp://{host.address}")
+        question, until, asked_s = pack(Header(Kind.JOIN), stamp), time.monotonic() + timeout_s, -math.inf
+        while (now := time.monotonic()) < until:
+            if now >= asked_s + ASK_S:
+                with contextlib.suppress(zmq.Again):  # not connected yet
+                    dealer.send_multipart([question, entry], NOBLOCK)
+                    asked_s = now
+            ready = dict(poller.poll(100))
+            if monitor in ready:
+                event = parse_monitor_message(monitor.recv_multipart())["event"]
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    raise JoinRefused(
+                        f"{host.peer} at {host.address} made no such invitation. Ask for one: "
+                        f"fedtrain invite NAME --by {host.peer}"
+                    )
+            if dealer in ready and _answered(dealer.recv_multipart(), host, add):
+                return
+        raise ConnectError(
+            f"{host.peer} does not answer at {host.address} within {timeout_s:g} s: is its "
+            f"`fedtrain peer {host.peer}` running, and its port open?"
+        )
+    finally:
+        context.destroy(0)
+
+
+def _answered(frames: list[bytes], host: Contact, add: Callable[[bytes], object]) -> bool:
+    """What the host says to a guest; whether that was all."""
+    header, _ = unpack(frames[0])
+    body = frames[1] if len(frames) == 2 else b""
+    if header.kind is Kind.REJECT:
+        refused: Refused = decode(body, Refused)
+        raise JoinRefused(f"{host.peer} at {host.address} refuses: {refused.reason[:200]}")
+    if header.kind is Kind.MEMBERS:
+        for statement in decode(body, list[bytes]):
+            add(statement)
+    return header.kind is Kind.WELCOME
+
+
+def bundles(statements: Iterable[bytes]) -> Iterator[bytes]:
+    """Bodies of MEMBERS, each short enough to be read."""
+    bundle: list[bytes] = []
+    for statement in statements:
+        if bundle and sum(map(len, bundle)) + len(statement) > TEXT_BYTES - 1024:
+            yield msgspec.msgpack.encode(bundle)
+            bundle = []
+        bundle.append(statement)
+    if bundle:
+        yield msgspec.msgpack.encode(bundle)
+
+
+def curve_speed(total: int = 16 << 20) -> float:
+    """Bytes for a second of CPU that CURVE takes from one socket to another, in this process; 0.0 when
+    nothing arrives. CPU, so that a machine which is busy is not taken for one that is slow."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    giver, taker = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    try:
+        giver.linger, taker.rcvtimeo = 0, 5000
+        mine, theirs = Curve.new(), Curve.new()
+        taker.curve_server, taker.curve_publickey, taker.curve_secretkey = True, theirs.public, theirs.secret
+        mine.call(giver, theirs.public)
+        giver.connect(f"tcp://127.0.0.1:{taker.bind_to_random_port('tcp://127.0.0.1')}")
+        chunk = bytes(CHUNK_BYTES)
+        giver.send(b"")
+        taker.recv()  # the handshake is done
+        began = time.process_time()
+        for _ in range(total // CHUNK_BYTES):
+            giver.send(chunk)
+        for _ in range(total // CHUNK_BYTES):
+            taker.recv(copy=False)
+        return total / max(time.process_time() - began, 1e-9)
+    except zmq.Again:
+        return 0.0
+    finally:
+        context.destroy(0)

@@ -1,0 +1,395 @@
+"""Connections with other peers: every socket, and who is at the other end of it.
+
+A peer binds one ROUTER, on which others call it, and opens one DEALER for each peer that it talks to, always
+with CURVE. Who speaks is the connection's key, which the roster maps to a peer: never a routing id, never a
+name in a message. A peer without an address calls, and is served over that call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from ..errors import ConnectError
+from ..exchange import Contact, PeerId
+from ..wire.gossip import FRAME_BYTES, Header, Stamp, pack, short
+from .admission import Curve, Door, Guests, Roster, Tell
+from .courier import Body
+
+SENDING = 64  # messages queued in libzmq on a connection; memory is at most this times a chunk
+BATCH = 64  # messages read from one socket before the others are looked at
+COPIED = 64 << 10  # bytes up to which libzmq gets a copy, rather than the memory itself for a while
+FULL_S = 0.002  # until a full socket is tried again: a ROUTER can't be polled for one of its peers
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # an enum's | costs more than a message
+POLLIN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
+
+Source = zmq.Socket[bytes]
+
+
+@dataclass(eq=False)
+class Link:
+    """What connects us with one peer."""
+
+    peer: PeerId
+    stamp: Stamp  # that its messages bear
+    dealer: Source | None = None
+    monitor: Source | None = None
+    calling: bool = False  # our DEALER's handshake is done
+    routes: dict[int, tuple[bytes, Any]] = field(default_factory=dict)  # its calls: fd -> routing id, address
+    queue: deque[tuple[bytes, Body]] = field(default_factory=deque)  # what its socket has not taken yet
+    lent: deque[weakref.ref[memoryview]] = field(default_factory=deque)  # chunks that libzmq may still read
+    contact: Contact | None = None  # as it was on the roster when it was called
+    greeted: bool = False  # it took our Hello
+    welcomed: bool = False  # we took its Hello
+    met: bool = False  # both, at least once
+    boot: bytes = b""  # which start of its process that was
+    hello_s: float = -math.inf  # when we last said Hello
+    down_s: float = 0.0  # since when there is no connection
+    dead: bool = False
+    tokens: float = 0.0  # control messages that it may send at once
+    tokens_s: float = -math.inf  # as of then
+    breaches: int = 0
+    banned_s: float = -math.inf  # until then
+
+    @property
+    def up(self) -> bool:
+        return self.calling or bool(self.routes)
+
+    @property
+    def agreed(self) -> bool:
+        return self.up and self.greeted and self.welcomed
+
+    def lend(self, chunk: memoryview) -> None:
+        self.lends()
+        self.lent.append(weakref.ref(chunk))
+
+    def lends(self) -> bool:
+        """Whether libzmq may still read memory that is not its own."""
+        while self.lent and self.lent[0]() is None:
+            self.lent.popleft()
+        return bool(self.lent)
+
+    def went_down(self) -> None:
+        self.down_s, self.greeted, self.welcomed = time.monotonic(), False, False
+
+    def is_banned(self) -> bool:
+        return time.monotonic() < self.banned_s
+
+
+class Links:
+    """All links of a peer. One thread's, but for `ring`."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        curve: Curve,
+        roster: Roster,
+        stamp: Stamp,
+        *,
+        heartbeat_s: float,
+        io_threads: int,
+        opened: Callable[[Link], None],
+        refused: Callable[[Link], None],
+        joined: Callable[[], None],
+        rung: Callable[[], None],
+        tell: Tell,
+    ) -> None:
+        """Called back: `opened` for each connection that is made, `refused` by a peer that does not take our
+        key, `joined` after a guest has spoken, `rung` after `ring`."""
+        self._curve, self._roster, self._stamp, self._heartbeat_s = curve, roster, stamp, heartbeat_s
+        self._opened, self._refused, self._joined = opened, refused, joined
+        self._guests = Guests(me, roster, stamp, tell)
+        self._links: dict[PeerId, Link] = {}
+        self._by_dealer: dict[Source, Link] = {}
+        self._talking: dict[Link, None] = {}  # with something in their queues
+        self._context: zmq.Context[Source] = zmq.Context(io_threads=io_threads)
+        self._context.set(zmq.MAX_SOCKETS, 8192)
+        self._bell, self._ear = socket.socketpair()
+        self._ear.setblocking(False)
+        self._poller = zmq.Poller()
+        self._handlers: dict[Any, Callable[[], None]] = {}  # of what can be polled, but for peers' messages
+        self.door = Door(self._context, me, roster, self._is_banned, tell)  # before the ROUTER: never without
+        self._on(self.door.socket, self.door.answer)
+        self._on(self._ear.fileno(), self._hear_bell)
+        self._rung = rung
+        self._router = self._socket(zmq.ROUTER)
+        self._curve.serve(self._router)
+        self._router.router_mandatory = True
+        self._poller.register(self._router, POLLIN)
+        self._calls = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._on(self._calls, self._see_calls)
+        self.wire_out = 0  # bytes of all messages sent, headers too, before encryption
+
+    def listen(self, address: str) -> int:
+        """Take calls there; the port. ConnectError when it is in use."""
+        try:
+            self._router.bind(f"tcp://{address}")
+        except zmq.ZMQError as e:
+            raise ConnectError(f"cannot listen on {address}: {e.strerror}. Change network.listen.") from None
+        return int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(list(self._links.values()))
+
+    def get(self, peer: PeerId) -> Link | None:
+        return self._links.get(peer)
+
+    def ring(self) -> None:
+        """Have `rung` called, from any thread."""
+        with contextlib.suppress(OSError):  # closed at this moment
+            self._bell.send(b"!")
+
+    def close(self) -> None:
+        for link in self:
+            self.hang_up(link)
+        self._router.disable_monitor()
+        for each in (self._router, self._calls, self.door.socket):
+            each.close(0)
+        self._bell.close()
+        self._ear.close()
+        self._context.term()
+
+    # --- calls
+
+    def to(self, peer: PeerId) -> Link:
+        """The link with a peer; calls it when it has an address and is not being called."""
+        link = self._links.get(peer)
+        if link is None:
+            stamp = msgspec.structs.replace(self._stamp, sender=short(peer))
+            link = self._links[peer] = Link(peer, stamp, down_s=time.monotonic())
+        if link.dealer is None:
+            link.contact = self._roster.contact(peer)
+            if link.contact is not None and link.contact.address is not None:
+                self._call(link, link.contact.key, link.contact.address)
+        return link
+
+    def _call(self, link: Link, key: bytes, address: str) -> None:
+        link.dealer = dealer = self._socket(zmq.DEALER)
+        dealer.immediate = True
+        dealer.routing_id = b"\x01" + secrets.token_bytes(16)
+        self._curve.call(dealer, key)
+        link.monitor = dealer.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+        )
+        self._by_dealer[dealer] = link
+        self._poller.register(dealer, POLLIN)
+        self._on(link.monitor, lambda: self._see_call(link))
+        dealer.connect(f"tcp://{address}")
+
+    def hang_up(self, link: Link) -> None:
+        """Drop our call, and with it what its queue holds. All memory that was lent is free then."""
+        if link.dealer is None or link.monitor is None:
+            return
+        for each in (link.dealer, link.monitor):
+            self._poller.unregister(each)
+        del self._by_dealer[link.dealer], self._handlers[link.monitor]
+        link.dealer.disable_monitor()
+        link.monitor.close(0)
+        link.dealer.close(0)
+        link.dealer = link.monitor = None
+        link.calling = False
+        link.queue.clear()
+        until_s = time.monotonic() + 1.0  # libzmq lets go within milliseconds
+        while link.lends() and time.monotonic() < until_s:
+            time.sleep(0.001)
+        link.lent.clear()
+
+    def cut(self, link: Link) -> None:
+        """End our call and its calls."""
+        self.hang_up(link)
+        for fd, (_, address) in link.routes.items():
+            _shut(fd, address)
+        link.routes.clear()
+        link.went_down()
+
+    def _is_banned(self, peer: PeerId) -> bool:
+        link = self._links.get(peer)
+        return link is not None and link.is_banned()
+
+    def _socket(self, kind: int) -> Source:
+        made: Source = self._context.socket(kind)
+        made.linger = 0
+        made.sndhwm = made.rcvhwm = SENDING
+        made.maxmsgsize = FRAME_BYTES
+        made.sndtimeo = 1000
+        made.heartbeat_ivl = int(self._heartbeat_s * 1000)
+        made.heartbeat_timeout = int(self._heartbeat_s * 3000)
+        made.heartbeat_ttl = int(self._heartbeat_s * 3000)
+        made.handshake_ivl = int(self._heartbeat_s * 3000)
+        made.reconnect_ivl, made.reconnect_ivl_max = 100, 2000
+        made.tcp_keepalive = 1
+        return made
+
+    # --- what happens
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[Link, list[zmq.Frame]]]:
+        """Wait until something happens, at most so long; messages of peers, and whose they are."""
+        if self._talking:
+            timeout_s = min(timeout_s, FULL_S)
+        speaking = []
+        for source, _ in self._poller.poll(math.ceil(timeout_s * 1000)):
+            if handle := self._handlers.get(source):
+                handle()
+            else:
+                speaking.append(source)
+        for source in speaking:
+            if not source.closed:
+                yield from self._read(source)
+
+    def _read(self, source: Source) -> Iterator[tuple[Link, list[zmq.Frame]]]:
+        for _ in range(BATCH):
+            try:
+                frames = [source.recv(NOBLOCK, copy=False)]
+            except zmq.Again:
+                return
+            while frames[-1].more:
+                frames.append(source.recv(NOBLOCK, copy=False))
+            if source is not self._router:
+                yield self._by_dealer[source], frames
+            elif link := self._caller(frames):
+                yield link, frames[1:]
+            if source.closed or not int(source.get(EVENTS)) & POLLIN:
+                return
+
+    def _caller(self, frames: list[zmq.Frame]) -> Link | None:
+        """Whose call a message of the ROUTER came over, by the key that the door let in."""
+        try:
+            key = str(frames[-1].get("User-Id")).encode()
+            fd = int(frames[-1].get(zmq.SRCFD))
+        except zmq.ZMQError:
+            return None
+        peer = self._roster.peer_of(key)
+        if peer is None:
+            if self._guests.may_speak(key):
+                for header, body in self._guests.answer(key, frames[1:]):
+                    with contextlib.suppress(zmq.ZMQError):  # gone, or it doesn't read: it may ask again
+                        self._router.send_multipart(
+                            [frames[0].bytes, pack(header, self._stamp), body], NOBLOCK
+                        )
+                self._joined()
+            else:  # revoked since its handshake, or a guest who says too much
+                _shut(fd, _address(fd))
+            return None
+        link = self._links.get(peer) or self.to(peer)
+        if link.is_banned():
+            return None
+        if fd not in link.routes:
+            link.routes[fd] = (frames[0].bytes, _address(fd))
+            self._opened(link)
+        return link
+
+    def _see_calls(self) -> None:
+        """Calls of others that ended."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                fd = parse_monitor_message(self._calls.recv_multipart(NOBLOCK))["value"]
+                for link in self._links.values():
+                    if link.routes.pop(fd, None) and not link.up:
+                        link.went_down()
+
+    def _see_call(self, link: Link) -> None:
+        """What became of our call."""
+        with contextlib.suppress(zmq.Again):
+            while link.monitor is not None:
+                match parse_monitor_message(link.monitor.recv_multipart(NOBLOCK))["event"]:
+                    case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                        link.calling = True
+                        self._opened(link)
+                    case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                        self._refused(link)
+                    case zmq.EVENT_DISCONNECTED if link.calling:
+                        link.calling = False
+                        link.queue.clear()
+                        if not link.up:
+                            link.went_down()
+
+    def _hear_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._ear.recv(4096)
+        self._rung()
+
+    def _on(self, source: Any, handle: Callable[[], None]) -> None:
+        self._handlers[source] = handle
+        self._poller.register(source, POLLIN)
+
+    # --- what is said
+
+    def say(self, link: Link, header: Header, body: Body = b"") -> None:
+        """To be sent by the next `send`."""
+        link.queue.append((pack(header, self._stamp), body))
+        self._talking[link] = None
+
+    def send(self) -> None:
+        """All that sockets take; the rest stays for the next time."""
+        for link in list(self._talking):
+            self._drain(link)
+            if not link.queue:
+                del self._talking[link]
+
+    def _drain(self, link: Link) -> None:
+        while link.queue:
+            header, body = link.queue[0]
+            try:
+                if link.calling and link.dealer is not None:
+                    self._over_our_call(link, link.dealer, header, body)
+                elif link.routes:
+                    route = next(reversed(link.routes.values()))[0]  # its latest call
+                    frames = [route, header, body] if len(body) else [route, header]
+                    self._router.send_multipart(frames, NOBLOCK)
+                else:
+                    link.queue.clear()
+                    return
+            except zmq.Again:
+                return
+            except zmq.ZMQError as e:
+                if e.errno != zmq.EHOSTUNREACH:
+                    raise
+                link.routes.popitem()
+                if not link.up:
+                    link.went_down()
+                continue
+            link.queue.popleft()
+            self.wire_out += len(header) + len(body)
+
+    def _over_our_call(self, link: Link, dealer: Source, header: bytes, body: Body) -> None:
+        if not len(body):
+            dealer.send(header, NOBLOCK)
+            return
+        dealer.send(header, NOBLOCK | SNDMORE)
+        if isinstance(body, memoryview) and len(body) > COPIED:
+            dealer.send(body, NOBLOCK, copy=False)
+            link.lend(body)
+        else:
+            dealer.send(body, NOBLOCK)
+
+
+def _address(fd: int) -> Any:
+    """Who is at the other end of a connection of libzmq's; None when it has ended."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as s:
+            return s.getpeername()
+    except OSError:
+        return None
+
+
+def _shut(fd: int, address: Any) -> None:
+    """Cut a connection of libzmq's, if it is still the one that was meant: its number may be taken anew."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as s:
+            if s.getpeername() == address:
+                s.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return
