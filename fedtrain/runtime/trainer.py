@@ -606,7 +606,8 @@ _told: set[str] = set()  # a thousand sites that fail alike are one traceback
 def _serve(channel: socket.socket) -> None:
     """Load what Start names, then answer until the other end is gone."""
     if hasattr(os, "SCHED_BATCH"):  # or each request's arrival takes the core from who sends the next one
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     threading.Thread(target=_leave_with, args=(channel,), daemon=True).start()
     stream = channel.makefile("rwb")
 
