@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -14,9 +13,9 @@ from fedtrain.exchange import Contact, Offer, Share
 from fedtrain.transport.admission import Curve, Peers
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
+from tests.limits import WAIT_S
 
 MIB = 1 << 20
-WAIT_S = 60.0  # at most, for what takes milliseconds unless the machine is very busy
 
 
 def vector(numel: int, seed: int) -> torch.Tensor:
@@ -50,14 +49,6 @@ class Sum:
 
     def end(self, peer: str, nbytes: int) -> None:
         self.ended[peer] = nbytes
-
-
-def bounded(coroutine: Any, seconds: float = 4 * WAIT_S) -> Any:
-    async def run() -> Any:
-        async with asyncio.timeout(seconds):
-            return await coroutine
-
-    return asyncio.run(run())
 
 
 GREETING = Greeting(version="test", task_digest="t", schema_digest="s", agreed={})

@@ -27,7 +27,7 @@ from fedtrain.tracking.live import line, table
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.update import Arena, Evaluate, Evaluation, Failure, Train, Update
 from tests.federation import aggregator, certificates, link, random_arena, sites
-from tests.network.test_star import bounded
+from tests.limits import bounded
 from tests.processes import Project, kill_at_seeded_moments
 from tests.test_federated import SCHEMA, SITES, Events, arena, handlers, pull
 from tests.test_simulation import TASK, configured, simulated
@@ -648,7 +648,7 @@ def test_over_mutual_tls_no_site_waits_for_a_slow_one_and_one_that_joins_later_t
                 async with sites({"d": late}, weights.schema, answer):
                     return await running
 
-    result = bounded(main(), 120)
+    result = bounded(main())
     assert result.rounds == 8
     by_site = {name: [e for e in events.of("update_received") if e["site"] == name] for name in "abcd"}
     assert all(by_site.values())

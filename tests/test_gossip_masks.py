@@ -20,7 +20,8 @@ from fedtrain.transport.memory import Faults
 from fedtrain.update import Schema, TensorSpec
 from fedtrain.wire.gossip import Greeting
 
-from .gossip import bounded, party
+from .gossip import party
+from .limits import bounded
 from .test_gossip_peers import MIXED, PLAIN, arena, committed, config, halfway_to, run_peers, simulated
 
 SINGLE = Schema((TensorSpec("w", (70_001,), "float32", True), TensorSpec("mean", (5,), "float32", False)))

@@ -11,7 +11,8 @@ from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Share
 from fedtrain.transport.courier import Limits
 from fedtrain.transport.memory import Crashed, Faults, LocalNetwork
-from tests.gossip import MIB, Sum, bounded, share, vector
+from tests.gossip import MIB, Sum, share, vector
+from tests.limits import bounded
 
 
 async def one_round(network, name, x, others, round=0, deadline_s=60.0, late_s=0.0):

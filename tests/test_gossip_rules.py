@@ -18,7 +18,7 @@ from fedtrain.topology import names, parse
 from fedtrain.update import Schema, TensorSpec
 
 from .equivalence.test_gossip_over_zeromq import over_sockets
-from .gossip import bounded
+from .limits import bounded
 from .test_gossip import F64, Peers
 from .test_gossip_peers import MIXED, arena, config, run_peers, simulated
 

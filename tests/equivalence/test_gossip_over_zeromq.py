@@ -10,7 +10,8 @@ from fedtrain.runtime.gossip import Peer, trained_part
 from fedtrain.topology import names, parse
 from fedtrain.update import Schema, TensorSpec
 
-from ..gossip import bounded, party
+from ..gossip import party
+from ..limits import bounded
 from ..test_gossip_peers import MIXED as SMALL
 from ..test_gossip_peers import arena, halfway_to, run_peers
 

@@ -10,7 +10,8 @@ from fedtrain.pki.roster import Claim, Roster, enrol
 from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.transport.admission import Curve, curve_speed
 from fedtrain.transport.memory import LocalNetwork
-from tests.gossip import MIB, WAIT_S, Party, Sum, bounded, party, share, vector
+from tests.gossip import MIB, Party, Sum, party, share, vector
+from tests.limits import WAIT_S, bounded
 
 NAMES = ["a", "b", "c"]
 

@@ -23,6 +23,7 @@ from tests.federation import (
     raw_channel,
     sites,
 )
+from tests.limits import bounded
 
 NAMES = ["a", "b", "c"]
 
@@ -30,14 +31,6 @@ NAMES = ["a", "b", "c"]
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory):
     return certificates(tmp_path_factory.mktemp("certs"), *NAMES)
-
-
-def bounded(coroutine, seconds=60):
-    async def run():
-        async with asyncio.timeout(seconds):
-            return await coroutine
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])

@@ -17,7 +17,8 @@ from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.runtime import peer as runtime
 from fedtrain.transport.admission import Curve, join
 from fedtrain.wire.gossip import Stamp
-from tests.gossip import WAIT_S, Party, bounded
+from tests.gossip import Party
+from tests.limits import WAIT_S, bounded
 
 WEEK = timedelta(days=7)
 CALM_S = 5.0  # between heartbeats: a busy machine must not end connections

@@ -16,7 +16,8 @@ from fedtrain.transport.courier import Limits
 from fedtrain.transport.zmq import BAN_S, PATIENCE
 from fedtrain.wire.codec import encode
 from fedtrain.wire.gossip import Header, Kind, Stamp, pack, pack_offer, unpack
-from tests.gossip import GREETING, MIB, Sum, bounded, party, share, vector
+from tests.gossip import GREETING, MIB, Sum, party, share, vector
+from tests.limits import bounded
 
 HELLO = [Header(Kind.HELLO), encode(GREETING)]
 STAMP = Stamp.of("r", "s", "mallory")

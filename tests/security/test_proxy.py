@@ -9,6 +9,7 @@ import pytest
 from fedtrain.exchange import gather
 from fedtrain.update import Train
 from tests.federation import aggregator, certificates, echo_plus, link, random_arena, sites, tls
+from tests.limits import bounded
 
 ADDRESS = "aggregator.invalid:8440"  # a name that only the proxy can make something of
 RECORDS = {20, 21, 22, 23}  # of TLS: change of cipher, alert, handshake, application data
@@ -79,14 +80,6 @@ def records(stream):
         found.add(kind)
         at += 5 + length
     return found
-
-
-def bounded(coroutine, seconds=60):
-    async def run():
-        async with asyncio.timeout(seconds):
-            return await coroutine
-
-    return asyncio.run(run())
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from tests.federation import (
     sites,
     tls,
 )
+from tests.limits import bounded
 
 MODEL = random_arena(1000, 0)
 
@@ -40,14 +41,6 @@ MODEL = random_arena(1000, 0)
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory):
     return certificates(tmp_path_factory.mktemp("certs"), "a", "b", "c")
-
-
-def bounded(coroutine, seconds=60):
-    async def run():
-        async with asyncio.timeout(seconds):
-            return await coroutine
-
-    return asyncio.run(run())
 
 
 def odd(certs, *, dns, usage=ExtendedKeyUsageOID.CLIENT_AUTH, start=-1, days=10):
