@@ -28,7 +28,7 @@ import common
 import torch
 
 from fedtrain.config import Config
-from fedtrain.runtime import gossip, simulation
+from fedtrain.runtime import gossip_simulation, simulation
 from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import RunStore
 from fedtrain.update import Arena, averages
@@ -88,7 +88,7 @@ class Bench:
         course = Course()
         while len(course.nbytes) < 2 * rounds:
             config = self._config(name, len(course.nbytes) + rounds, keys)
-            asyncio.run(gossip.simulate(config, emit=self._recorder(course, config.gossip_dir)))
+            asyncio.run(gossip_simulation.simulate(config, emit=self._recorder(course, config.gossip_dir)))
             if course.nbytes[-1] > self.round_bytes * (rounds - 1):
                 break
         return course

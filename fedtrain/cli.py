@@ -225,14 +225,14 @@ def simulate(
     if partition_png is not None:
         simulation.draw_partition(config, partition_png)
     if mode == "gossip":
-        from .runtime import gossip
+        from .runtime import gossip_simulation
 
         if start is not None:
             raise ConfigError(
                 "--from: peers begin with the task's own model. Leave it out, or --mode gossip."
             )
         with shown(config.gossip_dir, json=json, plain=debug is not None) as emit:
-            drive(gossip.simulate(config, emit=emit, fresh=fresh))
+            drive(gossip_simulation.simulate(config, emit=emit, fresh=fresh))
         return
     source = _source(config, start)
     with shown(config.simulate_dir, json=json, plain=debug is not None) as emit:

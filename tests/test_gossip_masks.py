@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from fedtrain import gossip
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, JoinRefused, SecAggError
-from fedtrain.runtime.gossip import Inbox, Peer, algorithm_of, check_hearing, other_parts, trained_part
+from fedtrain.runtime.gossip import Peer, algorithm_of, check_hearing
+from fedtrain.runtime.parcels import Inbox, other_parts, trained_part
 from fedtrain.runtime.peer import fits
 from fedtrain.secagg.circle import Circles, Layout
 from fedtrain.secagg.keys import KeyPair

@@ -15,18 +15,9 @@ from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError, TaskError
 from fedtrain.exchange import Letter, Offer, Share
 from fedtrain.gossip import Blend, Heard, Parcel
-from fedtrain.runtime import gossip as peers_of
-from fedtrain.runtime import simulation
-from fedtrain.runtime.gossip import (
-    Inbox,
-    Note,
-    Peer,
-    algorithm_of,
-    other_parts,
-    share_of,
-    trained_part,
-    write,
-)
+from fedtrain.runtime import gossip_simulation, simulation
+from fedtrain.runtime.gossip import Peer, algorithm_of
+from fedtrain.runtime.parcels import Inbox, Note, other_parts, share_of, trained_part, write
 from fedtrain.store import RunStore
 from fedtrain.topology import names, parse
 from fedtrain.transport.memory import Faults, LocalNetwork
@@ -113,7 +104,7 @@ class Log:
 
 def simulated(config, **options):
     log = Log()
-    result = asyncio.run(peers_of.simulate(config, emit=log, **options))
+    result = asyncio.run(gossip_simulation.simulate(config, emit=log, **options))
     return result, log
 
 

@@ -13,7 +13,8 @@ from fedtrain import aggregation, gossip
 from fedtrain.errors import ConfigError
 from fedtrain.exchange import Neighborhood
 from fedtrain.gossip import Algorithm, Blend, LocalSteps, Parcel, Receive, Send, rules
-from fedtrain.runtime.gossip import algorithm_of, check_hearing, trained_part
+from fedtrain.runtime.gossip import algorithm_of, check_hearing
+from fedtrain.runtime.parcels import trained_part
 from fedtrain.topology import names, parse
 from fedtrain.update import Schema, TensorSpec
 

@@ -1,34 +1,27 @@
-"""Gossip: peers that train and average with their neighbours, without a server.
+"""Gossip: a peer that trains and averages with its neighbours, without a server.
 
-`Peer.round` is the page: it drives an algorithm of gossip/ between the training engine and a peer's end of
-the graph seam, over ZeroMQ or in memory, and can't tell which. `simulate` runs all peers in this process.
+`Peer.step` is the page: it drives an algorithm of gossip/ between the training engine and a peer's end of
+the graph seam, over ZeroMQ (peer.py) or in memory (gossip_simulation.py), and can't tell which.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
-import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 
 from .. import aggregation, compression, topology
-from ..aggregation import WeightedMean
 from ..config import Config
-from ..errors import BadUpdate, ConfigError, SecAggError, WireError
-from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId, Share
+from ..errors import BadUpdate, ConfigError, SecAggError
+from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId
 from ..gossip import (
     ALGORITHMS,
     Algorithm,
     Blend,
-    Fold,
     Heard,
     Judged,
     LocalSteps,
@@ -40,27 +33,18 @@ from ..gossip import (
     rules,
 )
 from ..secagg.circle import LEAST, Circles, Layout, Session, Sum
-from ..secagg.keys import KeyPair
-from ..store import Checkpoint, RunStore
+from ..store import Checkpoint
 from ..topology import Topology
-from ..transport.memory import LocalNetwork
-from ..update import ALIGN, FLOATS, Arena, Metrics, Schema, Section, Update, averages
-from ..wire.codec import decode
-from .privacy import Spent
-from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
-from .simulation import agreed as agreed_simulation
-from .simulation import forget
-from .trainer import Workbench
+from ..update import Arena, Metrics, Update
+from .parcels import Inbox, other_parts, share_of, trained_part, write
 
 if TYPE_CHECKING:
     import torch
 
     Vector = torch.Tensor
     Floats = np.ndarray[Any, Any]
-    Train = Callable[[int, Arena, Arena], Awaitable[Update]]  # round, from these weights; delta into the last
 
-PART_TYPES = (*FLOATS, "uint8", "int32", "int64")  # of what travels
-MOST_MASS = 1e4  # of one peer in push-sum; all peers together have as much as there are peers
+Train = Callable[[int, Arena, Arena], Awaitable[Update]]  # round, from these weights; delta into the last
 AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
 
 
@@ -141,196 +125,6 @@ def check_hearing(
                     f"{len(members)} peers. Use a denser graph, as gossip.topology = "
                     f'"regular:{algorithm.rule.needs - 1}".'
                 )
-
-
-# --- a model as the vectors that travel
-
-
-def trained_part(arena: Arena) -> Vector:
-    """All trained coordinates as one vector, float32 or float64; a view where they lie in one piece."""
-    parts = [_wide(arena.flat(s)[: s.trained]) for s in _trained(arena.schema)]
-    return parts[0] if len(parts) == 1 else _joined(parts)
-
-
-def other_parts(arena: Arena) -> dict[str, Vector]:
-    """What is averaged plainly, by dtype: buffers and frozen parameters. Booleans and bytes stay at home."""
-    found = {}
-    for section in arena.schema.sections:
-        if section.dtype not in ("bool", "uint8") and section.numel > _first_other(section):
-            found[f"other/{section.dtype}"] = _wide(arena.flat(section)[_first_other(section) :])
-    return found
-
-
-def write(arena: Arena, trained: Vector, others: Mapping[str, Vector]) -> Arena:
-    """Put both back, each rounded once to its own dtype."""
-    at = 0
-    for section in _trained(arena.schema):
-        arena.flat(section)[: section.trained].copy_(trained[at : at + section.trained])
-        at += section.trained
-    for section in arena.schema.sections:
-        if (other := others.get(f"other/{section.dtype}")) is not None:
-            into = arena.flat(section)[_first_other(section) :]
-            into.copy_(other if section.dtype in FLOATS else other.round())
-    arena._digest = None
-    return arena
-
-
-def _trained(schema: Schema) -> list[Section]:
-    return [s for s in schema.sections if s.dtype in FLOATS and s.trained]
-
-
-def _first_other(section: Section) -> int:
-    return section.trained if section.dtype in FLOATS else 0
-
-
-def _wide(vector: Vector) -> Vector:
-    if not vector.is_floating_point():
-        return vector.double()
-    return vector if vector.element_size() >= 4 else vector.float()
-
-
-def _joined(parts: list[Vector]) -> Vector:
-    import torch
-
-    if not parts:
-        raise ConfigError("the task's model has no trained parameters: there is nothing to agree on")
-    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
-    return torch.cat([p.to(dtype) for p in parts])
-
-
-# --- parcels as bytes
-
-
-class Note(msgspec.Struct, array_like=True):
-    """The header of a parcel: its parts, in the order of the bytes, and its numbers."""
-
-    parts: list[tuple[str, str, int]]  # name, dtype, how many
-    fields: dict[str, float]
-
-
-def share_of(parcel: Parcel, weight: float, degree: int) -> Share:
-    """The bytes of a parcel; without a copy when it has one part. Each part begins on 64 bytes."""
-    import torch
-
-    blocks = [part.contiguous().view(torch.uint8) for part in parcel.parts.values()]
-    if len(blocks) > 1:
-        data = torch.zeros(sum(map(_padded, map(len, blocks))), dtype=torch.uint8)
-        at = 0
-        for block in blocks:
-            data[at : at + len(block)] = block
-            at += _padded(len(block))
-    else:
-        data = blocks[0]
-    note = Note(
-        [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in parcel.parts.items()],
-        dict(parcel.fields),
-    )
-    return Share(memoryview(data.numpy().data), weight, degree, note=msgspec.msgpack.encode(note))
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-class Inbox:
-    """exchange.Mixer: what neighbours send goes into a round's blends, chunk by chunk, or is kept whole.
-
-    A parcel is checked before it is used: parts that we have too are of our type and size, the others small
-    enough to hold, and every number and value is finite (S16, S17).
-    """
-
-    def __init__(
-        self,
-        blends: Mapping[str, Fold],
-        like: Mapping[str, torch.Tensor],
-        most_bytes: int,
-        optional: Collection[str] = (),
-    ) -> None:
-        """`like`: our own parts; a parcel may lack the `optional` ones, or have them in other sizes.
-        What is not blended may have `most_bytes` in all."""
-        self._blends, self._most = blends, most_bytes
-        self._like = {name: part for name, part in like.items() if name not in optional}
-        self._parts: dict[PeerId, list[_Part]] = {}
-        self._fields: dict[PeerId, dict[str, float]] = {}
-
-    def begin(self, offer: Offer) -> None:
-        import torch
-
-        note = _checked_note(offer.note)
-        at, parts = 0, []
-        for name, dtype_name, numel in note.parts:
-            dtype: torch.dtype = getattr(torch, dtype_name)
-            mine = self._like.get(name)
-            if mine is not None and (mine.dtype, mine.numel()) != (dtype, numel):
-                raise BadUpdate(f"{name[:64]} is {dtype_name}[{numel}], ours {mine.dtype}[{mine.numel()}]")
-            parts.append(_Part(name, dtype, at, numel * dtype.itemsize))
-            at += parts[-1].nbytes if len(note.parts) == 1 else _padded(parts[-1].nbytes)
-        if at != offer.nbytes:
-            raise BadUpdate(f"{offer.nbytes} bytes, its parts have {at}")
-        if missing := self._like.keys() - {part.name for part in parts}:
-            raise BadUpdate(f"it has no {', '.join(sorted(missing))}")
-        whole = [part for part in parts if part.name not in self._blends]
-        if (nbytes := sum(part.nbytes for part in whole)) > self._most:
-            raise BadUpdate(f"{nbytes} bytes to be held, at most {self._most} are allowed")
-        for part in whole:
-            part.held = torch.empty(part.nbytes, dtype=torch.uint8)
-        self._parts[offer.peer], self._fields[offer.peer] = parts, note.fields
-        for blend in self._blends.values():
-            blend.begin(offer.peer, note.fields)
-
-    def mix(self, peer: PeerId, offset: int, chunk: memoryview) -> None:
-        import torch
-
-        lent = bytearray(chunk) if chunk.readonly else chunk  # torch looks at memory that may be written only
-        data = torch.frombuffer(lent, dtype=torch.uint8)
-        for part in self._parts[peer]:
-            start, stop = max(part.start, offset), min(part.start + part.nbytes, offset + len(data))
-            if start >= stop:
-                continue
-            piece = data[start - offset : stop - offset]
-            values = piece.view(part.dtype)
-            if part.dtype.is_floating_point and not _finite(values):
-                raise BadUpdate(f"{part.name} has NaN or Inf")
-            if part.held is None:
-                self._blends[part.name].add(peer, values)
-            else:
-                part.held[start - part.start : stop - part.start] = piece
-
-    def end(self, peer: PeerId, nbytes: int) -> None:
-        """Nothing to do: the exchange says who was whole."""
-
-    def parcel(self, peer: PeerId) -> Parcel:
-        """What is held of a neighbour that was whole."""
-        held = {p.name: p.held.view(p.dtype) for p in self._parts[peer] if p.held is not None}
-        return Parcel(held, self._fields[peer])
-
-
-@dataclass
-class _Part:
-    name: str
-    dtype: torch.dtype
-    start: int  # bytes, in the payload
-    nbytes: int
-    held: torch.Tensor | None = None  # uint8; None where it is blended
-
-
-def _finite(values: torch.Tensor) -> bool:
-    """The sum tells quickly; where it overflows, each value is looked at."""
-    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
-
-
-def _checked_note(note: bytes) -> Note:
-    try:
-        found: Note = decode(note, Note)
-    except WireError as e:
-        raise BadUpdate(f"its note can't be read: {e}") from None
-    if any(dtype not in PART_TYPES or numel < 0 for _, dtype, numel in found.parts):
-        raise BadUpdate(f"its parts are not of {', '.join(PART_TYPES)}")
-    if not all(math.isfinite(value) for value in found.fields.values()):
-        raise BadUpdate("its numbers are not finite")
-    if not 0 < found.fields.get("mass", 1.0) <= MOST_MASS:
-        raise BadUpdate(f"its mass is {found.fields['mass']:g}, not between 0 and {MOST_MASS:g}")
-    return found
 
 
 # --- a peer
@@ -604,157 +398,3 @@ class _Summed(_Exchange):
 def _name(session: Session) -> str:
     """Of the one part of a parcel: what is of another session is refused before its bytes."""
     return f"sum/{session.id.hex()}"
-
-
-# --- all peers in this process
-
-
-async def simulate(
-    config: Config, *, emit: Emit, fresh: bool = False, data_dir: Path | None = None
-) -> Result:
-    """Every site of the simulation as a peer, from the last committed round on, or from the first when
-    `fresh`. What is committed is every peer's model; the run's model is their mean."""
-    algorithm, graph = algorithm_of(config)
-    if fresh:
-        forget(config.gossip_dir)
-    bench = Workbench(config, data_dir, simulated=True)
-    about = bench.description
-    graph.check(about.sites, config.run.seed)
-    check_hearing(algorithm, graph, about.sites, config.run.seed, config.gossip.masks)
-    store = RunStore(config.gossip_dir, durable=False)
-    try:
-        agreed = agreed_simulation(config) | {
-            f"gossip.{f.name}": repr(getattr(config.gossip, f.name)) for f in fields(config.gossip)
-        }
-        store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
-        spent = Spent(config.privacy, store.folder, emit)
-        async with AsyncExitStack() as stack:
-            network = LocalNetwork(about.sites)
-            circles = _circles(config, about.sites)
-            initial = bench.initial()
-            peers = {
-                name: Peer(
-                    name, algorithm, initial.load(), _trainer(bench, name, spent),
-                    await stack.enter_async_context(network.join(name)), circles.get(name),
-                    config.gossip.clip,
-                )
-                for name in about.sites
-            }  # fmt: skip
-            result = await _rounds(config, graph, peers, bench, store, emit)
-        finish(store, result.rounds, result.reason, emit)
-        return result
-    finally:
-        store.close()
-
-
-async def _rounds(
-    config: Config,
-    graph: Topology,
-    peers: Mapping[PeerId, Peer],
-    bench: Workbench,
-    store: RunStore,
-    emit: Emit,
-) -> Result:
-    checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
-    number = 0 if checkpoint is None else checkpoint.round
-    emit(
-        "run_started", run=config.run.name, mode="gossip", rounds=config.run.rounds, sites=len(peers),
-        config_digest=config.digest(), resumed_from=number or None,
-    )  # fmt: skip
-    if checkpoint is None:
-        checkpoint = _checkpoint(0, peers)
-        store.commit(checkpoint, {})
-    else:
-        for peer in peers.values():
-            peer.go_on(checkpoint)
-    everyone = Topology("complete")
-    while True:
-        if evaluation_is_due(config, store, number):
-            weights = checkpoint.weights.load()
-            each = {
-                site: bench.evaluate(site, number, weights).metrics for site in bench.description.evaluators
-            }
-            by_site = {site: averages({site: metrics}) for site, metrics in each.items()}
-            keep_evaluation(config, store, number, averages(each), by_site, emit)
-        if reason := reason_to_stop(config, store, number):
-            break
-        began = time.monotonic()
-        emit("round_started", round=number + 1, sites=list(peers))
-        algorithm = next(iter(peers.values())).algorithm
-        mixing = (everyone if algorithm.everyone(number) else graph).round(
-            list(peers), number, config.run.seed
-        )
-        bytes_out = sum(peer.bytes_out for peer in peers.values())
-        told = await asyncio.gather(
-            *(peer.step(mixing.graph[name], config.gossip.round_deadline) for name, peer in peers.items())
-        )
-        number += 1
-        checkpoint = _checkpoint(number, peers)
-        sent = sum(peer.bytes_out for peer in peers.values()) - bytes_out
-        trained = averages({name: t.metrics for name, t in zip(peers, told, strict=True)})
-        record = {
-            "loss": trained.get("loss"),
-            "metrics": trained | {"disagreement": disagreement(peers, checkpoint)},
-            "sites": len(peers),
-            "seconds": time.monotonic() - began,
-            "bytes_in": sent,
-            "bytes_out": sent,
-            "doubted": doubted(told),
-        }
-        store.commit(checkpoint, record)
-        emit("round_committed", round=number, **record)
-    return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
-
-
-def _circles(config: Config, names: Sequence[PeerId]) -> dict[PeerId, Circles]:
-    """Each peer's; with masks only where simulate.masks asks for the work as it is done for real."""
-    if not config.gossip.masks:
-        return {}
-    pairs = {name: KeyPair(os.urandom(32)) if config.simulate.masks else None for name in names}
-    found = {name: Circles(name, config.run.name, config.run.seed, pair) for name, pair in pairs.items()}
-    for one in found.values():
-        for name, other in found.items():
-            if name != one.me:
-                one.meet(name, other.public)
-    return found
-
-
-def doubted(told: Sequence[Told]) -> dict[PeerId, float]:
-    """Peers whose models did not count whole everywhere: the mean share over all that judged them."""
-    shares: dict[PeerId, list[float]] = {}
-    for of_one in told:
-        for peer, share in of_one.judged.items():
-            shares.setdefault(peer, []).append(share)
-    means = {peer: math.fsum(each) / len(each) for peer, each in sorted(shares.items())}
-    return {peer: mean for peer, mean in means.items() if mean < 1}
-
-
-def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:
-    """The root mean square distance of the peers' models from their mean, relative to it."""
-    mean = trained_part(checkpoint.weights.load())
-    square = sum(float((trained_part(p.model) - mean).double().square().sum()) for p in peers.values())
-    return math.sqrt(square / len(peers)) / max(float(mean.double().norm()), 1e-30)
-
-
-def _trainer(bench: Workbench, name: PeerId, spent: Spent) -> Train:
-    async def train(round: int, weights: Arena, delta: Arena) -> Update:
-        update = bench.train(name, round, weights, delta)
-        if name == bench.description.sites[0]:  # all spend alike
-            spent.one_more(name, round)
-        return update
-
-    return train
-
-
-def _checkpoint(number: int, peers: Mapping[PeerId, Peer]) -> Checkpoint:
-    """The mean model, and all that every peer keeps."""
-    first = next(iter(peers.values())).model
-    mean = WeightedMean(first.schema)
-    for name in sorted(peers):
-        mean.add(Update(delta=peers[name].model, num_examples=1.0))
-    weights = mean.result()
-    for section in first.schema.sections:
-        if section.dtype in ("bool", "uint8"):
-            weights.flat(section).copy_(first.flat(section))
-    state = {f"{name}/{key}": value for name, peer in peers.items() for key, value in peer.kept().items()}
-    return Checkpoint(number, weights, state)

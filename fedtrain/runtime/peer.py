@@ -38,7 +38,8 @@ from ..transport.courier import Limits
 from ..transport.zmq import ZmqNeighbors
 from ..update import Arena, ArenaFile, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
-from .gossip import Peer, algorithm_of, check_hearing, fewest, trained_part
+from .gossip import Peer, algorithm_of, check_hearing, fewest
+from .parcels import trained_part
 from .privacy import Spent
 from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
 from .secure import spread

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fedtrain import gossip
 from fedtrain.aggregation import WeightedMean
-from fedtrain.runtime.gossip import trained_part
+from fedtrain.runtime.parcels import trained_part
 from fedtrain.strategies import FedAvg
 from fedtrain.strategies.base import server_step
 from fedtrain.update import Arena, Update

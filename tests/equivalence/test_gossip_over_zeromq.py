@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fedtrain import compression, gossip
-from fedtrain.runtime.gossip import Peer, trained_part
+from fedtrain.runtime.gossip import Peer
+from fedtrain.runtime.parcels import trained_part
 from fedtrain.topology import names, parse
 from fedtrain.update import Schema, TensorSpec
 

@@ -13,7 +13,7 @@ from fedtrain.pki import Credentials, identity_of, init, issue, revocation, revo
 from fedtrain.pki.invitation import Invitation
 from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.runtime import secure
-from fedtrain.runtime.gossip import Note
+from fedtrain.runtime.parcels import Note
 from fedtrain.tracking import events
 from fedtrain.training import checkpoint, shards
 from fedtrain.training.places import Folder

@@ -1,0 +1,180 @@
+"""`fedtrain simulate --mode gossip`: every site as a peer in this process, over the seam in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import fields
+from pathlib import Path
+
+from ..aggregation import WeightedMean
+from ..config import Config
+from ..exchange import PeerId
+from ..secagg.circle import Circles
+from ..secagg.keys import KeyPair
+from ..store import Checkpoint, RunStore
+from ..topology import Topology
+from ..transport.memory import LocalNetwork
+from ..update import Arena, Update, averages
+from .gossip import Peer, Told, Train, algorithm_of, check_hearing
+from .parcels import trained_part
+from .privacy import Spent
+from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
+from .simulation import agreed as agreed_simulation
+from .simulation import forget
+from .trainer import Workbench
+
+
+async def simulate(
+    config: Config, *, emit: Emit, fresh: bool = False, data_dir: Path | None = None
+) -> Result:
+    """Every site of the simulation as a peer, from the last committed round on, or from the first when
+    `fresh`. What is committed is every peer's model; the run's model is their mean."""
+    algorithm, graph = algorithm_of(config)
+    if fresh:
+        forget(config.gossip_dir)
+    bench = Workbench(config, data_dir, simulated=True)
+    about = bench.description
+    graph.check(about.sites, config.run.seed)
+    check_hearing(algorithm, graph, about.sites, config.run.seed, config.gossip.masks)
+    store = RunStore(config.gossip_dir, durable=False)
+    try:
+        agreed = agreed_simulation(config) | {
+            f"gossip.{f.name}": repr(getattr(config.gossip, f.name)) for f in fields(config.gossip)
+        }
+        store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
+        spent = Spent(config.privacy, store.folder, emit)
+        async with AsyncExitStack() as stack:
+            network = LocalNetwork(about.sites)
+            circles = _circles(config, about.sites)
+            initial = bench.initial()
+            peers = {
+                name: Peer(
+                    name, algorithm, initial.load(), _trainer(bench, name, spent),
+                    await stack.enter_async_context(network.join(name)), circles.get(name),
+                    config.gossip.clip,
+                )
+                for name in about.sites
+            }  # fmt: skip
+            result = await _rounds(config, graph, peers, bench, store, emit)
+        finish(store, result.rounds, result.reason, emit)
+        return result
+    finally:
+        store.close()
+
+
+async def _rounds(
+    config: Config,
+    graph: Topology,
+    peers: Mapping[PeerId, Peer],
+    bench: Workbench,
+    store: RunStore,
+    emit: Emit,
+) -> Result:
+    checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
+    number = 0 if checkpoint is None else checkpoint.round
+    emit(
+        "run_started", run=config.run.name, mode="gossip", rounds=config.run.rounds, sites=len(peers),
+        config_digest=config.digest(), resumed_from=number or None,
+    )  # fmt: skip
+    if checkpoint is None:
+        checkpoint = _checkpoint(0, peers)
+        store.commit(checkpoint, {})
+    else:
+        for peer in peers.values():
+            peer.go_on(checkpoint)
+    everyone = Topology("complete")
+    while True:
+        if evaluation_is_due(config, store, number):
+            weights = checkpoint.weights.load()
+            each = {
+                site: bench.evaluate(site, number, weights).metrics for site in bench.description.evaluators
+            }
+            by_site = {site: averages({site: metrics}) for site, metrics in each.items()}
+            keep_evaluation(config, store, number, averages(each), by_site, emit)
+        if reason := reason_to_stop(config, store, number):
+            break
+        began = time.monotonic()
+        emit("round_started", round=number + 1, sites=list(peers))
+        algorithm = next(iter(peers.values())).algorithm
+        mixing = (everyone if algorithm.everyone(number) else graph).round(
+            list(peers), number, config.run.seed
+        )
+        bytes_out = sum(peer.bytes_out for peer in peers.values())
+        told = await asyncio.gather(
+            *(peer.step(mixing.graph[name], config.gossip.round_deadline) for name, peer in peers.items())
+        )
+        number += 1
+        checkpoint = _checkpoint(number, peers)
+        sent = sum(peer.bytes_out for peer in peers.values()) - bytes_out
+        trained = averages({name: t.metrics for name, t in zip(peers, told, strict=True)})
+        record = {
+            "loss": trained.get("loss"),
+            "metrics": trained | {"disagreement": disagreement(peers, checkpoint)},
+            "sites": len(peers),
+            "seconds": time.monotonic() - began,
+            "bytes_in": sent,
+            "bytes_out": sent,
+            "doubted": doubted(told),
+        }
+        store.commit(checkpoint, record)
+        emit("round_committed", round=number, **record)
+    return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
+
+
+def _circles(config: Config, names: Sequence[PeerId]) -> dict[PeerId, Circles]:
+    """Each peer's; with masks only where simulate.masks asks for the work as it is done for real."""
+    if not config.gossip.masks:
+        return {}
+    pairs = {name: KeyPair(os.urandom(32)) if config.simulate.masks else None for name in names}
+    found = {name: Circles(name, config.run.name, config.run.seed, pair) for name, pair in pairs.items()}
+    for one in found.values():
+        for name, other in found.items():
+            if name != one.me:
+                one.meet(name, other.public)
+    return found
+
+
+def doubted(told: Sequence[Told]) -> dict[PeerId, float]:
+    """Peers whose models did not count whole everywhere: the mean share over all that judged them."""
+    shares: dict[PeerId, list[float]] = {}
+    for of_one in told:
+        for peer, share in of_one.judged.items():
+            shares.setdefault(peer, []).append(share)
+    means = {peer: math.fsum(each) / len(each) for peer, each in sorted(shares.items())}
+    return {peer: mean for peer, mean in means.items() if mean < 1}
+
+
+def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:
+    """The root mean square distance of the peers' models from their mean, relative to it."""
+    mean = trained_part(checkpoint.weights.load())
+    square = sum(float((trained_part(p.model) - mean).double().square().sum()) for p in peers.values())
+    return math.sqrt(square / len(peers)) / max(float(mean.double().norm()), 1e-30)
+
+
+def _trainer(bench: Workbench, name: PeerId, spent: Spent) -> Train:
+    async def train(round: int, weights: Arena, delta: Arena) -> Update:
+        update = bench.train(name, round, weights, delta)
+        if name == bench.description.sites[0]:  # all spend alike
+            spent.one_more(name, round)
+        return update
+
+    return train
+
+
+def _checkpoint(number: int, peers: Mapping[PeerId, Peer]) -> Checkpoint:
+    """The mean model, and all that every peer keeps."""
+    first = next(iter(peers.values())).model
+    mean = WeightedMean(first.schema)
+    for name in sorted(peers):
+        mean.add(Update(delta=peers[name].model, num_examples=1.0))
+    weights = mean.result()
+    for section in first.schema.sections:
+        if section.dtype in ("bool", "uint8"):
+            weights.flat(section).copy_(first.flat(section))
+    state = {f"{name}/{key}": value for name, peer in peers.items() for key, value in peer.kept().items()}
+    return Checkpoint(number, weights, state)
