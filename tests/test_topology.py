@@ -192,6 +192,48 @@ def test_a_disconnected_graph_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("edges", "weights", "line"),
+    [
+        ("a b\nc d\n", "", "c never hears of a"),
+        ("a -> b\nb -> c\nc -> b\n", "push-sum", "a never hears of b"),
+        ("a b\n", "", "c never hears of a"),  # a newcomer whom the file doesn't know
+    ],
+)
+def test_a_disconnected_graph_names_two_who_can_not_agree(edges, weights, line, tmp_path):
+    (tmp_path / "g").write_text(edges)
+    members = sorted({*"abc", *(c for c in edges if c in "abcd")})
+    with pytest.raises(ConfigError, match=line):
+        parse(f"file:{tmp_path / 'g'}", weights).check(members)
+
+
+@pytest.mark.parametrize("n", range(1, 12))
+@pytest.mark.parametrize(
+    "spec",
+    ["regular:2", "regular:3", "regular:4", "regular:7", "epidemic:1", "epidemic:5", "erdos-renyi:0.05",
+     "base:2", "matching", "torus", "one-peer-exponential"],
+)  # fmt: skip
+def test_however_many_peers_are_left_there_is_a_graph_near_the_one_that_was_asked_for(spec, n):
+    graph, why = parse(spec).near(names(n))
+    graph.check(n)
+    if not why:
+        assert graph == parse(spec)
+        return
+    with pytest.raises(ConfigError) as refused:
+        parse(spec).round(n, 0)
+    assert why == str(refused.value)
+    if graph.kind == "regular":
+        assert graph.round(n, 0).degree in (int(spec[-1]) + 1, n - 1)  # the next even one, or all
+
+
+def test_a_graph_file_whose_members_are_gone_gives_way_to_all_with_all(tmp_path):
+    (tmp_path / "g").write_text("a b\nb c\nc d\nd a\n")
+    square = parse(f"file:{tmp_path / 'g'}", "uniform")
+    assert square.near("abcd") == (square, "")
+    graph, why = square.near("abc")  # of a square with a corner missing the ends have fewer neighbours
+    assert (str(graph), "as many neighbours" in why) == ("complete", True)
+
+
+@pytest.mark.parametrize(
     ("spec", "n", "line"),
     [
         ("rign", 4, "Did you mean 'ring'"),

@@ -17,7 +17,7 @@ from ..config import one_of
 from ..errors import ConfigError
 from ..exchange import PeerId
 from ..update import seed_of
-from .drawn import connected, epidemic, erdos_renyi, matching, regular
+from .drawn import epidemic, erdos_renyi, matching, nearest_degree, regular, unreached
 from .finite import base, one_peer_exponential
 from .fixed import complete, exponential, hops, ring, star, torus
 from .listed import listed
@@ -40,6 +40,7 @@ class Kind:
     weights: str = "metropolis"  # unless others are asked for
     example: str = ""  # of its argument, "" when it takes none
     period: Callable[[int, str], int] = lambda n, argument: 1  # rounds until it repeats; 0: never
+    instead: Callable[[int, str], str] = lambda n, argument: "complete"  # of n peers that can't have it
 
 
 KINDS: dict[str, Kind] = {
@@ -59,7 +60,11 @@ KINDS: dict[str, Kind] = {
         example="1",
         period=lambda n, k: len(base(n, _whole("base", k))),
     ),
-    "regular": Kind(lambda m, d, t, draw: regular(len(m), _whole("regular", d), draw), example="4"),
+    "regular": Kind(
+        lambda m, d, t, draw: regular(len(m), _whole("regular", d), draw),
+        example="4",
+        instead=lambda n, d: f"regular:{nearest_degree(n, int(d))}" if n > 2 else "complete",
+    ),
     "erdos-renyi": Kind(
         lambda m, p, t, draw: erdos_renyi(len(m), _number("erdos-renyi", p), draw), example="0.3"
     ),
@@ -69,6 +74,7 @@ KINDS: dict[str, Kind] = {
         "push-sum",
         example="2",
         period=lambda n, _: 0,
+        instead=lambda n, _: f"epidemic:{max(n - 1, 1)}",
     ),
     "file": Kind(lambda m, path, t, draw: listed(m, Path(path)), example="graph.txt"),
 }
@@ -95,18 +101,28 @@ class Topology:
         """After so many rounds it repeats; 0: never."""
         return max(1, found) if (found := KINDS[self.kind].period(n, self.argument)) or n < 2 else 0
 
-    def check(self, members: int | Members, seed: int = 0) -> None:
+    def check(self, members: int | Members, seed: int = 0, epoch: int = 0) -> None:
         """ConfigError unless what one member knows can come to every other."""
         members = tuple(sorted(names(members) if isinstance(members, int) else members))
         told: list[set[int]] = [set() for _ in members]
         for t in range(self.period(len(members)) or 16 + 4 * len(members).bit_length()):
-            for j, i, _ in self.round(members, t, seed).edges:
+            for j, i, _ in self.round(members, t, seed, epoch).edges:
                 told[j].add(i)
-        if not connected([sorted(peers) for peers in told]):
+        if pair := unreached([sorted(peers) for peers in told]):
+            teller, listener = (members[i] for i in pair)
             raise ConfigError(
-                f"topology: {self} of {len(members)} peers is not connected: some never hear of others, "
-                f"so they can't agree. Add edges, or choose another kind."
+                f"topology: {self} of {len(members)} peers is not connected: {listener} never hears of "
+                f"{teller}, so they can't agree. Add edges, or choose another kind."
             )
+
+    def near(self, members: Members, seed: int = 0, epoch: int = 0) -> tuple[Topology, str]:
+        """This one and "", or where these members can't have it the nearest that they can, and why: peers
+        come and go while a run goes on."""
+        try:
+            self.round(members, 0, seed, epoch)
+        except ConfigError as e:
+            return parse(KINDS[self.kind].instead(len(members), self.argument)), str(e)
+        return self, ""
 
 
 def parse(spec: str, weights: str = "") -> Topology:

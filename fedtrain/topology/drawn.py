@@ -29,6 +29,12 @@ def regular(n: int, degree: int, draw: Random) -> Out:
     raise ConfigError(f"topology: no connected regular:{degree} graph of {n} peers in {TRIES} draws.")
 
 
+def nearest_degree(n: int, degree: int) -> int:
+    """The degree nearest to this one that n peers, three or more, can all have."""
+    degree = max(2, min(degree, n - 1))
+    return degree + n * degree % 2  # of an odd n an odd degree is at most n - 2
+
+
 def _matched_ends(n: int, degree: int, draw: Random) -> Out | None:
     out: list[set[int]] = [set() for _ in range(n)]
     ends = [i for i in range(n) for _ in range(degree)]
@@ -85,17 +91,27 @@ def epidemic(n: int, told: int, draw: Random) -> Out:
 
 def connected(out: Out) -> bool:
     """Whether what one peer knows can come to every other."""
+    return unreached(out) is None
+
+
+def unreached(out: Out) -> tuple[int, int] | None:
+    """(a peer, one to whom nothing that it knows can come); None where there are no such two."""
     back: list[list[int]] = [[] for _ in out]
     for j, peers in enumerate(out):
         for i in peers:
             back[i].append(j)
-    return all(_reached(edges) == len(out) for edges in (out, back))
+    if apart := set(range(len(out))) - _reached(out):
+        return 0, min(apart)
+    if apart := set(range(len(out))) - _reached(back):
+        return min(apart), 0
+    return None
 
 
-def _reached(out: Out) -> int:
+def _reached(out: Out) -> set[int]:
+    """Those to whom what the first one knows can come."""
     seen, todo = {0}, [0]
     while todo:
         fresh = set(out[todo.pop()]) - seen
         seen |= fresh
         todo += fresh
-    return len(seen)
+    return seen
