@@ -200,6 +200,7 @@ def join(
         dealer = context.socket(zmq.DEALER)
         dealer.linger, dealer.maxmsgsize, dealer.immediate = 0, FRAME_BYTES, True
         guest.call(dealer, host.key)
+        dealer.ipv6 = str(host.address).startswith("[")
         monitor = dealer.get_monitor_socket()
         poller = zmq.Poller()
         for each in (dealer, monitor):

@@ -8,6 +8,7 @@ name in a message. A peer without an address calls, and is served over that call
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import secrets
@@ -54,6 +55,8 @@ class Link:
     contact: Contact | None = None  # as it was on the roster when it was called
     greeted: bool = False  # it took our Hello
     welcomed: bool = False  # we took its Hello
+    rejected: bool = False  # it did not take our Hello,
+    refused: str = ""  # and why we did not take its
     met: bool = False  # both, at least once
     boot: bytes = b""  # which start of its process that was
     hello_s: float = -math.inf  # when we last said Hello
@@ -84,6 +87,7 @@ class Link:
 
     def went_down(self) -> None:
         self.down_s, self.greeted, self.welcomed = time.monotonic(), False, False
+        self.rejected, self.refused = False, ""
 
     def is_banned(self) -> bool:
         return time.monotonic() < self.banned_s
@@ -135,10 +139,14 @@ class Links:
 
     def listen(self, address: str) -> int:
         """Take calls there; the port. ConnectError when it is in use."""
+        self._router.ipv6 = address.startswith("[")
         try:
             self._router.bind(f"tcp://{address}")
         except zmq.ZMQError as e:
-            raise ConnectError(f"cannot listen on {address}: {e.strerror}. Change network.listen.") from None
+            why = os.strerror(e.errno or 0)
+            if e.errno == errno.ENODEV:
+                why = "it is no address of this machine. A name that others call is network.address"
+            raise ConnectError(f"cannot listen on {address}: {why}. Change network.listen.") from None
         return int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def __iter__(self) -> Iterator[Link]:
@@ -187,6 +195,7 @@ class Links:
         self._by_dealer[dealer] = link
         self._poller.register(dealer, POLLIN)
         self._on(link.monitor, lambda: self._see_call(link))
+        dealer.ipv6 = address.startswith("[")
         dealer.connect(f"tcp://{address}")
 
     def hang_up(self, link: Link) -> None:

@@ -310,7 +310,8 @@ class ZmqNeighbors:
 
     def _look_at_links(self, now: float) -> None:
         for link in self._links:
-            if link.up and not link.greeted and now >= link.hello_s + self._limits.retry_s:
+            unanswered = link.up and not link.greeted and not link.rejected
+            if unanswered and now >= link.hello_s + self._limits.retry_s:
                 self._greet(link)
             if not link.up and not link.dead and now >= link.down_s + self._idle_s:
                 self._gone(link, f"no connection for {self._idle_s:g} s")
@@ -408,6 +409,7 @@ class ZmqNeighbors:
             return
         if header.kind is Kind.REJECT:
             refused: Refused = decode(text, Refused)
+            link.rejected = True
             self._gone(link, refused.reason[:200])
             return
         greeting: Greeting = decode(text, Greeting)
@@ -418,7 +420,9 @@ class ZmqNeighbors:
                 raise JoinRefused(f"{link.peer} and {self.me} are in different runs")
             self._welcome(link.peer, greeting)
         except JoinRefused as e:
-            self._tell("join_refused", site=link.peer, reason=str(e))
+            if link.refused != str(e):
+                link.refused = str(e)
+                self._tell("join_refused", site=link.peer, reason=str(e))
             self._say(link, Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))
             return
         again = link.welcomed and greeting.boot == link.boot

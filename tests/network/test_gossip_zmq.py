@@ -5,6 +5,8 @@ import asyncio
 import pytest
 import torch
 
+from fedtrain.errors import ConnectError
+from fedtrain.exchange import Contact
 from fedtrain.pki import Credentials, init, issue
 from fedtrain.pki.roster import Claim, Roster, enrol
 from fedtrain.pki.signing import Signer, Verifier
@@ -87,6 +89,35 @@ def test_a_peer_without_an_address_calls_and_is_served_over_that_call():
                 assert not done.kept
             assert torch.equal(mixers["a"].acc, x["b"])
             assert torch.equal(mixers["b"].acc, x["a"])
+
+    bounded(main())
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0", "[::1]:0"])
+def test_peers_find_each_other_by_address_by_name_and_over_ipv6(listen):
+    async def main():
+        p = Party()
+        try:
+            host = listen.rpartition(":")[0]
+            for name in "ab":
+                p.start(name, listen=listen)
+                p.enrol(Contact(name, p.curves[name].public, f"{host}:{p.peers[name].port}"))
+            assert await p.peers["a"].meet(["b"], WAIT_S) == ["b"]
+        finally:
+            for peer in p.peers.values():
+                await peer.stop()
+
+    bounded(main())
+
+
+def test_where_a_peer_can_not_listen_it_says_so_and_what_to_change():
+    async def main():
+        async with party("a") as p:
+            taken = f"127.0.0.1:{p.peers['a'].port}"
+            with pytest.raises(ConnectError, match=f"{taken}: Address already in use. Change network.listen"):
+                p.start("b", listen=taken)
+            with pytest.raises(ConnectError, match=r"no address of this machine.*network\.address"):
+                p.start("c", listen="heart.example:8441")
 
     bounded(main())
 
