@@ -130,6 +130,39 @@ def test_a_key_of_two_peers_or_a_file_of_another_name_is_refused(certs, tmp_path
     assert told == {"b.peer": "a has the same CURVE key", "c.peer": "it is the entry of b"}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"address": a} for a in ["", "host", "host:", ":8440", "h:0", "h:65536", "h:+8", "x y:1", "a;b:1",
+                                   "tcp://h:1", "[zz]:1", "[::1:1", "[::1%lo]:1", "-h:1", "h\n:1", "h:1\n"]),
+        *({"key": k} for k in [b"", b"a" * 39, b"#" * 40, b"~" * 40, b"\xff" * 40, b"\0" * 40]),
+    ],
+)  # fmt: skip
+def test_s21_an_entry_that_zeromq_could_not_call_is_refused(certs, tmp_path, fields):
+    """In a thread that owns all sockets its error would end all of them."""
+    told = []
+    save(tmp_path, "a", enrol(signer(certs[0], "a"), claim(**fields)).encode())
+    roster = Roster(tmp_path, verifier(certs[0]), "fedtrain", refuse=lambda *what: told.append(what))
+    assert roster.peers() == []
+    assert "no CURVE key" in told[0][1] or 'must be "host:port"' in told[0][1]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [None, "h:1", "10.0.0.7:8440", "heart-1.example.org:65535", "a_b:5", "[::1]:8440", "[fe80::1:2]:1"],
+)
+def test_what_is_believed_zeromq_can_call(certs, address):
+    entry = enrol(signer(certs[0], "a"), claim(address=address)).encode()
+    contact, _ = check(entry, verifier(certs[0]), "fedtrain")
+    assert contact.address == address
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger, dealer.curve_serverkey = 0, contact.key
+        dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+        dealer.ipv6 = True
+        if address is not None:
+            dealer.connect(f"tcp://{address}")
+
+
 def test_an_entry_passed_on_replaces_an_older_one_and_no_newer_one(certs, tmp_path):
     roster, a = Roster(tmp_path, verifier(certs[0]), "fedtrain"), signer(certs[0], "a")
     old, new = claim(number=1), claim(number=2)

@@ -11,9 +11,12 @@ does the federation's revocation list, which travels with the entries.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -27,6 +30,7 @@ from .signing import Signer, Verifier
 
 SUFFIX = ".peer"
 ENTRY_BYTES = 32 << 10  # ours have under 3 KiB
+Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 CONTEXT = b"fedtrain roster entry 1\0"  # what is signed begins with this, and so is no other statement
 
 
@@ -37,7 +41,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     federation: str
     key: bytes  # CURVE public key, z85, 40 bytes
     address: str | None = None  # host:port; None: it can't be called, it calls
-    number: int = 0  # grows with each new claim of a peer: the highest counts
+    number: int = 0  # grows with each new claim of a peer: the highest counts. Seconds since 1970, so that
+    # one made on a new machine, from nothing, counts more than those before
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +78,29 @@ def check(data: bytes, verifier: Verifier, federation: str) -> tuple[Contact, in
         )
     if claim.federation != federation:
         raise CertificateError(f"{claim.peer}: its entry is for the federation {claim.federation[:80]!r}")
-    if len(claim.key) != 40:
-        raise CertificateError(f"{claim.peer}: a CURVE key of {len(claim.key)} characters, 40 are due")
+    if not _is_z85_key(claim.key):
+        raise CertificateError(f"{claim.peer}: {claim.key[:50]!r} is no CURVE key in z85")
+    if claim.address is not None and not _is_address(claim.address):
+        raise CertificateError(f'{claim.peer}: its address {claim.address[:80]!r} must be "host:port"')
     return Contact(claim.peer, claim.key, claim.address), claim.number
+
+
+def _is_z85_key(text: bytes) -> bool:
+    """32 bytes as ZeroMQ writes them: 8 groups of 5 characters, each a number below 2^32, base 85."""
+    digits = [Z85.find(character) for character in text]
+    numbers = [sum(d * 85 ** (4 - i) for i, d in enumerate(digits[at : at + 5])) for at in range(0, 40, 5)]
+    return len(text) == 40 and min(digits) >= 0 and max(numbers) < 1 << 32
+
+
+def _is_address(text: str) -> bool:
+    """What ZeroMQ can call: a name or an IPv4 address, or an IPv6 address in brackets; and a port."""
+    host, _, port = text.rpartition(":")
+    if re.fullmatch(r"[1-9]\d{0,4}", port, re.ASCII) is None or int(port) > 65535:
+        return False
+    if re.fullmatch(r"\[[0-9A-Fa-f:.]+\]", host):
+        with suppress(ipaddress.AddressValueError):
+            return bool(ipaddress.IPv6Address(host[1:-1]))
+    return re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9])?", host) is not None
 
 
 class Roster:
