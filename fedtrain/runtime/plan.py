@@ -72,7 +72,7 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
     encoding = secure.encoding_of(config, 0, each, schema)
     up_bytes = encoding.numel(("loss",)) * encoding.point.dtype.itemsize
     quorum, _, degree = secure.policy(config, "").graph(each)
-    neighbours, drop = degree or each - 1, each - quorum
+    neighbours, drop = degree or each - 1, max(each - quorum, 0)
     mask_s, agreement_s = _mask_s(up_bytes), _agreement_s()
     rebuilt_s = (each - drop) * mask_s + drop * neighbours * (mask_s + agreement_s)
     masks = MaskPlan(

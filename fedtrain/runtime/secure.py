@@ -10,10 +10,12 @@ import math
 import os
 import random
 import secrets
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from ..aggregation import aggregate
 from ..config import Config
 from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites
 from ..exchange import Before, Cohort
-from ..secagg.client import Client, Policy, Sign
+from ..secagg.client import NEVER, Client, Opened, Policy, Sign
 from ..secagg.encoding import Encoding, Total, norm_of, rounding_seed
 from ..secagg.fixedpoint import ONE, SCALAR_LIMIT, FixedPoint
 from ..secagg.masking import RingVector, Spread
@@ -70,7 +72,7 @@ from .progress import Averages, Emit
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 GRACE_S = 0.25  # for replies that are needed no more
-SITES = 3  # a sum over two is each one's update to the other
+SITES = 3  # a sum over two is each one's update to the other; an end may insist on more
 REQUESTS = Advertise | AdvertiseEvaluation | Share | Mask | Agree | Unmask
 REPLIES = Keys | Shares | Masked | Agreed | Unmasked | Failure
 
@@ -127,7 +129,8 @@ def policy(config: Config, federation: str) -> Policy:
     s = config.secagg
     return Policy(
         federation=federation, run=config.run.name, ring_bits=s.ring_bits, clip=s.clip,
-        max_weight=s.max_examples, length=0, value_bits=s.value_bits, min_sites=SITES,
+        max_weight=s.max_examples, length=0, value_bits=s.value_bits,
+        min_sites=max(SITES, config.strategy.min_sites // s.groups),
         full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
     )  # fmt: skip
 
@@ -181,7 +184,8 @@ def hash_of(weights: AnyArena) -> bytes:
 
 
 class SecureSite:
-    """Gives one site's results into sums, and into nothing else. Its methods are for a thread: they work."""
+    """Gives one site's results into sums, and into nothing else. Its methods are for threads: they work, one
+    at a time, for a request that nobody waits for any more may be under way when the next one comes."""
 
     def __init__(
         self,
@@ -192,19 +196,43 @@ class SecureSite:
         certificate: bytes,
         sign: Sign,
         verify: Verify,
+        look: Callable[[], None] = lambda: None,
         spread: Spread = map,
+        opened: Mapping[str, Opened] = MappingProxyType({}),
+        keep: Callable[[str, Opened], None] = lambda kind, opened: None,
     ) -> None:
-        self._config, self._site = config, site
+        """`look` is called before each session, to see who was revoked. `opened`, `keep`: as of a Client, by
+        kind of session."""
+        self._config, self._site, self._look = config, site, look
         self._policy = policy(config, federation)
         self._clients = {
-            kind: Client(site, self._policy, certificate=certificate, sign=sign, verify=verify, spread=spread)
+            kind: Client(
+                site, self._policy, certificate=certificate, sign=sign, verify=verify, spread=spread,
+                opened=opened.get(kind.__name__, NEVER), keep=partial(keep, kind.__name__),
+            )
             for kind in (Advertise, AdvertiseEvaluation)
-        }  # each keeps to one sum a round
+        }  # each keeps to one sum a round  # fmt: skip
         self._client = self._clients[Advertise]
+        self._at_work = threading.Lock()
 
-    def offer(self, request: Advertise | AdvertiseEvaluation, result: Update | Evaluation) -> Keys | Failure:
-        """Step 0, with the result at hand: keys for a session under these terms, or why not."""
+    def offer(
+        self, request: Advertise | AdvertiseEvaluation, model: bytes, result: Update | Evaluation
+    ) -> Keys | Failure:
+        """Step 0, with the result of work on `model` (hash_of) at hand: keys for a session under these terms,
+        or why not."""
+        with self._at_work:
+            return self._offer(request, model, result)
+
+    def answer(self, request: Share | Mask | Agree | Unmask) -> Reply:
+        """Steps 1 to 4."""
+        with self._at_work:
+            return self._client.answer(request)
+
+    def _offer(
+        self, request: Advertise | AdvertiseEvaluation, model: bytes, result: Update | Evaluation
+    ) -> Keys | Failure:
         try:
+            self._look()
             schema = request.weights.schema if isinstance(result, Update) else None
             encoding = encoding_of(self._config, request.round, len(request.terms.cohort), schema)
             scale = scale_of(self._config, result) if isinstance(result, Update) else 1.0
@@ -221,11 +249,7 @@ class SecureSite:
         self._client = self._clients[type(request)]
         self._client.policy = replace(self._policy, length=encoding.length)
         names = tuple(sorted(result.metrics))
-        return self._client.begin(request, hash_of(request.weights), names, encode)
-
-    def answer(self, request: Share | Mask | Agree | Unmask) -> Reply:
-        """Steps 1 to 4."""
-        return self._client.answer(request)
+        return self._client.begin(request, model, names, encode)
 
 
 def scale_of(config: Config, update: Update) -> float:

@@ -402,11 +402,12 @@ class MaskedCohort(Before):
         if isinstance(first, Advertise | AdvertiseEvaluation):
             work = Train if isinstance(first, Advertise) else Evaluate
             inner = work(id=first.id, round=first.round, weights=first.weights)
+            model = await asyncio.to_thread(secure.hash_of, first.weights)
             async with aclosing(self._others.exchange(dict.fromkeys(requests, inner), deadline_s)) as replies:
                 async for site, reply in replies:
                     if isinstance(reply, Update | Evaluation):
                         result = kept(reply) if isinstance(reply, Update) else reply
-                        yield site, await asyncio.to_thread(self._site(site).offer, first, result)
+                        yield site, await asyncio.to_thread(self._site(site).offer, first, model, result)
                     else:
                         yield site, reply
             return

@@ -19,7 +19,8 @@ from .. import __version__
 from ..config import Config
 from ..errors import CertificateError, TaskError
 from ..malloc import keep_freed
-from ..pki import Credentials, aggregator_target
+from ..pki import Credentials, Revoked, aggregator_target
+from ..pki.revocation import LIST
 from ..pki.signing import Signer, Verifier
 from ..secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
 from ..store import Ledger
@@ -43,7 +44,7 @@ from ..wire.codec import fetch_list
 from ..wire.frames import Hello
 from .privacy import Spent
 from .secure import REQUESTS as SECURE_REQUESTS
-from .secure import SecureSite, check_config, spread
+from .secure import SecureSite, check_config, hash_of, spread
 from .trainer import Description, Trainer
 
 Emit = Callable[..., None]
@@ -88,20 +89,21 @@ class Site:
         """The reply to a request. The same question again, in another attempt say, gets the same reply."""
         match request, self._secure:
             case Train() | Evaluate(), None:
-                return await self._result(request)
+                return await self._result(request, request.weights.digest)
             case Advertise() | AdvertiseEvaluation(), SecureSite():
-                result = await self._result(request)
+                model = await asyncio.to_thread(hash_of, request.weights)  # two models may have one digest
+                result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
                     return result
-                return await asyncio.to_thread(self._secure.offer, request, result)
+                return await asyncio.to_thread(self._secure.offer, request, model, result)
             case Share() | Mask() | Agree() | Unmask(), SecureSite():
                 return await asyncio.to_thread(self._secure.answer, request)
         return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
 
-    async def _result(self, request: Train | Evaluate) -> Found:
-        """What training or evaluation finds, worked out once."""
+    async def _result(self, request: Train | Evaluate, model: str) -> Found:
+        """What training or evaluation finds, worked out once; `model` tells its weights from others."""
         kind = "Train" if isinstance(request, Train) else "Evaluate"
-        key = f"{kind}/{request.round}/{request.weights.digest}"
+        key = f"{kind}/{request.round}/{model}"
         if body := self._ledger.get(key):
             self._say("uploading", request.round + 1)
             return self._remembered(body)
@@ -158,14 +160,16 @@ class Site:
         return reply
 
 
-def secure_site(config: Config, name: SiteId, credentials: Credentials) -> SecureSite:
+def secure_site(config: Config, name: SiteId, credentials: Credentials, ledger: Ledger) -> SecureSite:
     """The site's half of secure sums, with the key and the root of its certificate."""
     check_config(config)
     signer, federation = Signer.of(credentials), credentials.identity.federation
-    verify = Verifier(credentials.root, federation).verify
+    revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
     return SecureSite(
         config, name, federation,
-        certificate=signer.certificate, sign=signer.sign, verify=verify, spread=spread(),
+        certificate=signer.certificate, sign=signer.sign,
+        verify=Verifier(credentials.root, federation, revoked=revoked).verify, look=revoked.reload,
+        spread=spread(), opened=ledger.sums(), keep=ledger.keep_sum,
     )  # fmt: skip
 
 
@@ -219,7 +223,7 @@ async def run(
             emit("site_state", site=name, state=state, round=round)
 
         about = trainer.description
-        secure = secure_site(config, name, credentials) if config.secagg.enabled else None
+        secure = secure_site(config, name, credentials, ledger) if config.secagg.enabled else None
         spent = Spent(config.privacy, ledger.folder, emit)
         site = Site(name, about.schema, ledger, trainer, start, say, secure, spent)
         hello = Hello(

@@ -72,6 +72,8 @@ Sign = Callable[[bytes], bytes]
 Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
 # vector, uint [terms.numel(names)], into `out`, which may hold anything before
 Step = TypeVar("Step", bound=Request)
+Opened = tuple[int, tuple[SiteId, ...]]  # the newest round of which shares were given, and U3 of that sum
+NEVER: Opened = (-1, ())
 
 
 class Offer(Protocol):
@@ -153,7 +155,7 @@ class Client:
 
     Two sums of one update over different sites differ by single sites' updates, so with Policy.one_sum a
     round's update is unmasked in one set of survivors only, in however many attempts, and none of an earlier
-    round than the last. Like everything here this is forgotten when the process ends.
+    round than the last. This alone must outlive the process, or whoever makes it end learns the difference.
     """
 
     def __init__(
@@ -166,11 +168,16 @@ class Client:
         verify: Verify,
         random: Callable[[int], bytes] = os.urandom,
         spread: Spread = map,
+        opened: Opened = NEVER,
+        keep: Callable[[Opened], None] = lambda opened: None,
     ) -> None:
-        """`certificate` is what others give to `verify`; `random(n)` gives n unforeseeable bytes."""
+        """`certificate` is what others give to `verify`; `random(n)` gives n unforeseeable bytes.
+
+        `opened` is what an earlier process was last given to `keep`, which returns when it is on disk.
+        """
         self.site, self.policy, self.certificate = site, policy, certificate
         self.sign, self.verify, self.random, self.spread = sign, verify, random, spread
-        self.opened: tuple[int, tuple[SiteId, ...]] = (-1, ())  # the newest round unmasked here, and U3
+        self.opened, self._keep = opened, keep
         self._had: deque[bytes] = deque(maxlen=HAD)
         self._session: Generator[Answer, Request, None] | None = None
         self._sid = b""
@@ -209,6 +216,12 @@ class Client:
         new = sid not in self._had
         self._had.append(sid)
         return new
+
+    def opens(self, round: int, sites: tuple[SiteId, ...]) -> None:
+        """From now on this round's update is in a sum over these sites, and in no other."""
+        if self.opened != (round, sites):
+            self._keep((round, sites))
+            self.opened = round, sites
 
     def arena(self, terms: Terms, names: tuple[str, ...]) -> RingArena:
         """Room for a vector, over the last one: fresh memory costs more than the masks in it."""
@@ -294,7 +307,7 @@ def take_part(
     # 4: of each site whose shares are held here, one
     unmask = due(Unmask, (yield Agreed(signature=sign(survivors))))
     check_agreed(site, terms, roster, agree, unmask, survivors)
-    site.opened = (terms.round, agree.sites)
+    site.opens(terms.round, agree.sites)
     alive = set(agree.sites)
     yield Unmasked(
         seeds={peer: seed_share for peer, (seed_share, _) in held.items() if peer in alive},
@@ -328,7 +341,7 @@ def check_terms(site: Client, asked: Offer, sid: bytes) -> None:
     if site.policy.one_sum and terms.round < opened:
         raise SecAggError(
             f"round {terms.round + 1} after a sum of round {opened + 1} over {len(over)} sites was unmasked "
-            f"here. Restart this site if the run began again"
+            f"here. A run that begins again needs another run.name"
         )
 
 
@@ -445,7 +458,8 @@ def check_survivors(site: Client, terms: Terms, roster: Roster, mask: Mask, agre
     if site.policy.one_sum and opened == terms.round and sites != over:
         raise SecAggError(
             f"round {terms.round + 1} was unmasked here in a sum over {len(over)} sites, and one over others "
-            f"would give away what differs. Ask for these {len(over)} again, or restart this site"
+            f"would give away what differs. Ask for these {len(over)} again; if one is gone for good, go on "
+            f"under another run.name, with `fedtrain aggregator --from` this run"
         )
 
 

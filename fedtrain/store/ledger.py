@@ -4,6 +4,7 @@ runs/heart@cleveland/
   ledger.db    SQLite: reply headers by what they answer
   inbox/       the global models being trained on, by digest (see spool.py)
   outbox/      finished updates, by digest
+  sums.json    under masks: the newest round that was unmasked, and over whom, by kind of request
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from .disk import FREE, lock, refuse_network_disk
+import msgspec
+
+from ..errors import StoreError
+from ..update import SiteId
+from .disk import FREE, lock, refuse_network_disk, write_whole
 from .spool import Spool
 
 TABLE = """CREATE TABLE IF NOT EXISTS replies (
   key TEXT PRIMARY KEY, body BLOB NOT NULL, digest TEXT, nbytes INTEGER)"""
+SUMS = "sums.json"
 KEEP = 2  # newest replies: this round's and, for an aggregator that was restarted, the one before
 
 
@@ -55,6 +61,21 @@ class Ledger:
         if free.exists():
             free.replace(path)
         return path
+
+    def sums(self) -> dict[str, tuple[int, tuple[SiteId, ...]]]:
+        """kind -> (round, sites), as last given to `keep_sum`."""
+        path = self.folder / SUMS
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, tuple[SiteId, ...]]])
+        except FileNotFoundError:
+            return {}
+        except msgspec.DecodeError as e:
+            raise StoreError(f"{path} is damaged: {e}. Use another run.name.") from None
+
+    def keep_sum(self, kind: str, newest: tuple[int, tuple[SiteId, ...]]) -> None:
+        """On disk when this returns: no power cut makes a site give one update into two sums."""
+        found = self.sums() | {kind: newest}
+        write_whole(self.folder / SUMS, msgspec.json.encode(found), durable=True)
 
     def close(self) -> None:
         self._db.close()
