@@ -9,12 +9,12 @@ import torch
 
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TooFewSites
-from fedtrain.pki import Credentials
-from fedtrain.pki.signing import Signer, Verifier, fingerprint
+from fedtrain.pki import Credentials, revoke
+from fedtrain.pki.signing import Verifier, fingerprint
 from fedtrain.runtime import federated, secure
 from fedtrain.runtime.answers import InTheOpen
-from fedtrain.runtime.simulation import UnderMasks
-from fedtrain.runtime.site import Site
+from fedtrain.runtime.simulation import MaskedCohort, UnderMasks
+from fedtrain.runtime.site import Site, secure_site
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
 from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
 from fedtrain.strategies import build, state_init
@@ -194,14 +194,64 @@ def test_too_few_groups_for_the_rule_fail_the_attempt(tmp_path):
         mean_of(answers, sites)
 
 
+def test_a_sum_that_broke_off_while_it_was_opened_is_had_again_over_the_same_sites(tmp_path):
+    """a and b gave shares for a sum over a, b and c; they would refuse one over others."""
+    cfg, events, settled = config(tmp_path, run={"rounds": 1}), Events(), []
+
+    def loses(site, request):
+        if request.id.split("/")[2] != "0":
+            return False
+        return (site == "d" and isinstance(request, Mask)) or (site == "c" and isinstance(request, Unmask))
+
+    answers = MaskedLosing(cfg, loses).answers(events)
+    answers._settled = settled.append
+    with RunStoreOf(cfg) as store:
+        asyncio.run(federated.run(cfg, answers, store, build("fedavg", {}), events))
+        weights = store.latest().weights
+    assert [plan.sites for plan in settled] == [["a", "b", "c"]] * 2
+    expected = fixed(cfg, cohort=openly(loses=lambda site, request: site == "d"))
+    assert torch.equal(weights.views()["w"], expected.delta.views()["w"])
+
+
+def test_groups_that_were_summed_stay_when_another_one_is_tried_again(tmp_path):
+    sites = [f"site-{c}" for c in "abcdefghi"]
+    cfg = config(tmp_path, run={"rounds": 1}, secagg={"groups": 3}, strategy={"min_sites": 9})
+    first, events, asked = secure.groups_of(cfg, Plan(0, 0, sites)), Events(), []
+    lost = first[1][0]
+
+    def loses(site, request):
+        if isinstance(request, Advertise):
+            asked.append(tuple(request.terms.cohort))
+        return site == lost and isinstance(request, Mask) and request.id.split("/")[2] == "0"
+
+    answers = MaskedLosing(cfg, loses, sites).answers(events)
+    with RunStoreOf(cfg) as store:
+        asyncio.run(federated.run(cfg, answers, store, build("fedavg", {}), events))
+    assert [e["attempt"] for e in events.of("round_started")] == [1, 2]
+    assert set(asked) == {tuple(group) for group in first}
+
+
+def test_a_site_insists_on_its_own_least_cohort_whatever_the_aggregator_asks_for(tmp_path):
+    """Two sites that are with the aggregator could open a third one's update in a sum of three."""
+    events = Events()
+    answers = UnderMasks(config(tmp_path), openly(), events)
+    strict = config(tmp_path, strategy={"min_sites": 4})
+    answers.cohort = MaskedCohort(strict, openly(), answers.cohort._keys)
+    with pytest.raises(TooFewSites, match="a cohort of 3 sites: this site sums with 4 or more"):
+        mean_of(answers, SITES[:3])
+    assert (
+        secure.policy(config(tmp_path, strategy={"min_sites": 15}, secagg={"groups": 3}), "").min_sites == 5
+    )
+
+
 class MaskedLosing:
     """Simulated sites under masks, whose requests are lost as `loses` says."""
 
-    def __init__(self, cfg, loses):
-        self.cfg, self.loses = cfg, loses
+    def __init__(self, cfg, loses, sites=SITES):
+        self.cfg, self.loses, self.sites = cfg, loses, sites
 
     def answers(self, events):
-        answers = UnderMasks(self.cfg, openly(), events)
+        answers = UnderMasks(self.cfg, openly(self.sites), events)
         inner, loses = answers.cohort, self.loses
 
         class Losing:
@@ -251,7 +301,9 @@ def test_a_site_with_more_examples_than_agreed_is_told_what_to_change(tmp_path):
     many = Update(delta=found("d").delta, num_examples=16.0)
     few = {site: lambda r, s=site: Update(delta=found(s).delta, num_examples=5.0) for site in "abc"}
     mean_of(UnderMasks(cfg, openly(d=lambda r: many, **few), events))
-    assert "16 examples, and secagg.max_examples is 15" in events.of("update_refused")[0]["reason"]
+    (refused,) = events.of("update_refused")
+    assert "more examples than secagg.max_examples = 15. Raise it" in refused["reason"]
+    assert "16" not in refused["reason"]  # that is known at the site, and nobody else's business
 
 
 def test_s19_a_delta_over_the_norm_bound_is_shortened_at_the_site(tmp_path):
@@ -326,7 +378,7 @@ class Federation:
         self.folder, self.cfg, self.lost = folder, cfg, lost
         self.certs = certificates(folder / "certs", *SITES)
         self.events, self.trainers, self.tasks = Events(), {s: Blobs(s) for s in SITES}, {}
-        self.seen = {}  # fingerprints
+        self.seen, self.configs = {}, {}  # fingerprints; of sites with a file of their own
 
     async def __aenter__(self):
         root = Credentials.load(self.certs / "aggregator").root
@@ -346,24 +398,23 @@ class Federation:
             idle_s=0.2, emit=self.events,
         )  # fmt: skip
         await self.cohort.start()
-        self.answers = secure.UnderMasks(
-            self.cfg, self.cohort, self.events, federation="fedtrain",
-            fingerprints=lambda sites: {s: self.seen[s] for s in sites},
-            verify=Verifier(root, "fedtrain").verify,
-        )  # fmt: skip
+        self.verify = Verifier(root, "fedtrain").verify
+        self.answers = self.aggregator()
         for site in SITES:
             self.start(site)
         await asyncio.wait_for(self.cohort.members(len(SITES)), 20)
         return self
 
+    def aggregator(self):
+        return secure.UnderMasks(
+            self.cfg, self.cohort, self.events, federation="fedtrain",
+            fingerprints=lambda sites: {s: self.seen[s] for s in sites}, verify=self.verify,
+        )  # fmt: skip
+
     def start(self, site):
         credentials = Credentials.load(self.certs / "sites" / site)
-        signer = Signer.of(credentials)
-        mine = secure.SecureSite(
-            self.cfg, site, "fedtrain", certificate=signer.certificate, sign=signer.sign,
-            verify=Verifier(credentials.root, "fedtrain").verify,
-        )  # fmt: skip
         ledger = Ledger(self.folder / f"ledger-{site}")
+        mine = secure_site(self.configs.get(site, self.cfg), site, credentials, ledger)
         worker = Site(site, SCHEMA, ledger, self.trainers[site], self._never, secure=mine)
         link = SiteLink(
             address=f"127.0.0.1:{self.cohort.port}", tls=tls(self.certs / "sites" / site),
@@ -386,6 +437,21 @@ class Federation:
 
     async def _never(self):
         raise AssertionError("no trainer dies here")
+
+    async def restart(self, *sites):
+        """As after kill -9, or after the aggregator said that the run is over."""
+        for site in sites:
+            self.tasks[site].cancel()
+        await asyncio.gather(*(self.tasks[site] for site in sites), return_exceptions=True)
+        for site in sites:
+            self.start(site)
+        async with asyncio.timeout(20):
+            while self.joined < len(SITES) + len(sites):  # noqa: ASYNC110  # no event tells it
+                await asyncio.sleep(0.02)
+
+    @property
+    def joined(self):
+        return sum(kind == "site_joined" for kind, _ in self.events)
 
     async def __aexit__(self, *_):
         await self.cohort.stop("over")
@@ -434,6 +500,40 @@ def test_below_the_threshold_the_round_aborts_and_is_had_again_without_training(
     mean, trained = asyncio.run(two_attempts())
     assert mean.delta.digest == fixed(cfg).delta.digest
     assert trained == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("restarted", [[], SITES], ids=["sites that stay", "sites that were restarted"])
+def test_s14_an_update_that_was_summed_is_in_no_sum_without_one_of_the_sites(tmp_path, restarted):
+    """The difference of the two sums would be d's update, to the bit."""
+
+    async def two_sums():
+        async with Federation(tmp_path, config(tmp_path)) as federation:
+            await asyncio.wait_for(federation.answers.train(Plan(0, 0, SITES), zeros()), 30)
+            await federation.restart(*restarted)
+            before = len(federation.events)
+            answers = federation.aggregator()  # that forgets, or seems to
+            with pytest.raises(TooFewSites, match="one over others would give away what differs"):
+                await asyncio.wait_for(answers.train(Plan(0, 1, SITES[:3]), zeros()), 30)
+            del federation.events[:before]
+            again = federation.aggregator()
+            return await asyncio.wait_for(again.train(Plan(0, 2, SITES), zeros()), 30)
+
+    assert asyncio.run(two_sums()).delta.digest == fixed(config(tmp_path)).delta.digest
+
+
+def test_s06_sites_do_not_sum_with_a_revoked_one_whatever_the_aggregator_says(tmp_path):
+    async def with_revoked():
+        async with Federation(tmp_path, config(tmp_path)) as federation:
+            await asyncio.wait_for(federation.answers.train(Plan(0, 0, SITES), zeros()), 30)
+            revoke(federation.certs, ["d"])
+            federation.configs["d"] = config(tmp_path, network={"certs": "nowhere"})  # it looks at no list
+            await federation.restart("d")
+            with pytest.raises(TooFewSites, match=r"a refuses: .*d.*: its certificate [0-9A-F]+ was revoked"):
+                await asyncio.wait_for(federation.answers.train(Plan(1, 0, SITES), zeros()), 30)
+            mean = await asyncio.wait_for(federation.answers.train(Plan(1, 1, SITES[:3]), zeros()), 30)
+            return mean.sites
+
+    assert asyncio.run(with_revoked()) == 3
 
 
 def test_evaluations_come_as_sums_too(tmp_path):

@@ -124,25 +124,31 @@ def linear(text: str) -> compression.Linear:
     return found
 
 
+def least_sites(config: Config) -> int:
+    """Of one sum: the part of a round's fewest sites that is in each group."""
+    return max(SITES, config.strategy.min_sites // config.secagg.groups)
+
+
 def policy(config: Config, federation: str) -> Policy:
     """What an end insists on, from its own fedtrain.toml. `length` is a session's own."""
     s = config.secagg
     return Policy(
         federation=federation, run=config.run.name, ring_bits=s.ring_bits, clip=s.clip,
         max_weight=s.max_examples, length=0, value_bits=s.value_bits,
-        min_sites=max(SITES, config.strategy.min_sites // s.groups),
+        min_sites=least_sites(config),
         full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
     )  # fmt: skip
 
 
-def groups_of(config: Config, plan: Plan) -> list[list[SiteId]]:
-    """The sites of a round in secagg.groups random groups of equal size or one more, redrawn each round."""
-    count = config.secagg.groups
-    if count == 1:
-        return [plan.sites]
-    sites = sorted(plan.sites)
+def groups_of(config: Config, plan: Plan, settled: Sequence[Sequence[SiteId]] = ()) -> list[Sequence[SiteId]]:
+    """The sites of a round in secagg.groups random groups of equal size or one more, redrawn each round.
+
+    Groups that are `settled` stay as they are, and the other sites make up the others, as far as they can.
+    """
+    sites = sorted(set(plan.sites).difference(*settled))
     random.Random(seed_of(config.run.seed, "groups", plan.round, plan.attempt)).shuffle(sites)
-    return [sorted(sites[i::count]) for i in range(count)]
+    count = min(config.secagg.groups - len(settled), len(sites) // least_sites(config))
+    return [*settled, *(sorted(sites[i::count]) for i in range(count))]
 
 
 def round_seed(config: Config, number: int, site: SiteId) -> bytes:
@@ -235,7 +241,10 @@ class SecureSite:
             self._look()
             schema = request.weights.schema if isinstance(result, Update) else None
             encoding = encoding_of(self._config, request.round, len(request.terms.cohort), schema)
-            scale = scale_of(self._config, result) if isinstance(result, Update) else 1.0
+            scale = 1.0
+            if isinstance(result, Update):
+                check_examples(self._config, result)
+                scale = scale_of(self._config, result)
         except FedtrainError as e:
             return Failure(reason=f"{self._site} refuses: {e}")
 
@@ -250,6 +259,16 @@ class SecureSite:
         self._client.policy = replace(self._policy, length=encoding.length)
         names = tuple(sorted(result.metrics))
         return self._client.begin(request, model, names, encode)
+
+
+def check_examples(config: Config, update: Update) -> None:
+    """BadUpdate, without their number, which is nobody's business, for more examples than were agreed on."""
+    most = config.secagg.max_examples
+    if update.num_examples > most:
+        raise BadUpdate(
+            f"it trained on more examples than secagg.max_examples = {most:g}. Raise it at the aggregator "
+            f"and all sites, to what the largest site has"
+        )
 
 
 def scale_of(config: Config, update: Update) -> float:
@@ -322,20 +341,24 @@ class UnderMasks:
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._verify, self._spread = policy(config, federation), verify, spread
         self._fingerprints, self._settled = fingerprints, settled
+        self._round, self._agreed = -1, list[Sequence[SiteId]]()  # its sums that may have been opened
 
     async def train(self, plan: Plan, weights: AnyArena) -> Mean:
-        groups, survivors = groups_of(self._config, plan), list[SiteId]()
+        if self._round != plan.round:
+            self._round, self._agreed = plan.round, []
+        groups, alone = groups_of(self._config, plan, self._agreed), self._config.secagg.groups == 1
 
         def agreed(sites: Sequence[SiteId]) -> None:
-            survivors.extend(sites)
-            if len(groups) == 1:
+            if sites not in self._agreed:
+                self._agreed.append(sites)
+            if alone:
                 self._settled(replace(plan, sites=list(sites)))
 
         sums = await asyncio.gather(
             *(self._sum(plan, sites, weights, Advertise, agreed) for sites in groups), return_exceptions=True
         )
         for error in sums:
-            if isinstance(error, BaseException) and (len(groups) == 1 or not isinstance(error, RoundError)):
+            if isinstance(error, BaseException) and (alone or not isinstance(error, RoundError)):
                 raise error
             if isinstance(error, BaseException):
                 self._emit("notice", text=f"round {plan.round + 1}: a group's sum failed: {error}")
@@ -367,7 +390,7 @@ class UnderMasks:
     async def _sum(
         self,
         plan: Plan,
-        sites: list[SiteId],
+        sites: Sequence[SiteId],
         weights: AnyArena,
         ask: type[Advertise | AdvertiseEvaluation],
         agreed: Callable[[Sequence[SiteId]], None] = lambda sites: None,
@@ -399,7 +422,7 @@ class UnderMasks:
         )
         return total, len(found.sites)
 
-    def _terms(self, plan: Plan, sites: list[SiteId], encoding: Encoding) -> Terms:
+    def _terms(self, plan: Plan, sites: Sequence[SiteId], encoding: Encoding) -> Terms:
         quorum, threshold, degree = self._policy.graph(len(sites))
         fingerprints, point = self._fingerprints(sites), encoding.point
         return Terms(

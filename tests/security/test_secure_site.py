@@ -1,0 +1,199 @@
+"""S12, S14 at a site's own end: what an aggregator can't do with models of one digest, nor with haste."""
+
+import asyncio
+import threading
+
+import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from fedtrain.config import Config
+from fedtrain.errors import StoreError, Unfinished
+from fedtrain.runtime.secure import ECDSA, SecureSite, encoding_of, hash_of, policy
+from fedtrain.runtime.simulation import SimulatedKeys
+from fedtrain.runtime.site import Site
+from fedtrain.secagg.messages import Advertise, Keys, Mask, Masked, Terms
+from fedtrain.secagg.server import secure_sum
+from fedtrain.store import Ledger
+from fedtrain.transport.memory import LocalCohort
+from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Update, digest_of
+
+SCHEMA = Schema((TensorSpec("w", (64,), "float32", True),))
+SITES = ("a", "b", "c")
+
+
+# --- Two models of one digest
+
+
+def times(x, y):
+    """In the field of AES-GCM, SP 800-38D 6.3."""
+    product = 0
+    for i in range(128):
+        if x >> (127 - i) & 1:
+            product ^= y
+        y = y >> 1 ^ (0xE1 << 120 if y & 1 else 0)
+    return product
+
+
+def another_of_the_same_digest(model):
+    """The digest is a polynomial at H = AES(0), which everybody knows: d in one block, d·H in the next."""
+    h = int.from_bytes(Cipher(algorithms.AES(bytes(16)), modes.ECB()).encryptor().update(bytes(16)))
+    d = 1 << 127
+    change = d.to_bytes(16) + times(d, h).to_bytes(16)
+    return bytes(a ^ b for a, b in zip(model[:32], change, strict=True)) + model[32:]
+
+
+class Blobs:
+    """A trainer without a process, that says on what it trained."""
+
+    def __init__(self):
+        self.trained_on = []
+
+    async def train(self, site, round, weights, out):
+        self.trained_on.append(weights.path.read_bytes())
+        out.write_bytes(bytes(SCHEMA.nbytes))
+        return Update(delta=Arena.zeros(SCHEMA), num_examples=5.0)
+
+    async def close(self):
+        pass
+
+
+def test_two_models_can_have_one_digest():
+    model = bytes(Arena.zeros(SCHEMA).payload)
+    other = another_of_the_same_digest(model)
+    assert model != other
+    assert digest_of(model) == digest_of(other)
+
+
+def test_s12_an_update_trained_on_one_model_is_in_no_sum_for_another_of_the_same_digest(tmp_path):
+    """Or a site given a model of its own would be in the others' sum (arXiv 2111.07380)."""
+    config, ledger, trainer = config_of(tmp_path), Ledger(tmp_path / "ledger"), Blobs()
+    site = Site("a", SCHEMA, ledger, trainer, trainer.close, secure=sites_of(config, SimulatedKeys())["a"])
+    model = bytes(Arena.zeros(SCHEMA).payload)
+    both = [another_of_the_same_digest(model), model]
+
+    async def ask():
+        for i, data in enumerate(both):
+            path = ledger.inbox.path(digest_of(data))
+            path.write_bytes(data)  # where a transfer leaves it
+            weights = ArenaFile(SCHEMA, path, digest_of(data))
+            reply = await site.answer(Advertise(id=str(i), round=0, weights=weights, terms=terms(config, i)))
+            assert isinstance(reply, Keys), reply
+        await site.close()
+
+    asyncio.run(ask())
+    ledger.close()
+    assert trainer.trained_on == both
+
+
+# --- Requests that come while one is under way
+
+
+def config_of(folder):
+    return Config.of({"run": {"name": "r"}, "secagg": {"max_examples": 10}}, folder)
+
+
+def sites_of(config, keys, **options):
+    return {
+        site: SecureSite(
+            config, site, SimulatedKeys.FEDERATION, certificate=site.encode(), verify=keys.verify,
+            sign=lambda message, site=site: keys.key(site).sign(message, ECDSA), **options,
+        )
+        for site in SITES
+    }  # fmt: skip
+
+
+def terms(config, nonce=0):
+    quorum, threshold, _ = policy(config, SimulatedKeys.FEDERATION).graph(len(SITES))
+    encoding = encoding_of(config, 0, len(SITES), SCHEMA)
+    return Terms(
+        federation=SimulatedKeys.FEDERATION, run="r", round=0, attempt=nonce, nonce=bytes([nonce] * 16),
+        cohort=SimulatedKeys().fingerprints(SITES), quorum=quorum, threshold=threshold,
+        value_bits=encoding.point.value_bits, clip=1.0, max_weight=10.0, length=encoding.length,
+    )  # fmt: skip
+
+
+def advertise(config, nonce=0):
+    return Advertise(id=str(nonce), round=0, weights=Arena.zeros(SCHEMA), terms=terms(config, nonce))
+
+
+@pytest.mark.parametrize("then", ["the same again", "another session"])
+def test_what_is_asked_while_a_vector_is_masked_waits_for_it(tmp_path, then):
+    """As when a connection breaks while a site masks: it is asked again, and the first work goes on."""
+    config, masking, go_on = config_of(tmp_path), threading.Event(), threading.Event()
+    model, update = hash_of(Arena.zeros(SCHEMA)), Update(delta=Arena.zeros(SCHEMA), num_examples=5.0)
+    keys, replies = SimulatedKeys(), []
+
+    def slowly(work, items):
+        masking.set()
+        assert go_on.wait(60)
+        return map(work, items)
+
+    sites = sites_of(config, keys, spread=slowly)
+
+    def handler(site):
+        async def answer(request):
+            if isinstance(request, Advertise):
+                return await asyncio.to_thread(site.offer, request, model, update)
+            if not isinstance(request, Mask) or replies:
+                return await asyncio.to_thread(site.answer, request)
+            first = asyncio.create_task(asyncio.to_thread(site.answer, request))
+            await asyncio.to_thread(masking.wait, 60)
+            second = asyncio.create_task(
+                asyncio.to_thread(site.answer, request)
+                if then == "the same again"
+                else asyncio.to_thread(site.offer, advertise(config, 1), model, update)
+            )
+            await asyncio.wait([second], timeout=0.1)  # as far as it comes
+            go_on.set()
+            replies.extend(await asyncio.gather(first, second))
+            return replies[0]
+
+        return answer
+
+    async def run():
+        cohort = LocalCohort({name: handler(site) for name, site in sites.items()})
+        asked = advertise(config)
+        return await secure_sum(
+            cohort, asked.terms, model, asked, keys.verify, deadline_s=60, step_deadline_s=60
+        )
+
+    if then == "the same again":
+        assert asyncio.run(run()).sites == SITES
+        assert isinstance(replies[0], Masked)
+        assert replies[0] is replies[1]
+    else:
+        with pytest.raises(Unfinished, match="a is in no such session"):
+            asyncio.run(run())
+        assert [type(reply) for reply in replies] == [Masked, Keys]
+
+
+# --- What a site remembers of its sums
+
+
+def test_s14_what_a_site_gave_shares_for_is_on_disk_before_they_leave(tmp_path):
+    config, keys, ledger = config_of(tmp_path), SimulatedKeys(), Ledger(tmp_path / "ledger")
+    model, update = hash_of(Arena.zeros(SCHEMA)), Update(delta=Arena.zeros(SCHEMA), num_examples=5.0)
+
+    def unwritable(kind, newest):
+        raise OSError("no space left on device")
+
+    async def run(sites, nonce):
+        asked = advertise(config, nonce)
+        cohort = LocalCohort({name: answers(site) for name, site in sites.items()})
+        return await secure_sum(
+            cohort, asked.terms, model, asked, keys.verify, deadline_s=60, step_deadline_s=60
+        )
+
+    def answers(site):
+        return lambda r: site.offer(r, model, update) if isinstance(r, Advertise) else site.answer(r)
+
+    with pytest.raises(OSError, match="no space left"):
+        asyncio.run(run(sites_of(config, keys, keep=unwritable), 0))
+    asyncio.run(run(sites_of(config, keys, keep=ledger.keep_sum), 1))
+    assert ledger.sums() == {"Advertise": (0, SITES)}
+    ledger.close()
+    (tmp_path / "ledger/sums.json").write_text("{")
+    again = Ledger(tmp_path / "ledger")
+    with pytest.raises(StoreError, match=r"sums\.json is damaged.*another run\.name"):
+        again.sums()
+    again.close()
