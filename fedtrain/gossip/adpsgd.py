@@ -22,12 +22,15 @@ class ADPSGD(Algorithm):
     without rounds calls it whenever an answer comes.
     """
 
-    def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
+    def check(self, near: Neighborhood, t: int) -> None:
         if len(near.incoming) > 1:
             raise ConfigError(
                 f"gossip.algorithm: adpsgd averages pairs; {near.peer} has {len(near.incoming)} neighbours "
-                f'in round {t}. Use gossip.topology = "matching".'
+                f'in round {t + 1}. Use gossip.topology = "matching".'
             )
+
+    def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
+        self.check(near, t)
         yield Send(Parcel({"x": x}))
         trained = yield LocalSteps(x)
         heard = yield Receive()

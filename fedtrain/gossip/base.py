@@ -118,6 +118,9 @@ class Algorithm:
         """One peer's round t. `x` and `state` are others': they stay as they are."""
         raise NotImplementedError("an algorithm says what a round is")
 
+    def check(self, near: Neighborhood, t: int) -> None:
+        """ConfigError where it can't have such neighbours in a round."""
+
     def everyone(self, t: int) -> bool:
         """Whether round t goes over the complete graph, whatever the topology."""
         return False

@@ -80,7 +80,7 @@ def check(data: bytes, verifier: Verifier, federation: str) -> tuple[Contact, in
         raise CertificateError(f"{claim.peer}: its entry is for the federation {claim.federation[:80]!r}")
     if not _is_z85_key(claim.key):
         raise CertificateError(f"{claim.peer}: {claim.key[:50]!r} is no CURVE key in z85")
-    if claim.address is not None and not _is_address(claim.address):
+    if claim.address is not None and not is_address(claim.address):
         raise CertificateError(f'{claim.peer}: its address {claim.address[:80]!r} must be "host:port"')
     return Contact(claim.peer, claim.key, claim.address), claim.number
 
@@ -92,7 +92,7 @@ def _is_z85_key(text: bytes) -> bool:
     return len(text) == 40 and min(digits) >= 0 and max(numbers) < 1 << 32
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
     """What ZeroMQ can call: a name or an IPv4 address, or an IPv6 address in brackets; and a port."""
     host, _, port = text.rpartition(":")
     if re.fullmatch(r"[1-9]\d{0,4}", port, re.ASCII) is None or int(port) > 65535:

@@ -107,11 +107,13 @@ def fewest(algorithm: Algorithm, masks: bool) -> int:
 def check_hearing(
     algorithm: Algorithm, graph: Topology, members: Sequence[PeerId], seed: int, masks: bool = False
 ) -> None:
-    """ConfigError unless each of these members hears enough: for its rule, and to hide in sums."""
+    """ConfigError unless each of these members hears enough: for its rule, and to hide in sums; and no more
+    than the algorithm can do with."""
     for t in range(graph.period(len(members)) or 8):
         if algorithm.everyone(t):
             continue
         for near in graph.round(members, t, seed).graph.values():
+            algorithm.check(near, t)
             if masks and len(near.incoming) < LEAST:
                 raise ConfigError(
                     f"gossip.masks: {near.peer} hears {len(near.incoming)} peers in round {t + 1} on "

@@ -11,23 +11,25 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from statistics import median_high, median_low
 from typing import Protocol
 
 import zmq
 
 from .. import __version__
 from ..config import Config
-from ..errors import CertificateError, ConfigError, JoinRefused, SecAggError
-from ..exchange import Contact, PeerId, Share
+from ..errors import BadUpdate, CertificateError, ConfigError, JoinRefused, SecAggError
+from ..exchange import Contact, Letter, Neighborhood, PeerId, Share
+from ..gossip import Algorithm
 from ..pki import Credentials, Revoked
 from ..pki.invitation import Guestbook, Invitation
 from ..pki.revocation import LIST
-from ..pki.roster import Claim, Roster, check, enrol, own_curve, save
+from ..pki.roster import Claim, Roster, check, enrol, is_address, own_curve, save
 from ..pki.signing import Signer, Verifier
 from ..secagg.circle import Circles
 from ..secagg.keys import KeyPair
@@ -36,7 +38,7 @@ from ..topology import Topology
 from ..transport.admission import FAST, Curve, curve_speed, join
 from ..transport.courier import Limits
 from ..transport.zmq import ZmqNeighbors
-from ..update import Arena, ArenaFile, Update, averages, digest_of
+from ..update import FLOATS, Arena, ArenaFile, Schema, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
 from .gossip import Peer, algorithm_of, check_hearing, fewest
 from .parcels import trained_part
@@ -50,6 +52,7 @@ RELOAD_S = 2.0  # between looks at the roster's folder
 POLL_S = 0.1  # between looks at who is there
 PULL_S = 60.0  # for a state to come
 JOIN_S = 60.0  # for the peer that has invited us to answer
+EVERYWHERE = ("0.0.0.0", "[::]", "*")  # noqa: S104 - refused as addresses
 BEHIND = 2  # rounds that others are ahead, from which on a peer takes their state
 
 
@@ -94,6 +97,8 @@ async def run(
                 for f in fields(config.gossip) if f.name != "roster"
             }  # fmt: skip
             store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
+            if graph.kind == "file":  # only its name stands in the settings
+                agreed["gossip.graph"] = graph.fingerprint
             circles = None
             if config.gossip.masks:
                 circles = Circles(name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), spread())
@@ -110,7 +115,7 @@ async def run(
             neighbors = ZmqNeighbors(
                 me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
                 welcome=lambda peer, theirs: fits(name, greeting, peer, theirs, circles),
-                listen=config.network.listen,
+                listen=config.network.listen or None,
                 limits=Limits(payload_bytes=8 * about.schema.nbytes + (1 << 20)),
                 heartbeat_s=config.network.heartbeat, idle_s=config.network.idle, emit=emit,
             )  # fmt: skip
@@ -155,11 +160,15 @@ async def _rounds(
         peer.go_on(checkpoint)
     if peer.circles is None:  # else the model of a round without a sum is this peer's alone, and its secret
         neighbors.publish(peer.round, _state(peer))
-    await _gather(config, peer, neighbors, roster, emit)
-    check_hearing(peer.algorithm, graph, roster.peers(), config.run.seed, config.gossip.masks)
+    shape = Shape(graph, config.run.seed, emit)
+    if reason_to_stop(config, store, peer.round) is None:
+        await _gather(config, peer, neighbors, roster, emit)
+        shape.check(peer.algorithm, roster.peers(), config.gossip.masks)
+        await _catch_up(peer, neighbors, emit)
     alone = False
     while True:
-        await _catch_up(peer, neighbors, emit)
+        if peer.algorithm.waits:  # else the fast are ahead of the slow for good, and nobody minds
+            await _catch_up(peer, neighbors, emit)
         if evaluation_is_due(config, store, peer.round):
             weights = ArenaFile(peer.model.schema, _written(peer.model, store.folder / "train" / "weights"))
             metrics = averages({peer.name: (await trainer.evaluate(peer.name, peer.round, weights)).metrics})
@@ -172,12 +181,10 @@ async def _rounds(
             emit("notice", text=f"only {len(view.alive)} of {len(roster.peers())} peers are here: the others "
                                 "may go on without this part")  # fmt: skip
         alone = view.degraded
-        everyone = list(view.alive) == roster.peers()
-        topology = Topology("complete") if peer.algorithm.everyone(peer.round) else graph
-        mixing = topology.round(
-            view.alive, peer.round, config.run.seed, 0 if everyone else view.epoch
-        )  # with all there, the graph that a simulation has
-        near = mixing.graph[peer.name]
+        topology = Topology("complete") if peer.algorithm.everyone(peer.round) else None
+        # with all there, the graph that a simulation has
+        epoch = 0 if list(view.alive) == roster.peers() else view.epoch
+        near = shape.round(view.alive, epoch, peer.round, topology)[peer.name]
         emit("round_started", round=peer.round + 1, sites=list(view.alive), neighbors=list(near.incoming))
         emit("site_state", site=peer.name, round=peer.round + 1, state="training")
         told = await peer.step(near, config.gossip.round_deadline)
@@ -206,6 +213,36 @@ async def _rounds(
     return Result(peer.round, reason, store.evaluation(peer.round) or {}, store.best_round, store.folder)
 
 
+class Shape:
+    """The graph over those who are there: the run's own, or the nearest that so many can have."""
+
+    def __init__(self, graph: Topology, seed: int, emit: Emit) -> None:
+        self._graph, self._seed, self._emit = graph, seed, emit
+        self._of: tuple[Sequence[PeerId], int] | None = None  # members and epoch that _now is for
+        self._now = graph
+
+    def check(self, algorithm: Algorithm, members: Sequence[PeerId], masks: bool) -> None:
+        """ConfigError where these could never agree, or hear too few."""
+        graph, _ = self._graph.near(members, self._seed)
+        graph.check(members, self._seed)
+        check_hearing(algorithm, graph, members, self._seed, masks)
+
+    def round(
+        self, members: Sequence[PeerId], epoch: int, t: int, other: Topology | None
+    ) -> Mapping[PeerId, Neighborhood]:
+        """Each one's part of round t; `other` is a round's own graph."""
+        if self._of != (members, epoch):
+            self._of = members, epoch
+            self._now, why = self._graph.near(members, self._seed, epoch)
+            if why:
+                self._emit("notice", text=f"{why} With those who are here now it is {self._now}.")
+            try:
+                self._now.check(members, self._seed, epoch)
+            except ConfigError as e:
+                self._emit("notice", text=f"{e} Until then each part goes on by itself.")
+        return (other or self._now).round(members, t, self._seed, epoch).graph
+
+
 async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: Roster, emit: Emit) -> None:
     """Wait for the whole roster; after the idle time, for as many as a round needs."""
     need = max(2, config.strategy.min_sites, fewest(peer.algorithm, config.gossip.masks))
@@ -220,22 +257,26 @@ async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: R
 
 
 async def _catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit) -> None:
-    """Take the state of whoever is furthest, when this peer joined late, or was away: when most are ahead.
-    Where it is a few, they were away, alone and so fast; what they reach is no reason to drop our own."""
+    """Take a neighbour's state when this peer joined late, or was away: when most are ahead. Where it is a
+    few, they were away, alone and so fast; what they reach is no reason to drop our own. Nor is one believed
+    that says to be further than most."""
     progress = neighbors.progress()
     ahead = {other: r for other, r in progress.items() if r >= peer.round + BEHIND}
     if 2 * len(ahead) <= len(progress):
         return
-    for other in sorted(ahead, key=lambda p: (-ahead[p], p))[:2]:
+    middle = median_low(ahead.values())
+    for other in sorted(ahead, key=lambda p: (abs(ahead[p] - middle), p))[:2]:
         letter = await neighbors.pull(other, PULL_S)
         if letter is None or letter.round <= peer.round:
             continue
-        if len(letter.share.payload) != peer.model.schema.nbytes or (
-            digest_of(letter.share.payload).encode() != letter.share.note
-        ):
-            emit("notice", text=f"{other}'s state is not the model that it says")
+        try:
+            model = state_of(letter, peer.model.schema)
+            if letter.round > (most := median_high(neighbors.progress().values() or [middle]) + BEHIND):
+                raise BadUpdate(f"it is after round {letter.round}, and most are not beyond {most}")
+        except BadUpdate as e:
+            emit("update_refused", site=other, round=peer.round + 1, reason=f"its state: {e}")
             continue
-        peer.model = Arena.wrap(peer.model.schema, letter.share.payload)
+        peer.model = model
         peer.round, peer.state = letter.round, peer.algorithm.init(trained_part(peer.model))
         emit("notice", text=f"took the model of {other} after round {letter.round}")
         return
@@ -265,18 +306,30 @@ def enrolled(config: Config, name: PeerId, credentials: Credentials, curve: Curv
     revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
     verifier = Verifier(credentials.root, federation, revoked=revoked)
     folder = config.root / config.gossip.roster
-    address = config.network.address or config.network.listen
-    number, have = 0, None
+    address, number, have = called_at(config), 0, None
     with suppress(CertificateError, FileNotFoundError):
         have, number = check((folder / f"{name}.peer").read_bytes(), verifier, federation)
     if have is None or (have.key, have.address) != (curve.public, address):
-        claim = Claim(peer=name, federation=federation, key=curve.public, address=address, number=number + 1)
+        number = max(number + 1, int(time.time()))
+        claim = Claim(peer=name, federation=federation, key=curve.public, address=address, number=number)
         save(folder, name, enrol(Signer.of(credentials), claim).encode())
     return Roster(
         folder, verifier, federation, revoked=revoked,
         guests=Guestbook(config.root / config.network.certs / "sites" / name),
         refuse=lambda file, why: emit("notice", text=f"roster: {file} is refused: {why}"),
     )  # fmt: skip
+
+
+def called_at(config: Config) -> str | None:
+    """Where others call this peer; None when they can't: then it calls them."""
+    address = config.network.address or config.network.listen
+    host, _, port = address.rpartition(":")
+    if address and (host in EVERYWHERE or not is_address(address)):
+        raise ConfigError(
+            f'network.address: nobody can call {address}. Set network.address = "HOST:{port}" as others '
+            f'reach this machine; where nobody can, network.listen = "": then this peer calls the others.'
+        )
+    return address or None
 
 
 def own_entry(roster: Roster, me: PeerId) -> bytes:
@@ -291,11 +344,14 @@ def own_entry(roster: Roster, me: PeerId) -> bytes:
 
 def invite(config: Config, guest: PeerId, host: PeerId, *, days: float) -> Invitation:
     """An invitation to the peer `host`, whose folder is here; its process may run or not."""
+    address = called_at(config)
+    if address is None:
+        raise ConfigError(f"{host} can't be called, so it can't invite. Let a peer with an address do it.")
     folder = config.root / config.network.certs / "sites" / host
     Credentials.load(folder)
     key, _ = own_curve(folder, zmq.curve_keypair)
     return Guestbook(folder).invite(
-        guest, host=host, address=config.network.address or config.network.listen, key=key,
+        guest, host=host, address=address, key=key,
         life=timedelta(days=days), new=zmq.curve_keypair,
     )  # fmt: skip
 
@@ -357,6 +413,18 @@ def _training(
 def _written(arena: Arena, path: Path) -> Path:
     path.write_bytes(arena.payload)
     return path
+
+
+def state_of(letter: Letter, schema: Schema) -> Arena:
+    """The model that a neighbour gave; BadUpdate unless it is whole, of our kind, and finite."""
+    data = letter.share.payload
+    if len(data) != schema.nbytes or digest_of(data).encode() != letter.share.note:
+        raise BadUpdate("it is not the model that it says")
+    model = Arena.wrap(schema, data)
+    for section in schema.sections:
+        if section.dtype in FLOATS and not model.flat(section).isfinite().all():
+            raise BadUpdate(f"its {section.dtype} values have NaN or Inf")
+    return model
 
 
 def _state(peer: Peer) -> Share:

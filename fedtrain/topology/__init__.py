@@ -6,6 +6,7 @@ without a word about it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ from ..update import seed_of
 from .drawn import epidemic, erdos_renyi, matching, nearest_degree, regular, unreached
 from .finite import base, one_peer_exponential
 from .fixed import complete, exponential, hops, ring, star, torus
-from .listed import listed
+from .listed import listed, read
 from .mixing import WEIGHTS, Mixing
 
 if TYPE_CHECKING:
@@ -90,6 +91,12 @@ class Topology:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.argument}" if self.argument else self.kind
+
+    @property
+    def fingerprint(self) -> str:
+        """Of a graph from a file: equal edges have equal ones."""
+        edges = sorted(set(read(Path(self.argument))))
+        return hashlib.sha256(repr(edges).encode()).hexdigest()[:16]
 
     def round(self, members: int | Members, t: int, seed: int = 0, epoch: int = 0) -> Mixing:
         """The graph of round t. `epoch` numbers the views of who is a member; a new one is a new draw."""

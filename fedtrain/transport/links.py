@@ -62,6 +62,7 @@ class Link:
     hello_s: float = -math.inf  # when we last said Hello
     down_s: float = 0.0  # since when there is no connection
     dead: bool = False
+    again_s: float = math.inf  # when to call it again, which refused our key
     tokens: float = 0.0  # control messages that it may send at once
     tokens_s: float = -math.inf  # as of then
     breaches: int = 0

@@ -39,6 +39,7 @@ TOKENS = 4000.0  # control messages that a peer may send at once,
 TOKENS_S = 3000.0  # and in a second for long
 PATIENCE = 20  # breaches of the protocol before a peer is cut off,
 BAN_S = 60.0  # and for how long
+AGAIN_S = 3.0  # before a peer is called again that refused our key
 POLL_S = 0.25  # at most, between looks at what time brings
 GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REJECT)
 
@@ -315,6 +316,10 @@ class ZmqNeighbors:
                 self._greet(link)
             if not link.up and not link.dead and now >= link.down_s + self._idle_s:
                 self._gone(link, f"no connection for {self._idle_s:g} s")
+            if now >= link.again_s:
+                link.again_s = math.inf
+                self._links.hang_up(link)
+                self._links.to(link.peer)
 
     def _look_at_roster(self) -> None:
         known = set(self._roster.peers())
@@ -336,6 +341,8 @@ class ZmqNeighbors:
                 self._introduce(link, news)
 
     def _refused(self, link: Link) -> None:
+        """Our entry may come to its roster later; by itself libzmq calls nobody again that refused a key."""
+        link.again_s = time.monotonic() + AGAIN_S
         self._gone(link, "it refuses our key: is our entry on its roster?")
 
     def _cut(self, link: Link, why: str) -> None:

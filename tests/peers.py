@@ -1,0 +1,144 @@
+"""`fedtrain peer` without processes: all of it over real sockets, but for the trainer, which is a toy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedtrain import pki
+from fedtrain.config import Config
+from fedtrain.pki.invitation import Invitation
+from fedtrain.runtime import peer
+from fedtrain.runtime.parcels import trained_part
+from fedtrain.runtime.trainer import Description
+from fedtrain.store import RunStore
+from fedtrain.update import Arena, ArenaFile, Evaluation, Schema, TensorSpec, Update
+from tests.limits import WAIT_S
+from tests.ports import free_port
+
+SCHEMA = Schema((TensorSpec("w", (20,), "float64", True),))
+
+
+class Toy:
+    """A trainer whose local steps go half way to the site's own target, in so many seconds."""
+
+    def __init__(self, target: float, pace_s: float, task: str = "t") -> None:
+        self.target, self.pace_s = target, pace_s
+        self.description = Description(SCHEMA, task)
+
+    async def initial(self, out: Path) -> ArenaFile:
+        return written(Arena.zeros(SCHEMA), out)
+
+    async def examples(self, site: str) -> float | None:
+        return 1.0
+
+    async def train(self, site: str, round: int, weights: ArenaFile, out: Path) -> Update:
+        await asyncio.sleep(self.pace_s)
+        delta = Arena.zeros(SCHEMA)
+        trained_part(delta).copy_((self.target - trained_part(weights.load())) / 2)
+        return Update(delta=written(delta, out), num_examples=1.0, metrics={"loss": (self.target, 1.0)})
+
+    async def evaluate(self, site: str, round: int, weights: ArenaFile) -> Evaluation:
+        return Evaluation(metrics={})
+
+    async def close(self) -> None:
+        """Nothing runs."""
+
+
+def written(arena: Arena, path: Path) -> ArenaFile:
+    path.write_bytes(arena.payload)
+    return ArenaFile(arena.schema, path)
+
+
+class Village:
+    """Peers of one federation, their settings in one folder; `with` ends them."""
+
+    def __init__(self, root: Path, names: str, *, rounds: int = 10_000, **gossip: Any) -> None:
+        self.root, self.names, self.rounds, self.gossip = root, names, rounds, gossip
+        self.ports = {name: free_port() for name in names}
+        self.running: dict[str, asyncio.Task[Any]] = {}
+        self.events: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        pki.init(root / "certs")
+        for name in names:
+            pki.issue(root / "certs", "site", name)
+
+    def config(self, **changes: Any) -> Config:
+        """`changes`: tables that differ from the village's."""
+        table = {
+            "run": {"name": "r", "rounds": self.rounds, "task": "task:None", "seed": 5},
+            "strategy": {"min_sites": 2},
+            "evaluate": {"every": 0},
+            "gossip": {"topology": "complete", "round_deadline": "30s", **self.gossip},
+            "network": {"heartbeat": "1s", "idle": "2s"},
+        }
+        for key, value in changes.items():
+            table[key] = table.get(key, {}) | value
+        return Config.of(table, self.root)
+
+    def start(
+        self, name: str, *, pace_s: float = 0.01, task: str = "t", invitation: Invitation | None = None,
+        **changes: Any,
+    ) -> asyncio.Task[Any]:  # fmt: skip
+        events = self.events.setdefault(name, [])
+
+        async def start_trainer(scratch: Path) -> Toy:
+            return Toy(float(ord(name) - ord("a")), pace_s, task)
+
+        changes.setdefault("network", {"listen": f"127.0.0.1:{self.ports[name]}"})
+        work = peer.run(
+            self.config(**changes), name, emit=lambda kind, **fields: events.append((kind, fields)),
+            invitation=invitation, start_trainer=start_trainer,
+        )  # fmt: skip
+        self.running[name] = asyncio.create_task(work)
+        return self.running[name]
+
+    async def stop(self, name: str) -> None:
+        """As SIGTERM does."""
+        task = self.running.pop(name)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    def of(self, name: str, kind: str) -> list[dict[str, Any]]:
+        return [fields for k, fields in self.events[name] if k == kind]
+
+    def rounds_of(self, name: str) -> int:
+        return len(self.of(name, "round_committed"))
+
+    def are_with(self, names: str, there: str) -> bool:
+        """Whether the last round of each of these was begun with just those."""
+        begun = [self.of(name, "round_started") for name in names]
+        return all(rounds and rounds[-1]["sites"] == sorted(there) for rounds in begun)
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                for task in self.running.values():
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(0.02)
+
+    def model(self, name: str) -> torch.Tensor:
+        store = RunStore(self.root / "runs" / f"r+gossip@{name}", read_only=True)
+        try:
+            last = store.latest()
+            assert last is not None
+            return trained_part(last.weights.load()).clone()
+        finally:
+            store.close()
+
+
+@contextlib.asynccontextmanager
+async def village(root: Path, names: str, **options: Any) -> AsyncIterator[Village]:
+    made = Village(root, names, **options)
+    try:
+        yield made
+    finally:
+        for name in list(made.running):
+            with contextlib.suppress(Exception):
+                await made.stop(name)

@@ -1,0 +1,272 @@
+"""`fedtrain peer`: who comes, goes and comes back; what is wrong and what is said of it. Real sockets, all in
+this process; tests/network/test_peer.py has processes."""
+
+import asyncio
+
+import pytest
+import torch
+
+from fedtrain import gossip, topology
+from fedtrain.errors import ConfigError
+from fedtrain.exchange import Share
+from fedtrain.runtime.gossip import Peer
+from fedtrain.runtime.parcels import trained_part
+from fedtrain.runtime.peer import Shape, _catch_up, called_at, invite
+from fedtrain.transport.memory import LocalNetwork
+from fedtrain.update import Arena
+
+from .limits import bounded
+from .peers import SCHEMA, village
+
+torch.set_num_threads(1)
+
+
+# --- who comes and goes
+
+
+def test_whoever_comes_or_goes_peers_go_on_with_the_graph_nearest_to_theirs(tmp_path):
+    """regular:3 is nothing for five peers, nor for three: it ends nobody's run."""
+
+    async def main():
+        async with village(tmp_path, "abcde", topology="regular:3") as v:
+            for name in "abcd":
+                v.start(name)
+            await v.until(lambda: v.are_with("abcd", "abcd"))
+            code = invite(v.config(network={"listen": f"127.0.0.1:{v.ports['a']}"}), "e", "a", days=1)
+            v.start("e", invitation=code, gossip={"roster": "roster-of-e"})
+            await v.until(lambda: v.are_with("abcde", "abcde"))
+            notices = [each["text"] for each in v.of("a", "notice")]
+            assert any("5 peers have 15" in text and "it is regular:4" in text for text in notices)
+            await v.stop("e")
+            await v.stop("d")
+            await v.until(lambda: v.are_with("abc", "abc"))
+            assert any("it is regular:2" in each["text"] for each in v.of("a", "notice"))
+            at = v.rounds_of("a")
+            await v.until(lambda: v.rounds_of("a") > at + 3)
+
+    bounded(main())
+
+
+def test_a_peer_that_had_finished_ends_at_once_when_it_is_started_again(tmp_path):
+    async def main():
+        async with village(tmp_path, "ab", rounds=3) as v:
+            await asyncio.gather(v.start("a"), v.start("b"))
+            model = v.model("a")
+            result = await asyncio.wait_for(v.start("a"), 30)  # the other is gone
+            assert (result.rounds, result.reason) == (3, "rounds done")
+            assert torch.equal(v.model("a"), model)
+
+    bounded(main())
+
+
+def test_all_peers_stopped_and_started_again_go_on_where_they_were(tmp_path):
+    async def main():
+        async with village(tmp_path, "abc", rounds=12, topology="ring") as v:
+            for name in "abc":
+                v.start(name, pace_s=0.05)
+            await v.until(lambda: min(v.rounds_of(name) for name in "abc") >= 4)
+            for name in "abc":
+                await v.stop(name)
+            at = {name: v.rounds_of(name) for name in "abc"}
+            for task in [v.start(name) for name in "abc"]:
+                assert (await task).rounds == 12
+            for name in "abc":
+                assert v.of(name, "run_started")[-1]["resumed_from"] == at[name]
+                rounds = [each["round"] for each in v.of(name, "round_committed")]
+                assert rounds == sorted(set(rounds))  # none was done twice
+            assert torch.allclose(v.model("a"), v.model("b"), atol=0.2)
+
+    bounded(main())
+
+
+def test_peers_that_can_not_be_called_take_part_over_the_calls_that_they_make(tmp_path):
+    """b and c can't be called, so they never meet: a is between them, and all three agree all the same."""
+
+    async def main():
+        async with village(tmp_path, "abc", rounds=25) as v:
+            tasks = [v.start("a"), *(v.start(name, network={"listen": ""}) for name in "bc")]
+            assert [(await task).rounds for task in tasks] == [25] * 3
+            missing = {(name, each["site"]) for name in "abc" for each in v.of(name, "update_refused")}
+            assert missing <= {("b", "c"), ("c", "b")}
+            last = {name: v.of(name, "round_committed")[-1] for name in "abc"}
+            assert {name: each["sites"] for name, each in last.items()} == {"a": 3, "b": 2, "c": 2}
+            for name in "abc":  # half of what each adds is its own
+                assert 0.3 < float(v.model(name).mean()) < 1.7
+
+    bounded(main())
+
+
+def test_nobody_waits_for_a_slow_peer_where_peers_never_wait_and_it_keeps_its_own_model(tmp_path):
+    async def main():
+        async with village(tmp_path, "abc", algorithm="swift") as v:
+            v.start("a")
+            v.start("b")
+            v.start("c", pace_s=1.0)
+            await v.until(lambda: v.rounds_of("c") >= 3)
+            assert v.rounds_of("a") > 3 * v.rounds_of("c")
+            assert not any("took the model" in each["text"] for each in v.of("c", "notice"))
+            assert [each["round"] for each in v.of("c", "round_committed")][:3] == [1, 2, 3]
+
+    bounded(main())
+
+
+# --- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"run": {"seed": 6}}, "differ in run.seed: 6 at b, 5 at a"),
+        ({"task": "u"}, "different task code"),
+        ({"gossip": {"algorithm": "periodic"}}, "differ in gossip.algorithm"),
+    ],
+)
+def test_a_peer_with_other_settings_is_named_with_what_differs_and_the_others_go_on(tmp_path, changes, line):
+    async def main():
+        async with village(tmp_path, "abc") as v:
+            v.start("b", **changes)
+            v.start("a")
+            v.start("c")
+            await v.until(lambda: v.rounds_of("a") >= 2)
+            await v.until(lambda: any(line in each["reason"] for each in v.of("a", "join_refused")))
+            assert v.are_with("ac", "ac")
+            assert v.rounds_of("b") == 0
+
+    bounded(main())
+
+
+def test_peers_with_different_graph_files_do_not_train_together(tmp_path):
+    async def main():
+        (tmp_path / "graph").write_text("a b\nb c\n")
+        async with village(tmp_path, "abc", topology="file:graph") as v:
+            v.start("a")
+            await v.until(lambda: v.events["a"])
+            (tmp_path / "graph").write_text("a b\nb c\nc a\n")
+            v.start("b")
+            await v.until(lambda: v.of("b", "join_refused"))
+            assert "differ in gossip.graph" in v.of("b", "join_refused")[0]["reason"]
+
+    bounded(main())
+
+
+def test_a_disconnected_graph_is_refused_before_a_round(tmp_path):
+    async def main():
+        (tmp_path / "graph").write_text("a b\n")
+        async with village(tmp_path, "abc", topology="file:graph") as v:
+            tasks = [v.start(name) for name in "abc"]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)  # who sees all of it
+            with pytest.raises(ConfigError, match="c never hears of a"):
+                done.pop().result()
+            assert [v.rounds_of(name) for name in "abc"] == [0, 0, 0]
+
+    bounded(main())
+
+
+@pytest.mark.parametrize("network", [{"listen": "0.0.0.0:8440"}, {"listen": "[::]:8440"}, {"listen": "h:0"}])
+def test_an_address_that_nobody_can_call_is_refused_and_says_what_to_set(tmp_path, network):
+    async def main():
+        async with village(tmp_path, "a") as v:
+            with pytest.raises(ConfigError, match=r'Set network\.address = "HOST:(8440|0)"'):
+                await v.start("a", network=network)
+            assert called_at(v.config(network=network | {"address": "heart-1.example:8441"}))
+            with pytest.raises(ConfigError, match="a can't be called, so it can't invite"):
+                invite(v.config(network={"listen": ""}), "b", "a", days=1)
+
+    bounded(main())
+
+
+def test_a_view_in_which_a_graph_falls_apart_is_told_once_and_ends_nothing(tmp_path):
+    (tmp_path / "graph").write_text("a b\nb c\n")
+    told = []
+    shape = Shape(topology.parse(f"file:{tmp_path / 'graph'}"), 0, lambda kind, text: told.append(text))
+    for t in range(3):
+        assert set(shape.round(("a", "b", "c"), 0, t, None)["b"].incoming) == {"a", "c"}
+    assert told == []
+    for t in range(3):
+        assert shape.round(("a", "c"), 7, t, None)["a"].incoming == {}
+    assert len(told) == 1
+    assert "c never hears of a" in told[0]
+
+
+# --- a peer that was away
+
+
+class Given:
+    """A neighbour's state, as it was published."""
+
+    def __init__(self, fill, round):
+        self.round, self.model = round, Arena.zeros(SCHEMA)
+        self.model.views()["w"].fill_(fill)
+
+
+def after_catching_up(given):
+    """The newcomer after one look at peers that published these, and what it said."""
+    told = []
+
+    async def main():
+        network = LocalNetwork(["new", *given])
+        newcomer = Peer("new", gossip.build("dpsgd", {}), Arena.zeros(SCHEMA), None, None)
+        over = asyncio.Event()
+
+        async def there(name):
+            async with network.join(name) as neighbors:
+                state = given[name]
+                neighbors.publish(state.round, Share(state.model.payload, note=state.model.digest.encode()))
+                neighbors.announce(state.round)
+                waiting = asyncio.create_task(neighbors.sleep(1e6))
+                await over.wait()
+                waiting.cancel()
+
+        async with network.join("new") as neighbors:
+            others = [asyncio.create_task(there(name)) for name in given]
+            while len(neighbors.progress()) < len(given):  # noqa: ASYNC110 - they run on this loop
+                await asyncio.sleep(0)
+            await _catch_up(newcomer, neighbors, lambda kind, **fields: told.append((kind, fields)))
+            over.set()
+            await asyncio.gather(*others, return_exceptions=True)
+        return newcomer
+
+    return bounded(main()), told
+
+
+def test_a_newcomer_takes_the_model_of_one_of_those_who_are_ahead():
+    newcomer, told = after_catching_up({"a": Given(1.0, 9), "b": Given(2.0, 9), "c": Given(3.0, 8)})
+    assert (newcomer.round, float(trained_part(newcomer.model)[0])) == (9, 1.0)
+    assert told == [("notice", {"text": "took the model of a after round 9"})]
+
+
+def test_a_newcomer_believes_nobody_who_says_that_he_is_further_than_most():
+    newcomer, _ = after_catching_up({"a": Given(7.0, 10_000), "b": Given(2.0, 9), "c": Given(3.0, 9)})
+    assert (newcomer.round, float(trained_part(newcomer.model)[0])) == (9, 2.0)
+
+
+def test_s16_a_newcomer_refuses_a_state_with_nan_names_who_gave_it_and_takes_anothers():
+    newcomer, told = after_catching_up({"a": Given(float("nan"), 9), "b": Given(2.0, 9), "c": Given(3.0, 9)})
+    assert (newcomer.round, float(trained_part(newcomer.model)[0])) == (9, 2.0)
+    assert told[0][0] == "update_refused"
+    assert told[0][1]["site"] == "a"
+    assert "float64 values have NaN" in told[0][1]["reason"]
+
+
+def test_a_peer_that_lost_its_disk_enters_again_with_another_key(tmp_path):
+    """What it says of itself now counts more than what it said before."""
+
+    async def main():
+        async with village(tmp_path, "ab", rounds=10_000) as v:
+            v.start("a")
+            v.start("b")
+            await v.until(lambda: v.are_with("ab", "ab"))
+            await v.stop("b")
+            (tmp_path / "certs" / "sites" / "b" / "curve.key").unlink()
+            await asyncio.sleep(1.1)  # entries are numbered by seconds
+            entries = tmp_path / "roster-of-b"
+            entries.mkdir()
+            (entries / "a.peer").write_bytes((tmp_path / "roster" / "a.peer").read_bytes())
+            v.start("b", gossip={"roster": "roster-of-b"})
+            (tmp_path / "roster" / "b.peer").unlink()
+            at = v.rounds_of("b")
+            await v.until(lambda: (entries / "b.peer").exists())
+            (tmp_path / "roster" / "b.peer").write_bytes((entries / "b.peer").read_bytes())
+            await v.until(lambda: v.rounds_of("b") > at and v.are_with("ab", "ab"))
+
+    bounded(main())
