@@ -173,6 +173,21 @@ def test_an_entry_passed_on_replaces_an_older_one_and_no_newer_one(certs, tmp_pa
     assert roster.contact("a").key == new.key
 
 
+def test_what_can_not_be_read_or_kept_is_told_and_the_others_stay(certs, tmp_path):
+    told = []
+    save(tmp_path, "b", enrol(signer(certs[0], "b"), claim("b")).encode())
+    (tmp_path / "x.peer").mkdir()
+    (tmp_path / "gone.peer").symlink_to(tmp_path / "nowhere")
+    roster = Roster(tmp_path, verifier(certs[0]), "fedtrain", refuse=lambda *what: told.append(what))
+    assert roster.peers() == ["b"]
+    assert told == [("x.peer", "it can't be read: Is a directory")]
+    roster.folder = tmp_path / "b.peer"  # no folder: as on a disk that is full, nothing can be written
+    with pytest.raises(
+        CertificateError, match=r"a: its entry can't be kept in .*: (File exists|Not a directory)"
+    ):
+        roster.add(enrol(signer(certs[0], "a"), claim("a")).encode())
+
+
 def test_s08_the_secret_key_is_made_at_the_site_with_mode_0600_and_kept(tmp_path):
     public, secret = own_curve(tmp_path, zmq.curve_keypair)
     assert (tmp_path / "curve.key").stat().st_mode & 0o777 == 0o600

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -160,8 +161,16 @@ class Roster:
                 self._revoked.reload()
         except CertificateError as e:
             self._refuse_once(LIST, str(e))
-        files = {path.name: path for path in sorted(self.folder.glob(f"*{SUFFIX}"))}
-        return self._set({name: path.read_bytes()[: ENTRY_BYTES + 1] for name, path in files.items()})
+        files = {}
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            try:
+                with path.open("rb") as file:
+                    files[path.name] = file.read(ENTRY_BYTES + 1)
+            except FileNotFoundError:  # deleted at this moment
+                continue
+            except OSError as e:
+                self._refuse_once(path.name, f"it can't be read: {e.strerror}")
+        return self._set(files)
 
     def add(self, data: bytes) -> Contact | None:
         """A statement that came from a peer: checked, then kept as a file if it is newer than what is there.
@@ -174,7 +183,12 @@ class Roster:
         contact, number = check(data, self._verifier, self._federation)
         have = self._numbers.get(contact.peer, -1)
         if number > have:
-            save(self.folder, contact.peer, data)
+            try:
+                save(self.folder, contact.peer, data)
+            except OSError as e:
+                raise CertificateError(
+                    f"{contact.peer}: its entry can't be kept in {self.folder}: {e.strerror}"
+                ) from None
             self.reload()
         elif contact != self._contacts[contact.peer]:
             raise CertificateError(f"{contact.peer}: an entry with number {number}, the one here has {have}")
@@ -224,7 +238,7 @@ def save(folder: Path, peer: SiteId, data: bytes) -> Path:
     """Write an entry in one step."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{peer}{SUFFIX}"
-    temporary = folder / f".{peer}.{os.getpid()}"
+    temporary = folder / f".{peer}.{secrets.token_hex(4)}"
     temporary.write_bytes(data)
     os.replace(temporary, path)
     return path
