@@ -270,3 +270,22 @@ def test_a_peer_that_lost_its_disk_enters_again_with_another_key(tmp_path):
             await v.until(lambda: v.rounds_of("b") > at and v.are_with("ab", "ab"))
 
     bounded(main())
+
+
+# --- masks between those who never meet
+
+
+def test_peers_that_never_meet_mask_with_each_other_by_what_a_peer_between_carries(tmp_path):
+    """d, e and f can't be called, and tell their models to a, b and c, under masks that they share."""
+
+    async def main():
+        (tmp_path / "graph").write_text("".join(f"{x} {y}\n" for x in "abc" for y in "def"))
+        async with village(tmp_path, "abcdef", topology="file:graph", masks=True) as v:
+            for name in "abcdef":
+                v.start(name, pace_s=0.1, **({"network": {"listen": ""}} if name in "def" else {}))
+            sums = lambda name: [each["sites"] for each in v.of(name, "round_committed")]
+            await v.until(lambda: all(4 in sums(name) for name in "abcdef"))  # its own model, and a sum of 3
+            met = {name: {each["site"] for each in v.of(name, "site_joined")} for name in "def"}
+            assert all(each == {"a", "b", "c"} for each in met.values())
+
+    bounded(main())

@@ -26,6 +26,8 @@ from ..errors import CertificateError, ConfigError
 from ..exchange import Contact
 from ..update import SiteId
 from .invitation import Guestbook
+from .mask_keys import PREFIX as MASK
+from .mask_keys import MaskKeys
 from .revocation import LIST, Revoked
 from .signing import Signer, Verifier
 
@@ -115,12 +117,14 @@ class Roster:
         *,
         revoked: Revoked | None = None,
         guests: Guestbook | None = None,
+        mask_keys: MaskKeys | None = None,
         refuse: Callable[[str, str], None] = lambda file, reason: None,
     ) -> None:
         """`revoked`: the list that the verifier asks. `refuse(file, reason)` hears of each entry that is not
         believed, once."""
         self.folder, self._verifier, self._federation = Path(folder), verifier, federation
         self._revoked, self._guests, self._refuse = revoked, guests, refuse
+        self._mask_keys = mask_keys
         self._entries: dict[SiteId, bytes] = {}
         self._contacts: dict[SiteId, Contact] = {}
         self._names: dict[bytes, SiteId] = {}
@@ -138,9 +142,11 @@ class Roster:
         return sorted(self._contacts)
 
     def statements(self) -> list[bytes]:
-        """What to give to a peer that joins: each entry as its peer signed it, and the revocation list."""
+        """What to give to a peer that joins: each entry as its peer signed it, the revocation list, and the
+        keys of those who mask."""
         lists = [self._revoked.data] if self._revoked is not None and self._revoked.data else []
-        return [*self._entries.values(), *lists]
+        keys = self._mask_keys.statements(self.peers()) if self._mask_keys is not None else []
+        return [*self._entries.values(), *lists, *keys]
 
     def entry(self, peer: SiteId) -> bytes:
         """One peer's, as it signed it."""
@@ -174,7 +180,10 @@ class Roster:
 
     def add(self, data: bytes) -> Contact | None:
         """A statement that came from a peer: checked, then kept as a file if it is newer than what is there.
-        Whose it is; None for a revocation list. CertificateError when it is no good."""
+        Whose it is; None for what is no entry. CertificateError when it is no good."""
+        if self._mask_keys is not None and data.startswith(MASK):
+            self._mask_keys.add(data)
+            return None
         if data.startswith(b"-----BEGIN X509 CRL"):
             if self._revoked is not None:
                 self._revoked.add(data)

@@ -28,6 +28,7 @@ from ..exchange import Contact, Letter, Neighborhood, PeerId, Share
 from ..gossip import Algorithm
 from ..pki import Credentials, Revoked
 from ..pki.invitation import Guestbook, Invitation
+from ..pki.mask_keys import MaskKey, MaskKeys, state
 from ..pki.revocation import LIST
 from ..pki.roster import Claim, Roster, check, enrol, is_address, own_curve, save
 from ..pki.signing import Signer, Verifier
@@ -104,10 +105,10 @@ async def run(
                 circles = Circles(name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), spread())
             greeting = Greeting(
                 version=__version__, task_digest=about.task_digest, schema_digest=about.schema.digest,
-                agreed=agreed, mask_key=circles.public if circles else b"",
+                agreed=agreed, mask_key=circles.public if circles else b"", mask_number=time.time_ns(),
             )  # fmt: skip
             curve = Curve(*own_curve(folder, zmq.curve_keypair))
-            roster = enrolled(config, name, credentials, curve, emit)
+            roster = enrolled(config, name, credentials, curve, emit, circles, greeting.mask_number)
             if invitation is not None and roster.contact(invitation.host) is None:
                 stamp = Stamp.of(config.run.name, about.schema.digest, name)
                 await asyncio.to_thread(accept, invitation, roster, name, stamp)
@@ -244,10 +245,16 @@ class Shape:
 
 
 async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: Roster, emit: Emit) -> None:
-    """Wait for the whole roster; after the idle time, for as many as a round needs."""
+    """Wait for the whole roster, and their keys where there are masks; after the idle time, for as many as a
+    round needs."""
     need = max(2, config.strategy.min_sites, fewest(peer.algorithm, config.gossip.masks))
     began, told = time.monotonic(), -1
-    while (have := len(neighbors.view().alive)) < need or (
+
+    def here() -> int:
+        alive = neighbors.view().alive
+        return len(alive if peer.circles is None else peer.circles.knows(alive))
+
+    while (have := here()) < need or (
         have < len(roster.peers()) and time.monotonic() < began + config.network.idle
     ):
         if have != told:
@@ -300,8 +307,17 @@ async def _watch(roster: Roster, neighbors: ZmqNeighbors) -> None:
         await asyncio.to_thread(roster.reload)
 
 
-def enrolled(config: Config, name: PeerId, credentials: Credentials, curve: Curve, emit: Emit) -> Roster:
-    """The run's roster, with this peer's own entry as it is today."""
+def enrolled(
+    config: Config,
+    name: PeerId,
+    credentials: Credentials,
+    curve: Curve,
+    emit: Emit,
+    circles: Circles | None = None,
+    mask_number: int = 0,
+) -> Roster:
+    """The run's roster, with this peer's own entry as it is today; and with the keys that `circles` need of
+    those whom this peer does not meet."""
     federation = credentials.identity.federation
     revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
     verifier = Verifier(credentials.root, federation, revoked=revoked)
@@ -315,9 +331,29 @@ def enrolled(config: Config, name: PeerId, credentials: Credentials, curve: Curv
         save(folder, name, enrol(Signer.of(credentials), claim).encode())
     return Roster(
         folder, verifier, federation, revoked=revoked,
+        mask_keys=None if circles is None else carried(
+            circles, Signer.of(credentials), verifier, federation, config.run.name, mask_number
+        ),
         guests=Guestbook(config.root / config.network.certs / "sites" / name),
         refuse=lambda file, why: emit("notice", text=f"roster: {file} is refused: {why}"),
     )  # fmt: skip
+
+
+def carried(
+    circles: Circles, signer: Signer, verifier: Verifier, federation: str, run: str, number: int
+) -> MaskKeys:
+    """Where keys come for `circles` that others pass on; with our own."""
+
+    def told(peer: PeerId, key: bytes, number: int) -> None:
+        try:
+            circles.hear(peer, key, number)
+        except SecAggError as e:
+            raise CertificateError(str(e)) from None
+
+    keys = MaskKeys(verifier, federation, run, told)
+    mine = MaskKey(peer=circles.me, federation=federation, run=run, key=circles.public, number=number)
+    keys.add(state(signer, mine))
+    return keys
 
 
 def called_at(config: Config) -> str | None:
@@ -390,7 +426,7 @@ def fits(me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting, circles: Ci
         )
     if circles is not None:
         try:
-            circles.meet(peer, theirs.mask_key)
+            circles.meet(peer, theirs.mask_key, theirs.mask_number)
         except SecAggError as e:
             raise JoinRefused(str(e)) from None
 

@@ -15,7 +15,7 @@ Numbers are those of fixedpoint.py: models with random rounding, what travels be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,17 +40,29 @@ class Circles:
         """`pair` of a secret that this process drew, and no other had; None: the same sums without masks."""
         self.me, self._run, self._seed, self._pair, self._spread = me, run, seed, pair, spread
         self._publics: dict[PeerId, bytes] = {me: pair.public if pair else b""}
+        self._numbers: dict[PeerId, int] = {}  # which start of its process each key is of
         self._told: dict[PeerId, int] = {}  # the last round in which each receiver was told
 
     @property
     def public(self) -> bytes:
         return self._publics[self.me]
 
-    def meet(self, peer: PeerId, public: bytes) -> None:
-        """A peer's key as it came from that peer itself; SecAggError for one that keeps no secret."""
+    def meet(self, peer: PeerId, public: bytes, number: int = 0) -> None:
+        """A peer's key as it came from that peer itself, in this start of its process, which has a higher
+        number than those before; SecAggError for a key that keeps no secret."""
         if self._pair is not None:
             check_public(peer, public)
-        self._publics[peer] = public
+        self._publics[peer], self._numbers[peer] = public, number
+
+    def hear(self, peer: PeerId, public: bytes, number: int) -> None:
+        """The same as another passed it on, signed; of an earlier start than what is known it is no news."""
+        if peer != self.me and number > self._numbers.get(peer, -1):
+            self.meet(peer, public, number)
+
+    def knows(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        """Those of them whose keys are known, this peer's own too."""
+        known = dict(self._publics)
+        return [peer for peer in peers if peer in known]
 
     def session(self, round: int, receiver: PeerId, members: Sequence[PeerId]) -> Session | None:
         """One sum; None while a member's key is not known, or when there are too few to hide in it."""

@@ -82,6 +82,7 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     agreed: dict[str, str]  # Config.agreed()
     boot: bytes = b""
     mask_key: bytes = b""  # X25519, of this start too; empty without gossip.masks
+    mask_number: int = 0  # of the key: grows from start to start
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):
