@@ -11,6 +11,8 @@ INSTALLED := $(VENV)/installed
 TOOLS := $(VENV)/tools
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes start in the tests, and would compile our modules each for itself.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test bench check clean
 .DEFAULT_GOAL := test
@@ -20,7 +22,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED) $(TOOLS) check
 	$(BIN)/pytest -n 2 -m "not slow"
-	$(BIN)/pytest -n 2 --dist loadgroup -m slow
+	$(BIN)/pytest -n 2 --maxschedchunk 1 -m slow
 
 # The figures of docs/performance.md; leave the machine alone meanwhile.
 bench: $(INSTALLED)

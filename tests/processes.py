@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fedtrain import cli
 from fedtrain.pki import init, issue
 from fedtrain.store import RunStore
 from tests.ports import free_port
+from tests.worlds import Command
 
 TASK = """
 import time, torch, zlib
@@ -45,6 +45,12 @@ class Blobs(fedtrain.Task):
 SITES = ("a", "b", "c")
 
 
+def fedtrain(arguments: list[str]) -> None:
+    """The command."""
+    sys.argv[1:] = arguments
+    cli.main()
+
+
 class Project:
     """Files of one federation in a folder, and the processes started in it; `with` ends them."""
 
@@ -57,7 +63,7 @@ class Project:
         strategy: str = 'kind = "fedavg"',
         secagg: bool = False,
     ) -> None:
-        self.root, self.processes = root, list[subprocess.Popen[bytes]]()
+        self.root, self.processes = root, list[Command]()
         root.mkdir(parents=True, exist_ok=True)
         (root / "task.py").write_text(TASK.format(slow=slow))
         (root / "fedtrain.toml").write_text(
@@ -83,17 +89,13 @@ class Project:
         for process in self.processes:
             process.wait(30)
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        log = (self.root / f"{'-'.join(a for a in arguments if a.isalnum())}.log").open("ab")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fedtrain", *arguments], cwd=self.root, stdout=log, stderr=log,
-            stdin=subprocess.DEVNULL, env={**os.environ, "FEDTRAIN_DEBUG": "1"},
-        )  # fmt: skip
-        log.close()
+    def start(self, *arguments: str) -> Command:
+        log = self.root / f"{'-'.join(a for a in arguments if a.isalnum())}.log"
+        process = Command(fedtrain, [*arguments], folder=self.root, log=log, env={"FEDTRAIN_DEBUG": "1"})
         self.processes.append(process)
         return process
 
-    def start_all(self) -> subprocess.Popen[bytes]:
+    def start_all(self) -> Command:
         aggregator = self.start("aggregator")
         for site in SITES:
             self.start("site", site)
@@ -143,8 +145,8 @@ class Project:
 
 def kill_at_seeded_moments(
     project: Project,
-    restart: Callable[[], subprocess.Popen[bytes]],
-    victim: subprocess.Popen[bytes],
+    restart: Callable[[], Command],
+    victim: Command,
     kills: int,
     seed: int,
     alive: Callable[[], int],

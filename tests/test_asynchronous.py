@@ -660,7 +660,7 @@ def test_over_mutual_tls_no_site_waits_for_a_slow_one_and_one_that_joins_later_t
     store.close()
 
 
-@pytest.mark.slow  # seven processes that load torch: about 20 s
+@pytest.mark.slow(20)  # seven processes that load torch: about 20 s
 @pytest.mark.timeout(600)
 def test_s31_an_aggregator_killed_at_seeded_moments_counts_each_update_once_and_loses_none(tmp_path):
     with Project(tmp_path, rounds=40, slow=0.005) as p:

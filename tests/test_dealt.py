@@ -42,7 +42,7 @@ SOURCES = {
 }
 
 
-EACH = [pytest.param(name, marks=pytest.mark.slow) if "workers" in name else name for name in SOURCES]
+EACH = [pytest.param(name, marks=pytest.mark.slow(30)) if "workers" in name else name for name in SOURCES]
 
 
 def steps(data, counts, ranks_of):

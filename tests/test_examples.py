@@ -169,7 +169,7 @@ def test_fedsign_moves_every_coordinate_by_the_same_amount(monkeypatch):
 # --- As a user would
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("name", PROJECTS)
 def test_fedtrain_simulate_runs_the_example(name, fashion, tmp_path):
     folder = tmp_path / name
@@ -200,7 +200,7 @@ def test_digits_finish_their_first_round_in_the_time_of_a_few_starts_of_torch(tm
     assert processor_s(fedtrain, folder, "simulate", "--set", "run.rounds=1") < 6 * torch_s
 
 
-@pytest.mark.slow
+@pytest.mark.slow(20)
 def test_without_an_aggregator_each_hospital_ends_within_two_points_of_the_federated_model(tmp_path):
     """Each peer's own model, on the test patients of all four."""
     heart, runs = EXAMPLES / "heart", tmp_path / "runs"

@@ -17,7 +17,7 @@ from tests.torchrun import kill
 from tests.waves import Waves
 
 LAUNCH = Path(__file__).parents[1] / "deployment" / "ray" / "launch.py"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow(60), pytest.mark.timeout(400)]
 
 
 def rank(number, folder):

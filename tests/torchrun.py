@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.distributed import run
 
 from tests.ports import free_port
+from tests.worlds import Command
 
 QUICK = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
 ROOT = Path(__file__).parents[1]
@@ -35,7 +34,7 @@ class Cluster:
             ranks,
             restarts,
         )
-        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agents: list[Command] = []
         folder.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
 
@@ -46,25 +45,24 @@ class Cluster:
         for agent in self.agents:
             self.lose(agent)
 
-    def add(self, *also: str, **env: str) -> subprocess.Popen[bytes]:
+    def add(self, *also: str, **env: str) -> Command:
         """Start one more machine."""
-        log = (self.folder / f"agent-{len(self.agents)}.log").open("ab")
-        agent = subprocess.Popen(
+        agent = Command(
+            run.main,
             [
-                sys.executable, "-m", "torch.distributed.run",
                 "--nnodes", self.nodes, "--nproc-per-node", str(self.ranks),
                 "--max-restarts", str(self.restarts), "--monitor-interval", "0.1",
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}",
                 "--rdzv-id", "test", "--rdzv-conf", QUICK, "--local-addr", "127.0.0.1",
                 *self.command, *also,
             ],
-            stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, start_new_session=True,
+            folder=self.folder,
+            log=self.folder / f"agent-{len(self.agents)}.log",
             env={
-                **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **env,
             },
         )  # fmt: skip
-        log.close()
         self.agents.append(agent)
         if len(self.agents) == 1:  # whoever is first on the port holds the rendezvous
             self.wait_for(self._listening)
@@ -74,14 +72,14 @@ class Cluster:
         with socket.socket() as s:
             return s.connect_ex(("127.0.0.1", self.port)) == 0
 
-    def lose(self, agent: subprocess.Popen[bytes]) -> None:
+    def lose(self, agent: Command) -> None:
         """The machine is gone: its agent and its ranks at once, without a word."""
         if agent.poll() is None:
             for process in [psutil.Process(agent.pid), *self.children(agent)]:
                 kill(process)
         agent.wait(30)
 
-    def children(self, agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    def children(self, agent: Command) -> list[psutil.Process]:
         try:
             return psutil.Process(agent.pid).children(recursive=True)
         except psutil.NoSuchProcess:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fedtrain.config import Config
 from fedtrain.store import RunStore
 from fedtrain.update import Arena
+from tests.equivalence.ranks import run_case
+from tests.worlds import world
 
 ROUNDS, STEPS_A_ROUND = 3, 10
 STEPS = ROUNDS * STEPS_A_ROUND
@@ -82,3 +88,15 @@ class Waves:
 
     def checkpoints(self) -> list[Path]:
         return sorted((self.dir / "checkpoints").iterdir())
+
+
+def undisturbed(folder: Path) -> Arena:
+    """The model of two ranks that nothing happens to."""
+    calm = Waves(folder, pace=0.0)
+    world(2, _train, calm.folder)
+    return calm.model()
+
+
+def _train(rank: int, ranks: int, folder: Path) -> None:
+    os.chdir(folder)
+    run_case(Config.load("fedtrain.toml"), [], torch.device("cpu"))

@@ -1,11 +1,12 @@
 """Processes that are forked from one that has torch, for to load it takes longer than most of what they are
-there for: worlds of ranks, above all. What starts real ranks, by torchrun, is in torchrun.py.
+there for: worlds of ranks, and commands. Those begin as they do from a shell, but with their imports done.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,11 +17,17 @@ import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=120)  # of one collective
 LOADED = [
+    "fedtrain.cli",
     "fedtrain.runtime.datacenter",
+    "fedtrain.runtime.federated",
+    "fedtrain.runtime.peer",
+    "fedtrain.runtime.simulation",
+    "fedtrain.runtime.site",
     "fedtrain.training.checkpoint",
     "fedtrain.training.parallel.pipeline",
     "torch.distributed.fsdp",
     "torch.distributed.optim",
+    "torch.distributed.run",
     "torch.distributed.tensor.parallel",
 ]
 FORKED = multiprocessing.get_context("forkserver")
@@ -45,3 +52,56 @@ def _rank(
     work(rank, ranks, *arguments)
     dist.barrier()
     dist.destroy_process_group()
+
+
+class Command:
+    """`main(arguments)` as a command: a session, a folder, an environment and a log of its own."""
+
+    def __init__(
+        self,
+        main: Callable[[list[str]], None],
+        arguments: list[str],
+        *,
+        folder: Path,
+        log: Path,
+        env: Mapping[str, str],
+    ) -> None:
+        """`env`: beside ours."""
+        whole = {**os.environ, **env}
+        self._process = FORKED.Process(target=_command, args=(main, arguments, folder, log, whole))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, -N where signal N ended it; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float) -> int:
+        self._process.join(timeout_s)
+        if (code := self.poll()) is None:
+            raise TimeoutError(f"process {self.pid} goes on after {timeout_s} s")
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _command(
+    main: Callable[[list[str]], None], arguments: list[str], folder: Path, log: Path, env: dict[str, str]
+) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    main(arguments)

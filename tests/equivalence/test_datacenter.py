@@ -222,7 +222,6 @@ def test_every_round_is_committed_and_told_once(two):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("meshes")
 @pytest.mark.parametrize(
     ("ranks", "cases"), [(2, TWO_MORE), (4, FOUR), (8, EIGHT)], ids=["two", "four", "eight"]
 )
@@ -233,7 +232,6 @@ def test_more_meshes_train_the_model_of_one(folder, alone, ranks, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("meshes")
 def test_compressed_gradients_lead_almost_where_whole_ones_do(folder, alone):
     outcomes = launch(folder, 2, {name: table for name, (table, _) in HOOKS.items()})
     whole = alone(case("Single", steps=20))

@@ -29,7 +29,7 @@ NARROW = {
 }
 
 
-@pytest.mark.slow  # 19 cases on two ranks, one of which is compiled
+@pytest.mark.slow(40)  # 19 cases on two ranks, one of which is compiled
 def test_what_saves_memory_or_time_changes_only_roundings(tmp_path):
     folder = project(tmp_path / "project")
     outcomes = launch(folder, 2, SAME | NARROW)

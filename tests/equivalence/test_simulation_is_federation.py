@@ -4,7 +4,7 @@ import pytest
 
 from tests.processes import Project
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(15)
 
 
 @pytest.mark.parametrize(

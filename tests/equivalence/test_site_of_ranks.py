@@ -15,11 +15,11 @@ from fedtrain.runtime.trainer import Trainer
 from fedtrain.update import Update
 from tests.equivalence.tiny import project
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site of ranks")]  # each rank loads torch
+pytestmark = pytest.mark.slow(25)  # each rank loads torch
 EXACT = 1e-12  # float64
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     return project(tmp_path_factory.mktemp("site"))
 
@@ -57,7 +57,7 @@ async def two_rounds(config: Config, scratch: Path) -> list[tuple[torch.Tensor, 
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one(folder, tmp_path_factory) -> list[tuple[torch.Tensor, Update, float]]:
     """What a site of one process sends."""
     return asyncio.run(two_rounds(configured(folder), tmp_path_factory.mktemp("one")))

@@ -118,7 +118,7 @@ def check(folder: Path, outcomes: dict[str, Outcome], cases: dict[str, Table]) -
         assert far < (CLOSE if "float32" in name else EXACT), (name, far)
 
 
-@pytest.mark.slow  # of which most is loading transformers, once a rank
+@pytest.mark.slow(45)  # of which most is loading transformers, once a rank
 def test_two_tensor_parallel_ranks_train_the_model_of_one(folder):
     outcomes = launch(folder, 2, TWO | {"half": HALF, "one-end": case("OneEnd")})
     check(folder, outcomes, TWO)
@@ -130,7 +130,7 @@ def test_two_tensor_parallel_ranks_train_the_model_of_one(folder):
     assert furthest(on, alone(folder, "whole", TWO["gpt2"])) < EXACT
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 def test_so_do_four_beside_data_parallel_and_fsdp(folder):
     outcomes = launch(folder, 4, FOUR | {"too-many": case("Llama", tp=4)})
     check(folder, outcomes, FOUR)

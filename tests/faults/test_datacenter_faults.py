@@ -19,9 +19,9 @@ from fedtrain.runtime import datacenter
 from fedtrain.training.elastic import LEFT
 from tests.bucket import bucket
 from tests.torchrun import Cluster, kill
-from tests.waves import STEPS, Waves
+from tests.waves import STEPS, Waves, undisturbed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("datacenter")]
+pytestmark = [pytest.mark.slow(40), pytest.mark.timeout(900)]
 
 
 class Run(Waves):
@@ -51,12 +51,10 @@ class Run(Waves):
         assert agent.wait(300) == 0, self.cluster.log()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """The digest of the model of two ranks that nothing happened to."""
-    with Run(tmp_path_factory.mktemp("whole") / "p", slow=0.0, ranks=2) as run:
-        run.finished(run.start())
-        return run.model().digest
+    """The digest of the model of two ranks that nothing happens to."""
+    return undisturbed(tmp_path_factory.mktemp("whole") / "p").digest
 
 
 def test_each_rank_killed_at_seeded_steps_changes_no_bit(tmp_path, whole):

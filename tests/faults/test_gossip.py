@@ -131,7 +131,7 @@ class Peers:
         return all(self.said(n) and set(self.said(n)[-1]["both"]) == set(others) - {n} for n in names)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(45)
 def test_of_eight_peers_killed_frozen_and_cut_off_ones_stop_nobody_and_those_who_return_catch_up(tmp_path):
     with Peers(tmp_path, 8) as peers:
         killed, returning, frozen, apart, rest = ["p0", "p1"], "p0", "p2", "p7", ["p3", "p4", "p5", "p6"]

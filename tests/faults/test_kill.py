@@ -7,31 +7,29 @@ import pytest
 
 from tests.processes import Project, kill_at_seeded_moments
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-open_run, masked_run = pytest.mark.xdist_group("killed"), pytest.mark.xdist_group("killed under masks")
+pytestmark = [pytest.mark.slow(30), pytest.mark.timeout(600)]
 KILLS = 10
 KILLS_UNDER_MASKS = 4
 
 
-def project(folder, *, secagg=False):
-    return Project(folder, rounds=60, slow=0.005, strategy='kind = "fedadam"', secagg=secagg)
+def project(folder, *, slow=0.005, secagg=False):
+    return Project(folder, rounds=60, slow=slow, strategy='kind = "fedadam"', secagg=secagg)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     """What an uninterrupted run gives; no process of it is ever disturbed."""
-    with project(tmp_path_factory.mktemp("whole")) as p:
+    with project(tmp_path_factory.mktemp("whole"), slow=0) as p:
         return p.simulate()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def masked(tmp_path_factory):
     """The same under secure aggregation."""
-    with project(tmp_path_factory.mktemp("masked"), secagg=True) as p:
+    with project(tmp_path_factory.mktemp("masked"), slow=0, secagg=True) as p:
         return p.simulate()
 
 
-@open_run
 def test_s31_the_aggregator_killed_at_ten_seeded_moments_ends_with_the_same_model(tmp_path, whole):
     with project(tmp_path) as p:
         aggregator = p.start_all()
@@ -43,7 +41,6 @@ def test_s31_the_aggregator_killed_at_ten_seeded_moments_ends_with_the_same_mode
         assert p.final() == whole
 
 
-@masked_run
 def test_s31_under_masks_the_aggregator_killed_at_seeded_moments_ends_with_the_same_model(tmp_path, masked):
     with project(tmp_path, secagg=True) as p:
         aggregator, kills = p.start_all(), KILLS_UNDER_MASKS
@@ -55,7 +52,6 @@ def test_s31_under_masks_the_aggregator_killed_at_seeded_moments_ends_with_the_s
         assert p.final() == masked
 
 
-@masked_run
 def test_s32_under_masks_a_site_killed_at_seeded_moments_changes_no_bit(tmp_path, masked):
     with project(tmp_path, secagg=True) as p:
         aggregator, kills = p.start("aggregator"), KILLS_UNDER_MASKS
@@ -70,7 +66,6 @@ def test_s32_under_masks_a_site_killed_at_seeded_moments_changes_no_bit(tmp_path
         assert p.final() == masked
 
 
-@open_run
 def test_s32_a_site_killed_at_ten_seeded_moments_changes_no_bit_and_trains_no_round_twice_over(
     tmp_path, whole
 ):
@@ -87,7 +82,6 @@ def test_s32_a_site_killed_at_ten_seeded_moments_changes_no_bit_and_trains_no_ro
         assert p.final() == whole
 
 
-@open_run
 def test_a_trainer_killed_in_the_middle_is_replaced_by_its_site(tmp_path, whole):
     import psutil
 

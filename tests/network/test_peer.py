@@ -47,7 +47,7 @@ def test_peers_over_zeromq_end_with_the_bits_of_their_simulation(tmp_path):
         ends_as_simulated(project, SITES)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(60)
 def test_a_peer_killed_and_started_again_goes_on_and_the_others_did_not_wait_for_it(tmp_path):
     sets = ("--set", "gossip.round_deadline=20s", "--set", "network.idle=2s", "--set", "network.heartbeat=1s",
             "--set", "strategy.min_sites=2")  # fmt: skip
@@ -67,7 +67,7 @@ def test_a_peer_killed_and_started_again_goes_on_and_the_others_did_not_wait_for
         assert max(seconds) < 25  # 20 s, and a busy machine
 
 
-@pytest.mark.slow
+@pytest.mark.slow(40)
 def test_a_newcomer_joins_a_run_by_invitation_and_who_is_revoked_is_cut_off_while_it_goes_on(tmp_path):
     sets = ("--set", "gossip.round_deadline=20s", "--set", "network.idle=2s", "--set", "network.heartbeat=1s",
             "--set", "strategy.min_sites=2")  # fmt: skip
@@ -103,7 +103,7 @@ def test_a_newcomer_joins_a_run_by_invitation_and_who_is_revoked_is_cut_off_whil
         assert any("no longer on the roster" in each["reason"] for each in of("a", "site_lost"))
 
 
-@pytest.mark.slow  # four processes with a trainer each, and a simulation
+@pytest.mark.slow(30)  # four processes with a trainer each, and a simulation
 def test_masked_peers_over_zeromq_end_with_the_bits_of_their_simulation(tmp_path):
     four = (*SITES, "d")
     with Project(tmp_path, rounds=3) as project:

@@ -8,7 +8,7 @@ from fedtrain.store import RunStore
 from tests.ports import free_port
 from tests.processes import Project
 
-pytestmark = pytest.mark.slow  # two or three processes with a trainer each
+pytestmark = pytest.mark.slow(20)  # two or three processes with a trainer each
 MULTIPLIER, CLIP, DELTA = 50.0, 0.2, 1e-5  # noise of 10 a coordinate, on models of numbers below 1
 PRIVACY = ("--set", f"privacy.noise_multiplier={MULTIPLIER}", "--set", f"privacy.clip={CLIP}",
            "--set", "strategy.min_sites=2", "--set", "evaluate.every=0")  # fmt: skip
