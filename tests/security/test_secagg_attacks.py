@@ -6,7 +6,9 @@ request. Sites are honest, and in each test they refuse: no share is given away,
 
 import re
 from collections import defaultdict
-from itertools import pairwise
+from contextlib import suppress
+from dataclasses import replace as replace_policy
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from msgspec.structs import replace
 from fedtrain.errors import RoundError, Unfinished, WireError
 from fedtrain.secagg import keys as session_keys
 from fedtrain.secagg import server
+from fedtrain.secagg.client import NEVER
 from fedtrain.secagg.keys import KeyPair, pair_mask_key, pair_mask_sign
 from fedtrain.secagg.masking import add_masks
 from fedtrain.secagg.messages import (
@@ -31,9 +34,11 @@ from fedtrain.secagg.messages import (
     Shares,
     Unmask,
     Unmasked,
+    graph_seed,
     keys_statement,
     share_commitment,
 )
+from fedtrain.secagg.roster import peers_of
 from fedtrain.wire import decode, encode
 
 from ..secure import MODEL, NO_WEIGHTS, Federation, losing, stream
@@ -172,6 +177,56 @@ def test_s14_a_site_signs_one_list_of_survivors_in_a_session():
     assert len(second) == 5
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_s14_whatever_lists_each_site_is_shown_nobody_is_opened_in_both_ways(data):
+    """Of dealers, of survivors and of votes: with all sites honest, at most one list is opened at all."""
+    federation, everyone = Federation(5), tuple("abcde")
+    lists = st.lists(st.sampled_from([everyone, *combinations(everyone, 4)]), min_size=5, max_size=5)
+    dealers = data.draw(lists) if data.draw(st.booleans()) else [everyone] * 5
+    alive = data.draw(lists)
+    voted = {}
+
+    def bend(site, request):
+        place = everyone.index(site)
+        if isinstance(request, Mask):
+            sealed = {s: text for s, text in request.sealed.items() if s in dealers[place]}
+            return replace(request, sites=dealers[place], sealed=sealed)
+        if isinstance(request, Agree):
+            return replace(request, sites=alive[place])
+        if isinstance(request, Unmask):
+            votes = {s: member.answers(Agreed) for s, member in federation.members.items()}
+            kept = {s: vote[0].signature for s, vote in votes.items() if vote}
+            voted[site] = data.draw(st.sets(st.sampled_from(sorted(kept)))) if kept else set()
+            return replace(request, signatures={s: kept[s] for s in sorted(voted[site])})
+        return request
+
+    with suppress(RoundError):
+        federation.sum(bend)
+    kinds = shares_given(federation)
+    assert all(len(given) == 1 for given in kinds.values())
+    opened = {alive[everyone.index(s)] for s, m in federation.members.items() if m.answers(Unmasked)}
+    assert len(opened) <= 1
+
+
+def test_s14_a_vector_is_masked_once_in_a_session():
+    """Its difference to one for fewer dealers would be a mask."""
+    federation, second = Federation(5), []
+
+    def bend(site, request):
+        if isinstance(request, Agree):
+            left = tuple(s for s in "abcde" if s != ("e" if site != "e" else "a"))
+            sealed = {s: m.answers(Shares)[0].sealed[site] for s, m in federation.members.items()}
+            sealed = {s: text for s, text in sealed.items() if s in left and s != site}
+            again = Mask(id=f"again-{site}", sid=request.sid, sites=left, sealed=sealed)
+            second.append(federation.members[site](again))
+        return request
+
+    refuses(federation, bend, "Mask was asked when Agree was due")
+    assert len(second) == 5
+    assert all(len(member.answers(Masked)) == 1 for member in federation.members.values())
+
+
 # --- Survivors
 
 
@@ -303,6 +358,17 @@ def test_metrics_without_a_place_are_noticed():
     refuses(federation, on(Share, lambda site, request: replace(request, names=())), "have no place")
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("loss", "loss"), ("loss", "auc"), ("loss", "x" * 129), ("loss", *(f"x{i:03}" for i in range(256)))],
+    ids=["twice", "unsorted", "long", "too many"],
+)
+def test_metrics_names_that_would_move_or_swell_the_vector_are_refused(names):
+    federation = Federation(3)
+    why = "the roster has [0-9]+ names of metrics: they must be sorted"
+    refuses(federation, on(Share, lambda site, request: replace(request, names=names)), why)
+
+
 @pytest.mark.parametrize("u", [*sorted(session_keys.LOW_ORDER), session_keys.PRIME + 1, 2**255 + 9])
 @pytest.mark.parametrize("field", ["mask_key", "seal_key"])
 def test_points_with_which_nothing_is_secret_are_refused(u, field):
@@ -409,6 +475,16 @@ def test_a_list_of_dealers_that_is_not_what_it_was_is_refused(changes, why):
     assert not any(member.answers(Masked) for member in federation.members.values())
 
 
+def test_a_site_that_is_not_among_the_dealers_does_not_mask():
+    """The others would take its vector, and none of its masks."""
+    federation = Federation(5)
+
+    def change(site, request):
+        return replace(request, sites=tuple(s for s in request.sites if s != site))
+
+    refuses(federation, on(Mask, change), "the list of those who dealt shares is without this site")
+
+
 # --- Terms
 
 
@@ -446,6 +522,32 @@ def test_terms_that_protect_less_than_the_sites_own_are_refused(changes, why):
 def test_a_cohort_of_two_is_refused():
     federation = Federation(2)
     refuses(federation, honestly, "a cohort of 2 sites: this site sums with 3")
+
+
+def test_a_sum_over_fewer_than_a_sites_own_least_is_refused_at_every_step():
+    """More than two thirds of the cohort, and still too few for these sites."""
+    federation = Federation(5, min_sites=5)
+    fewer = replace(federation.terms, quorum=4)
+    refuses(
+        federation,
+        on(Advertise, lambda site, request: replace(request, terms=fewer)),
+        "quorum = 4 of 5 sites is asked for: 5 is the least here",
+    )
+    for lost in ("Share", "Mask", "Agree"):
+        federation = Federation(5, min_sites=5)
+        with pytest.raises(Unfinished, match="4, and 5 are needed"):
+            federation.sum(losing({"e": lost}))
+        assert not any(member.answers(Unmasked) for member in federation.members.values())
+
+
+def test_a_site_with_anothers_certificate_takes_part_in_nothing():
+    federation = Federation(3)
+    a, b = federation.members["a"], federation.members["b"]
+    a.certificate, a.sign = b.certificate, b.sign
+    a.start("with b's certificate")
+    cohort = {**federation.terms.cohort, "a": federation.terms.cohort["b"]}
+    federation.terms = replace(federation.terms, cohort=cohort)
+    refuses(federation, honestly, "the cohort does not have this site with its present certificate", "a")
 
 
 def test_a_cohort_with_another_certificate_for_this_site_is_refused():
@@ -548,6 +650,41 @@ def test_signatures_of_an_earlier_life_count_for_nothing_in_the_same_session():
         return replace(request, signatures=kept[site]) if isinstance(request, Unmask) else request
 
     refuses(federation, bend, "a signature is not by its key")
+
+
+@pytest.mark.parametrize("of", ["another attempt", "an earlier round", "another run"])
+@pytest.mark.parametrize("what", ["keys", "a sealed share", "votes"])
+def test_what_sites_signed_and_sealed_for_another_session_is_refused(of, what):
+    federation = Federation(5)
+    changes = {"another attempt": {}, "an earlier round": {"round": 2}, "another run": {"run": "lung"}}[of]
+    for member in federation.members.values():
+        member.client.policy = replace_policy(federation.policy, run=changes.get("run", "heart"))
+    federation.again(**changes)
+    with pytest.raises(Unfinished):
+        federation.sum(losing(dict.fromkeys("cde", "Unmask")))  # so that they may sum again
+    for member in federation.members.values():
+        member.client.policy, member.client.opened = federation.policy, NEVER
+    federation.again(round=3, run="heart")
+
+    def bend(site, request):
+        other = "a" if site != "a" else "b"
+        old = federation.members[other]
+        if isinstance(request, Share) and what == "keys":
+            return replace(request, roster={**request.roster, other: old.answers(Keys)[0]})
+        if isinstance(request, Mask) and what == "a sealed share":
+            return replace(request, sealed={**request.sealed, other: old.answers(Shares)[0].sealed[site]})
+        if isinstance(request, Unmask) and what == "votes":
+            votes = {s: federation.members[s].answers(Agreed)[0].signature for s in request.signatures}
+            return replace(request, signatures=votes)
+        return request
+
+    before = {site: len(member.answers(Unmasked)) for site, member in federation.members.items()}
+    with pytest.raises(RoundError):
+        federation.sum(bend)
+    why = "was not sealed by it for . and this roster" if "share" in what else "a signature is not by its key"
+    for site, member in federation.members.items():
+        assert re.search(why, member.refused), member.refused
+        assert len(member.answers(Unmasked)) == before[site]
 
 
 def test_one_id_for_several_steps_gets_an_answer_to_each():
@@ -665,6 +802,25 @@ def test_a_site_with_too_few_neighbours_left_does_not_mask(monkeypatch):
         federation.sum(on(Mask, change))
     assert f"{terms.threshold - 1} of the {terms.degree} holders of this site's shares" in member.refused
     assert not member.answers(Masked)
+
+
+def test_every_sites_keys_decide_on_the_graph():
+    """Or the aggregator could choose who is whose neighbour."""
+    federation, seen = sparse(), {}
+
+    def record(site, request):
+        seen[site] = request
+        return request
+
+    with suppress(RoundError):
+        federation.sum(lambda site, request: record(site, request) if isinstance(request, Share) else
+                       request if isinstance(request, Advertise) else None)  # fmt: skip
+    lines, sid = seen["s000"].lines, federation.terms.sid(MODEL)
+    graphs = {
+        peers_of("s000", tuple(sorted(lines)), federation.terms.degree, graph_seed(sid, changed))
+        for changed in (lines, *({**lines, site: bytes(32)} for site in sorted(lines)))
+    }
+    assert len(graphs) == len(lines) + 1
 
 
 @pytest.mark.parametrize(
