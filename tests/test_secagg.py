@@ -104,11 +104,11 @@ def test_another_attempt_with_fresh_keys_sums_the_same_updates():
     federation = Federation(5)
     with pytest.raises(Unfinished):
         federation.sum(losing({"b": "Mask", "c": "Mask"}))
-    first = [member.answers(Keys)[0].mask_key for member in federation.members.values()]
     federation.again()
     assert np.array_equal(federation.sum().vector, federation.plain("abcde"))
-    again = [member.answers(Keys)[1].mask_key for member in federation.members.values()]
-    assert not set(first) & set(again)
+    keys = [entry for member in federation.members.values() for entry in member.answers(Keys)]
+    secrets = [part for key in keys for part in (key.mask_key, key.seal_key, key.commitment)]
+    assert len(set(secrets)) == len(secrets) == 5 * 2 * 3
 
 
 # --- Large cohorts: a graph in which nobody has more than k neighbours
