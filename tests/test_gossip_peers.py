@@ -400,6 +400,60 @@ def test_a_graph_file_lies_beside_the_settings(tmp_path):
         simulated(config(tmp_path, topology="file:graph.txt"), fresh=True)
 
 
+# --- peers of different speed
+
+
+def of_speed(root, name, speeds, rounds=20, **keys):
+    plain = config(root, name, **keys).table()
+    changed = {"run": plain["run"] | {"rounds": rounds}, "simulate": plain["simulate"] | {"speeds": speeds}}
+    return Config.of(plain | changed, root)
+
+
+def models(settings):
+    return committed(settings.gossip_dir).weights.digest
+
+
+def test_where_peers_never_wait_a_slow_one_does_fewer_rounds_and_holds_nobody_up(tmp_path):
+    keys = {"algorithm": "swift", "topology": "ring"}
+    slow = of_speed(tmp_path, "slow", "straggler:10", **keys)
+    _, log = simulated(slow)
+    sites = [each["sites"] for each in log.of("round_committed")]
+    assert sites == ([5] * 9 + [6]) * 2  # of the sixth a round takes ten
+    assert log.of("round_committed")[-1]["loss"] < log.of("round_committed")[0]["loss"]
+
+    again = of_speed(tmp_path, "again", "straggler:10", **keys)
+    simulated(of_speed(tmp_path, "again", "straggler:10", rounds=13, **keys))
+    _, rest = simulated(again)  # stopped in the middle of a slow round
+    assert [each["sites"] for each in rest.of("round_committed")] == [5] * 6 + [6]
+
+    equal = of_speed(tmp_path, "equal", "equal", **keys)
+    simulated(equal)
+    assert models(equal) != models(slow)
+
+
+def test_a_run_of_uneven_peers_is_the_same_each_time_and_some_do_more_rounds_than_others(tmp_path):
+    runs = []
+    for name in ("one", "two"):
+        settings = of_speed(tmp_path, name, "lognormal:1", algorithm="swift", topology="complete")
+        _, log = simulated(settings)
+        runs.append((models(settings), [each["bytes_out"] for each in log.of("round_committed")]))
+    assert len(set(runs[0][1])) > 1
+    assert runs[0] == runs[1]
+
+
+def test_speeds_change_nothing_where_peers_wait_for_each_other(tmp_path):
+    both = [of_speed(tmp_path, name, s, rounds=3) for name, s in [("a", "equal"), ("b", "straggler:10")]]
+    for settings in both:
+        simulated(settings)
+    assert models(both[0]) == models(both[1])
+
+
+@pytest.mark.parametrize("pace", [0.1, 0.3, 1.0, 2.0, 10.0, 1 / 3])
+def test_rounds_of_a_pace_are_counted_once_wherever_a_run_is_stopped(pace):
+    parts = [gossip_simulation.turns(t + 1, pace) - gossip_simulation.turns(t, pace) for t in range(60)]
+    assert sum(parts) == gossip_simulation.turns(60, pace) == round(60 / pace)
+
+
 def test_a_letter_that_can_t_be_read_is_as_if_it_had_not_come():
     class Silent:
         def take(self):

@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.memory import LocalNetwork
 from ..update import Arena, Update, averages
+from .asynchronous import paces
 from .gossip import Peer, Told, Train, algorithm_of, check_hearing
 from .parcels import trained_part
 from .privacy import Spent
@@ -48,19 +49,22 @@ async def simulate(
         }
         store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
         spent = Spent(config.privacy, store.folder, emit)
+        pace = paces(config, about.sites)
+        fastest = min(about.sites, key=pace.__getitem__)  # who spends most of all
         async with AsyncExitStack() as stack:
             network = LocalNetwork(about.sites)
             circles = _circles(config, about.sites)
             initial = bench.initial()
             peers = {
                 name: Peer(
-                    name, algorithm, initial.load(), _trainer(bench, name, spent),
+                    name, algorithm, initial.load(),
+                    _trainer(bench, name, spent if name == fastest else None),
                     await stack.enter_async_context(network.join(name)), circles.get(name),
                     config.gossip.clip,
                 )
                 for name in about.sites
             }  # fmt: skip
-            result = await _rounds(config, graph, peers, bench, store, emit)
+            result = await _rounds(config, graph, peers, pace, bench, store, emit)
         finish(store, result.rounds, result.reason, emit)
         return result
     finally:
@@ -71,6 +75,7 @@ async def _rounds(
     config: Config,
     graph: Topology,
     peers: Mapping[PeerId, Peer],
+    pace: Mapping[PeerId, float],
     bench: Workbench,
     store: RunStore,
     emit: Emit,
@@ -87,7 +92,8 @@ async def _rounds(
     else:
         for peer in peers.values():
             peer.go_on(checkpoint)
-    everyone = Topology("complete")
+    for name, peer in peers.items():
+        peer.round = number if peer.algorithm.waits else turns(number, pace[name])
     while True:
         if evaluation_is_due(config, store, number):
             weights = checkpoint.weights.load()
@@ -100,30 +106,58 @@ async def _rounds(
             break
         began = time.monotonic()
         emit("round_started", round=number + 1, sites=list(peers))
-        algorithm = next(iter(peers.values())).algorithm
-        mixing = (everyone if algorithm.everyone(number) else graph).round(
-            list(peers), number, config.run.seed
-        )
         bytes_out = sum(peer.bytes_out for peer in peers.values())
-        told = await asyncio.gather(
-            *(peer.step(mixing.graph[name], config.gossip.round_deadline) for name, peer in peers.items())
-        )
+        steps = await _steps(config, graph, peers, pace, number)
         number += 1
         checkpoint = _checkpoint(number, peers)
         sent = sum(peer.bytes_out for peer in peers.values()) - bytes_out
-        trained = averages({name: t.metrics for name, t in zip(peers, told, strict=True)})
+        trained = averages({f"{i:09}": told.metrics for i, (_, told) in enumerate(steps)})
         record = {
             "loss": trained.get("loss"),
             "metrics": trained | {"disagreement": disagreement(peers, checkpoint)},
-            "sites": len(peers),
+            "sites": len({name for name, _ in steps}),
             "seconds": time.monotonic() - began,
             "bytes_in": sent,
             "bytes_out": sent,
-            "doubted": doubted(told),
+            "doubted": doubted([told for _, told in steps]),
         }
         store.commit(checkpoint, record)
         emit("round_committed", round=number, **record)
     return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
+
+
+async def _steps(
+    config: Config,
+    graph: Topology,
+    peers: Mapping[PeerId, Peer],
+    pace: Mapping[PeerId, float],
+    number: int,
+) -> list[tuple[PeerId, Told]]:
+    """Round `number` of every peer, and how each went.
+
+    Where peers never wait, each does as many rounds of its own as simulate.speeds gives it the time for, in
+    the order in which they end; of those at one moment the first by name is first.
+    """
+
+    def step(name: PeerId) -> Awaitable[Told]:
+        t = peers[name].round
+        topology = Topology("complete") if peers[name].algorithm.everyone(t) else graph
+        near = topology.round(list(peers), t, config.run.seed).graph[name]
+        return peers[name].step(near, config.gossip.round_deadline)
+
+    if all(peer.algorithm.waits for peer in peers.values()):
+        return list(zip(peers, await asyncio.gather(*map(step, peers)), strict=True))
+    ends = sorted(
+        (turn * pace[name], name)
+        for name in peers
+        for turn in range(turns(number, pace[name]) + 1, turns(number + 1, pace[name]) + 1)
+    )
+    return [(name, await step(name)) for _, name in ends]
+
+
+def turns(time: float, pace: float) -> int:
+    """How many rounds a peer has done by then, each of which takes it `pace`."""
+    return math.floor(time / pace + 1e-9)
 
 
 def _circles(config: Config, names: Sequence[PeerId]) -> dict[PeerId, Circles]:
@@ -156,10 +190,10 @@ def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:
     return math.sqrt(square / len(peers)) / max(float(mean.double().norm()), 1e-30)
 
 
-def _trainer(bench: Workbench, name: PeerId, spent: Spent) -> Train:
+def _trainer(bench: Workbench, name: PeerId, spent: Spent | None) -> Train:
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
         update = bench.train(name, round, weights, delta)
-        if name == bench.description.sites[0]:  # all spend alike
+        if spent is not None:
             spent.one_more(name, round)
         return update
 
