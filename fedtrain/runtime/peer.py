@@ -174,7 +174,10 @@ async def _rounds(
             weights = ArenaFile(peer.model.schema, _written(peer.model, store.folder / "train" / "weights"))
             metrics = averages({peer.name: (await trainer.evaluate(peer.name, peer.round, weights)).metrics})
             keep_evaluation(config, store, peer.round, metrics, {peer.name: metrics}, emit)
-        if reason := reason_to_stop(config, store, peer.round):
+        reason = reason_to_stop(config, store, peer.round)
+        if not peer.algorithm.waits and most_are_done(neighbors, roster, config.run.rounds):
+            reason = reason or "most peers have done all rounds"
+        if reason is not None:
             break
         own_entry(roster, peer.name)
         view, began, sent = neighbors.view(), time.monotonic(), (neighbors.bytes_in, neighbors.bytes_out)
@@ -261,6 +264,12 @@ async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: R
             emit("waiting", need=max(need, len(roster.peers())), have=have)
             told = have
         await asyncio.sleep(POLL_S)
+
+
+def most_are_done(neighbors: ZmqNeighbors, roster: Roster, rounds: int) -> bool:
+    """Whether a peer that nobody waits for should end too: it would train on alone, away from all others."""
+    done = sum(reached >= rounds for reached in neighbors.reached().values())
+    return 2 * done > len(roster.peers()) - 1 > 0
 
 
 async def _catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit) -> None:

@@ -229,6 +229,11 @@ class Courier:
         """The round that each peer announced last, of those that are not dead."""
         return {peer: round for peer, (round, _) in list(self._heard.items()) if peer not in self._dead}
 
+    @property
+    def reached(self) -> dict[PeerId, int]:
+        """The same of those too who are dead, or have left."""
+        return {peer: round for peer, (round, _) in list(self._heard.items())}
+
     def receive(self, peer: PeerId, header: Header, body: Body, now: float) -> None:
         """A message of an authenticated peer. WireError: it breaks the protocol, and changed nothing that
         others rely on."""

@@ -171,6 +171,10 @@ class ZmqNeighbors:
     def progress(self) -> dict[PeerId, int]:
         return self._courier.progress
 
+    def reached(self) -> dict[PeerId, int]:
+        """The round that each peer announced last, those who have left too."""
+        return self._courier.reached
+
     async def exchange(
         self,
         round: int,
