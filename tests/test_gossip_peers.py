@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -20,7 +21,7 @@ from fedtrain.runtime.gossip import Peer, algorithm_of
 from fedtrain.runtime.parcels import Inbox, Note, other_parts, share_of, trained_part, write
 from fedtrain.store import RunStore
 from fedtrain.topology import names, parse
-from fedtrain.transport.memory import Faults, LocalNetwork
+from fedtrain.transport.memory import Faults, LocalNeighbors, LocalNetwork
 from fedtrain.update import Arena, Schema, TensorSpec, Update
 
 torch.set_num_threads(1)
@@ -130,10 +131,11 @@ def halfway_to(target):
 
 
 async def run_peers(
-    algorithm, graph, n, rounds, faults=None, schema=PLAIN, deadline_s=10.0, models=None, circles=None
-):
+    algorithm, graph, n, rounds, faults=None, schema=PLAIN, deadline_s=10.0, models=None, circles=None,
+    seed=1, within_s=0.0,
+):  # fmt: skip
     """The peers after so many rounds, and how each round went for each."""
-    network = LocalNetwork(names(n), faults=faults, seed=1)
+    network = LocalNetwork(names(n), faults=faults, seed=seed)
     told = {name: [] for name in names(n)}
 
     async def live(name, number):
@@ -153,7 +155,7 @@ async def run_peers(
         *(live(name, i) for i, name in enumerate(names(n))), return_exceptions=True
     )
     errors = {name: e for name, e in zip(names(n), results, strict=True) if e is not None}
-    assert network.now <= max(deadline_s, rounds)
+    assert network.now <= max(deadline_s, rounds, within_s)
     return everyone, told, errors
 
 
@@ -218,6 +220,34 @@ def test_lost_and_doubled_messages_cost_time_but_no_bit(kind, graph):
     assert all(not t.missing for each in told.values() for t in each)
     for name in clean:
         assert torch.equal(trained_part(clean[name].model), trained_part(rough[name].model))
+
+
+@pytest.mark.parametrize("kind", ["sgp", "epidemic"])
+def test_mass_that_did_not_arrive_in_time_is_with_its_sender_and_never_at_both(kind, monkeypatch):
+    """Deadlines shorter than what messages may take: some shares are late, some senders can't know."""
+    outcomes = Counter()
+    exchange = LocalNeighbors.exchange
+
+    async def noted(self, *arguments):
+        done = await exchange(self, *arguments)
+        outcomes.update(kept=len(done.kept), unsure=len(done.unsure))
+        return done
+
+    monkeypatch.setattr(LocalNeighbors, "exchange", noted)
+    for seed in range(12):
+        before = outcomes["unsure"]
+        faults = Faults(drop=0.25, duplicate=0.2, delay_s=0.8)
+        peers, _, errors = asyncio.run(
+            run_peers(
+                gossip.build(kind, {}), "exponential", 5, 6, faults, deadline_s=4.0, seed=seed, within_s=48.0
+            )
+        )
+        assert errors == {}
+        mass = sum(float(peer.state["mass"]) for peer in peers.values())
+        if outcomes["unsure"] == before:
+            assert mass == pytest.approx(5, abs=1e-12)
+        assert mass < 5 + 1e-12
+    assert min(outcomes["kept"], outcomes["unsure"]) > 0  # both happened
 
 
 def test_peers_that_never_wait_hear_of_each_other_by_letters():
