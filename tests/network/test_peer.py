@@ -1,5 +1,6 @@
 """`fedtrain peer`: real processes, real sockets, the commands that users type."""
 
+import signal
 import subprocess
 import sys
 
@@ -58,7 +59,10 @@ def test_a_peer_killed_and_started_again_goes_on_and_the_others_did_not_wait_for
         peers["c"].wait(30)
         at = project.count("round_committed", "r+gossip@a")
         project.wait_for(lambda: project.count("round_committed", "r+gossip@a") >= at + 4)
+        before = project.count("round_committed", "r+gossip@c")
         again = start_peers(project, *sets, names=["c"])["c"]
+        project.wait_for(lambda: project.count("round_committed", "r+gossip@c") > before)
+        project.set_pace(0)
         for process in (peers["a"], peers["b"], again):
             assert process.wait(200) == 0, project.log("peer-c")
         for name in SITES:
@@ -91,7 +95,8 @@ def test_a_newcomer_joins_a_run_by_invitation_and_who_is_revoked_is_cut_off_whil
         project.wait_for(lambda: of("a", "round_committed"))
         issue(tmp_path / "certs", "site", "d")
         code = fedtrain("invite", "d", "--by", "a", "--set", address)
-        start_peers(project, f"--invitation={code}", "--set", "gossip.roster=roster-of-d", *sets, names=["d"])
+        by_code = (f"--invitation={code}", "--set", "gossip.roster=roster-of-d")
+        peers |= start_peers(project, *by_code, *sets, names=["d"])
         project.wait_for(lambda: all(go_on_with(name, ["a", "b", "c", "d"]) for name in "abcd"))
         assert any("took the model of" in each["text"] for each in of("d", "notice"))
         fedtrain("certs", "revoke", "c")
@@ -101,6 +106,12 @@ def test_a_newcomer_joins_a_run_by_invitation_and_who_is_revoked_is_cut_off_whil
         at = len(of("a", "round_committed"))
         project.wait_for(lambda: len(of("a", "round_committed")) > at + 2)
         assert any("no longer on the roster" in each["reason"] for each in of("a", "site_lost"))
+        for name, told, code in (("d", signal.SIGTERM, 143), ("b", signal.SIGINT, 130)):
+            peers[name].send_signal(told)
+            assert peers[name].wait(60) == code, project.log(f"peer-{name}")
+            assert "goes on from the last committed round" in project.log(f"peer-{name}")
+            left = {"site": name, "reason": "has left"}  # it said good-bye: nobody waits for its silence
+            project.wait_for(lambda left=left: any(left.items() <= e.items() for e in of("a", "site_lost")))
 
 
 @pytest.mark.slow(30)  # four processes with a trainer each, and a simulation
