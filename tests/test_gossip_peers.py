@@ -250,6 +250,45 @@ def test_mass_that_did_not_arrive_in_time_is_with_its_sender_and_never_at_both(k
     assert min(outcomes["kept"], outcomes["unsure"]) > 0  # both happened
 
 
+@pytest.mark.parametrize(("kind", "graph"), [("adpsgd", "matching"), ("choco", "ring")])
+def test_an_edge_is_left_out_at_both_its_ends_when_one_way_was_late(kind, graph, monkeypatch):
+    """So the mean stays, unless a giver can't know."""
+    outcomes = Counter()
+    exchange = LocalNeighbors.exchange
+
+    async def noted(self, *arguments):
+        done = await exchange(self, *arguments)
+        outcomes.update(one_way=len(done.arrived & done.kept.keys()), unsure=len(done.unsure))
+        return done
+
+    async def stay(round, weights, delta):
+        return Update(delta=delta, num_examples=1.0, metrics={})
+
+    async def mean_after(seed):
+        network = LocalNetwork(names(6), faults=Faults(drop=0.3, delay_s=2.0), seed=seed)
+        compressor = compression.parse("quantize").contraction() if kind == "choco" else None
+        algorithm = gossip.build(kind, {}, compressor)
+
+        async def live(name, number):
+            async with network.join(name) as neighbors:
+                peer = Peer(name, algorithm, arena(PLAIN, number), stay, neighbors)
+                for t in range(5):
+                    await peer.step(parse(graph).round(6, t).graph[name], 3.0)
+                await neighbors.sleep(1000.0)
+                return trained_part(peer.model)
+
+        return torch.stack(await asyncio.gather(*map(live, names(6), range(6)))).mean(0)
+
+    monkeypatch.setattr(LocalNeighbors, "exchange", noted)
+    start = torch.stack([trained_part(arena(PLAIN, i)) for i in range(6)]).mean(0)
+    for seed in range(10):
+        before = outcomes["unsure"]
+        mean = asyncio.run(mean_after(seed))
+        if outcomes["unsure"] == before:
+            torch.testing.assert_close(mean, start, rtol=0, atol=1e-12)
+    assert outcomes["one_way"] > 0
+
+
 def test_peers_that_never_wait_hear_of_each_other_by_letters():
     peers, _, errors = asyncio.run(run_peers(gossip.build("swift", {}), "complete", 6, 30))
     assert errors == {}
