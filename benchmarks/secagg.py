@@ -6,7 +6,7 @@ Real sites and a real aggregator (secagg/client.py, secagg/server.py) with real 
 process; every site has its own random update. Times are medians over rounds after a first one.
 
 site_s                  all five steps at one site: keys, shares, rounding, masks, signatures and their checks
-  site_signatures_s     of that, signing and checking signatures, which the bound leaves out
+  site_signatures_s     signing and checking signatures, which the bound leaves out; summed over threads
 server_s                all else (but counting the bytes), from the first request to the mean of the updates
 site_, server_bound_s   what these ciphers take alone, at the best rates seen on as many threads: each byte of
                         mask drawn by the faster keystream and added once, vectors added, keys agreed on
@@ -99,7 +99,7 @@ class Site:
         self.values *= 0.01
         delta = Arena.wrap(case.encoding.schema, padded(self.values, case.encoding.schema.nbytes))
         self.update = Update(delta=delta, num_examples=50.0, metrics=dict.fromkeys(METRICS, (20.0, 50.0)))
-        self.encoding = case.encoding
+        self.encoding, self.spread = case.encoding, spread
         self.spent_s = self.signatures_s = self.counting_s = self.sent_bytes = 0.0
 
     def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +126,7 @@ class Site:
 
     def encode(self, names: tuple[str, ...], out: np.ndarray) -> None:
         seed = rounding_seed("bench", self.client.site)
-        self.encoding.encode(self.update, names, seed, out)
+        self.encoding.encode(self.update, names, seed, out, spread=self.spread)
 
 
 def padded(values: np.ndarray, nbytes: int) -> bytearray:

@@ -209,7 +209,7 @@ class SecureSite:
     ) -> None:
         """`look` is called before each session, to see who was revoked. `opened`, `keep`: as of a Client, by
         kind of session."""
-        self._config, self._site, self._look = config, site, look
+        self._config, self._site, self._look, self._spread = config, site, look, spread
         self._policy = policy(config, federation)
         self._clients = {
             kind: Client(
@@ -251,7 +251,7 @@ class SecureSite:
         def encode(names: tuple[str, ...], vector: RingVector) -> None:
             if isinstance(result, Update):
                 seed = round_seed(self._config, request.round, self._site)
-                encoding.encode(result, names, seed, vector, scale=scale)  # threads gain nothing here
+                encoding.encode(result, names, seed, vector, scale=scale, spread=self._spread)
             else:
                 encoding.encode_metrics(result.metrics, names, vector)
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, SecAggError
-from .masking import BLOCK_BYTES, KEY_BYTES, RINGS, TAG_BYTES, Buffers, RingVector, Spread, keystream
+from .masking import BLOCK_BYTES, KEY_BYTES, RINGS, TAG_BYTES, Buffers, RingVector, Spread, each, keystream
 
 MIN_VALUE_BITS = 4
 MAX_VALUE_BITS = 43  # leaves 10 of float64's 53 bits to u
@@ -115,8 +115,7 @@ class FixedPoint:
                 clipped.append(self._round(values[part], weight, random, out[part], scratch))
 
         if len(out):
-            for _ in spread(encode, range(offset // PER_BLOCK, -(-(offset + len(out)) // PER_BLOCK))):
-                pass
+            each(spread, encode, range(offset // PER_BLOCK, -(-(offset + len(out)) // PER_BLOCK)))
         return sum(clipped)
 
     def _round(self, x: Floats, weight: float, random: NDArray[np.int16], out: RingVector,
@@ -183,8 +182,7 @@ class FixedPoint:
             self._check_sums(part, sites)
             np.multiply(part, factor, out=out[these], dtype=np.float64, casting="unsafe")
 
-        for _ in spread(decode, range(-(-len(out) // PER_BLOCK))):
-            pass
+        each(spread, decode, range(-(-len(out) // PER_BLOCK)))
 
     def decode(self, total: RingVector, sites: int, weights: float) -> NDArray[np.float64]:
         """The same as new float64 numbers."""
@@ -196,8 +194,8 @@ class FixedPoint:
         most = sites * self.q_max
         if len(sums) and not (-most <= sums.min() and sums.max() <= most):
             raise SecAggError(
-                f"a sum of {sites} sites lies in {sums.min()}..{sums.max()}, and honest ones stay within "
-                f"±{most}: somebody sent what isn't an encoded update, or masks didn't cancel"
+                f"a sum has values from {sums.min()} to {sums.max()}, and its {sites} sites can reach "
+                f"±{most} at most: one of them sent what no update gives, or masked for another model"
             )
 
     # --- Scalars

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from timeit import default_timer  # it picks a kernel and can change no bit; so it isn't handed in
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -34,13 +34,20 @@ RINGS: dict[int, np.dtype[Any]] = {r: np.dtype(f"u{r // 8}") for r in (16, 32, 6
 RingVector = NDArray[Any]  # 1-D, contiguous, of a dtype of RINGS
 Bytes = NDArray[np.uint8]  # 1-D, contiguous
 Stream = Callable[[bytes, memoryview, memoryview], object]  # (a block's nonce, zeros, out): see _block
+Item = TypeVar("Item")
 
 
 class Spread(Protocol):
     """How work is spread over workers: `map`, a ThreadPoolExecutor's, or a runtime.crew.Crew. What it gives
     back is used up."""
 
-    def __call__(self, work: Callable[[int], None], items: range, /) -> Iterable[None]: ...
+    def __call__(self, work: Callable[[int], object], items: range, /) -> Iterable[object]: ...
+
+
+def each(spread: Spread, work: Callable[[Item], object], items: Sequence[Item]) -> None:
+    """work(item) for all items, in no order; an error of one of them is raised."""
+    for _ in spread(lambda i: work(items[i]), range(len(items))):
+        pass
 
 
 def add_masks(vector: RingVector, masks: Sequence[tuple[bytes, int]], spread: Spread = map) -> None:
@@ -67,8 +74,7 @@ def add_masks(vector: RingVector, masks: Sequence[tuple[bytes, int]], spread: Sp
                 combine(part, mask, part)
         idle.append(streams)
 
-    for _ in spread(add, range(-(-len(vector) // per_block))):
-        pass
+    each(spread, add, range(-(-len(vector) // per_block)))
 
 
 def keystream(key: bytes, block: int, room: Bytes, nbytes: int = BLOCK_BYTES) -> None:

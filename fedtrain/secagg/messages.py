@@ -14,7 +14,6 @@ Protocol: Bonawitz et al., CCS 2017 (malicious aggregator); its sparse graph: Be
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,7 +39,7 @@ from .fixedpoint import FixedPoint
 if TYPE_CHECKING:
     import torch
 
-VERSION = 3  # of all that is hashed, signed or sealed here
+VERSION = 4  # of all that is hashed, signed or sealed here
 NONCE_BYTES = 16
 SHARE_COMMITMENT_BYTES = 24  # two shares with the same one take 2^96 hashes to find
 MAX_NAMES, MAX_NAME = 256, 128  # metrics in one session, and characters in the name of one
@@ -218,19 +217,8 @@ class RingArena(AnyArena):
 
 
 def statement(what: str, *parts: bytes | str | int | float) -> bytes:
-    """Bytes that stand for exactly these parts: each with its type and length before it."""
-    found = [b"fedtrain secagg;"]
-    for part in (what, *parts):
-        if isinstance(part, bytes):
-            found += b"b%d:" % len(part), part
-        elif isinstance(part, str):
-            text = part.encode()
-            found += b"s%d:" % len(text), text
-        elif isinstance(part, float):
-            found += b"f8:", struct.pack(">d", part)
-        else:
-            found.append(b"i%d;" % part)
-    return b"".join(found)
+    """Bytes that stand for exactly these parts: MessagePack says the type and length of each before it."""
+    return b"fedtrain secagg;" + msgspec.msgpack.encode((what, *parts))
 
 
 def hash_of(what: str, *parts: bytes | str | int | float) -> bytes:
