@@ -31,7 +31,7 @@ class Authority:
         return f"certificate of {site}".encode(), lambda message: self._sign(site, message)
 
     def verify(self, certificate: bytes, message: bytes, signature: bytes) -> tuple[str, bytes]:
-        site = certificate.decode(errors="replace").removeprefix("certificate of ")
+        site = certificate.decode(errors="replace").removeprefix("certificate of ").split(",")[0]
         if not hmac.compare_digest(signature, self._sign(site, message)):
             raise CertificateError(f"{site}: a signature is not by its key, or over something else")
         return site, hashlib.sha256(certificate).digest()

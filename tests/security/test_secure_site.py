@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from msgspec.structs import replace
 
 from fedtrain.config import Config
 from fedtrain.errors import StoreError, Unfinished
@@ -83,6 +84,17 @@ def test_s12_an_update_trained_on_one_model_is_in_no_sum_for_another_of_the_same
     asyncio.run(ask())
     ledger.close()
     assert trainer.trained_on == both
+
+
+def test_a_vector_of_another_length_than_the_sites_own_is_refused(tmp_path):
+    """With fewer ring elements than its model has, coordinates would be missing."""
+    config, model = config_of(tmp_path), hash_of(Arena.zeros(SCHEMA))
+    site, update = sites_of(config, SimulatedKeys())["a"], Update(delta=Arena.zeros(SCHEMA), num_examples=5.0)
+    asked = advertise(config)
+    for length in (asked.terms.length - 1, asked.terms.length + 1):
+        other = replace(asked, id=f"length {length}", terms=replace(asked.terms, length=length))
+        assert f"length = {length} is asked for" in site.offer(other, model, update).reason
+    assert isinstance(site.offer(asked, model, update), Keys)
 
 
 # --- Requests that come while one is under way
