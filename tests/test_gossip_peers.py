@@ -469,12 +469,23 @@ def test_a_graph_file_lies_beside_the_settings(tmp_path):
         simulated(config(tmp_path, topology="file:graph.txt"), fresh=True)
 
 
+def test_256_peers_are_simulated_in_one_process_by_the_code_of_real_ones(tmp_path):
+    settings = of_speed(tmp_path, "many", "equal", rounds=2, topology="one-peer-exponential", sites=256)
+    (tmp_path / "task.py").write_text(TASK.replace("240", "512"))
+    _, log = simulated(settings)
+    rounds = log.of("round_committed")
+    assert [each["sites"] for each in rounds] == [256, 256]
+    assert rounds[0]["bytes_out"] == rounds[1]["bytes_out"] == 256 * (192 + 64)
+    assert 0 < rounds[1]["metrics"]["disagreement"] < 0.5
+
+
 # --- peers of different speed
 
 
-def of_speed(root, name, speeds, rounds=20, **keys):
+def of_speed(root, name, speeds, rounds=20, sites=6, **keys):
     plain = config(root, name, **keys).table()
-    changed = {"run": plain["run"] | {"rounds": rounds}, "simulate": plain["simulate"] | {"speeds": speeds}}
+    simulate = plain["simulate"] | {"speeds": speeds, "sites": sites}
+    changed = {"run": plain["run"] | {"rounds": rounds}, "simulate": simulate}
     return Config.of(plain | changed, root)
 
 
