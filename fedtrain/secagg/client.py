@@ -225,9 +225,9 @@ class Client:
             self.opened = round, sites
 
     def arena(self, terms: Terms, names: tuple[str, ...]) -> RingArena:
-        """Room for a vector, over the last one: fresh memory costs more than the masks in it."""
+        """Room for a vector, in that of the last one: fresh memory costs more than the masks in it."""
         schema, old = terms.schema(names), self._arena
-        self._arena = RingArena(schema, old.bytes if old and old.schema == schema else None)
+        self._arena = RingArena(schema, old.give_up() if old and old.schema == schema else None)
         return self._arena
 
     def _advance(self, asked: str, request: Request | None) -> None:

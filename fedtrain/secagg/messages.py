@@ -191,6 +191,13 @@ class RingArena(AnyArena):
         self.vector: NDArray[Any] = self.bytes[: section.nbytes].view(f"u{section.dtype}")
         self._digest: str | None = None
 
+    def give_up(self) -> NDArray[np.uint8]:
+        """Its memory, for another vector. Whoever still has this one finds nothing in it: what is written
+        next is not masked yet."""
+        room = self.bytes
+        self.bytes, self.vector = room[:0], self.vector[:0]
+        return room
+
     @property
     def payload(self) -> memoryview:
         return self.bytes.data
