@@ -195,6 +195,16 @@ def test_every_peer_estimates_the_mean_loss_of_all_without_a_server():
         assert told[name][-1].loss == pytest.approx(mean, abs=1e-3)
 
 
+def test_every_peer_estimates_how_far_models_are_apart_without_a_server():
+    """Its own move by the average is a neighbourhood's disagreement; all follow the mean of the squares."""
+    peers, told, _ = asyncio.run(run_peers(gossip.build("dpsgd", {}), "ring", 8, 60))
+    moves = [float(peer._now[1]) for peer in peers.values()]
+    assert max(moves) > 1.5 * min(moves)
+    for name in peers:
+        assert told[name][-1].moved ** 2 == pytest.approx(sum(moves) / 8, rel=0.01)
+        assert told[name][-1].moved > 0.1  # each is drawn to a target of its own
+
+
 def test_when_peers_die_the_others_go_on_and_none_waits_longer_than_its_deadline():
     faults = Faults(crash_s={"2": 0.0, "5": 0.0}, notice_s=3.0)
     peers, told, errors = asyncio.run(run_peers(gossip.build("dpsgd", {}), "complete", 8, 12, faults))

@@ -237,6 +237,12 @@ def test_a_newcomer_takes_the_model_of_one_of_those_who_are_ahead():
     assert told == [("notice", {"text": "took the model of a after round 9"})]
 
 
+@pytest.mark.parametrize("rounds", [(50, 0, 1), (50, 50, 1, 0), (1, 1, 1)])
+def test_where_no_more_than_half_are_ahead_a_peer_keeps_its_own_model(rounds):
+    peer, told = after_catching_up({name: Given(7.0, t) for name, t in zip("abcd", rounds, strict=False)})
+    assert (peer.round, float(trained_part(peer.model)[0]), told) == (0, 0.0, [])
+
+
 def test_a_newcomer_believes_nobody_who_says_that_he_is_further_than_most():
     newcomer, _ = after_catching_up({"a": Given(7.0, 10_000), "b": Given(2.0, 9), "c": Given(3.0, 9)})
     assert (newcomer.round, float(trained_part(newcomer.model)[0])) == (9, 2.0)
