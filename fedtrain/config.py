@@ -149,8 +149,9 @@ class SecAggConfig:
     dropout: float = 0.2  # ... while this part is lost in the round
 
     def __post_init__(self) -> None:
-        require(self.clip > 0, "secagg.clip", f"{self.clip} must be positive")
-        require(self.max_examples > 0, "secagg.max_examples", f"{self.max_examples} must be positive")
+        require(0 < self.clip < math.inf, "secagg.clip", f"{self.clip} must be positive and finite")
+        require(0 < self.max_examples < math.inf, "secagg.max_examples",
+                f"{self.max_examples} must be positive and finite")  # fmt: skip
         require(self.ring_bits in (16, 32, 64), "secagg.ring_bits", f"{self.ring_bits} must be 16, 32 or 64")
         require(self.value_bits == 0 or 4 <= self.value_bits < self.ring_bits, "secagg.value_bits",
                 f"{self.value_bits} must be 0 (as many as fit), or 4 to secagg.ring_bits - 1")  # fmt: skip
