@@ -19,6 +19,7 @@ from tests.worlds import Command
 
 TASK = """
 import time, torch, zlib
+from pathlib import Path
 from torch import nn
 import fedtrain
 
@@ -36,11 +37,11 @@ class Blobs(fedtrain.Task):
         return x, (x[:, 0] > 0).long() + (x[:, 1] * x[:, 2] > 0).long()
 
     def loss(self, model, batch):
-        time.sleep({slow})
+        time.sleep(float(Path("pace").read_text()))  # it may change meanwhile
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     def evaluate(self, model, batch):
-        return {{"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}}
+        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
 """
 SITES = ("a", "b", "c")
 
@@ -65,7 +66,8 @@ class Project:
     ) -> None:
         self.root, self.processes = root, list[Command]()
         root.mkdir(parents=True, exist_ok=True)
-        (root / "task.py").write_text(TASK.format(slow=slow))
+        (root / "task.py").write_text(TASK)
+        self.set_pace(slow)
         (root / "fedtrain.toml").write_text(
             f'[run]\nname = "r"\ntask = "task:Blobs"\nrounds = {rounds}\nseed = 11\n'
             f"[train]\nbatch_size = 16\nlr = 0.05\nmomentum = 0.9\n"
@@ -88,6 +90,11 @@ class Project:
                 process.kill()
         for process in self.processes:
             process.wait(30)
+
+    def set_pace(self, seconds: float) -> None:
+        """How long a batch takes beside its computing, from now on."""
+        (self.root / "pace.new").write_text(str(seconds))
+        (self.root / "pace.new").replace(self.root / "pace")
 
     def start(self, *arguments: str) -> Command:
         log = self.root / f"{'-'.join(a for a in arguments if a.isalnum())}.log"

@@ -42,9 +42,6 @@ SOURCES = {
 }
 
 
-EACH = [pytest.param(name, marks=pytest.mark.slow(30)) if "workers" in name else name for name in SOURCES]
-
-
 def steps(data, counts, ranks_of):
     """Each step's batches as a world sees them: for each entry of `counts` another world of so many ranks,
     that goes on from where the one before was."""
@@ -68,7 +65,7 @@ def steps(data, counts, ranks_of):
     return taken
 
 
-@pytest.mark.parametrize("source", EACH)
+@pytest.mark.parametrize("source", SOURCES)
 def test_worlds_that_change_take_the_batches_of_one_that_never_stopped(tmp_path, source):
     data = SOURCES[source](tmp_path)
     alone = steps(data, [6], [1])
@@ -77,7 +74,7 @@ def test_worlds_that_change_take_the_batches_of_one_that_never_stopped(tmp_path,
     assert all(torch.equal(a, b) for a, b in zip(alone, changing, strict=True))
 
 
-@pytest.mark.parametrize("source", EACH)
+@pytest.mark.parametrize("source", SOURCES)
 def test_each_pass_has_every_example_once(tmp_path, source):
     one_pass = torch.cat(
         steps(SOURCES[source](tmp_path), [2], [2])

@@ -141,7 +141,7 @@ class Streamed:
 
     def take(self) -> list[Share]:
         if self._pass is None:
-            self._pass = islice(self._batches(), self._taken, None)
+            self._pass = islice(passed(self.examples, self.train, self.seed, self.epoch), self._taken, None)
             self._next = list(islice(self._pass, 1))
             if not self._next:
                 raise TaskError("data() gave its batches only once: return a list or a DataLoader")
@@ -158,20 +158,22 @@ class Streamed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self._taken, self._pass = int(state["epoch"]), int(state["taken"]), None
 
-    def _batches(self) -> Iterator[Batch]:
-        """Every batch of the present pass."""
-        batches = self.examples.batches(self.train.batch_size, self.train.drop_last, None)
-        for number in count():
-            with drawing(seed_of(self.seed, self.epoch, number)):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
-
     def _share(self, batch: Batch) -> Share:
         total = examples_in(batch)
         low, high = share_of(total, self.rank, self.ranks)
         return (cut(batch, low, high) if high > low else None), total
+
+
+def passed(examples: Stream, train: TrainConfig, seed: int, epoch: int) -> Iterator[Batch]:
+    """Every batch of a pass. Nothing here knows who takes them: so a loader's workers end as soon as nobody
+    does, and not when Python comes to look for garbage, which may be in one of them."""
+    batches = examples.batches(train.batch_size, train.drop_last, None)
+    for number in count():
+        with drawing(seed_of(seed, epoch, number)):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def gather(examples: Tensors | Items, index: torch.Tensor) -> Batch:
