@@ -408,7 +408,8 @@ class Federation:
     def aggregator(self):
         return secure.UnderMasks(
             self.cfg, self.cohort, self.events, federation="fedtrain",
-            fingerprints=lambda sites: {s: self.seen[s] for s in sites}, verify=self.verify,
+            verify=self.verify,
+            fingerprints=lambda sites: {s: self.seen[s] for s in sites if s in self.seen},
         )  # fmt: skip
 
     def start(self, site):
@@ -445,13 +446,12 @@ class Federation:
         await asyncio.gather(*(self.tasks[site] for site in sites), return_exceptions=True)
         for site in sites:
             self.start(site)
-        async with asyncio.timeout(20):
-            while self.joined < len(SITES) + len(sites):  # noqa: ASYNC110  # no event tells it
-                await asyncio.sleep(0.02)
+        await self.told("site_joined", len(SITES) + len(sites))
 
-    @property
-    def joined(self):
-        return sum(kind == "site_joined" for kind, _ in self.events)
+    async def told(self, kind, times):
+        async with asyncio.timeout(20):
+            while len(self.events.of(kind)) < times:  # noqa: ASYNC110  # no event tells it
+                await asyncio.sleep(0.02)
 
     async def __aexit__(self, *_):
         await self.cohort.stop("over")
@@ -534,6 +534,25 @@ def test_s06_sites_do_not_sum_with_a_revoked_one_whatever_the_aggregator_says(tm
             return mean.sites
 
     assert asyncio.run(with_revoked()) == 3
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_restarted_aggregator_waits_for_a_planned_site_and_goes_on_without_it(tmp_path, comes):
+    """It knows whom it had asked, and not yet with which certificate they come."""
+
+    async def resumed():
+        cfg = config(tmp_path, network={"idle": "20s" if comes else "0.3s"})
+        async with Federation(tmp_path, cfg) as federation:
+            federation.tasks["d"].cancel()
+            await federation.told("site_lost", 1)
+            del federation.seen["d"]
+            training = asyncio.create_task(federation.answers.train(Plan(0, 0, SITES), zeros()))
+            await asyncio.sleep(0)
+            if comes:
+                federation.start("d")
+            return await asyncio.wait_for(training, 30)
+
+    assert asyncio.run(resumed()).sites == (4 if comes else 3)
 
 
 def test_evaluations_come_as_sums_too(tmp_path):

@@ -48,7 +48,8 @@ class Callers:
         return seen is None or not self.revoked(seen[0].serial)
 
     def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
-        return {site: self._seen[site][1] for site in sites}
+        """Of the certificates of these sites, of those that called."""
+        return {site: self._seen[site][1] for site in sites if site in self._seen}
 
     async def watch(self, cut: Callable[[SiteId, str], None], emit: Emit) -> None:
         """Look at the list again and again; `cut(site, reason)` ends what is open with a site on it."""

@@ -335,8 +335,9 @@ class UnderMasks:
         settled: Callable[[Plan], None] = lambda plan: None,
         spread: Spread = map,
     ) -> None:
-        """`fingerprints`: of the certificates with which sites are connected. `settled` keeps a plan in which
-        sites that dropped out are left out: from then on honest sites are in no other sum of this round."""
+        """`fingerprints`: of the certificates of those of these sites that called. `settled` keeps a plan
+        in which sites that dropped out are left out: from then on honest sites are in no other sum of this
+        round."""
         check_config(config)
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._verify, self._spread = policy(config, federation), verify, spread
@@ -397,8 +398,9 @@ class UnderMasks:
     ) -> tuple[Total, int]:
         """One session, and over how many sites it is."""
         schema = weights.schema if ask is Advertise else None
-        encoding = encoding_of(self._config, plan.round, len(sites), schema)
-        terms = self._terms(plan, sites, encoding)
+        cohort = await self._cohort(sites)
+        encoding = encoding_of(self._config, plan.round, len(cohort), schema)
+        terms = self._terms(plan, cohort, encoding)
         request = ask(
             id=terms.request_id("train" if ask is Advertise else "evaluate"),
             round=plan.round, weights=weights, terms=terms,
@@ -422,15 +424,25 @@ class UnderMasks:
         )
         return total, len(found.sites)
 
-    def _terms(self, plan: Plan, sites: Sequence[SiteId], encoding: Encoding) -> Terms:
-        quorum, threshold, degree = self._policy.graph(len(sites))
-        fingerprints, point = self._fingerprints(sites), encoding.point
+    async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
+        """The sites that called since this process began, with their certificates' fingerprints. The others
+        have the idle time to come; TooFewSites when too few are here then."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.network.idle):
+                while not self._fingerprints(sites).keys() >= set(sites):
+                    await self.cohort.newcomer(await self.cohort.members(0))
+        found = self._fingerprints(sites)
+        if len(found) < self._policy.min_sites:
+            raise TooFewSites("secure sum", len(found), self._policy.min_sites)
+        return {site: found[site] for site in sites if site in found}
+
+    def _terms(self, plan: Plan, cohort: dict[SiteId, bytes], encoding: Encoding) -> Terms:
+        (quorum, threshold, degree), point = self._policy.graph(len(cohort)), encoding.point
         return Terms(
             federation=self._policy.federation, run=self._policy.run, round=plan.round, attempt=plan.attempt,
-            nonce=secrets.token_bytes(NONCE_BYTES), cohort={site: fingerprints[site] for site in sites},
-            quorum=quorum, threshold=threshold, degree=degree, ring_bits=self._config.secagg.ring_bits,
-            value_bits=point.value_bits, clip=point.clip, max_weight=point.max_weight,
-            length=encoding.length,
+            nonce=secrets.token_bytes(NONCE_BYTES), cohort=cohort, quorum=quorum,
+            threshold=threshold, degree=degree, ring_bits=self._config.secagg.ring_bits,
+            value_bits=point.value_bits, clip=point.clip, max_weight=point.max_weight, length=encoding.length,
         )  # fmt: skip
 
     def _tell(self, plan: Plan, found: SecureSum, *, training: bool) -> None:
