@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from ..config import Config
+from ..secagg.fixedpoint import FixedPoint
 from ..secagg.masking import KEY_BYTES, add_masks
 from ..training.task import load_task
 from ..update import Schema
 from . import asynchronous, secure
 
 MASKS, MASKED_BYTES, TRIES = 8, 8 << 20, 5  # of the measurement: some tens of milliseconds
+ROUNDED = 1 << 20  # coordinates
+SIGNED = 4  # messages of a site in a session
 
 
 @dataclass(frozen=True)
@@ -71,16 +75,21 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
     each = max(sites // config.secagg.groups, 1)
     encoding = secure.encoding_of(config, 0, each, schema)
     up_bytes = encoding.numel(("loss",)) * encoding.point.dtype.itemsize
-    quorum, _, degree = secure.policy(config, "").graph(each)
+    quorum, threshold, degree = secure.policy(config, "").graph(each)
     neighbours, drop = degree or each - 1, max(each - quorum, 0)
-    mask_s, agreement_s = _mask_s(up_bytes), _agreement_s()
-    rebuilt_s = (each - drop) * mask_s + drop * neighbours * (mask_s + agreement_s)
+    mask_s, agreement_s, check_s = _mask_s(up_bytes), _agreement_s(), _check_s()
+    alive = neighbours * (each - drop) / max(each - 1, 1)  # of a lost site's neighbours
+    folded_s = each * (_add_s(up_bytes) + SIGNED * check_s)
+    lost_s = drop * alive * (mask_s + agreement_s)
     masks = MaskPlan(
         neighbours=neighbours,
         may_drop=drop * config.secagg.groups,
-        site_s=(neighbours + 1) * mask_s + 2 * neighbours * agreement_s,
-        aggregator_s=sites * mask_s,
-        aggregator_worst_s=config.secagg.groups * rebuilt_s,
+        site_s=(neighbours + 1) * mask_s
+        + 2 * neighbours * agreement_s
+        + (neighbours + threshold) * check_s
+        + _rounding_s(encoding.point, encoding.length),
+        aggregator_s=config.secagg.groups * (folded_s + each * mask_s),
+        aggregator_worst_s=config.secagg.groups * (folded_s + (each - drop) * mask_s + lost_s),
     )
     return RoundPlan(rounds, sites, updates, schema.numel, schema.nbytes, up_bytes, masks)
 
@@ -89,6 +98,25 @@ def _mask_s(nbytes: int) -> float:
     """Seconds to add one mask of so many bytes, with all cores."""
     vector, keys = np.zeros(MASKED_BYTES // 4, np.uint32), [(bytes([i]) * KEY_BYTES, 1) for i in range(MASKS)]
     return _best_s(lambda: add_masks(vector, keys, secure.spread())) / MASKS * nbytes / MASKED_BYTES
+
+
+def _add_s(nbytes: int) -> float:
+    """To add a vector to a sum."""
+    total, vector = np.zeros(MASKED_BYTES // 4, np.uint32), np.ones(MASKED_BYTES // 4, np.uint32)
+    return _best_s(lambda: np.add(total, vector, out=total)) * nbytes / MASKED_BYTES
+
+
+def _rounding_s(point: FixedPoint, coordinates: int) -> float:
+    values, out = np.zeros(ROUNDED, np.float32), np.empty(ROUNDED, point.dtype)
+    weight = point.max_weight
+    return _best_s(lambda: point.encode_into(values, weight, bytes(KEY_BYTES), out)) * coordinates / ROUNDED
+
+
+def _check_s() -> float:
+    """To check one signature."""
+    key, message = ec.generate_private_key(ec.SECP256R1()), b"a statement of usual length" * 8
+    signature, public = key.sign(message, secure.ECDSA), key.public_key()
+    return _best_s(lambda: public.verify(signature, message, secure.ECDSA))
 
 
 def _agreement_s() -> float:
