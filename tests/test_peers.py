@@ -2,12 +2,13 @@
 this process; tests/network/test_peer.py has processes."""
 
 import asyncio
+from shutil import copytree
 
 import pytest
 import torch
 
 from fedtrain import gossip, topology
-from fedtrain.errors import ConfigError
+from fedtrain.errors import CertificateError, ConfigError
 from fedtrain.exchange import Share
 from fedtrain.runtime.gossip import Peer
 from fedtrain.runtime.parcels import trained_part
@@ -16,7 +17,8 @@ from fedtrain.transport.memory import LocalNetwork
 from fedtrain.update import Arena
 
 from .limits import bounded
-from .peers import SCHEMA, village
+from .peers import SCHEMA, Village, village
+from .ports import free_port
 
 torch.set_num_threads(1)
 
@@ -108,6 +110,31 @@ def test_nobody_waits_for_a_slow_peer_where_peers_never_wait_and_it_keeps_its_ow
             assert not any("took the model" in each["text"] for each in v.of("c", "notice"))
             rounds = [each["round"] for each in v.of("c", "round_committed")]
             assert rounds == list(range(1, ended.rounds + 1))
+
+    bounded(main())
+
+
+def test_of_two_peers_with_one_name_the_one_started_last_goes_on_and_the_other_says_why_it_ends(tmp_path):
+    async def main():
+        async with village(tmp_path, "ab") as v:
+            v.start("a")
+            first = v.start("b")
+            await v.until(lambda: v.are_with("ab", "ab"))
+            await asyncio.sleep(1.1)  # entries are numbered by seconds
+            elsewhere = Village(tmp_path / "elsewhere", "")  # another disk and port, the same certificate
+            copytree(tmp_path / "certs", elsewhere.root / "certs", dirs_exist_ok=True)
+            copytree(tmp_path / "roster", elsewhere.root / "roster")
+            elsewhere.ports["b"] = free_port()
+            second = elsewhere.start("b")
+            with pytest.raises(
+                CertificateError, match=f"another process is b now, at .*:{elsewhere.ports['b']}"
+            ):
+                await first
+            del v.running["b"]
+            at = elsewhere.rounds_of("b")
+            await v.until(lambda: elsewhere.rounds_of("b") > at + 2 and v.are_with("a", "ab"))
+            assert not second.done()
+            await elsewhere.stop("b")
 
     bounded(main())
 

@@ -166,7 +166,7 @@ async def _rounds(
         await _gather(config, peer, neighbors, roster, emit)
         shape.check(peer.algorithm, roster.peers(), config.gossip.masks)
         await _catch_up(peer, neighbors, emit)
-    alone = False
+    alone, begun_as = False, roster.contact(peer.name)
     while True:
         if peer.algorithm.waits:  # else the fast are ahead of the slow for good, and nobody minds
             await _catch_up(peer, neighbors, emit)
@@ -179,7 +179,7 @@ async def _rounds(
             reason = reason or "most peers have done all rounds"
         if reason is not None:
             break
-        own_entry(roster, peer.name)
+        own_entry(roster, peer.name, begun_as)
         view, began, sent = neighbors.view(), time.monotonic(), (neighbors.bytes_in, neighbors.bytes_out)
         if view.degraded and not alone:
             emit("notice", text=f"only {len(view.alive)} of {len(roster.peers())} peers are here: the others "
@@ -377,9 +377,16 @@ def called_at(config: Config) -> str | None:
     return address or None
 
 
-def own_entry(roster: Roster, me: PeerId) -> bytes:
-    """What others are shown of us; CertificateError when it counts no more, so that a run ends here."""
-    if roster.contact(me) is None:
+def own_entry(roster: Roster, me: PeerId, begun_as: Contact | None = None) -> bytes:
+    """What others are shown of us; CertificateError when it counts no more, or not as it was when we began:
+    then the run ends here."""
+    now = roster.contact(me)
+    if now is not None and begun_as is not None and now != begun_as:
+        raise CertificateError(
+            f"another process is {me} now, at {now.address or 'no address'}: two have its certificate, and "
+            f"the one that was started last counts. Stop one of them, or give each machine a name of its own."
+        )
+    if now is None:
         raise CertificateError(
             f"{me}'s own entry counts no more: its certificate was revoked or has expired, or its file was "
             f"taken from {roster.folder}. With a new certificate the same command goes on."
