@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -396,13 +397,20 @@ def test_s21_garbage_on_the_port_leaves_the_peer_alive():
     bounded(main())
 
 
-def test_a_peer_that_trains_something_else_is_told_so_and_no_data_moves():
+@pytest.mark.parametrize(
+    ("differs", "line"),
+    [
+        ({"run": "another"}, "different runs"),
+        ({"greeting": msgspec.structs.replace(GREETING, schema_digest="another")}, "different models"),
+    ],
+)
+def test_a_peer_that_trains_something_else_is_told_so_and_no_data_moves(differs, line):
     async def main():
         async with party("a") as p:
-            p.start("b", run="another")
+            p.start("b", **differs)
             assert await p.peers["a"].meet(["b"], 3.0) == []
             await until(lambda: p.of("b", "site_lost"))
-            assert "different runs" in p.of("b", "site_lost")[0]["reason"]
+            assert line in p.of("b", "site_lost")[0]["reason"]
             assert p.peers["a"].bytes_out == p.peers["b"].bytes_out == 0
             await asyncio.sleep(2.5)  # nobody says it again and again
             assert [len(p.of(name, "join_refused")) for name in "ab"] == [1, 1]
