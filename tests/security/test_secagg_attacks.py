@@ -433,6 +433,20 @@ def test_one_key_at_two_sites_is_refused():
     refuses(federation, on(Share, change), "for two purposes, or one that another site has", "abc")
 
 
+def test_one_key_for_two_purposes_is_refused():
+    """A mask key that is rebuilt would open what was sealed."""
+    federation = Federation(4)
+    member = federation.members["d"]
+
+    def change(site, request):
+        entry = replace(request.roster["d"], seal_key=request.roster["d"].mask_key)
+        sid = federation.terms.sid(MODEL)
+        entry = replace(entry, signature=member.sign(keys_statement(sid, "d", entry)))
+        return replace(request, roster={**request.roster, "d": entry})
+
+    refuses(federation, on(Share, change), "d offers a key for two purposes", "abc")
+
+
 # --- Shares
 
 
