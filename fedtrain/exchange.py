@@ -144,7 +144,7 @@ class Mixer(Protocol):
     """
 
     def begin(self, offer: Offer) -> None:
-        """A share is about to come. BadUpdate refuses it (size, codec, weight) before a byte is sent."""
+        """A share is about to come. BadUpdate refuses it (size, codec, weight) before a byte is mixed."""
 
     def mix(self, peer: PeerId, offset: int, chunk: memoryview) -> None:
         """At most 1 MiB from byte `offset` on, a multiple of 64 bytes unless it is the last; the memory is

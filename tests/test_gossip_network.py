@@ -9,8 +9,10 @@ import torch
 
 from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Share
+from fedtrain.transport import courier
 from fedtrain.transport.courier import Limits
 from fedtrain.transport.memory import Crashed, Faults, LocalNetwork
+from fedtrain.wire.gossip import Header, Kind
 from tests.gossip import MIB, Sum, share, vector
 from tests.limits import bounded
 
@@ -60,7 +62,7 @@ def test_whoever_comes_first_chunks_are_mixed_in_the_peers_order(seed):
         assert torch.equal(mixer.acc, calm[name][0].acc)
 
 
-def test_a_share_of_the_wrong_size_is_refused_before_a_byte_of_it_is_sent():
+def test_a_share_of_the_wrong_size_is_refused_before_a_byte_of_it_is_mixed():
     network = LocalNetwork("ab")
 
     async def main():
@@ -73,6 +75,35 @@ def test_a_share_of_the_wrong_size_is_refused_before_a_byte_of_it_is_sent():
     assert "40 bytes, 20971520 are due" in a.kept["b"]
     assert b.missing.keys() == b.kept.keys() == {"a"}
     assert mixer.ended == {}
+
+
+def test_a_share_of_a_few_chunks_is_one_message_and_one_answer():
+    giver, taker, mixer = courier.Courier(), courier.Courier(), Sum(torch.zeros(MIB))
+    giver.begin(0, {"b": share(vector(MIB, 0))}, [], mixer, 60.0, 0.0)
+    taker.begin(0, {}, ["a"], mixer, 60.0, 0.0)
+    ((_, header, parts),) = giver.outbox
+    taker.receive("a", header, parts, 0.0)
+    ((_, answer, _),) = taker.outbox
+    assert (header.kind, answer.kind) == (Kind.OFFER, Kind.DONE)
+    assert torch.equal(mixer.acc, vector(MIB, 0))
+
+
+def test_a_giver_that_was_started_again_believes_that_its_share_was_had_before():
+    giver = courier.Courier()
+    giver.begin(0, {"b": share(vector(5 * MIB // 4, 0))}, [], Sum(torch.zeros(1)), 60.0, 0.0)
+    ((_, header, _),) = giver.outbox
+    giver.receive("b", Header(Kind.DONE, 0, header.transfer), (), 0.0)
+    assert giver.finished.given == {"b"}
+
+
+def test_first_chunks_that_come_too_early_and_find_no_room_are_asked_for_again(monkeypatch):
+    _, calm = bounded(all_to_all(LocalNetwork("abc"), 5 * MIB // 4))
+    monkeypatch.setattr(courier, "EARLY_BYTES", 5 << 20)  # for the chunks of one, and not of two
+    network = LocalNetwork("abc")
+    _, got = bounded(all_to_all(network, 5 * MIB // 4, c=3.0))
+    for name, (mixer, done) in got.items():
+        assert done.arrived == done.given == set("abc") - {name}
+        assert torch.equal(mixer.acc, calm[name][0].acc)
 
 
 # --- push-sum, in exact numbers, under everything that can go wrong

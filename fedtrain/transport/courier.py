@@ -5,9 +5,9 @@ transport/memory.py with a queue and a virtual clock. A message that comes goes 
 sent lies in `outbox`, time passes by `tick`. So what is tested under thousands of seeded faults is what
 runs over the network.
 
-Chunks flow only on the taker's credit, so memory is bounded by `window` chunks a neighbour, and a slow taker
-slows its giver down; a share of one small chunk is sent along with its offer. Lost and repeated messages are
-mended by offering again; a share counts once, by its round and transfer.
+An offer brings the first chunks along, so that a round begins with data; the others flow only on the taker's
+credit, so memory is bounded by `window` chunks a neighbour, and a slow taker slows its giver down. Lost and
+repeated messages are mended by offering again; a share counts once, by its round and transfer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from ..wire.frames import CHUNK_BYTES
 from ..wire.gossip import Header, Kind, chunks_of, pack_offer, unpack_offer
 
 Body = bytes | bytearray | memoryview
+Parts = Sequence[Body]  # of a message, behind its header
 Refuse = Callable[[PeerId, int, str], None]
-EAGER_BYTES = 64 << 10  # of a share that follows its offer at once, without waiting for credit
+EARLY_BYTES = 64 << 20  # of the chunks of rounds to come that are kept; others are asked for again
 PATIENCE_S = 0.05  # before a giver that has offered nothing yet is asked
 AGAIN = 1  # an offer's index after its connection was lost
 UNASKED = (Kind.LETTER, Kind.STATE)  # shares outside of an exchange
@@ -37,6 +38,7 @@ class Limits:
     payload_bytes: int = 4 << 30  # of one share; a run sets it from its schema
     chunk_bytes: int = CHUNK_BYTES  # the same at all peers
     window: int = 16  # chunks that a giver may be ahead of what was mixed
+    batch: int = 4  # chunks in one message, and with an offer: each message costs the taker a wakeup
     retry_s: float = 1.0  # silence after which an offer is repeated
 
 
@@ -85,7 +87,7 @@ class Courier:
     def __init__(self, limits: Limits = Limits(), *, first_transfer: int = 1, refuse: Refuse | None = None):
         """`first_transfer` should differ from start to start of a process, so that its transfers don't
         take on the numbers of those before; `refuse(peer, round, reason)` hears of every refused share."""
-        self.outbox: deque[tuple[PeerId, Header, Body]] = deque()
+        self.outbox: deque[tuple[PeerId, Header, Parts]] = deque()
         self.finished: Exchanged | None = None  # of the last `begin`
         self.letters: dict[PeerId, Letter] = {}
         self.states: dict[PeerId, Letter | None] = {}  # answers to `pull`; None: it has none
@@ -100,8 +102,7 @@ class Courier:
         self._out: dict[PeerId, Outgoing] = {}
         self._undecided: set[PeerId] = set()  # of _out
         self._begun_s = self._deadline_s = self._asked_s = 0.0
-        self._early: dict[PeerId, tuple[Header, bytes]] = {}  # offers of rounds to come,
-        self._early_chunks: dict[PeerId, tuple[Header, bytearray]] = {}  # and small shares with them
+        self._early: dict[PeerId, tuple[Header, Parts]] = {}  # offers of rounds to come
         self._wanted: dict[PeerId, int] = {}  # who expects our share of which round to come
         self._counted: dict[PeerId, int] = {}  # the last round in which a peer's share was had whole
         self._heard: dict[PeerId, tuple[int, float]] = {}  # which round a peer announced last, and when
@@ -135,7 +136,6 @@ class Courier:
             else:
                 self._offer(out, now)
         early, self._early = self._early, {}
-        chunks, self._early_chunks = self._early_chunks, {}
         for peer, slot in self._slots.items():
             if peer in early:
                 continue
@@ -143,10 +143,8 @@ class Courier:
                 self._lose(slot, self._dead[peer])
             elif self._heard.get(peer, (0, 0.0))[0] > round:
                 self._lose(slot, f"went on to round {self._heard[peer][0]}")
-        for peer, (header, body) in early.items():
-            self._offered(peer, header, body, now)
-            if peer in chunks:
-                self._chunk(peer, *chunks[peer])
+        for peer, (header, parts) in early.items():
+            self._offered(peer, header, parts)
         for peer, wanted in list(self._wanted.items()):
             if wanted <= round:
                 del self._wanted[peer]
@@ -185,7 +183,6 @@ class Courier:
         """The peer is dead, or has left: nobody waits for it any more."""
         self._dead[peer] = why
         self._early.pop(peer, None)
-        self._early_chunks.pop(peer, None)
         self._wanted.pop(peer, None)
         if slot := self._slots.get(peer):
             self._lose(slot, why)
@@ -234,17 +231,18 @@ class Courier:
         """The same of those too who are dead, or have left."""
         return {peer: round for peer, (round, _) in list(self._heard.items())}
 
-    def receive(self, peer: PeerId, header: Header, body: Body, now: float) -> None:
+    def receive(self, peer: PeerId, header: Header, parts: Parts, now: float) -> None:
         """A message of an authenticated peer. WireError: it breaks the protocol, and changed nothing that
         others rely on."""
+        body = parts[0] if parts else b""
         match header.kind:
             case Kind.CHUNK:
-                self._chunk(peer, header, body)
+                self._chunks(peer, header, parts)
             case Kind.ACK | Kind.NACK:
                 self._credited(peer, header, now)
             case Kind.OFFER:
                 self.heard(peer, header.round, now)
-                self._offered(peer, header, body, now)
+                self._offered(peer, header, parts)
             case Kind.DONE | Kind.REFUSE:
                 self._answered(peer, header, body, now)
             case Kind.CANCEL:
@@ -320,10 +318,11 @@ class Courier:
             out.kind, out.round, out.transfer, index, out.count, share.weight, share.degree, share.codec,
             self.epoch,
         )  # fmt: skip
-        self.outbox.append((out.peer, header, pack_offer(share.payload.nbytes, share.note)))
-        if out.kind is Kind.OFFER and 0 < share.payload.nbytes <= EAGER_BYTES and not out.credit:
-            out.credit = 1
-            self._send_chunks(out)
+        parts: list[Body] = [pack_offer(share.payload.nbytes, share.note)]
+        if out.kind is Kind.OFFER and not out.credit:
+            out.credit = min(out.count, self._limits.batch, self._limits.window)
+            parts += self._next_chunks(out)
+        self.outbox.append((out.peer, header, parts))
 
     def _credited(self, peer: PeerId, header: Header, now: float) -> None:
         """ACK: so far so good, and this much more; NACK: again from there."""
@@ -340,16 +339,19 @@ class Courier:
 
     def _send_chunks(self, out: Outgoing) -> None:
         """As far as there is credit."""
-        payload = out.share.payload
         while out.sent < out.credit:
-            chunk = payload[out.sent * self._size : (out.sent + 1) * self._size]
             head = Header(
                 Kind.CHUNK, out.round, out.transfer, out.sent, out.count, out.share.weight, out.share.degree,
                 out.share.codec, self.epoch,
             )  # fmt: skip
-            self.outbox.append((out.peer, head, chunk))
-            self.bytes_out += chunk.nbytes
-            out.sent += 1
+            self.outbox.append((out.peer, head, self._next_chunks(out)))
+
+    def _next_chunks(self, out: Outgoing) -> list[memoryview]:
+        """What the next message takes of those for which there is credit."""
+        begin, out.sent = out.sent, min(out.credit, out.sent + self._limits.batch)
+        payload = out.share.payload[begin * self._size : out.sent * self._size]
+        self.bytes_out += payload.nbytes
+        return [payload[at : at + self._size] for at in range(0, payload.nbytes, self._size)]
 
     def _answered(self, peer: PeerId, header: Header, body: Body, now: float) -> None:
         """DONE or REFUSE: how it ended."""
@@ -361,7 +363,9 @@ class Courier:
         if out is None:
             return
         if header.kind is Kind.DONE and out.sent < out.count:
-            if out.kind is Kind.OFFER and out.sent == 0:  # an earlier life of ours had given it
+            if (
+                out.kind is Kind.OFFER and out.sent <= self._limits.batch
+            ):  # an earlier life of ours had given it
                 self._decide(out, now, "given")
                 return
             raise WireError(f"it has {out.count} chunks, of {out.sent} that were sent")
@@ -420,13 +424,16 @@ class Courier:
 
     # --- taking
 
-    def _offered(self, peer: PeerId, header: Header, body: Body, now: float) -> None:
-        """A share of a round: of one that is over, of this one, or of one to come."""
+    def _offered(self, peer: PeerId, header: Header, parts: Parts) -> None:
+        """A share of a round, and its first chunks: of one that is over, of this one, or of one to come."""
+        body, chunks = (parts[0], parts[1:]) if parts else (b"", ())
         nbytes, note = unpack_offer(header, body, self._limits.payload_bytes, self._size)
+        if len(chunks) > self._limits.batch:
+            raise WireError(f"an offer with {len(chunks)} chunks, {self._limits.batch} at most are taken")
+        self._check(nbytes, 0, chunks)
         slot = self._slots.get(peer) if header.round == self._round else None
         if header.round > self._round:
-            if peer not in self._early or header.round >= self._early[peer][0].round:
-                self._early[peer] = (header, bytes(body))
+            self._early_offer(peer, header, parts)
         elif self._counted.get(peer) == header.round:
             self._say(peer, Kind.DONE, round=header.round, transfer=header.transfer)
         elif slot is None or not self._open or slot.outcome:
@@ -436,14 +443,23 @@ class Courier:
             )  # fmt: skip
             self._say(peer, Kind.REFUSE, round=header.round, transfer=header.transfer, body=reason.encode())
         elif slot.offer is None:
-            self._accept(slot, header, nbytes, note)
+            self._accept(slot, header, nbytes, note, chunks)
         elif slot.transfer == header.transfer:
             self._where(slot, header)
         else:  # the giver was started again in the middle of a transfer
             self._lose(slot, "its first share was broken off")
             self._say(peer, Kind.REFUSE, round=header.round, transfer=header.transfer, body=b"broken off")
 
-    def _accept(self, slot: Incoming, header: Header, nbytes: int, note: bytes) -> None:
+    def _early_offer(self, peer: PeerId, header: Header, parts: Parts) -> None:
+        """Of a round to come: its chunks wait here too, as far as there is room."""
+        before = self._early.get(peer)
+        if before and (header.transfer == before[0].transfer or header.round < before[0].round):
+            return
+        others = (kept for other, (_, kept) in self._early.items() if other != peer)
+        room = EARLY_BYTES - sum(len(part) for kept in others for part in kept)
+        self._early[peer] = (header, parts if sum(map(len, parts)) <= room else parts[:1])
+
+    def _accept(self, slot: Incoming, header: Header, nbytes: int, note: bytes, chunks: Parts) -> None:
         offer = Offer(slot.peer, header.round, nbytes, header.weight, header.degree, header.codec, note)
         slot.transfer, slot.count = header.transfer, header.count
         try:
@@ -452,9 +468,9 @@ class Courier:
             self._bad(slot, str(e))
             return
         slot.offer = offer
-        if slot.count == 0:
-            self._have_whole(slot)
-            self._mix_on()
+        slot.credit = len(chunks)
+        if slot.count == 0 or chunks:
+            self._take(slot, chunks)
         else:
             self._grant(slot)
 
@@ -466,42 +482,51 @@ class Courier:
         self._say(slot.peer, kind, header.round, slot.transfer, slot.had, slot.credit)
 
     def _grant(self, slot: Incoming) -> None:
-        """More credit, a few times a window."""
+        """More credit, a few times a window. Without a chunk so far, none is on its way either."""
         credit = min(slot.count, slot.mixed + self._limits.window)
         if credit - slot.credit >= min(slot.count - slot.credit, max(1, self._limits.window // 4)) > 0:
             slot.credit = credit
             assert slot.offer is not None
-            self._say(slot.peer, Kind.ACK, slot.offer.round, slot.transfer, slot.had, credit)
+            kind = Kind.ACK if slot.had else Kind.NACK
+            self._say(slot.peer, kind, slot.offer.round, slot.transfer, slot.had, credit)
 
-    def _chunk(self, peer: PeerId, header: Header, body: Body) -> None:
+    def _chunks(self, peer: PeerId, header: Header, chunks: Parts) -> None:
+        """Some that follow one another, from the header's index on."""
         slot = self._receiving(peer, header)
-        if slot is None or header.index < slot.had:  # of a share that is over, again, or of a round to come
-            early = self._early.get(peer)
-            if early is not None and early[0].transfer == header.transfer and len(body) <= EAGER_BYTES:
-                self._early_chunks[peer] = (header, bytearray(body))
+        if slot is None or header.index < slot.had:  # of a share that is over, or again
             return
         assert slot.offer is not None
-        if header.index >= slot.credit:
-            raise WireError(f"chunk {header.index}, but credit is {slot.credit}")
+        if header.index + len(chunks) > slot.credit:
+            raise WireError(f"{len(chunks)} chunks from {header.index} on, but credit is {slot.credit}")
         if header.index > slot.had:
             if not slot.asked_again:
                 slot.asked_again = True
                 self._say(peer, Kind.NACK, slot.offer.round, slot.transfer, slot.had, slot.credit)
             return
-        due = min(self._size, slot.offer.nbytes - header.index * self._size)
-        if len(body) != due:
-            raise WireError(f"chunk {header.index} has {len(body)} bytes, {due} are due")
-        slot.had, slot.asked_again = slot.had + 1, False
-        self.bytes_in += due
+        self._check(slot.offer.nbytes, header.index, chunks)
+        self._take(slot, chunks)
+
+    def _check(self, nbytes: int, index: int, chunks: Parts) -> None:
+        for at, chunk in enumerate(chunks, index):
+            due = min(self._size, nbytes - at * self._size)
+            if len(chunk) != due or due <= 0:
+                raise WireError(f"chunk {at} has {len(chunk)} bytes, {due} are due")
+
+    def _take(self, slot: Incoming, chunks: Parts) -> None:
+        """Those that come next, checked."""
+        begin, slot.asked_again = slot.had, False
+        slot.had += len(chunks)
+        self.bytes_in += sum(map(len, chunks))
         if slot.into is not None:
-            slot.into[header.index * self._size :][:due] = body
-            slot.mixed += 1
+            for at, chunk in enumerate(chunks, begin):
+                slot.into[at * self._size :][: len(chunk)] = chunk
+            slot.mixed = slot.had
             if slot.whole:
                 self._have_letter(slot)
             else:
                 self._grant(slot)
             return
-        slot.held.append(body)
+        slot.held.extend(chunks)
         if slot.whole:
             self._have_whole(slot)
         self._mix_on()
@@ -654,7 +679,8 @@ class Courier:
         self, peer: PeerId, kind: Kind, round: int = 0, transfer: int = 0, index: int = 0, count: int = 0,
         body: bytes = b"",
     ) -> None:  # fmt: skip
-        self.outbox.append((peer, Header(kind, round, transfer, index, count, epoch=self.epoch), body))
+        header = Header(kind, round, transfer, index, count, epoch=self.epoch)
+        self.outbox.append((peer, header, (body,) if body else ()))
 
 
 def _text(body: Body) -> str:

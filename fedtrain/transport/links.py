@@ -28,9 +28,9 @@ from ..errors import ConnectError
 from ..exchange import Contact, PeerId
 from ..wire.gossip import FRAME_BYTES, Header, Stamp, pack, short
 from .admission import Curve, Door, Guests, Roster, Tell
-from .courier import Body
+from .courier import Parts
 
-SENDING = 64  # messages queued in libzmq on a connection; memory is at most this times a chunk
+SENDING = 16  # messages queued in libzmq on a connection, each of a batch of chunks at most
 BATCH = 64  # messages read from one socket before the others are looked at
 COPIED = 64 << 10  # bytes up to which libzmq gets a copy, rather than the memory itself for a while
 FULL_S = 0.002  # until a full socket is tried again: a ROUTER can't be polled for one of its peers
@@ -50,7 +50,7 @@ class Link:
     monitor: Source | None = None
     calling: bool = False  # our DEALER's handshake is done
     routes: dict[int, tuple[bytes, Any]] = field(default_factory=dict)  # its calls: fd -> routing id, address
-    queue: deque[tuple[bytes, Body]] = field(default_factory=deque)  # what its socket has not taken yet
+    queue: deque[tuple[bytes, Parts]] = field(default_factory=deque)  # what its socket has not taken yet
     lent: deque[weakref.ref[memoryview]] = field(default_factory=deque)  # chunks that libzmq may still read
     contact: Contact | None = None  # as it was on the roster when it was called
     greeted: bool = False  # it took our Hello
@@ -337,9 +337,9 @@ class Links:
 
     # --- what is said
 
-    def say(self, link: Link, header: Header, body: Body = b"") -> None:
+    def say(self, link: Link, header: Header, parts: Parts = ()) -> None:
         """To be sent by the next `send`."""
-        link.queue.append((pack(header, self._stamp), body))
+        link.queue.append((pack(header, self._stamp), parts))
         self._talking[link] = None
 
     def send(self) -> None:
@@ -351,14 +351,13 @@ class Links:
 
     def _drain(self, link: Link) -> None:
         while link.queue:
-            header, body = link.queue[0]
+            header, parts = link.queue[0]
             try:
                 if link.calling and link.dealer is not None:
-                    self._over_our_call(link, link.dealer, header, body)
+                    self._over_our_call(link, link.dealer, header, parts)
                 elif link.routes:
                     route = next(reversed(link.routes.values()))[0]  # its latest call
-                    frames = [route, header, body] if len(body) else [route, header]
-                    self._router.send_multipart(frames, NOBLOCK)
+                    self._router.send_multipart([route, header, *parts], NOBLOCK)
                 else:
                     link.queue.clear()
                     return
@@ -372,18 +371,17 @@ class Links:
                     link.went_down()
                 continue
             link.queue.popleft()
-            self.wire_out += len(header) + len(body)
+            self.wire_out += len(header) + sum(map(len, parts))
 
-    def _over_our_call(self, link: Link, dealer: Source, header: bytes, body: Body) -> None:
-        if not len(body):
-            dealer.send(header, NOBLOCK)
-            return
-        dealer.send(header, NOBLOCK | SNDMORE)
-        if isinstance(body, memoryview) and len(body) > COPIED:
-            dealer.send(body, NOBLOCK, copy=False)
-            link.lend(body)
-        else:
-            dealer.send(body, NOBLOCK)
+    def _over_our_call(self, link: Link, dealer: Source, header: bytes, parts: Parts) -> None:
+        dealer.send(header, NOBLOCK | SNDMORE if parts else NOBLOCK)
+        for left, part in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
+            flags = NOBLOCK | SNDMORE if left else NOBLOCK
+            if isinstance(part, memoryview) and len(part) > COPIED:
+                dealer.send(part, flags, copy=False)
+                link.lend(part)
+            else:
+                dealer.send(part, flags)
 
 
 def _address(fd: int) -> Any:

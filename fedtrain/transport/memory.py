@@ -24,7 +24,7 @@ from ..errors import ConnectError, WireError
 from ..exchange import Exchanged, Letter, Mixer, PeerId, Share
 from ..update import Reply, Request, SiteId
 from ..wire.gossip import Header, Kind
-from .courier import Body, Courier, Limits
+from .courier import Courier, Limits, Parts
 
 Handler = Callable[[Request], Reply | Awaitable[Reply]]
 
@@ -163,28 +163,28 @@ class LocalNetwork:
         self._flushing = False
         self._check_idle()
 
-    def _carry(self, giver: PeerId, taker: PeerId, header: Header, body: Body) -> None:
+    def _carry(self, giver: PeerId, taker: PeerId, header: Header, parts: Parts) -> None:
         self.messages += 1
         if self.faults.none:
-            self._deliver(giver, taker, header, body)
+            self._deliver(giver, taker, header, parts)
             return
         if self.faults.cut(giver, taker, self.now) or self._draw.random() < self.faults.drop:
             self.lost += 1
             return
-        body = bytearray(body)  # it arrives later, when the giver may have written to it
+        parts = [bytearray(part) for part in parts]  # it arrives when the giver may have written to them
         times = 1 + (self._draw.random() < self.faults.duplicate)
         self.doubled += times - 1
         for _ in range(times):
             delay_s = self._draw.uniform(0, self.faults.delay_s)
-            self._later(delay_s, lambda: self._deliver(giver, taker, header, body))
+            self._later(delay_s, lambda: self._deliver(giver, taker, header, parts))
 
-    def _deliver(self, giver: PeerId, taker: PeerId, header: Header, body: Body) -> None:
+    def _deliver(self, giver: PeerId, taker: PeerId, header: Header, parts: Parts) -> None:
         if peer := self._up.get(taker):
             if header.kind is Kind.PING:
                 peer.courier.heard(giver, header.round, self.now)
             else:
                 try:
-                    peer.courier.receive(giver, header, body, self.now)
+                    peer.courier.receive(giver, header, parts, self.now)
                 except WireError as e:
                     self.refused.append((giver, taker, str(e)))
             self._busy.append(taker)
@@ -245,7 +245,7 @@ class LocalNeighbors:
     def announce(self, round: int) -> None:
         for name in self._network.names:
             if name != self.name:
-                self.courier.outbox.append((name, Header(Kind.PING, round), b""))
+                self.courier.outbox.append((name, Header(Kind.PING, round), ()))
         self._network.touched(self)
 
     def progress(self) -> dict[PeerId, int]:

@@ -30,7 +30,7 @@ from ..wire.codec import decode, encode
 from ..wire.frames import Refused
 from ..wire.gossip import Greeting, Header, Kind, Stamp, text_of, unpack
 from .admission import Curve, Roster, Tell, bundles
-from .courier import Body, Courier, Limits
+from .courier import Body, Courier, Limits, Parts
 from .links import Link, Links
 from .membership import Membership
 
@@ -41,6 +41,7 @@ PATIENCE = 20  # breaches of the protocol before a peer is cut off,
 BAN_S = 60.0  # and for how long
 AGAIN_S = 3.0  # before a peer is called again that refused our key
 POLL_S = 0.25  # at most, between looks at what time brings
+CHUNKED = (Kind.OFFER, Kind.CHUNK)
 GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REJECT)
 
 T = TypeVar("T")
@@ -358,20 +359,22 @@ class ZmqNeighbors:
     def _hear(self, link: Link, message: list[zmq.Frame]) -> None:
         """One message: is it ours, what does it say?"""
         try:
-            if not 1 <= len(message) <= 2:
-                raise WireError(f"a message of {len(message)} frames")
+            if not message:
+                raise WireError("a message of no frames")
             header, stamp = unpack(message[0].buffer)
-            body: Body = message[1].buffer if len(message) == 2 else b""
+            parts = [frame.buffer for frame in message[1:]]
+            if len(parts) > 1 and header.kind not in CHUNKED:
+                raise WireError(f"a {header.kind.name} of {len(message)} frames")
             if stamp.sender != link.stamp.sender:
                 raise WireError("it says that it is another peer than its key's")
             if header.kind is not Kind.CHUNK:  # these are bounded by credit
                 self._spend(link)
             if header.kind in GREETINGS:
-                self._greeted(link, header, stamp, body)
+                self._greeted(link, header, stamp, parts[0] if parts else b"")
             elif stamp != link.stamp:
                 raise WireError("it is of another run, or of another model")
             elif link.welcomed:
-                self._receive(link, header, body)
+                self._receive(link, header, parts)
         except WireError as e:
             self._breach(link, str(e))
 
@@ -391,8 +394,8 @@ class ZmqNeighbors:
             link.breaches, link.banned_s = 0, time.monotonic() + BAN_S
             self._cut(link, f"cut off for {BAN_S:g} s after {PATIENCE} breaches: {what}")
 
-    def _receive(self, link: Link, header: Header, body: Body) -> None:
-        now = time.monotonic()
+    def _receive(self, link: Link, header: Header, parts: Parts) -> None:
+        now, body = time.monotonic(), parts[0] if parts else b""
         match header.kind:
             case Kind.PING | Kind.PONG | Kind.SUSPECT:
                 self._courier.heard(link.peer, header.round, now)
@@ -403,7 +406,7 @@ class ZmqNeighbors:
             case Kind.LEAVE:
                 self._gone(link, "has left")
             case _:
-                self._courier.receive(link.peer, header, body, now)
+                self._courier.receive(link.peer, header, parts, now)
 
     # --- greeting: both ends must train the same
 
@@ -484,19 +487,19 @@ class ZmqNeighbors:
             if link.up:
                 self._say(link, Header(Kind.PING, round))
 
-    def _say(self, link: Link, header: Header, body: Body = b"") -> None:
+    def _say(self, link: Link, header: Header, *parts: Body) -> None:
         if len(link.queue) >= WAITING:
             self._cut(link, "it does not read what it is sent")
         else:
-            self._links.say(link, header, body)
+            self._links.say(link, header, parts)
 
     def _write(self) -> None:
         outbox = self._courier.outbox
         while outbox:
-            peer, header, body = outbox.popleft()
+            peer, header, parts = outbox.popleft()
             link = self._links.get(peer) or self._links.to(peer)
             if link.up:  # otherwise the courier says it again when the peer is found
-                self._say(link, header, body)
+                self._say(link, header, *parts)
         self._links.send()
 
     # --- handing back to the caller's side

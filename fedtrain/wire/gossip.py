@@ -1,4 +1,4 @@
-"""What peers say to each other: a header of 64 bytes, then at most one body. Little-endian, no pickle.
+"""What peers say to each other: a header of 64 bytes, then its body. Little-endian, no pickle.
 
     bytes  0-3    magic "FTGP"            32-39  sender, SHA-256 of its name, first 8 bytes
            4      version                 40-43  index     44-47  count      both in chunks
@@ -12,12 +12,13 @@
 How a share travels (transport/courier.py):
 
     giver  OFFER(round, transfer, bytes)  ->              taker
+                                          the body, then up to 4 chunks, the first, each a frame of its own
            <- ACK(index, count)           has `index` chunks, takes up to `count`: the giver's credit
-           CHUNK(index) ...               ->                 (up to 64 KiB at once, behind the OFFER)
+           CHUNK(index) ...               ->                 up to 4 chunks from `index` on, each a frame
            <- DONE                        has it whole, and counts it; it is given
     or     <- REFUSE(reason)              does not count it, and never will
     or     CANCEL                         -> comes no more of it; with transfer 0: has none for you
-    again  <- NACK(index, count)          go back to chunk `index`
+    again  <- NACK(index, count)          go back to chunk `index`; an OFFER that came bare is answered so
     and    WANT(round)                    -> expects your share of this round
 
 A letter is a share without a round (LETTER, else the same), a state is what PULL is answered with (STATE).
@@ -36,7 +37,7 @@ from ..errors import WireError
 from .frames import CHUNK_BYTES
 
 MAGIC = b"FTGP"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 NOTE_BYTES = 4096  # of an offer's note
 TEXT_BYTES = 64 << 10  # of the body of a HELLO, MEMBERS, PING ...: everything that isn't an offer or a chunk
