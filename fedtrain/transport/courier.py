@@ -363,9 +363,7 @@ class Courier:
         if out is None:
             return
         if header.kind is Kind.DONE and out.sent < out.count:
-            if (
-                out.kind is Kind.OFFER and out.sent <= self._limits.batch
-            ):  # an earlier life of ours had given it
+            if out.kind is Kind.OFFER and out.sent <= self._limits.batch:  # an earlier life of ours gave it
                 self._decide(out, now, "given")
                 return
             raise WireError(f"it has {out.count} chunks, of {out.sent} that were sent")
