@@ -426,7 +426,7 @@ def test_a_peer_that_trains_something_else_is_told_so_and_no_data_moves():
             await until(lambda: p.of("b", "site_lost"))
             assert "different runs" in p.of("b", "site_lost")[0]["reason"]
             assert p.peers["a"].bytes_out == p.peers["b"].bytes_out == 0
-            await asyncio.sleep(2.5)  # nobody says it again and again
+            await asyncio.sleep(1.5)  # nobody says it again and again
             assert [len(p.of(name, "join_refused")) for name in "ab"] == [1, 1]
 
     bounded(main())
