@@ -131,13 +131,14 @@ def advertise(config, nonce=0):
 @pytest.mark.parametrize("then", ["the same again", "another session"])
 def test_what_is_asked_while_a_vector_is_masked_waits_for_it(tmp_path, then):
     """As when a connection breaks while a site masks: it is asked again, and the first work goes on."""
-    config, masking, go_on = config_of(tmp_path), threading.Event(), threading.Event()
+    config, asked, masking, go_on = config_of(tmp_path), *(threading.Event() for _ in range(3))
     model, update = hash_of(Arena.zeros(SCHEMA)), Update(delta=Arena.zeros(SCHEMA), num_examples=5.0)
     keys, replies = SimulatedKeys(), []
 
     def slowly(work, items):
-        masking.set()
-        assert go_on.wait(60)
+        if asked.is_set():
+            masking.set()
+            assert go_on.wait(60)
         return map(work, items)
 
     sites = sites_of(config, keys, spread=slowly)
@@ -148,6 +149,7 @@ def test_what_is_asked_while_a_vector_is_masked_waits_for_it(tmp_path, then):
                 return await asyncio.to_thread(site.offer, request, model, update)
             if not isinstance(request, Mask) or replies:
                 return await asyncio.to_thread(site.answer, request)
+            asked.set()
             first = asyncio.create_task(asyncio.to_thread(site.answer, request))
             await asyncio.to_thread(masking.wait, 60)
             second = asyncio.create_task(
@@ -164,9 +166,9 @@ def test_what_is_asked_while_a_vector_is_masked_waits_for_it(tmp_path, then):
 
     async def run():
         cohort = LocalCohort({name: handler(site) for name, site in sites.items()})
-        asked = advertise(config)
+        offer = advertise(config)
         return await secure_sum(
-            cohort, asked.terms, model, asked, keys.verify, deadline_s=60, step_deadline_s=60
+            cohort, offer.terms, model, offer, keys.verify, deadline_s=60, step_deadline_s=60
         )
 
     if then == "the same again":
