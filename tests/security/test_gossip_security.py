@@ -422,7 +422,7 @@ def test_a_peer_that_trains_something_else_is_told_so_and_no_data_moves():
     async def main():
         async with party("a") as p:
             p.start("b", run="another")
-            assert await p.peers["a"].meet(["b"], 3.0) == []
+            assert await p.peers["a"].meet(["b"], 1.0) == []
             await until(lambda: p.of("b", "site_lost"))
             assert "different runs" in p.of("b", "site_lost")[0]["reason"]
             assert p.peers["a"].bytes_out == p.peers["b"].bytes_out == 0
