@@ -109,8 +109,8 @@ def test_a_shortened_delta_is_the_delta_shortened():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_examples": 101.0}, "101 examples, and secagg.max_examples is 100. Raise it"),
-        ({"metrics": {"loss": (math.nan, 1.0)}}, "the sum of loss is nan"),
+        ({"num_examples": 101.0}, "more than secagg.max_examples = 100. Raise it"),
+        ({"metrics": {"loss": (math.nan, 1.0)}}, "the sum of loss is not finite"),
     ],
 )
 def test_what_cannot_travel_is_named(change, said):

@@ -117,7 +117,7 @@ class Encoding:
         weight, delta = update.num_examples, update.delta
         if not 0 < weight <= self.point.max_weight:
             raise SecAggError(
-                f"it trained on {weight:g} examples, and secagg.max_examples is {self.point.max_weight:g}. "
+                f"it trained on none, or on more examples than secagg.max_examples = {self.point.max_weight:g}. "
                 f"Raise it at the aggregator and all sites, to what the largest site has."
             )
         weight = self.point.weight(weight)  # as its scalar will say

@@ -218,9 +218,9 @@ class FixedPoint:
         """
         bad = np.flatnonzero(~(np.abs(values) <= SCALAR_LIMIT))
         if len(bad):
-            i = int(bad[0])
-            raise SecAggError(
-                f"{name(i)} is {values[i]:g}; sums are kept for ±{SCALAR_LIMIT:.3g} at each site"
+            raise SecAggError(  # which the aggregator reads, so without the number
+                f"{name(int(bad[0]))} is not finite, or too large: sums are kept for ±{SCALAR_LIMIT:.3g} "
+                f"at each site"
             )
         whole = np.rint(values * ONE).astype(np.int64)
         digits = [whole >> (i * self.limb_bits) for i in range(self.limbs)]
