@@ -1,4 +1,5 @@
-"""A whole project with real processes: an aggregator and its sites, by the commands that users type."""
+"""A whole project with real processes: an aggregator and its sites, by the commands that users type, less the
+time that those take to load torch (worlds.Command)."""
 
 from __future__ import annotations
 

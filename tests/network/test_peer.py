@@ -32,7 +32,7 @@ def models(project, run):
 def ends_as_simulated(project, names, *sets):
     """Peers as processes end with the models, bit for bit, of a simulation with the same settings."""
     simulated = project.start("simulate", "--mode", "gossip", *sets)
-    assert simulated.wait(240) == 0, project.log("simulate")
+    assert simulated.wait(240) == 0, project.log("simulate-gossip")
     for name, process in start_peers(project, *sets, names=names).items():
         assert process.wait(240) == 0, project.log(f"peer-{name}")
     rounds, expected = models(project, "r+gossip")
