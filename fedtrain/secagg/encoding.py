@@ -118,7 +118,7 @@ class Encoding:
         if not 0 < weight <= self.point.max_weight:
             raise SecAggError(
                 f"it trained on none, or on more examples than secagg.max_examples = "
-                f"{self.point.max_weight:g}. Raise it at the aggregator and all sites, to what the largest has."
+                f"{self.point.max_weight:g}. Raise it at both ends, to what the largest site has."
             )
         weight = self.point.weight(weight)  # as its scalar will say
         at = clipped = 0
