@@ -109,7 +109,7 @@ def test_a_shortened_delta_is_the_delta_shortened():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_examples": 101.0}, "more than secagg.max_examples = 100. Raise it"),
+        ({"num_examples": 101.0}, "more examples than secagg.max_examples = 100. Raise it"),
         ({"metrics": {"loss": (math.nan, 1.0)}}, "the sum of loss is not finite"),
     ],
 )
