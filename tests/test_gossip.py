@@ -457,7 +457,7 @@ def test_a_meeting_keeps_the_sum_wherever_both_have_got_to_since():
 
 def test_adpsgd_refuses_more_than_a_pair():
     with pytest.raises(
-        ConfigError, match=r"0 has 2 neighbours in round 0\. Use gossip\.topology = \"matching\""
+        ConfigError, match=r"0 has 2 neighbours in round 1\. Use gossip\.topology = \"matching\""
     ):
         Peers(build("adpsgd", {}), "ring", 5).run()
 

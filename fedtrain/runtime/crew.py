@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class Crew:
-    """The caller and `threads` - 1 helpers, which take items from one heap: a secagg.masking.Spread. Work may
-    spread work in its turn, on a helper that takes the place of a caller who has none left.
+    """The caller and `threads` - 1 helpers, which take items from one heap: a secagg.masking.Spread.
 
     Helpers sleep between calls, and the kernel takes up to milliseconds to wake one. So the caller works from
     the start, and who has not come by the end of the work is not waited for.
@@ -16,7 +15,7 @@ class Crew:
 
     def __init__(self, threads: int) -> None:
         self._helpers = threads - 1
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="crew")
+        self._pool = ThreadPoolExecutor(max(self._helpers, 1), thread_name_prefix="crew")
 
     def __call__(self, work: Callable[[int], object], items: range) -> Iterable[None]:
         """work(item) for all items; when all is done, an error of one of them is raised."""

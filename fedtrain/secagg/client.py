@@ -30,7 +30,7 @@ from .keys import (
     self_mask_key,
     unseal,
 )
-from .masking import Spread, add_masks, each
+from .masking import Spread, add_masks
 from .messages import (
     NONCE_BYTES,
     Agree,
@@ -72,7 +72,6 @@ Sign = Callable[[bytes], bytes]
 Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
 # vector, uint [terms.numel(names)], into `out`, which may hold anything before
 Step = TypeVar("Step", bound=Request)
-Found = TypeVar("Found")
 Opened = tuple[int, tuple[SiteId, ...]]  # the newest round of which shares were given, and U3 of that sum
 NEVER: Opened = (-1, ())
 
@@ -267,30 +266,35 @@ def take_part(
     )
     keys = replace(keys, signature=sign(keys_statement(sid, me, keys)))
 
-    # 1: shares of the two secrets, for the neighbours of one roster; beside that, the vector
+    # 1: shares of the two secrets, for the neighbours of one roster
     share = due(Share, (yield keys))
     roster = Roster.of(site, terms, sid, keys, share)
-    arena = site.arena(terms, share.names)
-    hand = beside(
-        site.spread,
-        lambda: Hand.deal(roster, terms, sid, mask_pair, seal_pair, seed, random),
-        lambda: encode(share.names, arena.vector),
-    )
-    dealt = shares_statement(sid, roster.hash, dealt_hash(hand.sealed))
+    shared = {peer: seal_pair.agree(roster.keys[peer].seal_key) for peer in roster.peers}
+    masks = {
+        peer: pair_mask_key(mask_pair.agree(roster.keys[peer].mask_key), sid, me, peer)
+        for peer in roster.peers
+    }
+    seeds, mask_keys = (deal(secret, roster, terms, random) for secret in (seed, mask_pair.secret))
+    sealed = {
+        holder: seal_shares(roster, shared.get(holder), sid, holder, seeds[holder], mask_keys[holder])
+        for holder in roster.holders
+    }
+    dealt = dealt_hash(sealed)
 
     # 2: the vector under its masks, for those who dealt
-    mask = due(Mask, (yield Shares(sealed=hand.sealed, signature=sign(dealt))))
+    mask = due(Mask, (yield Shares(sealed=sealed, signature=sign(shares_statement(sid, roster.hash, dealt)))))
     check_dealers(terms, roster, mask)
     held = {
-        peer: open_shares(roster, hand.shared[peer], sid, peer, sealed)
-        for peer, sealed in mask.sealed.items()
+        peer: open_shares(roster, shared[peer], sid, peer, sealed) for peer, sealed in mask.sealed.items()
     }
     if me in roster.holders:
-        held[me] = (hand.seeds[me], hand.mask_keys[me])
+        held[me] = (seeds[me], mask_keys[me])
+    arena = site.arena(terms, share.names)
+    encode(share.names, arena.vector)
     own_mask = self_mask_key(seed, sid, me)
     add_masks(
         arena.vector,
-        [(own_mask, 1), *((hand.masks[peer], pair_mask_sign(me, peer)) for peer in mask.sealed)],
+        [(own_mask, 1), *((masks[peer], pair_mask_sign(me, peer)) for peer in mask.sealed)],
         site.spread,
     )
     signature = sign(masked_statement(sid, roster.hash, arena.digest))
@@ -372,9 +376,9 @@ class Roster:
         peers = peers_of(me, sites, terms.degree, seed)
         if keys.keys() != {me, *peers}:
             raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
-        each(site.spread, lambda peer: check_signed(peer, keys[peer], terms, sid, site.verify), peers)
         used = {mine.mask_key, mine.seal_key}
         for peer in peers:
+            check_signed(peer, keys[peer], terms, sid, site.verify)
             check_fresh(peer, keys[peer], used)
         check_names("the roster", share.names)
         for name, entry in keys.items():
@@ -384,43 +388,7 @@ class Roster:
         return cls(me, sites, roster_hash(seed, share.names), keys, peers, holders)
 
 
-@dataclass(frozen=True)
-class Hand:
-    """What a site agreed on with its peers, and dealt of its own."""
-
-    shared: dict[SiteId, bytes]  # by peer: secrets that seal shares
-    masks: dict[SiteId, bytes]  # by peer: keys of pairwise masks
-    seeds: dict[SiteId, bytes]  # by holder: shares of the self mask's seed
-    mask_keys: dict[SiteId, bytes]  # by holder: shares of the secret mask key
-    sealed: dict[SiteId, Sealed]  # by holder: both, for it alone
-
-    @classmethod
-    def deal(
-        cls,
-        roster: Roster,
-        terms: Terms,
-        sid: bytes,
-        mask_pair: KeyPair,
-        seal_pair: KeyPair,
-        seed: bytes,
-        random: Callable[[int], bytes],
-    ) -> Hand:
-        me, keys = roster.me, roster.keys
-        shared = {peer: seal_pair.agree(keys[peer].seal_key) for peer in roster.peers}
-        masks = {
-            peer: pair_mask_key(mask_pair.agree(keys[peer].mask_key), sid, me, peer) for peer in roster.peers
-        }
-        seeds, mask_keys = (shares_of(secret, roster, terms, random) for secret in (seed, mask_pair.secret))
-        sealed = {
-            holder: seal_shares(roster, shared.get(holder), sid, holder, seeds[holder], mask_keys[holder])
-            for holder in roster.holders
-        }
-        return cls(shared, masks, seeds, mask_keys, sealed)
-
-
-def shares_of(
-    secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], bytes]
-) -> dict[SiteId, bytes]:
+def deal(secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], bytes]) -> dict[SiteId, bytes]:
     """Shares of one secret, by holder."""
     place = {name: i + 1 for i, name in enumerate(roster.sites)}
     shares = shamir.share(
@@ -505,24 +473,14 @@ def check_agreed(
     voters = set(roster.holders).intersection(agree.sites)
     if not unmask.signatures.keys() <= voters:
         raise SecAggError("signatures came from others than the survivors among this site's peers")
-    each(
-        site.spread,
-        lambda peer: check_signer(site.verify, peer, roster.keys, statement, unmask.signatures[peer]),
-        sorted(unmask.signatures.keys() - {site.site}),
-    )
+    for peer in sorted(unmask.signatures.keys() - {site.site}):
+        check_signer(site.verify, peer, roster.keys, statement, unmask.signatures[peer])
     agreed = len(unmask.signatures.keys() | ({site.site} & voters))
     if agreed < terms.threshold:
         raise SecAggError(f"{agreed} sites signed the list of survivors, {terms.threshold} must")
 
 
 # --- at several steps
-
-
-def beside(spread: Spread, work: Callable[[], Found], other: Callable[[], None]) -> Found:
-    """What `work` finds, with `other` done at the same time where there is a worker for it."""
-    found: list[Found] = []
-    each(spread, lambda job: job(), [lambda: found.append(work()), other])
-    return found[0]
 
 
 def check_subset(
