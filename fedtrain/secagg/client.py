@@ -30,7 +30,7 @@ from .keys import (
     self_mask_key,
     unseal,
 )
-from .masking import Spread, add_masks
+from .masking import Spread, add_masks, each
 from .messages import (
     NONCE_BYTES,
     Agree,
@@ -376,9 +376,9 @@ class Roster:
         peers = peers_of(me, sites, terms.degree, seed)
         if keys.keys() != {me, *peers}:
             raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
+        each(site.spread, lambda peer: check_signed(peer, keys[peer], terms, sid, site.verify), peers)
         used = {mine.mask_key, mine.seal_key}
         for peer in peers:
-            check_signed(peer, keys[peer], terms, sid, site.verify)
             check_fresh(peer, keys[peer], used)
         check_names("the roster", share.names)
         for name, entry in keys.items():
@@ -473,8 +473,11 @@ def check_agreed(
     voters = set(roster.holders).intersection(agree.sites)
     if not unmask.signatures.keys() <= voters:
         raise SecAggError("signatures came from others than the survivors among this site's peers")
-    for peer in sorted(unmask.signatures.keys() - {site.site}):
-        check_signer(site.verify, peer, roster.keys, statement, unmask.signatures[peer])
+    each(
+        site.spread,
+        lambda peer: check_signer(site.verify, peer, roster.keys, statement, unmask.signatures[peer]),
+        sorted(unmask.signatures.keys() - {site.site}),
+    )
     agreed = len(unmask.signatures.keys() | ({site.site} & voters))
     if agreed < terms.threshold:
         raise SecAggError(f"{agreed} sites signed the list of survivors, {terms.threshold} must")
