@@ -1,5 +1,6 @@
 """Work over threads: each item once, done when the call returns, and an error reaches the caller."""
 
+import os
 import threading
 
 import pytest
@@ -19,6 +20,19 @@ def test_helpers_work_beside_the_caller():
     """Each item waits for the other, so one thread alone would never end it."""
     both = threading.Barrier(2, timeout=30)
     Crew(2)(lambda item: both.wait(), range(2))
+
+
+def test_each_works_on_a_core_of_its_own_and_the_caller_is_free_again():
+    cores, both, found = os.sched_getaffinity(0), threading.Barrier(2, timeout=30), []
+
+    def work(item):
+        both.wait()
+        found.append(os.sched_getaffinity(0))
+
+    Crew(2)(work, range(2))
+    assert os.sched_getaffinity(0) == cores
+    assert [len(each) for each in found] == [1, 1]
+    assert len(set.union(*found)) == min(2, len(cores))
 
 
 def test_a_helper_that_does_not_come_is_not_waited_for():

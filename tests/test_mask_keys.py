@@ -5,10 +5,10 @@ import pytest
 
 from fedtrain.errors import CertificateError, SecAggError
 from fedtrain.pki import Credentials, init, issue
-from fedtrain.pki.mask_keys import CONTEXT, PREFIX, MaskKey, MaskKeys, Statement, state
+from fedtrain.pki.mask_keys import CONTEXT, PREFIX, MaskKey, MaskKeys, state
 from fedtrain.pki.roster import CONTEXT as ENTRY
 from fedtrain.pki.roster import Roster
-from fedtrain.pki.signing import Signer, Verifier
+from fedtrain.pki.signing import Signed, Signer, Verifier
 from fedtrain.secagg.circle import Circles
 from fedtrain.secagg.keys import KeyPair
 
@@ -33,7 +33,7 @@ def claim(peer="a", **fields):
 
 
 def read(statement):
-    return msgspec.msgpack.decode(statement.removeprefix(PREFIX), type=Statement)
+    return msgspec.msgpack.decode(statement.removeprefix(PREFIX), type=Signed)
 
 
 def keys(verifier, heard):
@@ -71,12 +71,8 @@ def test_s05_whoever_carries_a_key_can_not_put_another_in_its_place(signers):
     mine = msgspec.msgpack.encode(claim(key=b"m" * 32))
     forged = {
         "changed": msgspec.structs.replace(honest, claim=mine),
-        "signed by the carrier": msgspec.msgpack.decode(
-            state(b, claim()).removeprefix(PREFIX), type=Statement
-        ),
-        "by another root": msgspec.msgpack.decode(
-            state(stranger, claim()).removeprefix(PREFIX), type=Statement
-        ),
+        "signed by the carrier": msgspec.msgpack.decode(state(b, claim()).removeprefix(PREFIX), type=Signed),
+        "by another root": msgspec.msgpack.decode(state(stranger, claim()).removeprefix(PREFIX), type=Signed),
         "signed as a roster entry": msgspec.structs.replace(honest, signature=a.sign(ENTRY + honest.claim)),
     }
     for how, said in forged.items():

@@ -8,8 +8,8 @@ import zmq
 
 from fedtrain.errors import CertificateError
 from fedtrain.pki import Credentials, init, issue
-from fedtrain.pki.roster import CONTEXT, Claim, Entry, Roster, check, enrol, own_curve, save
-from fedtrain.pki.signing import Signer, Verifier
+from fedtrain.pki.roster import CONTEXT, Claim, Roster, check, enrol, own_curve, save
+from fedtrain.pki.signing import Signed, Signer, Verifier
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_changed_byte_anywhere_is_refused(certs):
 def test_a_signature_over_something_else_is_no_entry(certs):
     a, mine = signer(certs[0], "a"), enrol(signer(certs[0], "a"), claim())
     for signed in (mine.claim, CONTEXT, b"secure aggregation" + mine.claim):
-        entry = Entry(claim=mine.claim, signature=a.sign(signed), certificate=a.certificate)
+        entry = Signed(claim=mine.claim, signature=a.sign(signed), certificate=a.certificate)
         with pytest.raises(CertificateError, match="a signature"):
             check(entry.encode(), verifier(certs[0]), "fedtrain")
 

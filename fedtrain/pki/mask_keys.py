@@ -13,11 +13,10 @@ import msgspec
 
 from ..errors import CertificateError
 from ..update import SiteId
-from .signing import Signer, Verifier
+from .signing import Signed, Signer, Verifier, claimed
 
 CONTEXT = b"fedtrain mask key 1\0"  # what is signed begins with this, and so is no other statement
 PREFIX = b"MASK"  # of the statement, by which it is told from a roster entry
-STATEMENT_BYTES = 32 << 10
 
 Told = Callable[[SiteId, bytes, int], None]  # peer, its key, and its number
 
@@ -32,18 +31,8 @@ class MaskKey(msgspec.Struct, frozen=True, kw_only=True):
     number: int  # grows from start to start: the highest counts
 
 
-class Statement(msgspec.Struct, frozen=True, kw_only=True):
-    """A MaskKey as it was signed, and all that is needed to believe it."""
-
-    claim: bytes
-    signature: bytes
-    certificate: bytes
-
-
 def state(signer: Signer, claim: MaskKey) -> bytes:
-    body = msgspec.msgpack.encode(claim)
-    signed = Statement(claim=body, signature=signer.sign(CONTEXT + body), certificate=signer.certificate)
-    return PREFIX + msgspec.msgpack.encode(signed)
+    return PREFIX + Signed.by(signer, CONTEXT, claim).encode()
 
 
 class MaskKeys:
@@ -61,14 +50,7 @@ class MaskKeys:
 
     def add(self, data: bytes) -> None:
         """One that was passed on; CertificateError when it can't be believed. An older one is no news."""
-        if len(data) > STATEMENT_BYTES:
-            raise CertificateError(f"a mask key of {len(data)} bytes: at most {STATEMENT_BYTES}")
-        try:
-            said = msgspec.msgpack.decode(data.removeprefix(PREFIX), type=Statement)
-            claim = msgspec.msgpack.decode(said.claim, type=MaskKey)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as e:
-            raise CertificateError(f"not a mask key: {str(e)[:120]}") from None
-        signed_by, _ = self._verifier.verify(said.certificate, CONTEXT + said.claim, said.signature)
+        signed_by, claim = claimed(data.removeprefix(PREFIX), MaskKey, CONTEXT, "mask key", self._verifier)
         if signed_by != claim.peer:
             raise CertificateError(f"{signed_by} signed a mask key for {claim.peer[:80]!r}")
         if (claim.federation, claim.run) != (self._federation, self._run):

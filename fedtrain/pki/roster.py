@@ -29,10 +29,9 @@ from .invitation import Guestbook
 from .mask_keys import PREFIX as MASK
 from .mask_keys import MaskKeys
 from .revocation import LIST, Revoked
-from .signing import Signer, Verifier
+from .signing import SIGNED_BYTES, Signed, Signer, Verifier, claimed
 
 SUFFIX = ".peer"
-ENTRY_BYTES = 32 << 10  # ours have under 3 KiB
 Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 CONTEXT = b"fedtrain roster entry 1\0"  # what is signed begins with this, and so is no other statement
 
@@ -48,33 +47,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     # one made on a new machine, from nothing, counts more than those before
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A claim as it was signed, and all that is needed to believe it."""
-
-    claim: bytes  # a Claim in MessagePack, the very bytes that were signed
-    signature: bytes  # DER
-    certificate: bytes  # PEM: leaf, then issuing CA
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-
-def enrol(signer: Signer, claim: Claim) -> Entry:
+def enrol(signer: Signer, claim: Claim) -> Signed:
     """A peer's own entry; anybody may pass it on."""
-    body = msgspec.msgpack.encode(claim)
-    return Entry(claim=body, signature=signer.sign(CONTEXT + body), certificate=signer.certificate)
+    return Signed.by(signer, CONTEXT, claim)
 
 
 def check(data: bytes, verifier: Verifier, federation: str) -> tuple[Contact, int]:
     """What an entry's bytes say, and its number; CertificateError says why it can't be believed."""
-    if len(data) > ENTRY_BYTES:
-        raise CertificateError(f"a roster entry of {len(data)} bytes: at most {ENTRY_BYTES}")
-    try:
-        entry = msgspec.msgpack.decode(data, type=Entry)
-        claim = msgspec.msgpack.decode(entry.claim, type=Claim)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as e:
-        raise CertificateError(f"not a roster entry: {str(e)[:120]}") from None
-    signed_by, _ = verifier.verify(entry.certificate, CONTEXT + entry.claim, entry.signature)
+    signed_by, claim = claimed(data, Claim, CONTEXT, "roster entry", verifier)
     if signed_by != claim.peer:
         raise CertificateError(
             f"{signed_by} signed an entry for {claim.peer[:80]!r}: a peer speaks for itself"
@@ -171,7 +151,7 @@ class Roster:
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             try:
                 with path.open("rb") as file:
-                    files[path.name] = file.read(ENTRY_BYTES + 1)
+                    files[path.name] = file.read(SIGNED_BYTES + 1)
             except FileNotFoundError:  # deleted at this moment
                 continue
             except OSError as e:

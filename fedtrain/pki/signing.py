@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
+from typing import TypeVar
 
+import msgspec
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
@@ -23,6 +25,9 @@ from .identity import Credentials, Identity, identity_of
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 CHAIN_BYTES = 16 << 10  # ours have under 2 KiB
+SIGNED_BYTES = 32 << 10  # of a claim that is passed on; ours have under 3 KiB
+
+Claim = TypeVar("Claim")
 
 
 @dataclass(frozen=True)
@@ -133,3 +138,38 @@ def fingerprint(certificate: bytes) -> bytes:
         return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256())
     except (ValueError, x509.InvalidVersion):
         raise CertificateError("these bytes: not a PEM certificate") from None
+
+
+# --- Claims that anybody may pass on
+
+
+class Signed(msgspec.Struct, frozen=True, kw_only=True):
+    """A claim as it was signed, and all that is needed to believe it."""
+
+    claim: bytes  # in MessagePack, the very bytes that were signed
+    signature: bytes  # DER
+    certificate: bytes  # PEM: leaf, then issuing CA
+
+    @classmethod
+    def by(cls, signer: Signer, context: bytes, claim: msgspec.Struct) -> Signed:
+        """`context`: what is signed begins with it, and so does no other kind of claim."""
+        body = msgspec.msgpack.encode(claim)
+        return cls(claim=body, signature=signer.sign(context + body), certificate=signer.certificate)
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def claimed(
+    data: bytes, kind: type[Claim], context: bytes, what: str, verifier: Verifier
+) -> tuple[SiteId, Claim]:
+    """Who signed these bytes, and what they claim; CertificateError says why that can't be believed."""
+    if len(data) > SIGNED_BYTES:
+        raise CertificateError(f"a {what} of {len(data)} bytes: at most {SIGNED_BYTES}")
+    try:
+        signed = msgspec.msgpack.decode(data, type=Signed)
+        claim = msgspec.msgpack.decode(signed.claim, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as e:
+        raise CertificateError(f"not a {what}: {str(e)[:120]}") from None
+    site, _ = verifier.verify(signed.certificate, context + signed.claim, signed.signature)
+    return site, claim
