@@ -167,7 +167,8 @@ def run(case: Case, rounds: int, spread: Spread, folder: Path) -> list[Timing]:
             id=terms.request_id("advertise"), round=number, weights=there[0].update.delta, terms=terms
         )
 
-        async def once(terms: Terms = terms, offer: Advertise = offer) -> np.ndarray:
+        async def once(terms: Terms = terms, offer: Advertise = offer) -> tuple[np.ndarray, float]:
+            began = clock()
             total = await secure_sum(
                 cohort, terms, MODEL, offer, verifier.verify, deadline_s=600, step_deadline_s=600,
                 spread=spread,
@@ -175,12 +176,11 @@ def run(case: Case, rounds: int, spread: Spread, folder: Path) -> list[Timing]:
             assert total.sites == tuple(name for name in names if name not in lost)
             assert not total.blamed
             mean = case.encoding.decode(total.vector, len(total.sites), total.names, spread)
+            spent = clock() - began
             assert mean.metrics["loss"] == (20.0 * len(there), 50.0 * len(there))
-            return mean.delta.views()["w"].numpy()
+            return mean.delta.views()["w"].numpy(), spent
 
-        began = clock()
-        mean = asyncio.run(once())
-        whole = clock() - began
+        mean, whole = asyncio.run(once())
         assert np.abs(mean - expected).max() < 4 * case.encoding.point.step
         found.append(
             Timing(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,6 +66,33 @@ class Digest:
         self._mac.finalize()
         tag: bytes = self._mac.tag
         return tag.hex()
+
+
+class PiecewiseDigest:
+    """A Digest of bytes that threads write piece by piece, taken of those that are there already."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._digest = data, Digest()
+        self._end = 0  # of what is digested
+        self._pieces: dict[int, int] = {}  # start -> stop of written ones beyond that
+        self._one = threading.Lock()
+
+    def wrote(self, start: int, stop: int) -> None:
+        """Bytes that will not change any more. Whoever brings the next one in line digests all that follow;
+        nobody waits for that."""
+        self._pieces[start] = stop
+        while self._end in self._pieces and self._one.acquire(blocking=False):
+            try:
+                while (end := self._pieces.pop(self._end, 0)) > self._end:
+                    self._digest.update(self._data[self._end : end])
+                    self._end = end
+            finally:
+                self._one.release()
+
+    def hexdigest(self) -> str:
+        """Of all bytes, when nobody writes any more; ends the digest."""
+        self._digest.update(self._data[self._end :])
+        return self._digest.hexdigest()
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -204,8 +232,11 @@ class AnyArena:
         """Coordinates [start, stop) of one section, 1-D, read-only, and only until the next call."""
         raise NotImplementedError("a subclass's")
 
-    def span(self, section: Section, start: int, stop: int) -> memoryview:
-        """The bytes of the same coordinates, for those who load no torch; only until the next call."""
+    def span(self, section: Section, start: int, stop: int, room: memoryview | None = None) -> memoryview:
+        """The bytes of the same coordinates, for those who load no torch; only until the next call.
+
+        `room`: where bytes that must be read are put, at least as many. So threads can read at once.
+        """
         raise NotImplementedError("a subclass's")
 
     @property
@@ -231,6 +262,18 @@ class Arena(AnyArena):
         import torch
 
         return cls(schema, torch.zeros(schema.nbytes, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def empty(cls, schema: Schema) -> Arena:
+        """One to be written whole: its numbers may be anything. The padding is zero, as everywhere."""
+        import torch
+
+        data, end = torch.empty(schema.nbytes, dtype=torch.uint8), 0
+        for section in schema.sections:
+            data[end : section.offset].zero_()
+            end = section.offset + section.nbytes
+        data[end:].zero_()
+        return cls(schema, data)
 
     @classmethod
     def wrap(cls, schema: Schema, buffer: Any) -> Arena:
@@ -301,7 +344,7 @@ class Arena(AnyArena):
         self._digest = None
         return self
 
-    def span(self, section: Section, start: int, stop: int) -> memoryview:
+    def span(self, section: Section, start: int, stop: int, room: memoryview | None = None) -> memoryview:
         size = ITEM_BYTES[section.dtype]
         return self.payload[section.offset + start * size : section.offset + stop * size]
 
@@ -396,12 +439,14 @@ class ArenaFile(AnyArena):
             return torch.empty(0, dtype=getattr(torch, section.dtype))
         return torch.frombuffer(self.span(section, start, stop), dtype=getattr(torch, section.dtype))
 
-    def span(self, section: Section, start: int, stop: int) -> memoryview:
+    def span(self, section: Section, start: int, stop: int, room: memoryview | None = None) -> memoryview:
         size = ITEM_BYTES[section.dtype]
         nbytes = (stop - start) * size
-        if len(self._buffer) < nbytes:  # kept: a fresh one costs more in page faults than the read
-            self._buffer = bytearray(nbytes)
-        view = memoryview(self._buffer)[:nbytes]
+        if room is None:
+            if len(self._buffer) < nbytes:  # kept: a fresh one costs more in page faults than the read
+                self._buffer = bytearray(nbytes)
+            room = memoryview(self._buffer)
+        view = room[:nbytes]
         with self.path.open("rb", buffering=0) as f:
             got = os.preadv(f.fileno(), [view], section.offset + start * size)
         if got != nbytes:

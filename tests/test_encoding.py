@@ -90,6 +90,21 @@ def test_every_kind_of_float_travels(dtype):
     assert torch.allclose(total.delta.views()["w"], one.delta.views()["w"], atol=atol, rtol=0)
 
 
+def test_what_a_sum_does_not_say_is_zero_in_the_mean(monkeypatch):
+    """Bytes and booleans have no differences; and no memory of somebody else shows in the mean."""
+    kinds = ("float32", "bool", "uint8", "int64")
+    schema = Schema(tuple(TensorSpec(kind, (7,), kind, kind == "float32") for kind in kinds))
+    how = Encoding(FixedPoint(sites=3, ring_bits=32, clip=1.0, max_weight=20.0), schema)
+    vector, empty = encoded(how, update(1, schema), (), rounding_seed(0)), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kw: empty(*shape, **kw).fill_(0xAB))
+    mean = how.decode(vector, 1, ()).delta
+    monkeypatch.undo()
+    clean = how.decode(vector, 1, ()).delta
+    assert not mean.views()["bool"].any()
+    assert not mean.views()["uint8"].any()
+    assert torch.equal(mean.data, clean.data)
+
+
 def test_what_is_out_of_range_is_clipped_and_counted():
     one, how = update(1, size=100.0), encoding()
     total = how.decode(encoded(how, one, (), rounding_seed(0)), 1, ())

@@ -85,6 +85,17 @@ def test_workers_give_the_bits_of_one(ring_bits, blocks):
     assert len(np.unique(alone[:1000])) > 900
 
 
+def test_each_part_is_told_of_once_when_all_masks_are_on_it():
+    vector = np.zeros(int(3.5 * BLOCK_BYTES) // 4, np.uint32)
+    expected, told = vector.copy(), {}
+    masks = [(key, 1) for key in KEYS]
+    add_masks(expected, masks)
+    with ThreadPoolExecutor(3) as pool:
+        add_masks(vector, masks, pool.map, lambda a, b: told.update({(a, b): vector[a:b].copy()}))
+    assert [a for a, b in sorted(told)] == [0, *(b for a, b in sorted(told))][:-1]
+    assert np.array_equal(np.concatenate([told[part] for part in sorted(told)]), expected)
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), sites=st.integers(2, 7), ring_bits=st.sampled_from(sorted(RINGS)))
 def test_pairwise_masks_are_gone_from_the_sum(data, sites, ring_bits):

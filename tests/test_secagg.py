@@ -245,6 +245,17 @@ def test_a_ring_arena_is_an_arena_like_any_other():
     assert ours.load().data.equal(copy.data)
 
 
+def test_of_a_vector_whose_room_was_given_up_nothing_can_be_read_not_even_a_digest():
+    """The next vector is written there, and is not masked yet."""
+    schema = Federation(3, length=1001).terms.schema(())
+    old = RingArena(schema)
+    new = RingArena(schema, old.give_up())
+    new.vector[:] = 7
+    assert len(old.payload) == len(old.vector) == 0
+    assert old.digest == digest_of(b"")
+    assert new.digest == digest_of(new.payload)
+
+
 # --- Sites that send what cannot be
 
 

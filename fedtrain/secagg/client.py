@@ -296,6 +296,7 @@ def take_part(
         arena.vector,
         [(own_mask, 1), *((masks[peer], pair_mask_sign(me, peer)) for peer in mask.sealed)],
         site.spread,
+        arena.wrote,
     )
     signature = sign(masked_statement(sid, roster.hash, arena.digest))
 

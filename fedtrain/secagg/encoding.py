@@ -187,7 +187,7 @@ class Encoding:
         from ..update import Arena
 
         assert self.schema is not None
-        mean, at = Arena.zeros(self.schema), 0
+        mean, at = Arena.empty(self.schema), 0
         for section in self._trained:
             part, out = total[at : at + self._length(section)], mean.flat(section)[: section.trained]
             at += len(part)
@@ -204,6 +204,9 @@ class Encoding:
             out = mean.flat(section)[first:]
             out.copy_(torch.from_numpy(values if section.dtype in FLOATS else values.round()))
             at += section.numel - first
+        for section in self.schema.sections:
+            if section.dtype in MOVING:
+                mean.flat(section).zero_()
         return mean
 
 

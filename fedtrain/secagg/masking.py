@@ -50,8 +50,16 @@ def each(spread: Spread, work: Callable[[Item], object], items: Sequence[Item]) 
         pass
 
 
-def add_masks(vector: RingVector, masks: Sequence[tuple[bytes, int]], spread: Spread = map) -> None:
-    """vector += Σ sign · stream(key) modulo 2^r in place, over all (key, sign) of `masks`."""
+def add_masks(
+    vector: RingVector,
+    masks: Sequence[tuple[bytes, int]],
+    spread: Spread = map,
+    wrote: Callable[[int, int], object] = lambda start, stop: None,
+) -> None:
+    """vector += Σ sign · stream(key) modulo 2^r in place, over all (key, sign) of `masks`.
+
+    `wrote(start, stop)` is told of each part that is done, by who did it.
+    """
     assert vector.ndim == 1
     assert vector.flags.c_contiguous
     assert vector.dtype in RINGS.values(), vector.dtype
@@ -73,6 +81,7 @@ def add_masks(vector: RingVector, masks: Sequence[tuple[bytes, int]], spread: Sp
                 stream(nonce, zeros, out)
                 combine(part, mask, part)
         idle.append(streams)
+        wrote(block * per_block, block * per_block + len(part))
 
     each(spread, add, range(-(-len(vector) // per_block)))
 

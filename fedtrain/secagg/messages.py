@@ -26,13 +26,13 @@ from ..update import (
     Arena,
     Evaluate,
     Message,
+    PiecewiseDigest,
     Request,
     Schema,
     Section,
     SiteId,
     TensorSpec,
     Train,
-    digest_of,
 )
 from .fixedpoint import FixedPoint
 
@@ -189,13 +189,14 @@ class RingArena(AnyArena):
         self.bytes = np.zeros(schema.nbytes, np.uint8) if room is None else room
         (section,) = schema.sections
         self.vector: NDArray[Any] = self.bytes[: section.nbytes].view(f"u{section.dtype}")
-        self._digest: str | None = None
+        self._digest, self._found = PiecewiseDigest(self.payload), ""
 
     def give_up(self) -> NDArray[np.uint8]:
         """Its memory, for another vector. Whoever still has this one finds nothing in it: what is written
         next is not masked yet."""
         room = self.bytes
         self.bytes, self.vector = room[:0], self.vector[:0]
+        self._digest = PiecewiseDigest(self.payload)
         return room
 
     @property
@@ -204,11 +205,15 @@ class RingArena(AnyArena):
 
     @property
     def digest(self) -> str:
-        if self._digest is None:  # written once, then only read
-            self._digest = digest_of(self.payload)
-        return self._digest
+        if not self._found:  # written once, then only read
+            self._found = self._digest.hexdigest()
+        return self._found
 
-    def span(self, section: Section, start: int, stop: int) -> memoryview:
+    def wrote(self, start: int, stop: int) -> None:
+        """These numbers are as they will travel: the digest may go on with them."""
+        self._digest.wrote(start * self.vector.itemsize, stop * self.vector.itemsize)
+
+    def span(self, section: Section, start: int, stop: int, room: memoryview | None = None) -> memoryview:
         return self.vector[start:stop].data.cast("B")
 
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from .keys import (
     pair_mask_sign,
     self_mask_key,
 )
-from .masking import RINGS, Spread, add_masks, each
+from .masking import BLOCK_BYTES, RINGS, Spread, add_masks, each, rooms
 from .messages import (
     MAX_NAMES,
     SHARE_COMMITMENT_BYTES,
@@ -168,7 +168,7 @@ async def secure_sum(
             check_signer(verify, site, keys, statement, masked.signature)
             folded.add(site)
         if site in folded:  # outside: a vector that is in the sum by half ends the session
-            await aside(fold, total, masked.vector)
+            await aside(fold, total, masked.vector, spread)
     session.need("masked vectors", folded)
     survivors = tuple(sorted(folded))
 
@@ -320,11 +320,15 @@ def leave_out_lonely(
 # --- 2
 
 
-def fold(total: NDArray[Any], vector: AnyArena) -> None:
-    """total += vector modulo 2^r, in place, chunk by chunk."""
+def fold(total: NDArray[Any], vector: AnyArena, spread: Spread) -> None:
+    """total += vector modulo 2^r, in place, block by block."""
     (section,) = vector.schema.sections
-    for start, stop in chunks(section):
-        total[start:stop] += np.frombuffer(vector.span(section, start, stop), total.dtype)
+
+    def add(block: tuple[int, int]) -> None:
+        with rooms.one() as room:
+            total[slice(*block)] += np.frombuffer(vector.span(section, *block, room.data), total.dtype)
+
+    each(spread, add, list(chunks(section, BLOCK_BYTES // total.itemsize)))
 
 
 # --- 4
