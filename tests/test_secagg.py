@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations_with_replacement, product
 
 import numpy as np
@@ -15,6 +16,7 @@ from fedtrain import pki
 from fedtrain.errors import BadUpdate, SecAggError, TooFewSites, Unfinished
 from fedtrain.secagg import client, keys
 from fedtrain.secagg.client import Client
+from fedtrain.secagg.masking import BLOCK_BYTES, RINGS
 from fedtrain.secagg.messages import (
     Agreed,
     Keys,
@@ -28,7 +30,7 @@ from fedtrain.secagg.messages import (
     seed_commitment,
     statement,
 )
-from fedtrain.secagg.server import Session, leave_out_lonely
+from fedtrain.secagg.server import Session, fold, leave_out_lonely
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.update import Arena, ArenaFile, Evaluation, digest_of
 from fedtrain.wire import encode
@@ -243,6 +245,22 @@ def test_a_ring_arena_is_an_arena_like_any_other():
     assert bytes(ours.span(section, 7, 999)) == bytes(copy.span(section, 7, 999))
     assert ours.chunk(section, 7, 999).equal(copy.chunk(section, 7, 999))
     assert ours.load().data.equal(copy.data)
+
+
+@pytest.mark.parametrize("ring_bits", RINGS)
+@pytest.mark.parametrize("blocks", [0.5, 4, 9.5])
+def test_all_cores_add_a_vector_as_one_does_from_memory_or_from_a_file(tmp_path, ring_bits, blocks):
+    length = int(blocks * BLOCK_BYTES) // (ring_bits // 8)
+    draw = np.random.default_rng(ring_bits)
+    total, numbers = draw.integers(0, 1 << ring_bits, (2, length), RINGS[ring_bits])
+    arena = RingArena(Federation(3, length=length, ring_bits=ring_bits, value_bits=8).terms.schema(()))
+    arena.vector[:] = numbers
+    (tmp_path / "vector").write_bytes(arena.payload)
+    for vector in (arena, ArenaFile(arena.schema, tmp_path / "vector")):
+        sums = total.copy()
+        with ThreadPoolExecutor(3) as pool:
+            fold(sums, vector, pool.map)
+        assert np.array_equal(sums, total + numbers)
 
 
 def test_of_a_vector_whose_room_was_given_up_nothing_can_be_read_not_even_a_digest():
