@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,27 +71,29 @@ class PiecewiseDigest:
     """A Digest of bytes that threads write piece by piece, taken of those that are there already."""
 
     def __init__(self, data: memoryview) -> None:
-        self._data, self._digest = data, Digest()
-        self._end = 0  # of what is digested
+        self._data, self._end = data, 0  # of what is digested
         self._pieces: dict[int, int] = {}  # start -> stop of written ones beyond that
-        self._one = threading.Lock()
+        self._idle = [Digest()]  # empty while somebody is at it; a list's pop and append are atomic
 
     def wrote(self, start: int, stop: int) -> None:
         """Bytes that will not change any more. Whoever brings the next one in line digests all that follow;
         nobody waits for that."""
         self._pieces[start] = stop
-        while self._end in self._pieces and self._one.acquire(blocking=False):
+        while self._end in self._pieces:
             try:
-                while (end := self._pieces.pop(self._end, 0)) > self._end:
-                    self._digest.update(self._data[self._end : end])
-                    self._end = end
-            finally:
-                self._one.release()
+                digest = self._idle.pop()
+            except IndexError:
+                return  # who has it looks again when it is done
+            while (end := self._pieces.pop(self._end, 0)) > self._end:
+                digest.update(self._data[self._end : end])
+                self._end = end
+            self._idle.append(digest)
 
     def hexdigest(self) -> str:
         """Of all bytes, when nobody writes any more; ends the digest."""
-        self._digest.update(self._data[self._end :])
-        return self._digest.hexdigest()
+        digest = self._idle.pop()
+        digest.update(self._data[self._end :])
+        return digest.hexdigest()
 
 
 def digest_of(data: bytes | memoryview) -> str:

@@ -1,7 +1,9 @@
 """Rounds under secure aggregation: the fixed-point mean, whoever drops out, over real connections too."""
 
 import asyncio
+import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
@@ -20,7 +22,7 @@ from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
 from fedtrain.strategies import build, state_init
 from fedtrain.transport.grpc import GrpcCohort, SiteLink
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, Evaluate, Evaluation, Failure, Schema, TensorSpec, Train, Update
+from fedtrain.update import Arena, ArenaFile, Evaluate, Evaluation, Failure, Schema, TensorSpec, Train, Update
 
 from .federation import certificates, hello, tls
 
@@ -33,6 +35,24 @@ SCHEMA = Schema(
 )
 SITES = ["a", "b", "c", "d"]
 STEPS = [Advertise, Share, Mask, Agree, Unmask]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_session_is_bound_to_every_byte_of_the_model_in_a_file_or_in_memory(tmp_path, workers):
+    schema = Schema((TensorSpec("w", (300_000,), "float32", True), TensorSpec("n", (5,), "int64", False)))
+    model = Arena(schema, torch.randint(0, 256, (schema.nbytes,), dtype=torch.uint8))
+    (tmp_path / "weights").write_bytes(model.payload)
+    parts = (model.payload[i : i + (1 << 19)] for i in (0, 1 << 19, 1 << 20))
+    parts = [part[: 300_000 * 4 - i * (1 << 19)] for i, part in enumerate(parts)]
+    parts.append(model.payload[schema.sections[1].offset :][:40])
+    expected = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+    with ThreadPoolExecutor(workers) as pool:
+        assert secure.hash_of(model, pool.map) == expected
+        assert secure.hash_of(ArenaFile(schema, tmp_path / "weights"), pool.map) == expected
+    for at in (0, (1 << 19) - 1, 1 << 19, 300_000 * 4 - 1, schema.sections[1].offset + 39):
+        other = model.load()
+        other.data[at] ^= 1
+        assert secure.hash_of(other) != expected
 
 
 def config(folder, *, sites=SITES, **sections):

@@ -30,7 +30,7 @@ from ..exchange import Before, Cohort
 from ..secagg.client import NEVER, Client, Opened, Policy, Sign
 from ..secagg.encoding import Encoding, Total, norm_of, rounding_seed
 from ..secagg.fixedpoint import ONE, SCALAR_LIMIT, FixedPoint
-from ..secagg.masking import RingVector, Spread
+from ..secagg.masking import BLOCK_BYTES, RingVector, Spread, each, rooms
 from ..secagg.messages import (
     MAX_NAMES,
     NONCE_BYTES,
@@ -178,12 +178,18 @@ async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
     return await asyncio.to_thread(work, *args)
 
 
-def hash_of(weights: AnyArena) -> bytes:
-    """SHA-256 of a model: what a session is bound to, where update.Digest would not bind."""
-    found = hashlib.sha256()
-    for section, start, stop in chunks_of(weights.schema):
-        found.update(weights.span(section, start, stop))
-    return found.digest()
+def hash_of(weights: AnyArena, spread: Spread = map) -> bytes:
+    """What a session is bound to, where update.Digest would not bind: SHA-256 of the SHA-256 of each part of
+    a model, so that all cores can work on it."""
+    parts = list(chunks_of(weights.schema, BLOCK_BYTES // 8))
+    leaves = [b""] * len(parts)
+
+    def leaf(i: int) -> None:
+        with rooms.one() as room:
+            leaves[i] = hashlib.sha256(weights.span(*parts[i], room.data)).digest()
+
+    each(spread, leaf, range(len(parts)))
+    return hashlib.sha256(b"".join(leaves)).digest()
 
 
 # --- A site's end
@@ -409,7 +415,7 @@ class UnderMasks:
         found = await secure_sum(
             Unhurried(self.cohort),
             terms,
-            await asyncio.to_thread(hash_of, weights),
+            await asyncio.to_thread(hash_of, weights, self._spread),
             request,
             self._verify,
             deadline_s=deadline_s,

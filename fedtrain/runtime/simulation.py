@@ -402,7 +402,7 @@ class MaskedCohort(Before):
         if isinstance(first, Advertise | AdvertiseEvaluation):
             work = Train if isinstance(first, Advertise) else Evaluate
             inner = work(id=first.id, round=first.round, weights=first.weights)
-            model = await asyncio.to_thread(secure.hash_of, first.weights)
+            model = await asyncio.to_thread(secure.hash_of, first.weights, secure.spread())
             async with aclosing(self._others.exchange(dict.fromkeys(requests, inner), deadline_s)) as replies:
                 async for site, reply in replies:
                     if isinstance(reply, Update | Evaluation):

@@ -91,7 +91,8 @@ class Site:
             case Train() | Evaluate(), None:
                 return await self._result(request, request.weights.digest)
             case Advertise() | AdvertiseEvaluation(), SecureSite():
-                model = await asyncio.to_thread(hash_of, request.weights)  # two models may have one digest
+                # two models may have one digest
+                model = await asyncio.to_thread(hash_of, request.weights, spread())
                 result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
                     return result

@@ -187,8 +187,8 @@ class Client:
     def begin(self, request: Offer, model: bytes, names: tuple[str, ...], encode: Encode) -> Keys | Failure:
         """Step 0, when the update is there: a new session, which ends any other.
 
-        `model`: SHA-256 of the weights that this site trained on. `names`: of its metrics, sorted. `encode`
-        is called once, at step 2.
+        `model`: a hash that binds to the weights that this site trained on. `names`: of its metrics, sorted.
+        `encode` is called once, at step 2.
         """
         assert names == tuple(sorted(set(names)))
         if (asked := f"begin {request.id}") != self._last[0]:

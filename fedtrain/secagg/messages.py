@@ -65,7 +65,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     privacy: str = ""  # what differential privacy adds at sites, as it was agreed
 
     def sid(self, model: bytes) -> bytes:
-        """The session's id, 32 bytes. `model`: SHA-256 of the weights that this end has.
+        """The session's id, 32 bytes. `model`: a hash that binds to the weights at this end.
 
         Sites that were given different models have different ids, so that their masks don't cancel.
         """
