@@ -5,13 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
+from fedtrain import compression
 from fedtrain.aggregation import WeightedMean
 from fedtrain.errors import RoundError, SecAggError
 from fedtrain.secagg.encoding import Encoding, norm_of, rounding_seed
 from fedtrain.secagg.fixedpoint import FixedPoint
-from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Update
+from fedtrain.update import Arena, ArenaFile, Schema, Slab, TensorSpec, Update
 
 SITES = 4
 MODEL = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
@@ -69,6 +71,57 @@ def test_the_sum_is_the_weighted_mean_to_a_step_and_exact_in_buffers_and_metrics
     assert total.weight == weight
     assert total.clipped == 0
     assert total.metrics == {"accuracy": (0.0, 0.0), "loss": (9.0, weight)}
+
+
+@pytest.mark.parametrize("ring_bits", [16, 32, 64])
+def test_updates_in_a_slab_are_summed_as_one_by_one(ring_bits):
+    """Some of them, too: others of a slab may be in another sum, or in none."""
+    how = encoding(ring_bits=ring_bits)
+    updates = [update(i, size=30.0 if i == 2 else 0.1) for i in range(SITES)]
+    rows = Slab(SCHEMA, torch.stack([each.delta.data for each in updates])).arenas()
+    for chosen in (range(SITES), (0, 2)):
+        expected = sum(encoded(how, updates[i], (), rounding_seed(i), scale=0.5) for i in chosen)
+        total = np.zeros(how.length, how.point.dtype)
+        stacked = [replace(updates[i], delta=rows[i]) for i in chosen]
+        assert all(how.stacks(each.delta) for each in stacked)
+        how.add_rows(
+            [how.row(each, rounding_seed(i), 0.5) for i, each in zip(chosen, stacked, strict=True)], total
+        )
+        mean, same = how.decode(total, len(chosen), ()), how.decode(expected, len(chosen), ())
+        assert torch.equal(mean.delta.data, same.delta.data)
+        assert (mean.weight, mean.clipped) == (same.weight, same.clipped)
+        assert mean.clipped > 0
+        assert np.array_equal(total, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_examples": 101.0}, "more examples"),
+        ({"num_examples": 0.0}, "more examples"),
+    ],
+)
+def test_an_update_in_a_slab_that_cannot_travel_is_refused_by_itself(change, said):
+    row = Slab(SCHEMA, update(1).delta.data[None]).arenas()[0]
+    with pytest.raises(SecAggError, match=said):
+        encoding().row(replace(update(1), delta=row, **change), rounding_seed(0))
+
+
+def test_only_a_small_finite_model_of_usual_floats_is_summed_with_its_neighbours():
+    def stacks(schema, value=1.0, **options):
+        arena = Arena.zeros(schema)
+        arena.flat(schema.sections[0])[0] = value
+        point = FixedPoint(sites=3, ring_bits=32, clip=1.0, max_weight=20.0)
+        return Encoding(point, schema, **options).stacks(Slab(schema, arena.data[None]).arenas()[0])
+
+    small, large = (Schema((TensorSpec("w", (n,), "float32", True),)) for n in (10, 1 << 20))
+    assert stacks(small)
+    assert not stacks(small, math.nan)
+    assert not stacks(small, 3e38)  # finite, and its norm is not
+    assert not stacks(large)
+    assert not stacks(small, compressor=compression.parse("randomk:0.5"))
+    assert not stacks(Schema((TensorSpec("w", (10,), "bfloat16", True),)))
+    assert not encoding().stacks(update(0).delta)  # not in a slab
 
 
 def test_a_file_is_encoded_as_the_same_arena_in_memory(tmp_path):

@@ -132,10 +132,50 @@ def test_rounding_is_right_in_expectation(ring_bits, value_bits, bits):
         out, scratch = np.empty(2**16, point.dtype), np.empty(PER_BLOCK * 8, np.uint8)
         for start in range(0, 2**16, 2**14):
             draws = np.arange(start, start + 2**14, dtype=np.uint16).view(np.int16)
-            point._round(np.full(2**14, value), 1.0, draws, out[start : start + 2**14], scratch)
+            integers, _ = point._round(np.full((1, 2**14), value), np.ones(1), draws[None], scratch)
+            out[start : start + 2**14] = integers[0].astype(point.dtype)
         found = as_integers(out)
         assert set(found.tolist()) <= {q, q + 1} if fraction else {q}
         assert found.mean() - q == pytest.approx(fraction, abs=2.0**-bits)
+
+
+@pytest.mark.parametrize(
+    ("ring_bits", "value_bits"), [(16, 8), (16, 13), (32, 12), (32, 26), (64, 10), (64, 43)]
+)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize(("n", "offset"), [(1, 0), (300, 7), (PER_BLOCK // 3, 0), (1000, PER_BLOCK - 1000)])
+def test_rows_together_are_the_sum_of_one_by_one(ring_bits, value_bits, dtype, n, offset):
+    point = FixedPoint(7, ring_bits, clip=1.0, max_weight=10.0, value_bits=value_bits)
+    rows = some_values(7 * n, dtype, size=0.4).reshape(7, n)  # some of the second row are clipped
+    rows[1] *= 5
+    weights, seeds = np.linspace(0.5, 10.0, 7), [seed_of(i) for i in range(7)]
+    weights[1] = 10.0
+    expected, clipped = np.zeros(n, point.dtype), []
+    for row, weight, seed in zip(rows, weights, seeds, strict=True):
+        vector = np.empty(n, point.dtype)
+        clipped.append(point.encode_into(row, float(weight), seed, vector, offset))
+        expected += vector
+    total = np.ones(n, point.dtype)
+    assert point.add_rows(rows, weights, seeds, total, offset).tolist() == clipped
+    assert np.array_equal(total, expected + total.dtype.type(1))
+    assert n == 1 or clipped[1] > 0
+
+
+def test_rows_of_which_one_is_not_finite_are_refused():
+    point, rows = FixedPoint(3, 32, clip=1.0, max_weight=1.0), some_values(30).reshape(3, 10)
+    rows[1, 4] = np.nan
+    with pytest.raises(SecAggError, match="not finite"):
+        point.add_rows(rows, np.ones(3), [SEED] * 3, np.zeros(10, point.dtype))
+
+
+def test_scalars_of_rows_are_those_of_each():
+    point, draw = FixedPoint(9, 32, clip=1.0, max_weight=1.0), np.random.default_rng(0)
+    values = draw.standard_normal((5, 4)) * 10.0 ** draw.integers(-5, 12, (5, 4))
+    together = point.encode_scalars(values)
+    assert np.array_equal(together, np.stack([point.encode_scalars(row) for row in values]))
+    values[3, 2] = np.inf
+    with pytest.raises(SecAggError, match="scalar 2 is not finite"):
+        point.encode_scalars(values)
 
 
 def test_the_mean_of_sites_is_off_by_what_was_promised():

@@ -8,6 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TooFewSites
@@ -22,7 +23,18 @@ from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
 from fedtrain.strategies import build, state_init
 from fedtrain.transport.grpc import GrpcCohort, SiteLink
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, ArenaFile, Evaluate, Evaluation, Failure, Schema, TensorSpec, Train, Update
+from fedtrain.update import (
+    Arena,
+    ArenaFile,
+    Evaluate,
+    Evaluation,
+    Failure,
+    Schema,
+    Slab,
+    TensorSpec,
+    Train,
+    Update,
+)
 
 from .federation import certificates, hello, tls
 
@@ -123,6 +135,30 @@ def test_under_masks_the_mean_is_the_fixed_point_mean_bit_for_bit(tmp_path, ring
     assert masked.delta.digest == fixed(cfg).delta.digest
     assert masked.metrics == fixed(cfg).metrics == {"loss": 0.5}
     assert masked.sites == 4
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_updates_of_a_simulation_which_lie_in_slabs_have_the_same_sum(tmp_path, groups):
+    """One is not finite, and is refused alone; and a slab's updates are in several groups' sums."""
+    sites = [f"site-{c}" for c in "abcdefghijklm"]
+    keys = {"secagg": {"groups": groups}, "strategy": {"min_sites": 9}}
+    keys |= {"aggregation": {"rule": "median"}} if groups > 1 else {}
+    updates = {site: found(site, 0) for site in sites}
+    updates["site-c"].delta.views()["w"][7] = math.nan
+    rows = []
+    for some in (sites[:6], sites[6:]):
+        slab = Slab(SCHEMA, torch.stack([updates[site].delta.data for site in some]))
+        rows += [replace(updates[site], delta=row) for site, row in zip(some, slab.arenas(), strict=True)]
+    stacked = dict(zip(sites, rows, strict=True))
+    means, events = [], Events()
+    for replies in (updates, stacked):
+        cohort = LocalCohort({site: lambda request, reply=reply: reply for site, reply in replies.items()})
+        means.append(mean_of(secure.FixedPointSums(config(tmp_path, **keys), cohort, events), sites))
+    assert means[0].sites == means[1].sites == 12
+    assert means[0].delta.digest == means[1].delta.digest
+    assert means[0].metrics == means[1].metrics
+    assert [e["site"] for e in events.of("update_refused")] == ["site-c"] * 2
+    assert len({e["reason"] for e in events.of("update_refused")}) == 1
 
 
 def test_the_fixed_point_mean_is_the_plain_mean_to_a_step(tmp_path):

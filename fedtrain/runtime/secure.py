@@ -28,7 +28,7 @@ from ..config import Config
 from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites
 from ..exchange import Before, Cohort
 from ..secagg.client import NEVER, Client, Opened, Policy, Sign
-from ..secagg.encoding import Encoding, Total, norm_of, rounding_seed
+from ..secagg.encoding import EncodedRow, Encoding, Total, norm_of, rounding_seed
 from ..secagg.fixedpoint import ONE, SCALAR_LIMIT, FixedPoint
 from ..secagg.masking import BLOCK_BYTES, RingVector, Spread, each, rooms
 from ..secagg.messages import (
@@ -516,17 +516,34 @@ class PlainSum:
         self._config, self._encoding = config, encoding_of(config, number, sites, schema)
         self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
         self._room = np.empty_like(self._sum)
+        self._rows: list[EncodedRow] = []  # of one slab, not summed yet
         self._metrics: dict[str, list[int]] = {}  # as in add_exactly
         self.nbytes, self.sites = self._sum.nbytes, 0
 
     def add(self, update: Update, seed: bytes) -> None:
         """SecAggError or BadUpdate for one that can't be in a sum; then it is not."""
-        self._encoding.encode(update, (), seed, self._room, scale=scale_of(self._config, update))
-        add_exactly(self._metrics, update.metrics)  # raises for what no scalar holds
-        self._sum += self._room
+        scale = scale_of(self._config, update)
+        if not self._encoding.stacks(update.delta):
+            self._encoding.encode(update, (), seed, self._room, scale=scale)
+            add_exactly(self._metrics, update.metrics)  # raises for what no scalar holds
+            self._sum += self._room
+        else:
+            row = self._encoding.row(update, seed, scale)
+            add_exactly(self._metrics, update.metrics)
+            if self._rows and self._rows[0].row.slab is not row.row.slab:
+                self._add_rows()
+            self._rows.append(row)
+            if row.row.last:
+                self._add_rows()
         self.sites += 1
 
+    def _add_rows(self) -> None:
+        rows, self._rows = self._rows, []
+        if rows:
+            self._encoding.add_rows(rows, self._sum)
+
     def total(self) -> Total:
+        self._add_rows()
         return replace(self._encoding.decode(self._sum, self.sites, ()), metrics=scaled_down(self._metrics))
 
 

@@ -19,14 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RoundError, SecAggError
-from ..update import FLOATS, AnyArena, Metrics, Schema, Section, Update
-from .fixedpoint import FixedPoint
+from ..update import FLOATS, AnyArena, Metrics, Row, Schema, Section, Update
+from .fixedpoint import PER_BLOCK, FixedPoint
 from .masking import RingVector, Spread
 
 if TYPE_CHECKING:
     from ..update import Arena
 
 CHUNK = 1 << 22  # coordinates read at a time: some blocks of fixedpoint.py, so that all cores have work
+STACKED = PER_BLOCK // 16  # coordinates at most of a model that is encoded with others
 MOVING = ("bool", "uint8")  # have no differences: their deltas are 0
 
 
@@ -43,6 +44,17 @@ class Total:
     weight: float  # Σ w
     clipped: float  # coordinates over all sites
     metrics: Metrics  # Σ over sites
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """An update in a slab, with what is encoded of it one by one."""
+
+    row: Row
+    weight: float
+    factor: float  # by which its coordinates count: the weight, times what shortens its delta
+    seed: bytes  # of its rounding
+    exact: list[float]  # what moves by the plain mean
 
 
 class Linear(Protocol):
@@ -114,13 +126,7 @@ class Encoding:
     ) -> None:
         """Into `vector` [numel(names)]; `scale` shortens the delta. SecAggError for what can't travel."""
         assert self.schema is not None
-        weight, delta = update.num_examples, update.delta
-        if not 0 < weight <= self.point.max_weight:
-            raise SecAggError(
-                f"it trained on none, or on more examples than secagg.max_examples = "
-                f"{self.point.max_weight:g}. Raise it at both ends, to what the largest site has."
-            )
-        weight = self.point.weight(weight)  # as its scalar will say
+        weight, delta = self._weight(update), update.delta
         at = clipped = 0
         for section in self._trained:
             if squeeze := self._compressor(section):
@@ -137,6 +143,49 @@ class Encoding:
                 at += stop - start
         self._put(vector, at, [weight, clipped, *self._exact_values(delta, weight, scale)], self._name)
         self._put_metrics(vector, update.metrics, names)
+
+    def stacks(self, delta: AnyArena) -> bool:
+        """Whether an update is summed faster together with its neighbours in a slab: that of a small model of
+        floats that numpy has, and one which needs no closer look."""
+        return self._small and isinstance(delta, Row) and math.isfinite(delta.slab.norms[delta.index])
+
+    @cached_property
+    def _small(self) -> bool:
+        assert self.schema is not None
+        known = all(section.dtype != "bfloat16" for section in self.schema.sections)
+        return known and self.compressor is None and 0 < self._coordinates <= STACKED
+
+    def row(self, update: Update, seed: bytes, scale: float = 1.0) -> EncodedRow:
+        """What add_rows needs of an update that `stacks`. SecAggError for what can't travel."""
+        assert isinstance(update.delta, Row)
+        weight = self._weight(update)
+        exact = self._exact_values(update.delta, weight, scale)
+        if exact:
+            self.point.encode_scalars(np.array(exact), lambda i: self._name(i + 2))
+        return EncodedRow(update.delta, weight, weight * scale, seed, exact)
+
+    def add_rows(self, rows: Sequence[EncodedRow], total: RingVector) -> None:
+        """total [length] += Σ of what `encode` makes of each of these, which lie in one slab."""
+        slab, indices = rows[0].row.slab, [each.row.index for each in rows]
+        factors, seeds = np.array([each.factor for each in rows]), [each.seed for each in rows]
+        at, clipped = 0, np.zeros(len(rows), np.int64)
+        for section in self._trained:
+            values = slab.flat(section).numpy()[indices, : section.trained]
+            out = total[at : at + section.trained]
+            clipped += self.point.add_rows(values, factors, seeds, out, at)
+            at += section.trained
+        scalars = [[each.weight, count, *each.exact] for each, count in zip(rows, clipped, strict=True)]
+        exact = self.point.encode_scalars(np.array(scalars, np.float64))
+        total[at : self.length] += exact.sum(axis=0, dtype=total.dtype)
+
+    def _weight(self, update: Update) -> float:
+        """As its scalar will say. SecAggError for one that no sum takes."""
+        if not 0 < update.num_examples <= self.point.max_weight:
+            raise SecAggError(
+                f"it trained on none, or on more examples than secagg.max_examples = "
+                f"{self.point.max_weight:g}. Raise it at both ends, to what the largest site has."
+            )
+        return self.point.weight(update.num_examples)
 
     def encode_metrics(self, metrics: Metrics, names: Sequence[str], vector: RingVector) -> None:
         """An evaluation, into `vector` [numel(names)]."""
