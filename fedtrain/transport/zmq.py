@@ -348,7 +348,9 @@ class ZmqNeighbors:
     def _refused(self, link: Link) -> None:
         """Our entry may come to its roster later; by itself libzmq calls nobody again that refused a key."""
         link.again_s = time.monotonic() + AGAIN_S
-        self._gone(link, "it refuses our key: is our entry on its roster?")
+        self._gone(
+            link, f"it refuses our key: is our entry on its roster, and no other process {self.me} by now?"
+        )
 
     def _cut(self, link: Link, why: str) -> None:
         self._gone(link, why)
