@@ -1,6 +1,7 @@
 """A site's vector in the ring, and the sum read back."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from fedtrain import compression
 from fedtrain.aggregation import WeightedMean
 from fedtrain.errors import RoundError, SecAggError
 from fedtrain.secagg.encoding import Encoding, norm_of, rounding_seed
-from fedtrain.secagg.fixedpoint import FixedPoint
+from fedtrain.secagg.fixedpoint import PER_BLOCK, FixedPoint
 from fedtrain.update import Arena, ArenaFile, Schema, Slab, TensorSpec, Update
 
 SITES = 4
@@ -130,6 +131,19 @@ def test_a_file_is_encoded_as_the_same_arena_in_memory(tmp_path):
     spooled = Update(delta=ArenaFile(SCHEMA, tmp_path / "delta"), num_examples=20.0, metrics=each.metrics)
     seed = rounding_seed(1)
     assert np.array_equal(encoded(how, each, NAMES, seed), encoded(how, spooled, NAMES, seed))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_all_cores_read_a_file_and_make_of_it_what_one_makes_of_memory(tmp_path, dtype):
+    schema = Schema(
+        (TensorSpec("w", (2 * PER_BLOCK + 7,), dtype, True), TensorSpec("n", (3,), "int64", False))
+    )
+    how, one = Encoding(FixedPoint(3, 32, clip=1.0, max_weight=20.0), schema), update(1, schema)
+    (tmp_path / "delta").write_bytes(one.delta.payload)
+    spooled = Update(delta=ArenaFile(schema, tmp_path / "delta"), num_examples=one.num_examples)
+    with ThreadPoolExecutor(3) as pool:
+        found = encoded(how, spooled, (), rounding_seed(0), spread=pool.map)
+    assert np.array_equal(found, encoded(how, one, (), rounding_seed(0)))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])

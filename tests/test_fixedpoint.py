@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedtrain.errors import ConfigError, SecAggError
-from fedtrain.secagg.fixedpoint import MAX_VALUE_BITS, ONE, PER_BLOCK, SCALAR_LIMIT, FixedPoint
+from fedtrain.secagg.fixedpoint import MAX_VALUE_BITS, ONE, PER_BLOCK, SCALAR_LIMIT, FixedPoint, held
 from fedtrain.secagg.masking import RINGS, TAG_BYTES, keystream
 
 SEED = b"a seed for tests"
@@ -20,7 +20,7 @@ SEED = b"a seed for tests"
 
 def encoded(point, values, weight=None, seed=SEED, **options):
     out = np.empty(len(values), point.dtype)
-    clipped = point.encode_into(values, weight or point.max_weight, seed, out, **options)
+    clipped = point.encode_into(held(values), weight or point.max_weight, seed, out, **options)
     return out, clipped
 
 
@@ -153,7 +153,7 @@ def test_rows_together_are_the_sum_of_one_by_one(ring_bits, value_bits, dtype, n
     expected, clipped = np.zeros(n, point.dtype), []
     for row, weight, seed in zip(rows, weights, seeds, strict=True):
         vector = np.empty(n, point.dtype)
-        clipped.append(point.encode_into(row, float(weight), seed, vector, offset))
+        clipped.append(point.encode_into(held(row), float(weight), seed, vector, offset))
         expected += vector
     total = np.ones(n, point.dtype)
     assert point.add_rows(rows, weights, seeds, total, offset).tolist() == clipped

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from ..config import Config
-from ..secagg.fixedpoint import FixedPoint
+from ..secagg.fixedpoint import FixedPoint, held
 from ..secagg.masking import KEY_BYTES, add_masks
 from ..training.task import load_task
 from ..update import Schema
@@ -107,9 +107,9 @@ def _add_s(nbytes: int) -> float:
 
 
 def _rounding_s(point: FixedPoint, coordinates: int) -> float:
-    values, out = np.zeros(ROUNDED, np.float32), np.empty(ROUNDED, point.dtype)
+    read, out = held(np.zeros(ROUNDED, np.float32)), np.empty(ROUNDED, point.dtype)
     weight = point.max_weight
-    return _best_s(lambda: point.encode_into(values, weight, bytes(KEY_BYTES), out)) * coordinates / ROUNDED
+    return _best_s(lambda: point.encode_into(read, weight, bytes(KEY_BYTES), out)) * coordinates / ROUNDED
 
 
 def _check_s() -> float:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..errors import SecAggError
 from ..exchange import PeerId
 from .encoding import rounding_seed
-from .fixedpoint import FixedPoint, Floats
+from .fixedpoint import FixedPoint, Floats, held
 from .keys import KeyPair, check_public, pair_mask_key, pair_mask_sign
 from .masking import RingVector, Spread, add_masks
 from .messages import hash_of
@@ -132,7 +132,7 @@ class Layout:
         self, values: Floats, scalars: Floats, weight: float, seed: bytes, spread: Spread = map
     ) -> tuple[RingVector, int]:
         vector = np.empty(self.length, self.point.dtype)
-        clipped = self.point.encode_into(values, weight, seed, vector[: self.numel], spread=spread)
+        clipped = self.point.encode_into(held(values), weight, seed, vector[: self.numel], spread=spread)
         vector[self.numel :] = self.point.encode_scalars(scalars.astype(np.float64) * weight)
         return vector, clipped
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -20,13 +21,13 @@ from numpy.typing import NDArray
 
 from ..errors import RoundError, SecAggError
 from ..update import FLOATS, AnyArena, Metrics, Row, Schema, Section, Update
-from .fixedpoint import PER_BLOCK, FixedPoint
-from .masking import RingVector, Spread
+from .fixedpoint import PER_BLOCK, FixedPoint, Floats, Read, held
+from .masking import Buffers, RingVector, Spread
 
 if TYPE_CHECKING:
     from ..update import Arena
 
-CHUNK = 1 << 22  # coordinates read at a time: some blocks of fixedpoint.py, so that all cores have work
+CHUNK = 1 << 19  # coordinates read at a time where one thread reads
 STACKED = PER_BLOCK // 16  # coordinates at most of a model that is encoded with others
 MOVING = ("bool", "uint8")  # have no differences: their deltas are 0
 
@@ -131,16 +132,12 @@ class Encoding:
         for section in self._trained:
             if squeeze := self._compressor(section):
                 whole = squeeze.project(np.array(numbers(delta, section, 0, section.trained)), self.seed)
-                out = vector[at : at + len(whole)]
-                clipped += self.point.encode_into(whole, weight * scale, seed, out, at, spread)
-                at += len(whole)
-                continue
-            for start in range(0, section.trained, CHUNK):
-                stop = min(start + CHUNK, section.trained)
-                out = vector[at : at + stop - start]
-                values = numbers(delta, section, start, stop)
-                clipped += self.point.encode_into(values, weight * scale, seed, out, at, spread)
-                at += stop - start
+                length, read = len(whole), held(whole)
+            else:
+                length, read = section.trained, reading(delta, section)
+            out = vector[at : at + length]
+            clipped += self.point.encode_into(read, weight * scale, seed, out, at, spread)
+            at += length
         self._put(vector, at, [weight, clipped, *self._exact_values(delta, weight, scale)], self._name)
         self._put_metrics(vector, update.metrics, names)
 
@@ -259,9 +256,26 @@ class Encoding:
         return mean
 
 
-def numbers(arena: AnyArena, section: Section, start: int, stop: int) -> NDArray[Any]:
-    """Coordinates [start, stop) of a section, read-only and only until the next call; bfloat16 as float32."""
-    span = arena.span(section, start, stop)
+def reading(arena: AnyArena, section: Section) -> Read:
+    """A section's coordinates, at most PER_BLOCK at a time."""
+
+    @contextmanager
+    def read(start: int, stop: int) -> Iterator[Floats]:
+        with _read.one() as room:
+            yield numbers(arena, section, start, stop, room.data)
+
+    return read
+
+
+_read = Buffers(PER_BLOCK * 8)
+
+
+def numbers(
+    arena: AnyArena, section: Section, start: int, stop: int, room: memoryview | None = None
+) -> NDArray[Any]:
+    """Coordinates [start, stop) of a section, read-only and only until the next call; bfloat16 as float32.
+    `room` is AnyArena.span's."""
+    span = arena.span(section, start, stop, room)
     if section.dtype == "bfloat16":
         return (np.frombuffer(span, np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(span, section.dtype)

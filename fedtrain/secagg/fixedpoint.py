@@ -18,6 +18,7 @@ Both lie within ±q_max, so n sites cannot wrap if n·q_max <= 2^(r−1) − 1: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import mul
 from typing import Any
@@ -37,6 +38,9 @@ SCALAR_LIMIT = 2**62 // ONE  # of a scalar's magnitude at one site
 
 Floats = NDArray[np.floating[Any]]  # 1-D, rows of these 2-D
 Counts = NDArray[np.int64]  # 1-D
+Read = Callable[
+    [int, int], AbstractContextManager[Floats]
+]  # (start, stop) -> these numbers, while it is open
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class FixedPoint:
 
     def encode_into(
         self,
-        values: Floats,
+        read: Read,
         weight: float,
         seed: bytes,
         out: RingVector,
@@ -98,23 +102,29 @@ class FixedPoint:
     ) -> int:
         """Coordinates offset, offset + 1, .. of a site's Δ into the ring; how many were clipped.
 
-        The same integers whichever chunks they are made in. `seed` [16 bytes]: another one for each update.
-        SecAggError for a `weight` out of (0, max_weight] and for a value that is not finite.
+        `read` gives a part of them, counted from 0, to whoever works on it. The same integers whichever parts
+        they are made in. `seed` [16 bytes]: another one for each update. SecAggError for a `weight` out of
+        (0, max_weight] and for a value that is not finite.
         """
         assert len(seed) == KEY_BYTES
-        assert values.shape == out.shape == (len(out),)
+        assert out.ndim == 1
         assert out.dtype == self.dtype
         self._check_weight(weight)
         clipped: list[int] = []
 
         def encode(block: int) -> None:
             start, stop = max(block * PER_BLOCK, offset), min((block + 1) * PER_BLOCK, offset + len(out))
-            with _noise.one() as noise, _scratch.one() as scratch, np.errstate(over="ignore"):
+            with (
+                _noise.one() as noise,
+                _scratch.one() as scratch,
+                read(start - offset, stop - offset) as values,
+                np.errstate(over="ignore"),
+            ):
                 keystream(seed, block, noise, (stop - block * PER_BLOCK) * RANDOM_BYTES)
                 random = noise[:BLOCK_BYTES].view("<i2")[start - block * PER_BLOCK : stop - block * PER_BLOCK]
-                part = slice(start - offset, stop - offset)
-                integers, count = self._round(values[None, part], np.array([weight]), random[None], scratch)
-                np.copyto(out[part].view(f"i{out.itemsize}"), integers[0], casting="unsafe")
+                integers, count = self._round(values[None], np.array([weight]), random[None], scratch)
+                part = out[start - offset : stop - offset].view(f"i{out.itemsize}")
+                np.copyto(part, integers[0], casting="unsafe")
                 clipped.append(int(count[0]))
 
         if len(out):
@@ -270,6 +280,11 @@ class FixedPoint:
         columns = signed.reshape(self.limbs, -1).T.tolist()
         places = [1 << (i * self.limb_bits) for i in range(self.limbs)]
         return np.array([sum(map(mul, limbs, places)) / ONE for limbs in columns], np.float64)
+
+
+def held(values: Floats) -> Read:
+    """Numbers in memory."""
+    return lambda start, stop: nullcontext(values[start:stop])
 
 
 _noise = Buffers(BLOCK_BYTES + TAG_BYTES)
