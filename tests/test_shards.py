@@ -2,6 +2,8 @@
 
 import os
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -254,6 +256,29 @@ def test_the_cache_takes_out_what_was_not_used_for_longest(tmp_path, s3):
     a, b, c, *_ = data.index.shards
     cache, place = Cache(tmp_path, a.bytes + b.bytes + 10), place_of(url)
     for at, shard in enumerate((a, b, a)):
-        os.utime(cache.get(shard, place), ns=(at, at))
-    cache.get(c, place)
-    assert set(sizes(tmp_path)) == {a.sha256, c.sha256}
+        with cache.get(shard, place) as path:
+            os.utime(path, ns=(at, at))
+    with cache.get(c, place):
+        assert set(sizes(tmp_path)) == {a.sha256, c.sha256}
+
+
+def test_a_file_that_a_rank_is_about_to_open_stays_and_who_needs_its_room_waits(tmp_path, s3):
+    url, _ = s3
+    a, b, c, *_ = ShardedDataset(url, cache=tmp_path).index.shards
+    place, limit = place_of(url), a.bytes + b.bytes + 10
+    mine, other, come = Cache(tmp_path, limit), Cache(tmp_path, limit), threading.Event()
+
+    def take():
+        with other.get(c, place) as path:
+            come.set()
+            return path.exists()
+
+    with ThreadPoolExecutor(1) as pool, mine.get(a, place) as first:
+        with mine.get(b, place) as second:
+            waiting = pool.submit(take)
+            assert not come.wait(0.3)
+            assert first.exists()
+            assert second.exists()
+        assert waiting.result(30)
+        assert first.exists()
+        assert not second.exists()  # used last, but nobody has it now

@@ -16,6 +16,7 @@ import bisect
 import fcntl
 import hashlib
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ from .places import BLOCK, Folder, Place, place_of
 
 INDEX = "index.json"
 FORMAT = 1
+WAIT_S = 0.01  # between looks for room in a cache that others fill
 Kind = Literal["tuple", "dict", "tensor"]  # of an example
 Columns = dict[str, torch.Tensor]  # name ("0", "1", ... of a tuple) -> [examples, ...]
 
@@ -205,20 +207,26 @@ class ShardedDataset(Dataset[Any]):
             self._open.move_to_end(number)
             return self._open[number]
         shard = self.index.shards[number]
-        if self._cache is None:
-            path = Path(self.where) / shard.file
-            if sha256(path) != shard.sha256:
-                raise StoreError(f"{path} is damaged: its SHA-256 is not {shard.sha256[:12]}…")
-        else:
-            path = self._cache.get(shard, place_of(self.where))
-        with safe_open(path, framework="pt") as file:
-            columns = {name: file.get_tensor(name) for name in self.index.columns}
-        if any(len(t) != shard.count for t in columns.values()):
-            raise StoreError(f"{path} doesn't have the {shard.count} examples that {INDEX} says.")
+        with self._file_of(shard) as path:
+            with safe_open(path, framework="pt") as file:
+                columns = {name: file.get_tensor(name) for name in self.index.columns}
+            if any(len(t) != shard.count for t in columns.values()):
+                raise StoreError(f"{path} doesn't have the {shard.count} examples that {INDEX} says.")
         while len(self._open) >= max(2, self.window or len(self.index.shards)):
             self._open.popitem(last=False)
         self._open[number] = columns
         return columns
+
+    @contextmanager
+    def _file_of(self, shard: Shard) -> Iterator[Path]:
+        if self._cache is not None:
+            with self._cache.get(shard, place_of(self.where)) as path:
+                yield path
+            return
+        path = Path(self.where) / shard.file
+        if sha256(path) != shard.sha256:
+            raise StoreError(f"{path} is damaged: its SHA-256 is not {shard.sha256[:12]}…")
+        yield path
 
     def _example(self, row: Columns) -> Any:
         match self.index.kind:
@@ -251,16 +259,17 @@ class Cache:
     """Files by their SHA-256 in a folder of a machine's own disk, at most `limit` bytes of them.
 
     Any number of processes share it. A file is fetched by one of them while the others that want it wait, and
-    appears when its digest was right. Those not used for the longest time go first; who has one mapped keeps
-    what it has.
+    appears when its digest was right. Those not used for the longest time go first, but none that somebody is
+    about to open; who has one mapped keeps what it has.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self._known: set[str] = set()  # what this process has checked
 
-    def get(self, shard: Shard, source: Place) -> Path:
-        """The file, fetched when it isn't here."""
+    @contextmanager
+    def get(self, shard: Shard, source: Place) -> Iterator[Path]:
+        """The file, fetched when it isn't here; it stays until the block ends."""
         if shard.bytes > self.limit:
             raise ConfigError(
                 f"{source}/{shard.file} has {shard.bytes:,} bytes, the cache in {self.folder} may have "
@@ -275,15 +284,13 @@ class Cache:
                 path.unlink(missing_ok=True)
                 self._fetch(shard, source, path)
             self._known.add(shard.sha256)
-        return path
+            yield path
 
     def _fetch(self, shard: Shard, source: Place, path: Path) -> None:
         partial = self._partial(shard.sha256)
         partial.unlink(missing_ok=True)
-        with _locked(self.folder / "lock"):
-            self._make_room(shard)
-            with partial.open("wb") as f:
-                f.truncate(shard.bytes)  # counts as used from now on
+        while not self._reserve(shard, partial):
+            time.sleep(WAIT_S)  # others fetch or open theirs, and need no more room for it
         digest = hashlib.sha256()
         try:
             with partial.open("r+b") as f:
@@ -292,26 +299,30 @@ class Cache:
                     f.write(block)
             if digest.hexdigest() != shard.sha256:
                 raise StoreError(f"{source}/{shard.file} is damaged: its SHA-256 is not {shard.sha256[:12]}…")
-            partial.replace(path)
+            with _locked(self.folder / "lock"):  # whoever counts what is here, counts it
+                partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
 
-    def _make_room(self, shard: Shard) -> None:
-        """Remove the least recently used until this one fits. Needs the folder's lock."""
-        files = []
-        for file in self.folder.iterdir():
-            if file.suffix == ".part" and not self._is_held(file):
-                file.unlink(missing_ok=True)  # of a process that died
-            elif file.suffix in ("", ".part") and file.name != "lock":
-                with suppress(FileNotFoundError):
-                    files.append((file.stat().st_mtime_ns, file.stat().st_size, file))
-        used = sum(size for _, size, _ in files)
-        for _, size, file in sorted(files):
-            if used + shard.bytes <= self.limit:
-                return
-            if file.suffix == "":
-                file.unlink(missing_ok=True)
-                used -= size
+    def _reserve(self, shard: Shard, partial: Path) -> bool:
+        """Remove the least recently used until this one fits, and take its room; whether it does."""
+        with _locked(self.folder / "lock"):
+            files = []
+            for file in self.folder.iterdir():
+                if file.suffix == ".part" and self._remove(file):  # of a process that died
+                    continue
+                if file.suffix in ("", ".part") and file.name != "lock":
+                    with suppress(FileNotFoundError):
+                        files.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+            used = sum(size for _, size, _ in files)
+            for _, size, file in sorted(files):
+                if used + shard.bytes > self.limit and file.suffix == "" and self._remove(file):
+                    used -= size
+            if used + shard.bytes > self.limit:
+                return False
+            with partial.open("wb") as f:
+                f.truncate(shard.bytes)  # counts as used from now on
+            return True
 
     def _partial(self, digest: str) -> Path:
         return self.folder / f"{digest}.part"
@@ -319,14 +330,15 @@ class Cache:
     def _lock_of(self, digest: str) -> Path:
         return self.folder / f"{digest}.lock"
 
-    def _is_held(self, partial: Path) -> bool:
-        """Whether some process is fetching it: who does has the file's lock."""
-        with self._lock_of(partial.stem).open("a") as f:
+    def _remove(self, file: Path) -> bool:
+        """Unless some process fetches or opens it: who does has the file's lock."""
+        with self._lock_of(file.stem).open("a") as f:
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return True
-        return False
+                return False
+            file.unlink(missing_ok=True)
+            return True
 
 
 @contextmanager
