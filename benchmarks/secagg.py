@@ -6,7 +6,7 @@ Real sites and a real aggregator (secagg/client.py, secagg/server.py) with real 
 process; every site has its own random update. Times are medians over rounds after a first one.
 
 site_s                  all five steps at one site: keys, shares, rounding, masks, signatures and their checks
-  site_signatures_s     of that, signing and checking signatures, which the bound leaves out
+  site_signatures_s     signing and checking signatures, which the bound leaves out; summed over threads
 server_s                all else (but counting the bytes), from the first request to the mean of the updates
 site_, server_bound_s   what these ciphers take alone, at the best rates seen on as many threads: each byte of
                         mask drawn by the faster keystream and added once, vectors added, keys agreed on

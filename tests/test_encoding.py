@@ -163,6 +163,7 @@ def test_what_a_sum_does_not_say_is_zero_in_the_mean(monkeypatch):
     schema = Schema(tuple(TensorSpec(kind, (7,), kind, kind == "float32") for kind in kinds))
     how = Encoding(FixedPoint(sites=3, ring_bits=32, clip=1.0, max_weight=20.0), schema)
     vector, empty = encoded(how, update(1, schema), (), rounding_seed(0)), torch.empty
+    # fresh memory is mostly zero by itself
     monkeypatch.setattr(torch, "empty", lambda *shape, **kw: empty(*shape, **kw).fill_(0xAB))
     mean = how.decode(vector, 1, ()).delta
     monkeypatch.undo()

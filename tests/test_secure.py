@@ -54,9 +54,8 @@ def test_a_session_is_bound_to_every_byte_of_the_model_in_a_file_or_in_memory(tm
     schema = Schema((TensorSpec("w", (300_000,), "float32", True), TensorSpec("n", (5,), "int64", False)))
     model = Arena(schema, torch.randint(0, 256, (schema.nbytes,), dtype=torch.uint8))
     (tmp_path / "weights").write_bytes(model.payload)
-    parts = (model.payload[i : i + (1 << 19)] for i in (0, 1 << 19, 1 << 20))
-    parts = [part[: 300_000 * 4 - i * (1 << 19)] for i, part in enumerate(parts)]
-    parts.append(model.payload[schema.sections[1].offset :][:40])
+    w, n = model.payload[: 300_000 * 4], model.payload[schema.sections[1].offset :][: 5 * 8]
+    parts = [*(w[at : at + (1 << 19)] for at in range(0, len(w), 1 << 19)), n]
     expected = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
     with ThreadPoolExecutor(workers) as pool:
         assert secure.hash_of(model, pool.map) == expected

@@ -104,6 +104,7 @@ def test_threads_read_a_file_at_once_each_into_its_own_room(tmp_path):
 def test_an_arena_that_is_written_whole_has_no_trace_of_what_was_in_its_memory(tensors):
     arena, empty = Arena.of(Bag(tensors, 3)), torch.empty
     with pytest.MonkeyPatch.context() as patch:
+        # fresh memory is mostly zero by itself
         patch.setattr(torch, "empty", lambda *shape, **kw: empty(*shape, **kw).fill_(0xAB))
         written = Arena.empty(arena.schema)
     for section in arena.schema.sections:

@@ -28,7 +28,7 @@ from ..config import Config
 from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites
 from ..exchange import Before, Cohort
 from ..secagg.client import NEVER, Client, Opened, Policy, Sign
-from ..secagg.encoding import EncodedRow, Encoding, Total, norm_of, rounding_seed
+from ..secagg.encoding import Encoding, StackedUpdate, Total, norm_of, rounding_seed
 from ..secagg.fixedpoint import ONE, SCALAR_LIMIT, FixedPoint
 from ..secagg.masking import BLOCK_BYTES, RingVector, Spread, each, rooms
 from ..secagg.messages import (
@@ -181,7 +181,7 @@ async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
 def hash_of(weights: AnyArena, spread: Spread = map) -> bytes:
     """What a session is bound to, where update.Digest would not bind: SHA-256 of the SHA-256 of each part of
     a model, so that all cores can work on it."""
-    parts = list(chunks_of(weights.schema, BLOCK_BYTES // 8))
+    parts = list(chunks_of(weights.schema, BLOCK_BYTES // 8))  # of the longest numbers, a room full
     leaves = [b""] * len(parts)
 
     def leaf(i: int) -> None:
@@ -516,7 +516,7 @@ class PlainSum:
         self._config, self._encoding = config, encoding_of(config, number, sites, schema)
         self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
         self._room = np.empty_like(self._sum)
-        self._rows: list[EncodedRow] = []  # of one slab, not summed yet
+        self._rows: list[StackedUpdate] = []  # of one slab, not summed yet
         self._metrics: dict[str, list[int]] = {}  # as in add_exactly
         self.nbytes, self.sites = self._sum.nbytes, 0
 
@@ -530,10 +530,10 @@ class PlainSum:
         else:
             row = self._encoding.row(update, seed, scale)
             add_exactly(self._metrics, update.metrics)
-            if self._rows and self._rows[0].row.slab is not row.row.slab:
+            if self._rows and self._rows[0].delta.slab is not row.delta.slab:
                 self._add_rows()
             self._rows.append(row)
-            if row.row.last:
+            if row.delta.last:
                 self._add_rows()
         self.sites += 1
 

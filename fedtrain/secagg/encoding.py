@@ -48,10 +48,10 @@ class Total:
 
 
 @dataclass(frozen=True)
-class EncodedRow:
-    """An update in a slab, with what is encoded of it one by one."""
+class StackedUpdate:
+    """An update in a slab, checked, and with what is worked out of it alone."""
 
-    row: Row
+    delta: Row
     weight: float
     factor: float  # by which its coordinates count: the weight, times what shortens its delta
     seed: bytes  # of its rounding
@@ -152,18 +152,18 @@ class Encoding:
         known = all(section.dtype != "bfloat16" for section in self.schema.sections)
         return known and self.compressor is None and 0 < self._coordinates <= STACKED
 
-    def row(self, update: Update, seed: bytes, scale: float = 1.0) -> EncodedRow:
+    def row(self, update: Update, seed: bytes, scale: float = 1.0) -> StackedUpdate:
         """What add_rows needs of an update that `stacks`. SecAggError for what can't travel."""
         assert isinstance(update.delta, Row)
         weight = self._weight(update)
         exact = self._exact_values(update.delta, weight, scale)
-        if exact:
+        if exact:  # what no scalar holds is refused now, when it is known whose it is
             self.point.encode_scalars(np.array(exact), lambda i: self._name(i + 2))
-        return EncodedRow(update.delta, weight, weight * scale, seed, exact)
+        return StackedUpdate(update.delta, weight, weight * scale, seed, exact)
 
-    def add_rows(self, rows: Sequence[EncodedRow], total: RingVector) -> None:
+    def add_rows(self, rows: Sequence[StackedUpdate], total: RingVector) -> None:
         """total [length] += Σ of what `encode` makes of each of these, which lie in one slab."""
-        slab, indices = rows[0].row.slab, [each.row.index for each in rows]
+        slab, indices = rows[0].delta.slab, [each.delta.index for each in rows]
         factors, seeds = np.array([each.factor for each in rows]), [each.seed for each in rows]
         at, clipped = 0, np.zeros(len(rows), np.int64)
         for section in self._trained:

@@ -38,9 +38,7 @@ SCALAR_LIMIT = 2**62 // ONE  # of a scalar's magnitude at one site
 
 Floats = NDArray[np.floating[Any]]  # 1-D, rows of these 2-D
 Counts = NDArray[np.int64]  # 1-D
-Read = Callable[
-    [int, int], AbstractContextManager[Floats]
-]  # (start, stop) -> these numbers, while it is open
+Read = Callable[[int, int], AbstractContextManager[Floats]]  # (start, stop) -> these, while it is open
 
 
 @dataclass(frozen=True)
@@ -120,6 +118,7 @@ class FixedPoint:
                 read(start - offset, stop - offset) as values,
                 np.errstate(over="ignore"),
             ):
+                assert values.shape == (stop - start,)
                 keystream(seed, block, noise, (stop - block * PER_BLOCK) * RANDOM_BYTES)
                 random = noise[:BLOCK_BYTES].view("<i2")[start - block * PER_BLOCK : stop - block * PER_BLOCK]
                 integers, count = self._round(values[None], np.array([weight]), random[None], scratch)
@@ -146,6 +145,8 @@ class FixedPoint:
         """
         assert rows.shape == (len(seeds), len(out))
         assert weights.shape == (len(seeds),)
+        assert all(len(seed) == KEY_BYTES for seed in seeds)
+        assert out.dtype == self.dtype
         drawn = offset + len(out)  # coordinates of each row that random bits are drawn for
         counts, nbytes, at_once = [], drawn * RANDOM_BYTES, PER_BLOCK // drawn
         sums = out.view(f"i{out.itemsize}")

@@ -290,7 +290,9 @@ class Cache:
         partial = self._partial(shard.sha256)
         partial.unlink(missing_ok=True)
         while not self._reserve(shard, partial):
-            time.sleep(WAIT_S)  # others fetch or open theirs, and need no more room for it
+            time.sleep(
+                WAIT_S
+            )  # it ends: those who hold what is here have their room, and let go when they opened it
         digest = hashlib.sha256()
         try:
             with partial.open("r+b") as f:
