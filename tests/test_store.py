@@ -32,6 +32,23 @@ def store(tmp_path):
     made.close()
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"agreed": {"train.lr": "0.2"}}, "train.lr was 0.1, is 0.2"),
+        ({"schema": Schema((TensorSpec("v", (100,), "float32", True),))}, "another model: "),
+        ({"task_digest": "u"}, "other task code (comments and layout don't count)"),
+    ],
+    ids=["config", "model", "task"],
+)
+def test_another_run_in_the_folder_is_refused_with_the_ways_out(store, changed, says):
+    run = {"schema": SCHEMA, "agreed": {"train.lr": "0.1"}, "task_digest": "t"} | changed
+    with pytest.raises(StoreError, match=re.escape(says)) as refused:
+        store.begin(**run)
+    assert "Change it back, give the new run its own run.name, or (a simulation)" in str(refused.value)
+    assert "--fresh" in str(refused.value)
+
+
 def commit(store, *rounds):
     for n in rounds:
         store.commit(

@@ -111,8 +111,72 @@ def test_the_digest_covers_all_that_the_task_imports_and_nothing_else(tmp_path):
     before = task_digest("task:Heart", tmp_path)
     write(tmp_path, unrelated="changed")
     assert task_digest("task:Heart", tmp_path) == before
-    write(tmp_path, **{"net/parts": "# changed\n"})
+    write(tmp_path, **{"net/parts": "x = 1\n"})
     assert task_digest("task:Heart", tmp_path) != before
+
+
+BEFORE = '''"""A model of hearts."""
+import fedtrain
+
+class Heart(fedtrain.Task):
+    rate = 0.001
+
+    def model(self):
+        return [self.rate, "x" "y", {"a": None, **{}}]
+'''
+ALIKE = '''import fedtrain  # of PyTorch
+class Heart(fedtrain.Task):
+  """Doc."""
+  rate = 1e-3
+  def model(self):
+    """A list."""
+    return [
+        self.rate,
+        'xy',
+        {"a": None, **{}},
+    ]
+'''
+
+
+def digest_of(folder: Path, text: str) -> str:
+    return task_digest("task:Heart", write(folder, task=text))
+
+
+def test_comments_layout_and_docstrings_do_not_count(tmp_path):
+    assert digest_of(tmp_path, BEFORE) == digest_of(tmp_path, ALIKE)
+
+
+@pytest.mark.parametrize(
+    ("was", "is_"),
+    [
+        ("0.001", "0.0010000001"), ("self.rate", "self.rates"), ("self.rate, ", ""), ('"y"', '"y" ""  "z"'),
+        ("None", "False"), ("None", "0"), ("**{}", "'b': {}"), ("Task)", "Task, object)"), ('"y"', '+ "y"'),
+        ("        return", "        if 1: return"), ("0.001", "True"), ("0.001", "1"),
+    ],
+)  # fmt: skip
+def test_all_that_the_code_does_counts(tmp_path, was, is_):
+    assert digest_of(tmp_path, BEFORE) != digest_of(tmp_path, BEFORE.replace(was, is_))
+
+
+def test_a_docstring_alone_does_not_count_but_other_text_does(tmp_path):
+    assert digest_of(tmp_path, '"""One."""\nx = "a"\n') == digest_of(tmp_path, '"""Two."""\nx = "a"\n')
+    assert digest_of(tmp_path, 'x = "a"\n"b"\n') != digest_of(tmp_path, 'x = "a"\n"c"\n')
+
+
+def test_deep_and_huge_expressions_have_a_digest(tmp_path):
+    deep = "x = " + " + ".join(["1"] * 900) + "\n"
+    assert digest_of(tmp_path, deep) != digest_of(tmp_path, deep.replace("1 + 1\n", "1 + 2\n"))
+    huge = "x = 0x" + "f" * 5000 + "\n"
+    assert digest_of(tmp_path, huge) != digest_of(tmp_path, huge.replace("ff\n", "fe\n"))
+
+
+def test_the_digest_is_of_the_grammar_not_of_this_python(tmp_path):
+    """The same number in each version of Python, or sites of two would refuse each other."""
+    known = "419a0ed126e8bd6be0606db7b606950bd7f6443df2e04fb04ff2b3ec4a1bbf6d"
+    assert (
+        digest_of(tmp_path, BEFORE + "async def f(a, /, *, b: int = 1) -> str: return f'{a!r:>{b}}'\n")
+        == known
+    )
 
 
 def test_the_digest_is_the_same_wherever_the_project_lies_and_runs_none_of_it(tmp_path):

@@ -47,6 +47,7 @@ CREATE TABLE IF NOT EXISTS buffer (
   site TEXT NOT NULL, number INTEGER NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL,
   num_examples REAL NOT NULL, metrics BLOB NOT NULL, PRIMARY KEY (site, number));
 """
+ANEW = "give the new run its own run.name, or (a simulation) start it with --fresh."  # of one that differs
 KEEP = 2  # newest rounds whose weights stay, beside the best one's
 
 
@@ -177,17 +178,16 @@ class RunStore:
         if changed:
             was = ", ".join(f"{k} was {have['agreed'].get(k)}, is {agreed.get(k)}" for k in changed[:3])
             raise StoreError(
-                f"{self.folder} holds a run of another configuration: {was}. "
-                f"Change it back, give the new run its own run.name, or (a simulation) start it with --fresh."
+                f"{self.folder} holds a run of another configuration: {was}. Change it back, {ANEW}"
             )
         if difference := msgspec.convert(have["schema"], Schema).difference(schema):
             raise StoreError(
-                f"{self.folder} holds a run of another model: {difference}. Use another run.name."
+                f"{self.folder} holds a run of another model: {difference}. Change it back, {ANEW}"
             )
         if have.get("task_digest") != meta.get("task_digest"):
             raise StoreError(
-                f"{self.folder} was begun with another version of the task's code. "
-                f"Restore it, or give the new run its own run.name."
+                f"{self.folder} was begun with other task code (comments and layout don't count). "
+                f"Change it back, {ANEW}"
             )
 
     # --- committed rounds

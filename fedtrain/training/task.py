@@ -74,6 +74,7 @@ class Task:
 
 
 REQUIRED = ("model", "data", "loss")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
@@ -113,16 +114,36 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
 
 
 def task_digest(spec: str, root: Path, *also: str) -> str:
-    """SHA-256 over the task's source: its module and every module in `root` that it imports, by relative
-    path and bytes; and over that of `also`, "module:Class" like the task (a strategy of one's own). Found
-    by reading, not by importing: a site can refuse code that never ran."""
+    """SHA-256 over what the task's source does: its module and every module in `root` that it imports, by
+    relative path and syntax tree; and over that of `also`, "module:Class" like the task (a strategy of one's
+    own). Comments, layout and docstrings don't count. Found by reading, not by importing: a site can refuse
+    code that never ran."""
     root = root.resolve()
     digest = hashlib.sha256()
     files = {file for each in (spec, *also) for file in sources(each, root).values()}
     for name, file in sorted((f.relative_to(root).as_posix(), f) for f in files):
-        content = file.read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        for word in (name, *_words(_parsed(file))):
+            digest.update(f"{word}\0".encode())
     return digest.hexdigest()
+
+
+def _words(tree: ast.AST) -> Iterator[str]:
+    """A syntax tree without positions and docstrings, parents first. Every version of Python gives the same,
+    unlike ast.dump's: fields that are empty, as those that a version adds are, stay out."""
+    todo: list[Any] = [tree]
+    while todo:  # no recursion: a sum of a thousand terms is a thousand deep
+        match todo.pop():
+            case ast.AST() as node:
+                found = {n: v for n, v in ast.iter_fields(node) if v is not None and v != [] and n != "kind"}
+                if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+                    found["body"] = node.body[1:]
+                yield " ".join((type(node).__name__, *found))
+                todo += reversed(found.values())
+            case list() as nodes:
+                yield f"[{len(nodes)}]"
+                todo += reversed(nodes)
+            case value:
+                yield hex(value) if type(value) is int else ascii(value)  # a huge one has no decimal form
 
 
 def sources(spec: str, root: Path) -> dict[str, Path]:
@@ -150,6 +171,15 @@ def sources(spec: str, root: Path) -> dict[str, Path]:
         file = root.joinpath(*module_name.split("."))
         raise ConfigError(f"run.task: {file}.py does not exist.{_nearest(module_name, here)}")
     return found
+
+
+def _parsed(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), filename=str(file))
+    except SyntaxError as e:
+        raise TaskError(f"SyntaxError in {file.name}:{e.lineno}: {e.msg}") from None
+    except ValueError as e:  # null bytes
+        raise TaskError(f"{file.name} is not Python source: {e}") from None
 
 
 def _split(spec: str) -> tuple[str, str]:
@@ -184,13 +214,9 @@ def _parents(module: str) -> list[str]:
 
 def _imports(module: str, file: Path) -> list[str]:
     """Every module that the file may import, by absolute name."""
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except SyntaxError as e:
-        raise TaskError(f"SyntaxError in {file.name}:{e.lineno}") from None
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     names: list[str] = []
-    for node in ast.walk(tree):
+    for node in ast.walk(_parsed(file)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 names += [*_parents(alias.name), alias.name]

@@ -16,7 +16,7 @@ import msgspec
 
 from ..update import Schema
 
-PROTOCOL = 1  # both ends must say the same
+PROTOCOL = 2  # both ends must say the same
 CHUNK_BYTES = 1 << 20
 MESSAGE_BYTES = 4 << 20  # no frame or chunk is larger; gRPC refuses it before reading it
 
