@@ -2,6 +2,7 @@
 this process; tests/network/test_peer.py has processes."""
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -267,7 +268,8 @@ def test_a_peer_that_lost_its_disk_enters_again_with_another_key(tmp_path):
             await v.until(lambda: v.are_with("ab", "ab"))
             await v.stop("b")
             (tmp_path / "certs" / "sites" / "b" / "curve.key").unlink()
-            await asyncio.sleep(1.1)  # entries are numbered by seconds
+            second = int(time.time())
+            await v.until(lambda: int(time.time()) > second)  # by which entries are numbered
             entries = tmp_path / "roster-of-b"
             entries.mkdir()
             (entries / "a.peer").write_bytes((tmp_path / "roster" / "a.peer").read_bytes())

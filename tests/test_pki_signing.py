@@ -1,6 +1,8 @@
 """A statement is a site's when its certificate leads to the root, and not when anything about it is off."""
 
+import ssl
 import subprocess
+import warnings
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -184,4 +186,37 @@ def test_bytes_that_are_no_certificate_are_refused(certs, junk):
 
 
 def test_a_signer_shows_no_key(certs):
-    assert "key" not in repr(pki.Signer.of(credentials(certs))).lower().replace("certificate", "")
+    signer = pki.Signer.of(credentials(certs))
+    assert repr(signer) == f"Signer(certificate={signer.certificate!r})"
+
+
+def test_a_name_of_a_kind_that_cannot_be_read_is_refused(certs):
+    """GeneralName's x400Address, for which `cryptography` has an error of its own."""
+    leaf = x509.load_pem_x509_certificates(credentials(certs).chain)[0].public_bytes(
+        serialization.Encoding.DER
+    )
+    name = b"north.site.ward.fedtrain"
+    damaged = leaf.replace(b"\x82" + bytes([len(name)]) + name, b"\xa3" + bytes([len(name)]) + name)
+    with pytest.raises(CertificateError, match="x400Address"):
+        pki.identity_of(ssl.DER_cert_to_PEM_cert(damaged).encode())
+
+
+def with_serial_below_one(chain):
+    """The chain, its first certificate's serial number negative: what damage makes of some of them."""
+    leaf, *above = x509.load_pem_x509_certificates(chain)
+    number = leaf.serial_number.to_bytes((leaf.serial_number.bit_length() + 8) // 8)
+    der = leaf.public_bytes(serialization.Encoding.DER)
+    damaged = ssl.DER_cert_to_PEM_cert(der.replace(number, bytes([number[0] | 0x80]) + number[1:], 1))
+    return damaged.encode() + b"".join(c.public_bytes(serialization.Encoding.PEM) for c in above)
+
+
+def test_a_certificate_that_cryptography_only_warns_of_is_refused_without_a_warning(certs):
+    """In a process whose warnings are errors as in one where they are not."""
+    chain = with_serial_below_one(credentials(certs).chain)
+    for filters in ("error", "default"):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter(filters)
+            for read in (pki.identity_of, pki.fingerprint, lambda pem: verifier(certs).verify(pem, b"", b"")):
+                with pytest.raises(CertificateError, match="not a PEM certificate"):
+                    read(chain)
+        assert told == []

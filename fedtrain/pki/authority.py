@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from ..errors import CertificateError, ConfigError
-from .identity import USAGE, check_label, dns_name, serial_hex
+from .identity import USAGE, certificates, check_label, dns_name, serial_hex
 
 PublicKey = ec.EllipticCurvePublicKey
 
@@ -270,8 +270,8 @@ def _requested_key(csr: bytes, folder: Path) -> PublicKey:
 
 def _load_certificate(path: Path) -> x509.Certificate:
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as e:
+        return certificates(path.read_bytes(), path)[0]
+    except OSError as e:
         raise CertificateError(f"{path}: not a readable PEM certificate ({e})") from None
 
 

@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import re
 import stat
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -20,6 +24,7 @@ from typing import Literal
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
+from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from ..errors import CertificateError, ConfigError
@@ -32,6 +37,11 @@ NAMES = {
     "site": re.compile(rf"(?P<name>{LABEL})\.site\.(?P<federation>{LABEL})\.fedtrain"),
 }
 USAGE = {"aggregator": ExtendedKeyUsageOID.SERVER_AUTH, "site": ExtendedKeyUsageOID.CLIENT_AUTH}
+
+UNREADABLE = (
+    ValueError, x509.InvalidVersion, x509.ExtensionNotFound, x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType, CryptographyDeprecationWarning,
+)  # what `cryptography` raises for bytes that are no certificate of ours  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,9 @@ class Credentials:
             path = folder / "key.pem"
             raise CertificateError(f"{path} can be read by others (mode {mode:04o}): chmod 600 {path}")
         identity = identity_of(chain)
-        leaf, *above = _certificates(chain, folder / "cert.pem")
+        leaf, *above = certificates(chain, folder / "cert.pem")
         _check_key(key, leaf, folder)
-        _check_chain([leaf, *above, *_certificates(root, folder / "root.pem")[:1]], folder)
+        _check_chain([leaf, *above, *certificates(root, folder / "root.pem")[:1]], folder)
         _check_dates(leaf, identity, folder, now)
         return cls(key, chain, root, identity)
 
@@ -79,11 +89,13 @@ def identity_of(pem: bytes) -> Identity:
 
     It says nothing about who signed it or whether it has expired: the TLS handshake does that.
     """
-    leaf = _certificates(pem, None)[0]
+    leaf = certificates(pem, None)[0]
     try:
-        names = list(leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
-        usages = list(leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as e:
+        with _warnings_are_errors():
+            names = list(leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+            usages = list(leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+            serial = serial_hex(leaf)
+    except UNREADABLE as e:
         raise CertificateError(f"not a fedtrain certificate: {e}") from None
     if len(names) != 1 or not isinstance(names[0], x509.DNSName):
         raise CertificateError(f"a certificate has {len(names)} names; exactly one DNS name is allowed")
@@ -102,7 +114,7 @@ def identity_of(pem: bytes) -> Identity:
         role=role,
         name=match.groupdict().get("name", "aggregator"),
         federation=match["federation"],
-        serial=serial_hex(leaf),
+        serial=serial,
         not_after=leaf.not_valid_after_utc,
     )
 
@@ -149,11 +161,24 @@ def _read(path: Path) -> bytes:
         raise CertificateError(f"{path} cannot be read: {e.strerror}") from None
 
 
-def _certificates(pem: bytes, path: Path | None) -> list[x509.Certificate]:
+def certificates(pem: bytes, path: Path | None = None) -> list[x509.Certificate]:
+    """At least one."""
     try:
-        return x509.load_pem_x509_certificates(pem)
-    except (ValueError, x509.InvalidVersion):
+        with _warnings_are_errors():
+            return x509.load_pem_x509_certificates(pem)
+    except UNREADABLE:
         raise CertificateError(f"{path or 'these bytes'}: not a PEM certificate") from None
+
+
+_filters = threading.Lock()  # of warnings, which are the process's
+
+
+@contextmanager
+def _warnings_are_errors() -> Iterator[None]:
+    """What `cryptography` reads with a warning, as a serial number below 1, is in no certificate of ours; and
+    whoever sends a damaged one shall not write to our stderr."""
+    with _filters, warnings.catch_warnings(action="error", category=CryptographyDeprecationWarning):
+        yield
 
 
 def _check_key(key: bytes, leaf: x509.Certificate, folder: Path) -> None:

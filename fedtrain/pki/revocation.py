@@ -19,15 +19,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..errors import CertificateError, ConfigError
+from . import identity
 from .authority import Authority, issued, write
-from .identity import serial_hex
+from .identity import certificates, serial_hex
 
 LIST = "revoked.pem"
 LIST_BYTES = 48 << 10  # about 1,000 serials; those of expired certificates need not be in it
-UNREADABLE = (
-    ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion,
-    x509.ExtensionNotFound, x509.DuplicateExtension,
-)  # fmt: skip
+UNREADABLE = (*identity.UNREADABLE, CertificateError, TypeError, InvalidSignature, UnsupportedAlgorithm)
 
 
 def revoke(certs_dir: Path, names: Iterable[str], *, now: datetime | None = None) -> list[str]:
@@ -69,7 +67,7 @@ def check(data: bytes, root: x509.Certificate) -> tuple[int, frozenset[str]]:
     if len(data) > LIST_BYTES:
         raise CertificateError(f"a revocation list of {len(data)} bytes: at most {LIST_BYTES}")
     try:
-        revoked, issuing = x509.load_pem_x509_crl(data), x509.load_pem_x509_certificate(data)
+        revoked, issuing = x509.load_pem_x509_crl(data), certificates(data)[0]
         issuing.verify_directly_issued_by(root)
         may = issuing.extensions.get_extension_for_class(x509.KeyUsage).value.crl_sign
         number = revoked.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
@@ -89,7 +87,7 @@ class Revoked:
 
     def __init__(self, path: Path, root: bytes) -> None:
         self.data = b""  # as it was signed; empty: there is none yet
-        self._path, self._root = Path(path), x509.load_pem_x509_certificate(root)
+        self._path, self._root = Path(path), certificates(root)[0]
         self._number, self._serials = -1, frozenset[str]()
 
     def __call__(self, serial: str) -> bool:

@@ -21,7 +21,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from ..errors import CertificateError
 from ..update import SiteId
-from .identity import Credentials, Identity, identity_of
+from .identity import Credentials, Identity, certificates, identity_of
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 CHAIN_BYTES = 16 << 10  # ours have under 2 KiB
@@ -42,7 +42,7 @@ class Signer:
         key = serialization.load_pem_private_key(credentials.key, password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
             raise CertificateError(f"{credentials.identity}: key.pem is no P-256 key, which signing needs")
-        return cls(_pem(x509.load_pem_x509_certificates(credentials.chain)), key)
+        return cls(_pem(certificates(credentials.chain)), key)
 
     def sign(self, message: bytes) -> bytes:
         """DER, about 71 bytes; another one each time."""
@@ -72,7 +72,7 @@ class Verifier:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         """`root`: PEM. `revoked` is asked each time, with a serial as in Identity.serial."""
-        self._store = Store(x509.load_pem_x509_certificates(root)[:1])
+        self._store = Store(certificates(root)[:1])
         self._federation, self._revoked, self._now = federation, revoked, now
         self._trusted = lru_cache(maxsize=4096)(self._trust)
 
@@ -106,7 +106,7 @@ class Verifier:
         identity = identity_of(certificate)
         if identity.role != "site" or identity.federation != self._federation:
             raise CertificateError(f"{identity} is not a site of {self._federation}")
-        leaf, *above = x509.load_pem_x509_certificates(certificate)
+        leaf, *above = certificates(certificate)
         if _pem([leaf, *above]) != certificate:  # one chain, one sequence of bytes: no free space beside it
             raise CertificateError(f"{identity}: its certificate chain is not in plain PEM")
         rules = PolicyBuilder().store(self._store).time(self._now())
@@ -134,10 +134,7 @@ def _pem(chain: Iterable[x509.Certificate]) -> bytes:
 
 def fingerprint(certificate: bytes) -> bytes:
     """SHA-256 of the first certificate in PEM bytes (a chain, or what TLS gives), as openssl prints it."""
-    try:
-        return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256())
-    except (ValueError, x509.InvalidVersion):
-        raise CertificateError("these bytes: not a PEM certificate") from None
+    return certificates(certificate)[0].fingerprint(hashes.SHA256())
 
 
 # --- Claims that anybody may pass on
