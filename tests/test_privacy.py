@@ -191,7 +191,7 @@ class Trainer:
 def test_a_site_pays_for_each_update_once_however_often_it_is_asked(tmp_path):
     log, ledger = Log(), Ledger(tmp_path / "site")
     spent = Spent(private(tmp_path).privacy, ledger.folder, log)
-    site = Site("a", PLAIN, ledger, Trainer(), None, spent=spent)
+    site = Site("a", PLAIN, ledger, Trainer(), spent=spent)
 
     async def ask():
         for attempt, round in ((0, 0), (1, 0), (0, 1)):

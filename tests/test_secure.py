@@ -471,7 +471,7 @@ class Federation:
         credentials = Credentials.load(self.certs / "sites" / site)
         ledger = Ledger(self.folder / f"ledger-{site}")
         mine = secure_site(self.configs.get(site, self.cfg), site, credentials, ledger)
-        worker = Site(site, SCHEMA, ledger, self.trainers[site], self._never, secure=mine)
+        worker = Site(site, SCHEMA, ledger, self.trainers[site], secure=mine)
         link = SiteLink(
             address=f"127.0.0.1:{self.cohort.port}", tls=tls(self.certs / "sites" / site),
             target="aggregator.fedtrain.fedtrain", inbox=ledger.inbox, requests=secure.REQUESTS | Train,
@@ -490,9 +490,6 @@ class Federation:
                 ledger.close()
 
         self.tasks[site] = asyncio.create_task(serve())
-
-    async def _never(self):
-        raise AssertionError("no trainer dies here")
 
     async def restart(self, *sites):
         """As after kill -9, or after the aggregator said that the run is over."""

@@ -208,3 +208,20 @@ def test_an_arena_larger_than_a_page_and_empty_sections_travel_by_file(tmp_path)
     with pytest.raises(KeyError), _new_file(schema, tmp_path / "half"):
         raise KeyError
     assert [f.name for f in tmp_path.iterdir()] == ["whole"]
+
+
+def test_a_process_that_is_killed_as_it_starts_is_started_again_up_to_three_times(config, tmp_path):
+    """The task's module ends its process, as the kernel does for want of memory, while `deaths` says so."""
+    dying = "import os, pathlib\nleft = pathlib.Path('deaths')\nif n := int(left.read_text()):\n"
+    dying += "    left.write_text(str(n - 1))\n    os.kill(os.getpid(), 9)\n"
+    (tmp_path / "dying_task.py").write_text(dying + TASK)
+    config = Config.of({"run": {"task": "dying_task:Small"}}, tmp_path)
+
+    async def start(deaths):
+        (tmp_path / "deaths").write_text(str(deaths))
+        async with await Trainer.start(config, scratch=tmp_path, log=tmp_path / "log") as trainer:
+            return trainer.description.task_digest
+
+    assert asyncio.run(start(2))
+    with pytest.raises(TrainerDied, match="signal 9"):
+        asyncio.run(start(3))

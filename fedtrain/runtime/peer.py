@@ -17,13 +17,12 @@ from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from statistics import median_high, median_low
-from typing import Protocol
 
 import zmq
 
 from .. import __version__
 from ..config import Config
-from ..errors import BadUpdate, CertificateError, ConfigError, JoinRefused, SecAggError
+from ..errors import BadUpdate, CertificateError, ConfigError, JoinRefused, SecAggError, TaskError
 from ..exchange import Contact, Letter, Neighborhood, PeerId, Share
 from ..gossip import Algorithm
 from ..pki import Credentials, Revoked
@@ -46,8 +45,8 @@ from .parcels import trained_part
 from .privacy import Spent
 from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
 from .secure import spread
-from .site import Trains
-from .trainer import Trainer, beside_torch
+from .site import Supervised, Trains
+from .trainer import TRIES, Trainer, beside_torch
 
 RELOAD_S = 2.0  # between looks at the roster's folder
 POLL_S = 0.1  # between looks at who is there
@@ -57,12 +56,6 @@ EVERYWHERE = ("0.0.0.0", "[::]", "*")  # noqa: S104 - refused as addresses
 BEHIND = 2  # rounds that others are ahead, from which on a peer takes their state
 
 
-class Works(Trains, Protocol):
-    """What a peer needs of its trainer process; see trainer.Trainer."""
-
-    async def initial(self, out: Path) -> ArenaFile: ...
-
-
 async def run(
     config: Config,
     name: PeerId,
@@ -70,7 +63,7 @@ async def run(
     data_dir: Path | None = None,
     emit: Emit,
     invitation: Invitation | None = None,
-    start_trainer: Callable[[Path], Awaitable[Works]] | None = None,
+    start_trainer: Callable[[Path], Awaitable[Trains]] | None = None,
 ) -> Result:
     """Take part until the run's rounds are done; goes on from the last round that is on this peer's disk.
 
@@ -90,7 +83,7 @@ async def run(
     store = RunStore(config.peer_dir(name))
     try:
         start = start_trainer or (lambda scratch: Trainer.start(config, data_dir=data_dir, scratch=scratch))
-        trainer = await beside_torch(start(store.folder))
+        trainer = await beside_torch(Supervised.begin(lambda: start(store.folder)))
         try:
             about = trainer.description
             agreed = config.agreed() | {
@@ -127,7 +120,7 @@ async def run(
             files = store.folder / "train"
             files.mkdir(exist_ok=True)
             model = (await trainer.initial(files / "initial")).load()
-            train = _training(trainer, name, files, spent)
+            train = _training(trainer, name, files, spent, emit)
             peer = Peer(name, algorithm, model, train, neighbors, circles, config.gossip.clip)
             neighbors.start()  # ready: others count on us from here on
             watching = asyncio.create_task(_watch(roster, neighbors))
@@ -448,13 +441,20 @@ def fits(me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting, circles: Ci
 
 
 def _training(
-    trainer: Trains, name: PeerId, folder: Path, spent: Spent
+    trainer: Trains, name: PeerId, folder: Path, spent: Spent, emit: Emit
 ) -> Callable[[int, Arena, Arena], Awaitable[Update]]:
     """Weights and delta go to the trainer process and back as files."""
 
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
         given = ArenaFile(weights.schema, _written(weights, folder / "weights"))
-        update = await trainer.train(name, round, given, folder / "delta")
+        for left in reversed(range(TRIES)):  # a failure may be over the next time
+            try:
+                update = await trainer.train(name, round, given, folder / "delta")
+                break
+            except TaskError as e:
+                if not left:
+                    raise
+                emit("notice", text=f"round {round + 1}: training failed: {e}. It is tried again.")
         spent.one_more(name, round)
         delta.copy_(update.delta.load())
         return update

@@ -49,7 +49,7 @@ from . import asynchronous, secure
 from .answers import Answers, InTheOpen, kept
 from .federated import run
 from .progress import Averages, Emit, Result, finish
-from .trainer import Description, Failed, Trainer, TrainerDied, Workbench, beside_torch
+from .trainer import TRIES, Description, Failed, Trainer, TrainerDied, Workbench, beside_torch, unchanged
 
 T = TypeVar("T")
 VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend on who is stacked with whom
@@ -300,15 +300,19 @@ class PoolCohort:
         ]
 
     async def _at_a_trainer(self, ask: Callable[[Trainer], Awaitable[T]]) -> T:
-        """Ask the least busy one. When it dies over it, ask a new one, once: the same work gives the same."""
-        trainer = min(self._trainers, key=lambda t: t.backlog)
-        try:
-            return await ask(trainer)
-        except TrainerDied:
-            async with self._replacing:
-                if trainer in self._trainers:
-                    self._trainers[self._trainers.index(trainer)] = await self._start()
-            return await ask(min(self._trainers, key=lambda t: t.backlog))
+        """Ask the least busy one. When it dies over it, ask a new one: the same work gives the same."""
+        for left in reversed(range(TRIES)):
+            trainer = min(self._trainers, key=lambda t: t.backlog)
+            try:
+                return await ask(trainer)
+            except TrainerDied:
+                if not left:
+                    raise
+                async with self._replacing:
+                    if trainer in self._trainers:
+                        self._trainers[self._trainers.index(trainer)] = another = await self._start()
+                        unchanged(self.description, another.description)
+        raise AssertionError("unreachable")
 
 
 class InlineCohort(Before):

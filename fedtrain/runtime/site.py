@@ -11,13 +11,13 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from .. import __version__
 from ..config import Config
-from ..errors import CertificateError, TaskError
+from ..errors import CertificateError, ConfigError, TaskError
 from ..malloc import keep_freed
 from ..pki import Credentials, Revoked, aggregator_target
 from ..pki.revocation import LIST
@@ -45,21 +45,72 @@ from ..wire.frames import Hello
 from .privacy import Spent
 from .secure import REQUESTS as SECURE_REQUESTS
 from .secure import SecureSite, check_config, hash_of, spread
-from .trainer import Description, Trainer
+from .trainer import TRIES, Description, Trainer, TrainerDied, unchanged
 
 Emit = Callable[..., None]
-TRAINER_TRIES = 3  # a trainer that is killed is started again this often for one request
+T = TypeVar("T")
 
 
 class Trains(Protocol):
-    """What a site needs of its trainer process; see trainer.Trainer."""
+    """What a site, or a peer, needs of its trainer process; see trainer.Trainer."""
 
     @property
     def description(self) -> Description: ...
+    async def initial(self, out: Path) -> ArenaFile: ...
     async def examples(self, site: SiteId) -> float | None: ...
     async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update: ...
     async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation: ...
     async def close(self) -> None: ...
+
+
+class Supervised:
+    """Trains, by a process that is started again when it dies; TrainerDied when it died TRIES times over one
+    request."""
+
+    def __init__(self, start: Callable[[], Awaitable[Trains]], trainer: Trains) -> None:
+        """`trainer` is what `start` gave first."""
+        self._start, self._trainer, self._dead = start, trainer, False
+        self.description = trainer.description
+
+    @classmethod
+    async def begin(cls, start: Callable[[], Awaitable[Trains]]) -> Supervised:
+        return cls(start, await start())
+
+    async def initial(self, out: Path) -> ArenaFile:
+        return await self._ask(lambda trainer: trainer.initial(out))
+
+    async def examples(self, site: SiteId) -> float | None:
+        return await self._ask(lambda trainer: trainer.examples(site))
+
+    async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update:
+        return await self._ask(lambda trainer: trainer.train(site, round, weights, out))
+
+    async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation:
+        return await self._ask(lambda trainer: trainer.evaluate(site, round, weights))
+
+    async def close(self) -> None:
+        await self._trainer.close()
+
+    async def _ask(self, ask: Callable[[Trains], Awaitable[T]]) -> T:
+        for left in reversed(range(TRIES)):
+            if self._dead:
+                await self._replace()
+            try:
+                return await ask(self._trainer)
+            except TrainerDied:
+                self._dead = True
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _replace(self) -> None:
+        trainer = await self._start()
+        try:
+            unchanged(self.description, trainer.description)
+        except ConfigError:
+            await trainer.close()
+            raise
+        self._trainer, self._dead = trainer, False
 
 
 class Site:
@@ -71,22 +122,22 @@ class Site:
         schema: Schema,
         ledger: Ledger,
         trainer: Trains,
-        restart: Callable[[], Awaitable[Trains]],
         say: Callable[[str, int], None] = lambda state, round: None,
         secure: SecureSite | None = None,
         spent: Spent | None = None,
     ) -> None:
-        """`restart` is awaited for a new trainer when one has died; `say` tells people what goes on.
+        """`say` tells people what goes on.
 
         With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
         """
         self._secure, self._spent = secure, spent
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
-        self._restart, self._say = restart, say
+        self._say = say
         self._under_way: tuple[str, asyncio.Task[Found]] | None = None
 
     async def answer(self, request: Request) -> Reply:
-        """The reply to a request. The same question again, in another attempt say, gets the same reply."""
+        """The reply to a request. The same question again, in another attempt say, gets the same reply; but
+        a failure is no reply to another attempt, which has the work done anew."""
         match request, self._secure:
             case Train() | Evaluate(), None:
                 return await self._result(request, request.weights.digest)
@@ -108,7 +159,7 @@ class Site:
         if body := self._ledger.get(key):
             self._say("uploading", request.round + 1)
             return self._remembered(body)
-        if self._under_way is None or self._under_way[0] != key:
+        if self._under_way is None or self._under_way[0] != key or failed(self._under_way[1]):
             await self._stop_work()
             self._under_way = (key, asyncio.create_task(self._work(key, request)))
         return await asyncio.shield(self._under_way[1])
@@ -129,14 +180,10 @@ class Site:
             return Failure(reason=f"the aggregator's model is not this site's: {difference}")
         assert isinstance(weights, ArenaFile)
         self._ledger.inbox.keep_only([weights.digest])
-        for attempt in range(TRAINER_TRIES):
-            try:
-                return await self._ask_trainer(key, request, weights)
-            except TaskError as e:
-                if not getattr(e, "died", False) or attempt == TRAINER_TRIES - 1:
-                    return Failure(reason=str(e))
-                self._trainer = await self._restart()
-        raise AssertionError("unreachable")
+        try:
+            return await self._ask_trainer(key, request, weights)
+        except (TaskError, ConfigError) as e:  # the latter of a trainer that had to be started again
+            return Failure(reason=str(e))
 
     async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Found:
         if isinstance(request, Evaluate):
@@ -159,6 +206,13 @@ class Site:
         for arena in fetch_list(reply):
             arena.path = self._ledger.outbox.path(arena.digest)
         return reply
+
+
+def failed(work: asyncio.Task[Found]) -> bool:
+    """Whether work is over and found nothing."""
+    return work.done() and (
+        work.cancelled() or work.exception() is not None or isinstance(work.result(), Failure)
+    )
 
 
 def secure_site(config: Config, name: SiteId, credentials: Credentials, ledger: Ledger) -> SecureSite:
@@ -208,7 +262,7 @@ async def run(
         config_digest=config.digest(),
     )
     try:
-        trainer = await start()
+        trainer = await Supervised.begin(start)
         link = SiteLink(
             address=config.network.address or config.network.listen,
             tls=Tls(credentials.key, credentials.chain, credentials.root),
@@ -226,7 +280,7 @@ async def run(
         about = trainer.description
         secure = secure_site(config, name, credentials, ledger) if config.secagg.enabled else None
         spent = Spent(config.privacy, ledger.folder, emit)
-        site = Site(name, about.schema, ledger, trainer, start, say, secure, spent)
+        site = Site(name, about.schema, ledger, trainer, say, secure, spent)
         hello = Hello(
             protocol=PROTOCOL,
             version=__version__,

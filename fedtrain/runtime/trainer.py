@@ -54,6 +54,7 @@ HEAD = struct.Struct("<I")  # of a frame: how many bytes follow
 FRAME_BYTES = 1 << 28  # a longer frame is not ours
 ABANDONED_S = 5.0  # for a request that nobody waits for any more, before it is ended with the process
 CLOSE_S = 3.0  # for a child to leave by itself before it is killed
+TRIES = 3  # a process that dies as it starts, or over a request, is started again until it was so many
 
 
 # --- what is said; each frame is its length (u32) and one of these as msgpack
@@ -157,8 +158,6 @@ def _frame(message: Start | Ask | Answer) -> bytes:
 class TrainerDied(TaskError):
     """The process ended in the middle of its work; another one may be started."""
 
-    died = True
-
 
 class Trainer(asyncio.Protocol):
     """A trainer process. Requests are answered in the order in which they are made; several may wait."""
@@ -184,11 +183,30 @@ class Trainer(asyncio.Protocol):
         simulated: bool = False,
         pass_fds: Sequence[int] = (),
     ) -> Self:
-        """A process that has loaded the task; ConfigError or TaskError where it can't.
+        """A process that has loaded the task; ConfigError or TaskError where it can't, TrainerDied when TRIES
+        of them died over it.
 
         `scratch` is for its temporary files. What the task prints goes to `log`, else to our stderr.
         A `simulated` one has the data of all sites, as [simulate] says; else it has what data(site) finds.
         """
+        for left in reversed(range(TRIES)):
+            try:
+                return await cls._start(config, data_dir, scratch, log, simulated, pass_fds)
+            except TrainerDied:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    @classmethod
+    async def _start(
+        cls,
+        config: Config,
+        data_dir: Path | None,
+        scratch: Path,
+        log: Path | None,
+        simulated: bool,
+        pass_fds: Sequence[int],
+    ) -> Self:
         ours, theirs = socket.socketpair()
         output = log.open("ab") if log is not None else None
         try:
@@ -338,6 +356,15 @@ class Trainer(asyncio.Protocol):
             if not asked.done():
                 asked.set_exception(self._ended)
         self._waiting.clear()
+
+
+def unchanged(agreed: Description, found: Description) -> None:
+    """ConfigError when a trainer that was started again has other code than the one before it."""
+    if found != agreed:
+        raise ConfigError(
+            "the task's code was changed while it is being trained, and a trainer process had to be started "
+            "again. Undo the change; or start the run's processes again, with the same code at all of them."
+        )
 
 
 def _good(result: Any) -> Any:

@@ -155,6 +155,7 @@ class GrpcCohort:
         self._pending: dict[tuple[SiteId, str], Pending] = {}
         self._moot: deque[tuple[SiteId, str]] = deque(maxlen=MOOT)
         self._transfers: dict[SiteId, WeakSet[asyncio.Task[Any]]] = {}
+        self._giving_up: dict[SiteId, asyncio.TimerHandle] = {}  # of each site that is away
         self._joined = asyncio.Condition()
         self._finished: str | None = None
         self._untold: set[SiteId] = set()  # who has yet to hear that the run is finished
@@ -277,15 +278,20 @@ class GrpcCohort:
                     session.outbox.put_nowait(Cancel(id=request.id))
 
     def _give_up_later(self, site: SiteId) -> None:
-        """After the idle time, a site that is still away is not waited for in this exchange."""
+        """After the idle time, a site that was away throughout is not waited for in this exchange."""
 
         def give_up() -> None:
-            if site not in self._sessions:
-                for (name, _), pending in self._pending.items():
-                    if name == site:
-                        pending.arrivals.put_nowait((site, None))
+            for (name, _), pending in self._pending.items():
+                if name == site:
+                    pending.arrivals.put_nowait((site, None))
 
-        asyncio.get_running_loop().call_later(self._idle_s, give_up)
+        self._wait_for(site)
+        self._giving_up[site] = asyncio.get_running_loop().call_later(self._idle_s, give_up)
+
+    def _wait_for(self, site: SiteId) -> None:
+        """Stop the clock of an earlier loss: the site is back, or was lost anew."""
+        if timer := self._giving_up.pop(site, None):
+            timer.cancel()
 
     async def _peer(self, context: grpc.aio.ServicerContext) -> SiteId:
         """Who calls: the name in the certificate of this very connection, asked on every call (S5)."""
@@ -322,6 +328,7 @@ class GrpcCohort:
         if before := self._sessions.get(site):  # it came back before its loss was noticed
             before.outbox.put_nowait(None)
         self._sessions[site] = session
+        self._wait_for(site)
         self._look_around()
         session.outbox.put_nowait(Welcome(heartbeat_s=self._heartbeat_s))
         if self._finished is not None:

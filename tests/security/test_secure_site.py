@@ -68,7 +68,7 @@ def test_two_models_can_have_one_digest():
 def test_s12_an_update_trained_on_one_model_is_in_no_sum_for_another_of_the_same_digest(tmp_path):
     """Or a site given a model of its own would be in the others' sum (arXiv 2111.07380)."""
     config, ledger, trainer = config_of(tmp_path), Ledger(tmp_path / "ledger"), Blobs()
-    site = Site("a", SCHEMA, ledger, trainer, trainer.close, secure=sites_of(config, SimulatedKeys())["a"])
+    site = Site("a", SCHEMA, ledger, trainer, secure=sites_of(config, SimulatedKeys())["a"])
     model = bytes(Arena.zeros(SCHEMA).payload)
     both = [another_of_the_same_digest(model), model]
 

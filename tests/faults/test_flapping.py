@@ -1,0 +1,152 @@
+"""A path that breaks again and again: sites come back faster than the idle time, and the round goes on."""
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from fedtrain.exchange import gather
+from fedtrain.update import Train
+from fedtrain.wire.codec import decode, encode
+from fedtrain.wire.frames import FromAggregator, Welcome
+from tests.federation import (
+    aggregator,
+    certificates,
+    echo_plus,
+    hello,
+    link,
+    random_arena,
+    raw_channel,
+    sites,
+)
+from tests.limits import bounded
+
+NAMES = ["a", "b", "c"]
+IDLE_S = 3600.0  # so long that nobody is given up in a test by the clock
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    return certificates(tmp_path_factory.mktemp("certs"), *NAMES)
+
+
+class FlappingPath:
+    """A TCP proxy that resets both ends of a connection after a drawn number of bytes."""
+
+    def __init__(self, to_port, seed, least, most):
+        self._to_port, self._draw, self._span = to_port, random.Random(seed), (least, most)
+        self.resets, self._serving = 0, set()
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+        for serving in self._serving:
+            serving.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader, writer):
+        self._serving.add(asyncio.current_task())
+        from_there, to_there = await asyncio.open_connection("127.0.0.1", self._to_port)
+        left = [self._draw.randint(*self._span)]
+        carrying = [
+            asyncio.create_task(carry(reader, to_there, left)),
+            asyncio.create_task(carry(from_there, writer, left)),
+        ]
+        try:
+            await asyncio.wait(carrying, return_when=asyncio.FIRST_COMPLETED)
+            self.resets += left[0] <= 0
+        finally:
+            for task in carrying:
+                task.cancel()
+            await asyncio.gather(*carrying, return_exceptions=True)
+            for end in writer, to_there:
+                end.transport.abort()
+
+
+async def carry(reader, writer, left):
+    """Bytes from one end to the other, for as long as any are `left`, which both directions share."""
+    with contextlib.suppress(ConnectionError):
+        while left[0] > 0 and (data := await reader.read(1 << 16)):
+            left[0] -= len(data)
+            writer.write(data)
+            await writer.drain()
+
+
+def test_a_path_that_resets_every_few_megabytes_costs_no_site_and_changes_no_bit(certs, tmp_path):
+    weights = random_arena(1_400_000, 99)  # 5.6 MB
+
+    async def soon(_):
+        await asyncio.sleep(0.01)
+
+    async def main():
+        async with aggregator(certs, tmp_path, weights.schema, idle_s=2) as agg:
+            async with FlappingPath(agg.cohort.port, 1, 200_000, 4_000_000) as path:
+                links = {n: link(certs, n, path.port, tmp_path, sleep=soon) for n in NAMES}
+                async with sites(links, weights.schema, lambda n: echo_plus(NAMES.index(n))):
+                    for number in range(2):
+                        request = Train(id=f"r/{number}/0/train", round=number, weights=weights)
+                        yield await gather(agg.cohort, dict.fromkeys(NAMES, request), 60)
+            assert path.resets >= 10
+
+    async def rounds():
+        return [got async for got in main()]
+
+    for got in bounded(rounds()):
+        found = {name: update.delta.load().digest for name, update in got.items()}
+        assert found == {name: random_arena(1_400_000, i).digest for i, name in enumerate(NAMES)}
+
+
+@contextlib.asynccontextmanager
+async def joined(certs, agg, schema):
+    """A site's bare session, from Welcome to when the aggregator has noticed that it is gone."""
+    lost = len(agg.of("site_lost"))
+    async with raw_channel(certs, agg.cohort.port) as channel:
+        call = channel.stream_stream("/fedtrain.Star/Session")()
+        await call.write(encode(hello(schema)))
+        assert isinstance(decode(await call.read(), FromAggregator), Welcome)
+        yield
+    while len(agg.of("site_lost")) == lost:  # noqa: ASYNC110  # no event tells it
+        await asyncio.sleep(0.001)
+
+
+def test_the_clock_of_an_earlier_loss_gives_nobody_up(certs, tmp_path):
+    """The idle time is counted from the last loss: what an earlier one had started no longer counts."""
+    weights, clocks = random_arena(10, 1), []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        call_later = loop.call_later
+
+        def noted(delay, *call, **options):
+            timer = call_later(delay, *call, **options)
+            if delay == IDLE_S:
+                clocks.append(timer)
+            return timer
+
+        loop.call_later = noted
+        async with aggregator(certs, tmp_path, weights.schema, idle_s=IDLE_S) as agg:
+            request = Train(id="r/0/0/train", round=0, weights=weights)
+            exchange = asyncio.create_task(gather(agg.cohort, {"a": request}, IDLE_S + 1))
+            for _ in range(3):
+                async with joined(certs, agg, weights.schema):
+                    pass
+            for timer in clocks[:-1]:
+                fire(timer)
+            await asyncio.sleep(0.01)
+            assert not exchange.done()
+            fire(clocks[-1])
+            return await exchange
+
+    assert bounded(main()) == {}
+    assert len(clocks) == 4, "as it was asked, and at each loss"
+
+
+def fire(timer):
+    """As the loop does when a timer's moment has come."""
+    if not timer.cancelled():
+        timer._run()
