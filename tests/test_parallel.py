@@ -40,8 +40,8 @@ class Rows(Task):
         return loss * float("inf") if self.poison else loss
 
 
-def engine(task: Task, **parallel) -> MeshEngine:
-    config = Config(train=TrainConfig(lr=0.1), parallel=ParallelConfig(**parallel))
+def engine(task: Task, precision: str = "fp32", **parallel) -> MeshEngine:
+    config = Config(train=TrainConfig(lr=0.1, precision=precision), parallel=ParallelConfig(**parallel))
     return MeshEngine(task, config, Mesh(Sizes(), CPU))
 
 

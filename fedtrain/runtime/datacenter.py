@@ -122,7 +122,7 @@ class Datacenter:
         self.outer = self._outer(strategy) if self.islands else None
         self.state = State(
             self.engine.parts, self.engine.optimizer, self.engine.schedule, self.data,
-            self.outer, mesh.island if self.islands else None,
+            self.outer, mesh.island if self.islands else None, self.engine.loss_scale,
         )  # fmt: skip
 
     def run(self, start: Path | None) -> Result:

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple, cast
 
@@ -21,13 +22,13 @@ from ..config import TrainConfig
 from ..errors import ConfigError, TaskError
 from ..update import FLOATS, Arena, Metrics, Schema, SiteId, Update, seed_of, unique_tensors
 from .examples import Examples, examples_of, move
+from .loss_scale import LossScale
 from .optimizers import clip, optimizer_of
 from .task import Batch, Task, checked, examples_in, folder_of, mean_and_weight, user_code
 
 # A strategy's site half, (gradient, weights, start) -> None: changes the gradient in place.
 Correct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-FP16_SCALE = 2.0**16  # where fp16 loss scaling begins; halved while a gradient overflows
 MOVES = (*FLOATS, "int64", "int32", "int16", "int8")  # has differences; bool and uint8 stay as they are
 
 
@@ -136,17 +137,17 @@ class Engine:
         theirs = self.task.optimizer(self._parameters)
         ours = optimizer_of(config)
         states = [ours.init(w) for w in self._weights] if theirs is None else []
-        scale = FP16_SCALE if config.precision == "fp16" else 1.0
+        scale = LossScale(config.precision)  # a round depends on none before it
         losses: list[torch.Tensor] = []  # read once, at the end: a GPU is not waited for in between
         loss_weights: list[float] = []
         seen = 0
         steps = 0
         for group in islice(self._groups(examples), config.local_steps or None):
             while True:
-                means, weights = self._gradient(group, scale)
-                if scale == 1.0 or all(bool(g.isfinite().all()) for g in self._gradients):
+                means, weights = self._gradient(group, scale.value)
+                finite = not scale.moves or all_finite(self._gradients)
+                if not scale.again(finite, partial(all_finite, means)):
                     break
-                scale /= 2  # the step is taken again, not skipped
             losses += means
             loss_weights += weights
             seen += sum(map(examples_in, group))
@@ -265,6 +266,10 @@ class Engine:
             else:
                 delta.copy_(local - start.flat(section))
         out._digest = None
+
+
+def all_finite(tensors: list[torch.Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def build_model(task: Task, run_seed: int, device: torch.device) -> nn.Module:

@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...config import Config
 from ...errors import ConfigError, TaskError
-from ...update import Arena, Metrics, Schema, TensorSpec, seed_of, unique_tensors
+from ...update import Arena, Digest, Metrics, Schema, TensorSpec, seed_of, unique_tensors
 from ..examples import Stream, examples_of, move
-from ..local import FP16_SCALE, Correct, build_model, seed_all
+from ..local import Correct, build_model, seed_all
+from ..loss_scale import LossScale
 from ..mesh import Mesh, is_dtensor
 from ..task import Batch, Task, checked, examples_in, folder_of, mean_and_weight, user_code
 from .context import Gathered, context_parallel, part_of
@@ -67,7 +68,7 @@ class MeshEngine:
         torch.set_num_threads(config.train.threads)
         self.task, self.mesh, self.correct = task, mesh, correct
         self.train, self.parallel, self.run_seed = config.train, config.parallel, config.run.seed
-        self.scale = FP16_SCALE if self.train.precision == "fp16" else 1.0
+        self.loss_scale = LossScale(self.train.precision)
         self._folder = folder_of(task)
         self.flops: int | None = None  # of one step's arithmetic at this rank, where it was counted
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
@@ -76,7 +77,13 @@ class MeshEngine:
         if self.train.precision != "fp32" and self.parallel.zero < 2:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.train.precision]
             self._autocast = torch.autocast(mesh.device.type, dtype=dtype)
-        model = build_model(task, self.run_seed, mesh.device).to(mesh.device)
+        model = build_model(task, self.run_seed, mesh.device)
+        if not mesh.alike(digest_of(model)):
+            raise TaskError(
+                "model() builds other weights on one rank than on another. It may draw from torch's, numpy's "
+                "and random's generators, which are seeded; not from os.urandom, the clock or the rank."
+            )
+        model = model.to(mesh.device)
         self.schema = Schema.of(model)  # of the whole model, as a federation knows it
         self.plan = plan_of(task, model)
         self.parts, self._roots = self._parallel(model, example)
@@ -151,9 +158,8 @@ class MeshEngine:
             self._rescale(factor)
             norm = self._norm()
             finite = bool(norm.isfinite())
-            if finite or self.scale == 1.0 or self.train.precision != "fp16":
+            if not self.loss_scale.again(finite, partial(self._loss_finite, loss)):
                 break
-            self.scale /= 2  # the step is taken again, not skipped
         if not finite and self.parallel.nonfinite == "raise":
             raise TaskError(
                 f"{doing}: the gradient is not finite (norm {float(norm)}). Lower train.lr or set "
@@ -218,7 +224,7 @@ class MeshEngine:
             else:
                 whole = self.over_ranks(weights[at])
                 part = weights[at] * self.spread / whole if whole else 0.0
-            part *= self.scale
+            part *= self.loss_scale.value
             return mean if part == 1.0 else mean * part
 
         for i, (batch, mine) in enumerate(batches):
@@ -236,7 +242,11 @@ class MeshEngine:
         if not known or self._pipeline is not None:
             whole = self.over_ranks(weight)
             factor = self.spread / whole if whole else 0.0
-        return loss, weight, factor / self.scale
+        return loss, weight, factor / self.loss_scale.value
+
+    def _loss_finite(self, loss: torch.Tensor) -> bool:
+        """On all ranks that share the gradient."""
+        return math.isfinite(self.over_ranks(float(loss)))
 
     def over_ranks(self, weight: float) -> float:
         """Summed over all that one gradient is of."""
@@ -289,12 +299,14 @@ class MeshEngine:
             self.schedule.step()
 
     def begin_round(self, *, afresh: bool) -> None:
-        """Remember where the round began, for a strategy's site half. `afresh`: with a new optimizer."""
+        """Remember where the round began, for a strategy's site half. `afresh`: with a new optimizer, and the
+        first loss scale."""
         if self.correct is not None:
             self._start = [local(p.detach()).clone().view(-1) for p in self._parameters]
         if afresh:
             self.optimizer = self._new_optimizer()
             self.schedule = None
+            self.loss_scale.begin()
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         """As the task or [train] says; its state shared among ranks, or on a disk, as [parallel] does."""
@@ -340,8 +352,10 @@ class MeshEngine:
     # --- evaluation
 
     def evaluate(self, dataset: Any) -> Metrics:
-        """Σ over the whole dataset of what the task's evaluate() gives; the same on every rank."""
+        """Σ over the whole dataset of what the task's evaluate() gives; the same on every rank. It is of the
+        model that gather() would give."""
         self.seed("evaluate")
+        self._share_buffers()
         for part in self.parts:
             part.eval()
         mine: Metrics = {}
@@ -354,6 +368,16 @@ class MeshEngine:
         for part in self.parts:
             part.train()
         return self._summed(mine) or {"loss": (0.0, 0.0)}
+
+    def _share_buffers(self) -> None:
+        """Running statistics, BatchNorm's say, are each rank's own; those of the first are committed."""
+        group = self.mesh.group(tuple(axis for axis in self.mesh.model_axes if axis != "pp"))
+        if group is None:
+            return
+        for part in self.parts:
+            for tensor in unique_tensors(part).values():
+                if not isinstance(tensor, nn.Parameter):
+                    dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
 
     def _evaluation_batches(self, dataset: Any) -> Iterator[tuple[Batch, bool]]:
         """As many on every rank, for a forward pass may be a collective: (batch, whether it counts)."""
@@ -377,8 +401,9 @@ class MeshEngine:
         if self._pipeline is not None:
             found: Metrics | None = self._pipeline.forward(batch, self._metrics)
             return found or {}
-        if is_fsdp(root := self._roots[0]):
-            root.unshard()  # the task's own call may not pass through the root
+        if is_fsdp(root := self._roots[0]):  # only through it are the shards of the whole model gathered
+            metrics: Metrics = root(batch, self._metrics)  # type: ignore[operator]  # a module as well
+            return metrics
         return self._metrics(self.parts[0], batch)
 
     def _metrics(self, model: nn.Module, batch: Batch) -> Metrics:
@@ -495,6 +520,14 @@ class MeshEngine:
             if spec.name in mine
         ]
         return Schema(tuple(specs))
+
+
+def digest_of(model: nn.Module) -> int:
+    """Of all weights and buffers that travel, tensor by tensor: nobody holds a second model."""
+    digest = Digest()
+    for tensor in unique_tensors(model).values():
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return seed_of(digest.hexdigest())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from ..loss_scale import LossScale
 from ..task import Batch
 
 
@@ -60,7 +61,7 @@ class Outer(Protocol):
 
 
 class State:
-    """Model, optimizer, learning-rate schedule, place in the data, and the outer optimizer's state.
+    """Model, optimizer, learning-rate schedule, loss scale, place in the data, the outer optimizer's state.
 
     A torch.distributed.checkpoint.stateful.Stateful: tensors of `state_dict` are DTensors where a mesh
     shards them, and every key is the same whatever the mesh, so dcp.save from one and dcp.load into another
@@ -75,11 +76,12 @@ class State:
         data: Data,
         outer: Outer | None = None,
         island: int | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         """`parts`: the model, or this rank's stages of it; names in them are those of the whole model.
         `island`: which one this rank is of, where islands train apart: each then keeps its own."""
         self.parts, self.optimizer, self.schedule, self.data = list(parts), optimizer, schedule, data
-        self.outer = outer
+        self.outer, self.loss_scale = outer, loss_scale or LossScale("fp32")
         self._shared = outer.tensors() if outer is not None else {}
         self._own = "" if island is None else f"island-{island}"
         self.step = 0  # optimizer steps taken
@@ -88,13 +90,14 @@ class State:
         self._made = False  # whether the optimizer has its slots
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model", "optimizer", "schedule", "data", "step", "begun", "outer"}, of an island under its name,
-        and {"shared": what islands share, "round"}."""
+        """{"model", "optimizer", "schedule", "loss_scale", "data", "step", "begun", "outer"}, of an island
+        under its name, and {"shared": what islands share, "round"}."""
         self._init_optimizer()
         own = {
             "model": self.model(),
             "optimizer": self._slots(),
             "schedule": {} if self.schedule is None else self.schedule.state_dict(),
+            "loss_scale": self.loss_scale.state_dict(),
             "data": self.data.state_dict(),
             "step": self.step,
             "begun": self.begun,
@@ -114,6 +117,7 @@ class State:
             self.outer.load_state_dict(own["outer"])
         if self.schedule is not None:
             self.schedule.load_state_dict(dict(own["schedule"]))
+        self.loss_scale.load_state_dict(own["loss_scale"])
         self.data.load_state_dict(dict(own["data"]))
         self.step, self.begun, self.round = int(own["step"]), int(own["begun"]), int(state["round"])
 

@@ -36,8 +36,9 @@ class Loss(nn.Module):
         super().__init__()
         self.task, self.model, self.autocast = task, model, autocast
 
-    def forward(self, batch: Batch) -> Any:
-        return self.of(self.model, batch)
+    def forward(self, batch: Batch, call: Callable[[nn.Module, Batch], Any] | None = None) -> Any:
+        """`call`: instead of the loss, of the same model."""
+        return self.of(self.model, batch) if call is None else call(self.model, batch)
 
     def of(self, model: nn.Module, batch: Batch) -> Any:
         """The same loss of another model: a stand-in, say."""
