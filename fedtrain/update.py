@@ -145,6 +145,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def of(cls, model: nn.Module) -> Schema:
         """The schema of a module. Tied weights appear once, under their first name."""
+        _check_state(model)
         specs = [
             TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad)
             for name, t in unique_tensors(model).items()
@@ -206,6 +207,23 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
             if spec != theirs[name]:
                 return f"{spec} here is {theirs[name]} there"
         return "the same tensors stand in another order"
+
+
+def _check_state(model: nn.Module) -> None:
+    """ConfigError for state that can't lie in an arena."""
+    from torch.nn.parameter import is_lazy
+
+    for name, t in model.state_dict(keep_vars=True).items():
+        if is_lazy(t):
+            raise ConfigError(
+                f"model(): {name} has no shape yet, as in nn.LazyLinear. Give the layer its sizes, or call "
+                f"the model on one example before model() returns it."
+            )
+        if name.rpartition(".")[2] == "_extra_state":
+            raise ConfigError(
+                f"model(): {name} comes of get_extra_state(), and only parameters and buffers travel. Make "
+                f"it a buffer (register_buffer), or leave get_extra_state() out."
+            )
 
 
 def unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ from ..training.parallel.estimate import estimate
 from ..training.parallel.outer import Outer
 from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
-from ..training.task import Task, load_task, task_digest
+from ..training.task import Task, collate_of, folder_of, load_task, task_digest, user_code
 from ..update import SiteId, averages
 from .progress import Result
 
@@ -111,8 +111,9 @@ class Datacenter:
         self.sites = sites_of(task, config, mesh.islands)
         self.name, everything = data_of(self.sites, mesh) if self.islands else (POOL, pool_of(self.sites))
         self.data = Dealt(
-            everything, config.train, config.run.seed, self.name, mesh.data_rank, mesh.data_ranks
-        )
+            everything, config.train, config.run.seed, self.name, mesh.data_rank, mesh.data_ranks,
+            collate_of(task),
+        )  # fmt: skip
         self.engine = MeshEngine(
             task, config, mesh, steps=self._steps_in_all(), example=self.data.example(),
             correct=strategy.correct if self.islands and corrects(strategy) else None,
@@ -169,7 +170,10 @@ class Datacenter:
         while not self._round_is_over():
             if not self.afresh:
                 engine.seed("step", state.step, self.mesh.island, self.mesh.data_rank)
-            step = engine.step(self.data.take(), f"step {state.step + 1}")
+            doing = f"step {state.step + 1}"
+            with user_code(folder_of(engine.task), doing):
+                shares = self.data.take()
+            step = engine.step(shares, doing)
             state.step += 1
             meter.add(step, state.step, state.round + 1)
             if self.outer is not None:

@@ -31,7 +31,7 @@ from ..training.local import MOVES, Correct, build_model
 from ..training.mesh import Mesh, Sizes, device_here
 from ..training.parallel.data import Dealt
 from ..training.parallel.engine import MeshEngine
-from ..training.task import Task, folder_of, load_task, user_code
+from ..training.task import Task, collate_of, folder_of, load_task, user_code
 from ..update import Arena, Metrics, Schema, SiteId, Update
 
 Fetch = Callable[[str, SiteId], Any]  # ("data" or "eval_data", site) -> what the task has
@@ -106,7 +106,8 @@ class Team:
     def weighs_items(self, dataset: Any) -> bool:
         model = build_model(self.task, self.config.run.seed, torch.device("cpu"))
         with user_code(folder_of(self.task), "training"), torch.no_grad():
-            for batch in examples_of(dataset).batches(self.config.train.eval_batch_size, False, None):
+            examples = examples_of(dataset, collate_of(self.task))
+            for batch in examples.batches(self.config.train.eval_batch_size, False, None):
                 return isinstance(self.task.loss(model, batch), tuple)
         return False
 
@@ -125,7 +126,7 @@ class Team:
         train, mesh = self.config.train, self.mesh
         data = self._loaded(
             lambda: Dealt(self.fetch("data", site), train, self.config.run.seed, site,
-                          mesh.data_rank, mesh.data_ranks)
+                          mesh.data_rank, mesh.data_ranks, collate_of(self.task))
         )  # fmt: skip
         engine = self._engine_for(data)
         engine.install(weights)
@@ -135,7 +136,10 @@ class Team:
         engine.seed(round, site, *([mesh.data_rank] if mesh.data_rank else []))
         loss, weight, seen, steps = torch.zeros((), dtype=torch.float64, device=mesh.device), 0.0, 0, 0
         while steps < train.local_steps if train.local_steps else data.epoch < train.local_epochs:
-            step = engine.step(data.take(), f"site {site}, round {round}")
+            doing = f"site {site}, round {round}"
+            with user_code(folder_of(self.task), doing):
+                shares = data.take()
+            step = engine.step(shares, doing)
             steps += 1
             loss += step.loss
             weight += step.weight
@@ -156,7 +160,10 @@ class Team:
         return engine.evaluate(dataset)
 
     def _dealt_once(self, dataset: Any) -> Dealt:
-        return Dealt(dataset, self.config.train, 0, "", self.mesh.data_rank, self.mesh.data_ranks)
+        mesh = self.mesh
+        return Dealt(
+            dataset, self.config.train, 0, "", mesh.data_rank, mesh.data_ranks, collate_of(self.task)
+        )
 
     def _engine_for(self, data: Dealt | None) -> MeshEngine:
         if self._engine is None:

@@ -1,7 +1,8 @@
 """What Task.data may return, as batches in a given order.
 
 Tensors are gathered by index, with no loader between; a Dataset is read item by item and collated as a
-DataLoader would; both give the same bits. An iterable of ready batches is taken as it comes.
+DataLoader would, or by the task's collate(); both give the same bits. An iterable of ready batches is taken
+as it comes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from ..errors import TaskError
-from .task import Batch, examples_in
+from .batches import Batch, examples_in, renamed
 
+Collate = Callable[[list[Any]], Batch]  # see Task.collate
 Order = Callable[[int], torch.Tensor]  # how many examples -> a permutation of them
 
 
@@ -38,31 +40,46 @@ class Tensors:
             if index is None:
                 yield self.build(c[start:stop] for c in self.columns)
             else:
-                chosen = index[start:stop]
-                yield self.build([c.index_select(0, chosen) for c in self.columns])
+                yield self.take(index[start:stop])
+
+    def take(self, index: torch.Tensor) -> Batch:
+        """The batch of these examples."""
+        return self.build([c.index_select(0, index.to(c.device)) for c in self.columns])
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> Any:
+        """One example, as a list of them is given to collate()."""
+        return self.build([c[i] for c in self.columns])
 
 
 class Items:
-    """A map-style dataset: len() and []."""
+    """A map-style dataset: len() and []; `collate` makes a batch of a list of examples."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset, self.count = dataset, len(dataset)
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self.dataset, self.count, self.collate = dataset, len(dataset), collate
 
     def batches(self, size: int, drop_last: bool, order: Order | None) -> Iterator[Batch]:
         whole = size == 0 or size >= self.count
         index = list(range(self.count)) if order is None or whole else order(self.count).tolist()
-        fetch = getattr(self.dataset, "__getitems__", None) or (
-            lambda chosen: [self.dataset[i] for i in chosen]
-        )
         for start, stop in spans(self.count, size, drop_last):
-            yield default_collate(fetch(index[start:stop]))
+            yield self._batch(index[start:stop])
+
+    def take(self, index: torch.Tensor) -> Batch:
+        """The batch of these examples."""
+        return self._batch(index.tolist())
+
+    def _batch(self, chosen: list[int]) -> Batch:
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return self.collate(fetch(chosen) if fetch else [self.dataset[i] for i in chosen])
 
 
 class Stream:
     """Batches in the user's own order: an iterable of ready ones, or an IterableDataset of examples."""
 
-    def __init__(self, source: Iterable[Any]) -> None:
-        self.source = source
+    def __init__(self, source: Iterable[Any], collate: Collate = default_collate) -> None:
+        self.source, self.collate = source, collate
         self.count = 0  # examples of the first pass so far
 
     def batches(self, size: int, drop_last: bool, order: Order | None) -> Iterator[Batch]:
@@ -71,9 +88,7 @@ class Stream:
         if isinstance(ready, IterableDataset):
             items = iter(ready)
             groups = iter(lambda: list(islice(items, size or None)), [])
-            ready = (
-                default_collate(g) for i, g in enumerate(groups) if not (drop_last and i and len(g) < size)
-            )
+            ready = (self.collate(g) for i, g in enumerate(groups) if not (drop_last and i and len(g) < size))
         for batch in ready:
             if counting:
                 self.count += examples_in(batch)
@@ -83,28 +98,37 @@ class Stream:
 Examples = Tensors | Items | Stream
 
 
-def examples_of(data: Any) -> Examples:
-    """Look at what data() returned; nothing is read or copied yet."""
-    if isinstance(data, TensorDataset):
-        return Tensors(data.tensors, tuple)
-    if isinstance(data, tuple) and data and all(hasattr(c, "shape") for c in data):
-        return Tensors([torch.as_tensor(c) for c in data], tuple)
-    if isinstance(data, dict) and data and all(hasattr(c, "shape") for c in data.values()):
-        names = list(data)
-        columns = [torch.as_tensor(c) for c in data.values()]
-        return Tensors(columns, lambda chosen: dict(zip(names, chosen, strict=True)))
-    if isinstance(data, torch.Tensor):
-        return Tensors([data], lambda chosen: next(iter(chosen)))
+def examples_of(data: Any, collate: Collate | None = None) -> Examples:
+    """Look at what data() returned; nothing is read or copied yet. `collate`: the task's own, if it has one;
+    then tensors are taken apart into examples for it, too."""
+    found = _tensors_of(data)
+    if found is not None:
+        return found if collate is None else Items(found, collate)
     if isinstance(data, IterableDataset):
-        return Stream(data)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return Items(data)
-    if hasattr(data, "__iter__"):
+        return Stream(data, collate or default_collate)
+    columns = isinstance(data, Mapping) and any(isinstance(name, str) for name in data)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not columns:
+        return Items(data, collate or default_collate)
+    if hasattr(data, "__iter__") and not columns:
         return Stream(data)
     raise TaskError(
         f"data() returned a {type(data).__name__}: expected a Dataset, a tuple or dict of tensors, "
         f"or an iterable of batches"
     )
+
+
+def _tensors_of(data: Any) -> Tensors | None:
+    if isinstance(data, TensorDataset):
+        return Tensors(data.tensors, tuple)
+    if isinstance(data, torch.Tensor):
+        return Tensors([data], lambda chosen: next(iter(chosen)))
+    if isinstance(data, tuple) and data and all(hasattr(c, "shape") for c in data):
+        return Tensors([torch.as_tensor(c) for c in data], getattr(data, "_make", tuple))
+    if isinstance(data, Mapping) and data and all(hasattr(c, "shape") for c in data.values()):
+        names = list(data)
+        columns = [torch.as_tensor(c) for c in data.values()]
+        return Tensors(columns, lambda chosen: renamed(data, dict(zip(names, chosen, strict=True))))
+    return None
 
 
 def subset(data: Any, indices: Any) -> Any:
@@ -127,14 +151,3 @@ def spans(count: int, size: int, drop_last: bool) -> Iterator[tuple[int, int]]:
         stop = min(start + size, count)
         if not (drop_last and stop - start < size and start > 0):
             yield start, stop
-
-
-def move(batch: Batch, device: torch.device) -> Batch:
-    """A batch on the device, tuples, lists and dicts kept as they are."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: move(value, device) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)([move(value, device) for value in batch])
-    return batch

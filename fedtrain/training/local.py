@@ -21,10 +21,11 @@ from torch import nn
 from ..config import TrainConfig
 from ..errors import ConfigError, TaskError
 from ..update import FLOATS, Arena, Metrics, Schema, SiteId, Update, seed_of, unique_tensors
-from .examples import Examples, examples_of, move
+from .batches import Batch, examples_in, move
+from .examples import Examples, examples_of
 from .loss_scale import LossScale
 from .optimizers import clip, optimizer_of
-from .task import Batch, Task, checked, examples_in, folder_of, mean_and_weight, user_code
+from .task import Task, checked, collate_of, folder_of, mean_and_weight, user_code
 
 # A strategy's site half, (gradient, weights, start) -> None: changes the gradient in place.
 Correct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -59,7 +60,7 @@ class Engine:
         self.local.bind(self.model)
         self.model.train()
 
-        self._folder = folder_of(task)
+        self._folder, self._collate = folder_of(task), collate_of(task)
         self._autocast: AbstractContextManager[Any] = nullcontext()
         if config.precision != "fp32":
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
@@ -98,7 +99,7 @@ class Engine:
         self.load(weights, training=True)
         start = weights if weights.data.device == self.local.data.device else self.local.load()
         with user_code(self._folder, f"site {site}, round {round}"):
-            examples = examples_of(dataset)
+            examples = examples_of(dataset, self._collate)
             loss, weight, seen = self._steps(examples, self._trained(start) if self.correct else [])
         if not seen:
             raise TaskError(f"site {site} has no examples: data({site!r}) is empty")
@@ -113,7 +114,7 @@ class Engine:
         one batch. How many a site has is then known only when it has trained."""
         self.model.eval()
         with user_code(self._folder, "training"):
-            for batch in examples_of(dataset).batches(self.config.eval_batch_size, False, None):
+            for batch in self._in_order(dataset):
                 return isinstance(self.task.loss(self.model, self._here(batch)), tuple)
         return False
 
@@ -123,7 +124,7 @@ class Engine:
         self.load(weights, training=False)
         total: Metrics = {}
         with user_code(self._folder, "evaluation"), torch.no_grad():
-            for batch in examples_of(dataset).batches(self.config.eval_batch_size, False, None):
+            for batch in self._in_order(dataset):
                 for name, (value, number) in self._measure(self._here(batch)).items():
                     have = total.get(name, (0.0, 0.0))
                     total[name] = (have[0] + value, have[1] + number)
@@ -217,6 +218,10 @@ class Engine:
                 mean, weight = mean_and_weight(self.task.loss(self.model, batch), batch)
                 metrics["loss"] = (float(mean) * weight, weight)
         return metrics
+
+    def _in_order(self, dataset: Any) -> Iterator[Batch]:
+        """Batches of train.eval_batch_size, not shuffled."""
+        return examples_of(dataset, self._collate).batches(self.config.eval_batch_size, False, None)
 
     # --- The model, its arena, its seeds
 

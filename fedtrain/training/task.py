@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from .batches import Batch
+    from .examples import Collate
     from .parallel.plan import Plan
-
-Batch = Any  # what loss() and evaluate() are given: a tuple or dict of tensors, first dimension the examples
 
 
 class Task:
@@ -62,6 +62,12 @@ class Task:
     def eval_data(self, site: str) -> Any:
         """What to evaluate on; the training data unless overridden."""
         return self.data(site)
+
+    def collate(self, examples: list[Any]) -> Batch:
+        """A batch of these examples, where data() returns single ones: pad them here, say."""
+        from torch.utils.data import default_collate
+
+        return default_collate(examples)
 
     def sites(self) -> list[str] | None:
         """The natural sites of the data, for simulation; None: the data is one pool, to be partitioned."""
@@ -262,11 +268,9 @@ def folder_of(task: Task) -> Path:
     return Path(file).parent if file else Path.cwd()
 
 
-def examples_in(batch: Batch) -> int:
-    """How many examples a batch holds: the first dimension of its first tensor."""
-    while not hasattr(batch, "shape"):
-        batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-    return int(batch.shape[0])
+def collate_of(task: Task) -> Collate | None:
+    """The task's own collate(); None where it has none."""
+    return None if type(task).collate is Task.collate else task.collate
 
 
 def mean_and_weight(loss: Any, batch: Batch) -> tuple[torch.Tensor, float]:
@@ -274,6 +278,8 @@ def mean_and_weight(loss: Any, batch: Batch) -> tuple[torch.Tensor, float]:
     if isinstance(loss, tuple):
         total, weight = loss[0], float(loss[1])
         return (total / weight if weight else total), weight
+    from .batches import examples_in
+
     return loss, float(examples_in(batch))
 
 

@@ -22,10 +22,11 @@ from torch.func import vmap
 
 from ..errors import ConfigError, TaskError
 from ..update import Arena, Section, SiteId, Slab, Update, seed_of, unique_tensors
-from .examples import Tensors, examples_of, move, spans
+from .batches import Batch, move
+from .examples import Tensors, examples_of, spans
 from .local import Engine
 from .optimizers import clip, optimizer_of
-from .task import Batch, folder_of, user_code
+from .task import collate_of, folder_of, user_code
 
 CHUNK = 100  # sites at once, at most; more would leave a core's cache without being cheaper to start
 CHUNK_BYTES = 32 << 20  # of their weights, at most
@@ -244,6 +245,8 @@ def _one_section(engine: Engine) -> Section:
         raise refusal(f"train.precision is {config.precision}, not fp32")
     if config.accumulate > 1:
         raise refusal(f"train.accumulate is {config.accumulate}, not 1")
+    if collate_of(engine.task) is not None:
+        raise refusal("the task has its own collate(), and batches of different sites may not stack")
     if engine.task.optimizer(engine.model.parameters()) is not None:
         raise refusal("the task has its own optimizer()")
     if len(trained) != 1:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedtrain.config import Config
+from fedtrain.runtime.datacenter import pool_of, sites_of
 from fedtrain.runtime.simulation import simulate
 from fedtrain.store import RunStore
 from fedtrain.training.local import build_model
@@ -33,6 +34,7 @@ TWO = {
     "dp-padded-tokens-clipped": case("Padded", train=CLIPPED),
     "zero1": case(zero=1, train=CLIPPED),
     "zero3": case("Padded", zero=3, train=CLIPPED | {"accumulate": 2}),
+    "dp-collated": case("Phrases", steps=20),
     "sp": case(tp=2, sp=True, train=CLIPPED),
     "cp": case(cp=2, train=CLIPPED),
     "pp-1f1b": case("Padded", pp=2, schedule="1f1b", train=CLIPPED),
@@ -79,6 +81,7 @@ ISLANDS = {
                    strategy={"kind": "diloco"}),
     "fedprox-epochs": case("Natural", sync="local", carry=False, rounds=3, train={"local_steps": 0},
                            strategy={"kind": "fedprox", "mu": 0.1}),
+    "collated": case("Phrases", sync="local", carry=False, rounds=3, train={"local_steps": 3}),
     "streaming": case("Rows", sync="local", rounds=4, train={"local_steps": 5}, strategy={"kind": "diloco"},
                       fragments=2, overlap=1, mix=0.25),
     "fedadam": case("Text", sync="local", carry=False, rounds=3, train={"local_steps": 3},
@@ -121,12 +124,16 @@ def by_hand(folder: Path, table: Table, steps: int) -> dict[str, torch.Tensor]:
     config = Config.of(table, folder)
     task = load_task(config.run.task, folder)
     model = build_model(task, config.run.seed, CPU)
-    data = task.data("")
+    data = pool_of(sites_of(task, config, 1))
     optimizer = torch.optim.AdamW(model.parameters(), config.train.lr, weight_decay=0.0)
-    order = Sampler(len(data[0]), 16, seed=seed_of(config.run.seed, "datacenter"))
+    columns = isinstance(data, tuple)
+    order = Sampler(len(data[0] if columns else data), 16, seed=seed_of(config.run.seed, "datacenter"))
     for _ in range(steps):
         (share,) = order.take()
-        batch = tuple(column[share.mine] for column in data)
+        if columns:
+            batch = tuple(column[share.mine] for column in data)
+        else:
+            batch = task.collate([data[i] for i in share.mine.tolist()])
         optimizer.zero_grad()
         mean_and_weight(task.loss(model, batch), batch)[0].backward()
         if config.train.clip_norm:
@@ -147,7 +154,7 @@ def simulated(folder: Path, table: Table) -> dict[str, torch.Tensor]:
     return {name: view.clone() for name, view in last.weights.load().views().items()}
 
 
-@pytest.mark.parametrize("task", ["Text", "Rows", "Padded"])
+@pytest.mark.parametrize("task", ["Text", "Rows", "Padded", "Phrases"])
 def test_one_rank_is_a_loop_written_by_hand(folder, alone, task):
     table = case(task, steps=20, train=CLIPPED)
     assert furthest(alone(table), by_hand(folder, table, 20)) < EXACT
@@ -172,7 +179,7 @@ def test_rounds_of_one_step_with_fedavg_between_islands_are_data_parallel(two):
         assert furthest(two["one-step-fedavg"].model, two[name].model) < EXACT
 
 
-@pytest.mark.parametrize("name", ["one-step-federation", "diloco", "fedprox-epochs", "fedadam"])
+@pytest.mark.parametrize("name", ["one-step-federation", "diloco", "fedprox-epochs", "fedadam", "collated"])
 def test_islands_train_the_model_of_a_simulated_federation(folder, two, name):
     assert furthest(two[name].model, simulated(folder, ISLANDS[name])) < EXACT
 

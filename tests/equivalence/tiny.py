@@ -64,6 +64,28 @@ class Rows(fedtrain.Task):
     def loss(self, model, batch):
         return F.cross_entropy(model(batch[0]), batch[1])
 
+class Phrases(fedtrain.Task):  # of different lengths, at two sites, padded where batches are made
+    def sites(self):
+        return ["a", "b"]
+
+    def model(self):
+        return nn.ModuleDict({"words": nn.Embedding(20, 8), "head": nn.Linear(8, 2)}).double()
+
+    def data(self, site):
+        draw = torch.Generator().manual_seed(7 + ord(site))
+        lengths = torch.randint(1, 9, (48,), generator=draw).tolist()
+        texts = [torch.randint(1, 20, (length,), generator=draw) for length in lengths]
+        return [(text, int(text[0] < 10)) for text in texts]
+
+    def collate(self, examples):
+        texts, labels = zip(*examples)
+        return {"text": nn.utils.rnn.pad_sequence(texts, batch_first=True), "label": torch.tensor(labels)}
+
+    def loss(self, model, batch):
+        there = (batch["text"] > 0).double().unsqueeze(-1)
+        mean = (model["words"](batch["text"]) * there).sum(1) / there.sum(1)
+        return F.cross_entropy(model["head"](mean), batch["label"])
+
 class Natural(Rows):
     def sites(self):
         return ["a", "b"]

@@ -6,7 +6,7 @@ a rank holds those of the whole sequence for one layer at a time; queries and al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...errors import TaskError
+from ..batches import Batch, rebuilt
 from ..mesh import Mesh
-from ..task import Batch
 from .plan import Plan
 
 # torch.distributed.nn.functional.all_gather has wrong gradients here; the name is new in torch 2.13.
@@ -90,11 +90,7 @@ def part_of(batch: Batch, plan: Plan, mesh: Mesh) -> tuple[Batch, int]:
         if isinstance(value, torch.Tensor) and value.dim() > plan.length:
             lengths.add(value.shape[plan.length])
             return value.chunk(mesh.sizes.cp, plan.length)[mesh.at["cp"]]
-        if isinstance(value, Mapping):
-            return {name: part(each) for name, each in value.items()}
-        if isinstance(value, tuple | list):
-            return type(value)([part(each) for each in value])
-        return value
+        return rebuilt(value, part)
 
     mine = part(batch)
     if len(lengths) != 1 or (length := lengths.pop()) % mesh.sizes.cp:

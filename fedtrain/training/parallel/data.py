@@ -6,19 +6,19 @@ any world: a rank's share of one is a slice of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, default_collate
+from torch.utils.data import ConcatDataset
 
 from ...config import TrainConfig
 from ...errors import ConfigError, TaskError
 from ...update import seed_of
-from ..examples import Items, Stream, Tensors, examples_of
+from ..batches import Batch, cut, examples_in
+from ..examples import Collate, Items, Stream, Tensors, examples_of
 from ..sampler import Order, Sampler, drawing, in_order, share_of
-from ..task import Batch, examples_in
 
 Share = tuple[Batch | None, int]  # a rank's part of a batch, and how many examples the whole batch has
 
@@ -28,10 +28,17 @@ class Dealt:
     streams in their own order, of which the batches already taken are read again and passed over."""
 
     def __init__(
-        self, data: Any, train: TrainConfig, run_seed: int, name: str, rank: int = 0, ranks: int = 1
+        self,
+        data: Any,
+        train: TrainConfig,
+        run_seed: int,
+        name: str,
+        rank: int = 0,
+        ranks: int = 1,
+        collate: Collate | None = None,
     ) -> None:
-        """`name`: whose data it is; a part of the seed of its order."""
-        self.examples = examples_of(data)
+        """`name`: whose data it is; a part of the seed of its order. `collate`: as of examples_of."""
+        self.examples = examples_of(data, collate)
         self.train, self.run_seed, self.name, self.rank, self.ranks = train, run_seed, name, rank, ranks
         self._feed: Sampled | Streamed
         if isinstance(self.examples, Stream):
@@ -62,7 +69,7 @@ class Dealt:
         if isinstance(self.examples, Stream):
             return None
         size = min(self.train.batch_size or self.examples.count, self.examples.count)
-        return gather(self.examples, torch.arange(max(1, size // self.ranks)))
+        return self.examples.take(torch.arange(max(1, size // self.ranks)))
 
     def begin(self, round: int) -> None:
         """From here on in the order that a site of this name has in this round of a federation."""
@@ -115,7 +122,7 @@ class Sampled:
 
     def take(self) -> list[Share]:
         return [
-            (gather(self.examples, share.mine) if len(share.mine) else None, share.total)
+            (self.examples.take(share.mine) if len(share.mine) else None, share.total)
             for share in self.sampler.take()
         ]
 
@@ -176,26 +183,6 @@ def passed(examples: Stream, train: TrainConfig, seed: int, epoch: int) -> Itera
         yield batch
 
 
-def gather(examples: Tensors | Items, index: torch.Tensor) -> Batch:
-    """The batch of these examples."""
-    if isinstance(examples, Tensors):
-        return examples.build([c.index_select(0, index.to(c.device)) for c in examples.columns])
-    fetch = getattr(examples.dataset, "__getitems__", None)
-    chosen = index.tolist()
-    return default_collate(fetch(chosen) if fetch else [examples.dataset[i] for i in chosen])
-
-
-def cut(batch: Batch, low: int, high: int) -> Batch:
-    """Examples [low, high) of a batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch[low:high]
-    if isinstance(batch, Mapping):
-        return {name: cut(value, low, high) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return type(batch)([cut(value, low, high) for value in batch])
-    return batch
-
-
 def pooled(sets: list[Any]) -> Any:
     """The data of several sites as one set."""
     if len(sets) == 1:
@@ -208,4 +195,7 @@ def pooled(sets: list[Any]) -> Any:
         return first.build([torch.cat(pieces) for pieces in columns])
     if all(isinstance(e, Items) for e in examples):
         return ConcatDataset(sets)
-    raise TaskError("data() gives streams, which can't be pooled: let sites() return one name")
+    raise TaskError(
+        "data() gives batches or streams, and those of several sites can't be pooled. Return a Dataset, with "
+        "collate() where its batches want one; or let sites() return one name."
+    )

@@ -21,13 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ...config import Config
 from ...errors import ConfigError, TaskError
 from ...update import Arena, Digest, Metrics, Schema, TensorSpec, seed_of, unique_tensors
-from ..examples import Stream, examples_of, move
+from ..batches import Batch, cut, examples_in, move
+from ..examples import Stream, examples_of
 from ..local import Correct, build_model, seed_all
 from ..loss_scale import LossScale
 from ..mesh import Mesh, is_dtensor
-from ..task import Batch, Task, checked, examples_in, folder_of, mean_and_weight, user_code
+from ..task import Task, checked, collate_of, folder_of, mean_and_weight, user_code
 from .context import Gathered, context_parallel, part_of
-from .data import Share, cut, gather
+from .data import Share
 from .hooks import compress
 from .optimizer import optimizer_of, schedule_of
 from .plan import plan_of
@@ -78,13 +79,13 @@ class MeshEngine:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.train.precision]
             self._autocast = torch.autocast(mesh.device.type, dtype=dtype)
         model = build_model(task, self.run_seed, mesh.device)
+        self.schema = Schema.of(model)  # of the whole model, as a federation knows it
         if not mesh.alike(digest_of(model)):
             raise TaskError(
                 "model() builds other weights on one rank than on another. It may draw from torch's, numpy's "
                 "and random's generators, which are seeded; not from os.urandom, the clock or the rank."
             )
         model = model.to(mesh.device)
-        self.schema = Schema.of(model)  # of the whole model, as a federation knows it
         self.plan = plan_of(task, model)
         self.parts, self._roots = self._parallel(model, example)
         for part in self.parts:
@@ -346,7 +347,7 @@ class MeshEngine:
                 )
             return self._stand_in
         batch = batch if self.mesh.device.type == "cpu" else move(batch, self.mesh.device)
-        self._stand_in = cut(batch, 0, 1) if self._pipeline is None else batch
+        self._stand_in = batch
         return batch
 
     # --- evaluation
@@ -384,7 +385,7 @@ class MeshEngine:
         sizes, at = self.mesh.sizes, self.mesh.at
         ranks = sizes.dp * sizes.cp
         rank = (at["dp_replicate"] * sizes.dp_shard + at["dp_shard"]) * sizes.cp + at["cp"]
-        examples, size = examples_of(dataset), self.train.eval_batch_size
+        examples, size = examples_of(dataset, collate_of(self.task)), self.train.eval_batch_size
         if isinstance(examples, Stream):
             for batch in examples.batches(size, False, None):
                 n = examples_in(batch)
@@ -395,7 +396,7 @@ class MeshEngine:
             low = start + rank * size
             high = min(low + size, examples.count)
             counts = high > low
-            yield gather(examples, torch.arange(low, high) if counts else torch.arange(1)), counts
+            yield examples.take(torch.arange(low, high) if counts else torch.arange(1)), counts
 
     def _measure(self, batch: Batch) -> Metrics:
         if self._pipeline is not None:

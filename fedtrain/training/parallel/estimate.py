@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...config import Config
 from ...update import unique_tensors
+from ..batches import cut, examples_in
 from ..examples import Stream, examples_of
 from ..local import build_model
 from ..mesh import Sizes
-from ..task import Task, examples_in, folder_of, mean_and_weight, user_code
-from .data import cut, gather
+from ..task import Task, collate_of, folder_of, mean_and_weight, user_code
 from .offload import BUCKET_BYTES
 from .plan import Plan, plan_of
 from .wrap import save_memory
@@ -88,12 +88,12 @@ def _activations(model: nn.Module, plan: Plan, task: Task, config: Config, data:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    examples = examples_of(data)
+    examples = examples_of(data, collate_of(task))
     if isinstance(examples, Stream):
         batch = next(iter(examples.batches(config.train.batch_size, False, None)))
         batch = cut(batch, 0, min(2, examples_in(batch)))
     else:
-        batch = gather(examples, torch.arange(min(2, examples.count)))
+        batch = examples.take(torch.arange(min(2, examples.count)))
     with user_code(folder_of(task), "the estimate"), saved_tensors_hooks(note, lambda tensor: tensor):
         loss, _ = mean_and_weight(task.loss(model, batch), batch)  # its graph lives until we have counted
         sampled = sum(kept.values())

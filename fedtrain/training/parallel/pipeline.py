@@ -24,9 +24,8 @@ from torch.distributed.pipelining import (
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError
+from ..batches import Batch, cut, examples_in, tensors_in
 from ..mesh import Mesh
-from ..task import Batch, examples_in
-from .data import cut
 from .plan import Plan
 
 STAGES_A_RANK = 2  # of the interleaved schedule
@@ -72,7 +71,7 @@ class Pipeline:
                 f"a pipeline's microbatches are of one size, but {n} examples can't be cut into {count}. "
                 f"Set parallel.microbatches to a divisor, train.batch_size to a multiple, drop_last = true."
             )
-        key = training, count, *(tuple(t.shape) for t in _tensors(batch))
+        key = training, count, *(tuple(t.shape) for t in tensors_in(batch))
         if key not in self._schedules:
             stages: list[Any] = [
                 PipelineStage(module, index, self.number, self.mesh.device, group=self.group)
@@ -201,10 +200,3 @@ def even_cuts(weights: list[int], parts: int) -> list[int]:
             cuts.append(at)
         seen += weight
     return [*cuts, len(weights)]
-
-
-def _tensors(batch: Batch) -> list[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return [t for value in values for t in _tensors(value)]

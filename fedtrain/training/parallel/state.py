@@ -12,8 +12,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from ..batches import Batch
 from ..loss_scale import LossScale
-from ..task import Batch
 
 
 class Data(Protocol):

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
 from ...errors import ConfigError
+from ..batches import Batch
 from ..mesh import Mesh
-from ..task import Batch, Task
+from ..task import Task
 from .plan import Plan
 
 if TYPE_CHECKING:
