@@ -3,11 +3,12 @@
 Each command imports what it needs when it runs, so that `fedtrain --help` waits for nothing. An error that
 is the user's to act on is one line on stderr; --traceback, or FEDTRAIN_DEBUG=1, shows where it came from.
 Exit codes: 0 done, 1 failed, 2 wrong usage, 75 a datacenter's rank that was told to leave and checkpointed,
-130 Ctrl-C, 143 SIGTERM.
+129 the terminal was closed, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -16,15 +17,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from . import __version__
-from .errors import ConfigError, FedtrainError
+from .errors import ConfigError, FedtrainError, writing
 
 if TYPE_CHECKING:
     from .config import Config
@@ -37,15 +38,17 @@ Quick start:
   fedtrain simulate                    all its sites on this machine
   fedtrain certs init aggregator site-1 site-2 site-3
   fedtrain aggregator                  in one terminal
-  fedtrain site site-1                 in a second one; site-2 in a third, site-3 in a fourth
+  fedtrain site site-1                 in a second; site-2, site-3 in two more
 """
 
 
 CERTIFICATE_DAYS = 30
+RUN_COLUMNS = ("RUN", "STATE", "ROUND", "LOSS", "EVALUATED", "BEST", "UPDATED")
+GAP, LEAST = "  ", 12  # between columns; characters that a column which makes way keeps, unless it goes
 
 
 class Stopped(SystemExit):
-    """SIGTERM."""
+    """SIGTERM, or SIGHUP of a closed terminal; its code is 128 + the signal's number."""
 
 
 class Command(click.Command):
@@ -68,14 +71,17 @@ class Command(click.Command):
         except (FedtrainError, OSError) as e:
             if traceback:
                 raise
-            click.secho(f"fedtrain: {e}", fg="red", err=True)
+            room = ". Make room there, then start the same command again."
+            full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
+            click.secho(f"fedtrain: {e}{room if full else ''}", fg="red", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("Interrupted. The same command goes on from the last committed round.", err=True)
             ctx.exit(130)
-        except Stopped:
-            click.echo("Stopped. The same command goes on from the last committed round.", err=True)
-            ctx.exit(143)
+        except Stopped as stopped:
+            with suppress(OSError):  # the terminal may be gone
+                click.echo("Stopped. The same command goes on from the last committed round.", err=True)
+            ctx.exit(cast(int, stopped.code))
 
 
 class Commands(click.Group):
@@ -87,7 +93,10 @@ class Commands(click.Group):
         return list(self.commands)
 
 
-@click.group(cls=Commands, invoke_without_command=True, epilog=QUICK_START)
+@click.group(
+    cls=Commands, invoke_without_command=True, epilog=QUICK_START,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
 @click.version_option(__version__, message="fedtrain %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
@@ -98,12 +107,19 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> None:
     """The `fedtrain` command."""
-    signal.signal(signal.SIGTERM, _stop)
-    cli(prog_name="fedtrain")
+    for number in _ends():
+        signal.signal(number, _stop)
+    cli(prog_name="fedtrain", color=False if os.environ.get("NO_COLOR") else None)
 
 
-def _stop(*_: object) -> None:
-    raise Stopped(143)
+def _ends() -> list[signal.Signals]:
+    """The signals that end a command in order; nohup has it ignore SIGHUP."""
+    hears = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGHUP] if hears else [signal.SIGTERM]
+
+
+def _stop(number: int, _: object) -> None:
+    raise Stopped(128 + number)
 
 
 # --- what commands share
@@ -152,28 +168,29 @@ def shown(run_dir: Path, *, json: bool, plain: bool = False) -> Iterator[Callabl
 
 
 def drive(work: Coroutine[Any, Any, Any]) -> None:
-    """Run to the end. Ctrl-C and SIGTERM cancel the work, which then cleans up behind itself."""
+    """Run to the end. Ctrl-C, SIGTERM and SIGHUP cancel the work, which then cleans up behind itself."""
     import asyncio
 
-    stopped = False
+    stopped = 0
 
     async def until_told_to_stop() -> None:
         task = asyncio.current_task()
         assert task is not None
 
-        def stop() -> None:
+        def stop(number: int) -> None:
             nonlocal stopped
-            stopped = True
+            stopped = stopped or number
             task.cancel()
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        for number in _ends():
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
         await work
 
     try:
         asyncio.run(until_told_to_stop())
     except asyncio.CancelledError:
         if stopped:
-            raise Stopped(143) from None
+            raise Stopped(128 + stopped) from None
         raise
 
 
@@ -194,7 +211,8 @@ def new(folder: Path) -> None:
         if template.is_file():
             text = template.read_text(encoding="utf-8").replace("PROJECT", name)
             to = folder / {"gitignore": ".gitignore"}.get(template.name, template.name)
-            to.write_text(text, encoding="utf-8")
+            with writing(to):
+                to.write_text(text, encoding="utf-8")
     click.echo(f"{folder} is ready. Next: cd {folder} && fedtrain simulate")
 
 
@@ -223,13 +241,15 @@ def simulate(
     from .runtime import simulation
 
     if partition_png is not None:
-        simulation.draw_partition(config, partition_png)
+        with writing(partition_png):
+            simulation.draw_partition(config, partition_png)
     if mode == "gossip":
         from .runtime import gossip_simulation
 
         if start is not None:
             raise ConfigError(
-                "--from: peers begin with the task's own model. Leave it out, or --mode gossip."
+                "--from: peers begin with the task's own model. Leave --from out, or simulate without "
+                "--mode gossip."
             )
         with shown(config.gossip_dir, json=json, plain=debug is not None) as emit:
             drive(gossip_simulation.simulate(config, emit=emit, fresh=fresh))
@@ -261,7 +281,8 @@ def topology(
     graph = parse(kind, weights)
     report = analysis.report(graph, peers, seed)
     if png is not None:
-        analysis.draw(graph, peers, png, seed)
+        with writing(png):
+            analysis.draw(graph, peers, png, seed)
     if json:
         import msgspec
 
@@ -506,7 +527,7 @@ def runs(config: Config, json: bool) -> None:
         for summary in found:
             click.echo(msgspec.json.encode(summary))
     elif found:
-        _columns([("RUN", "STATE", "ROUND", "LOSS", "EVALUATED", "BEST", "UPDATED"), *map(_row, found)])
+        _columns(fitted([RUN_COLUMNS, *map(_row, found)], _room()))
     else:
         click.echo(f"No run in {_short(config.root / config.run.dir)} yet. Start one: fedtrain simulate")
 
@@ -562,17 +583,47 @@ def _row(s: Summary) -> tuple[str, ...]:
     from .tracking.live import averages, number
 
     best = "" if s.best_round is None else f"{number(s.best_value)} in round {s.best_round}"
-    updated = "" if s.updated is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(s.updated))
+    when = time.localtime(s.updated)
+    this_year = when.tm_year == time.localtime().tm_year
+    updated = "" if s.updated is None else time.strftime("%m-%d %H:%M" if this_year else "%Y-%m-%d", when)
     loss = "" if s.loss is None else number(s.loss)
     rounds = f"{s.round}/{s.rounds}" if s.rounds else ""
     return (s.run, s.state, rounds, loss, averages(s.metrics), best, updated)
 
 
-def _columns(rows: list[tuple[str, ...]]) -> None:
+def fitted(rows: list[tuple[str, ...]], room: int) -> list[tuple[str, ...]]:
+    """The rows of RUN_COLUMNS where there is room for so many characters: first the metrics make way, then
+    the middle of the names."""
+    at = RUN_COLUMNS.index("EVALUATED")
+    over = _width(rows) - room
+    if over > 0:
+        left = max(len(row[at]) for row in rows) - over
+        rows = [
+            (*row[:at], *([_cut(row[at], left)] if left >= LEAST else []), *row[at + 1 :]) for row in rows
+        ]
+    if (over := _width(rows) - room) > 0:
+        left = max(LEAST, max(len(row[0]) for row in rows) - over)
+        rows = [(_cut(row[0], left, tail=left // 2), *row[1:]) for row in rows]
+    return rows
+
+
+def _width(rows: list[tuple[str, ...]]) -> int:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _cut(cell: str, width: int, tail: int = 0) -> str:
+    return cell if len(cell) <= width else cell[: width - tail - 1] + "…" + cell[len(cell) - tail :]
+
+
+def _room() -> int:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+
+
+def _columns(rows: list[tuple[str, ...]]) -> None:
+    widths, room = [max(map(len, column)) for column in zip(*rows, strict=True)], _room()
     for row in rows:
-        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        text = GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         click.echo(text if len(text) <= room else text[: room - 1] + "…")
 
 

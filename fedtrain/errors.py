@@ -15,7 +15,9 @@ FedtrainError
   WireError          bytes that are not ours: unknown frame, wrong size, wrong digest
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class FedtrainError(Exception):
@@ -95,3 +97,25 @@ class BadUpdate(FedtrainError):
 
 class WireError(FedtrainError):
     """Bytes that do not follow the protocol."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Give an OSError that has no path this one: write() on a full disk doesn't say where."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is None:
+            e.filename = str(path)
+        raise
+
+
+def nearest(name: str, there: Iterable[str], *, most: int = 10) -> str:
+    """Which of the names that are there was meant, as a sentence after another; or what there is."""
+    import difflib  # which costs as much to load as the rest of this page
+
+    known = sorted(there)
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f" Did you mean {near[0]}?"
+    more = f" and {len(known) - most} more" if len(known) > most else ""
+    return f" Found here: {', '.join(known[:most])}{more}." if known else ""

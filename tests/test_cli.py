@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import fedtrain
 from fedtrain import pki
-from fedtrain.cli import cli
+from fedtrain.cli import RUN_COLUMNS, _width, cli, fitted
 from fedtrain.errors import TooFewSites
 from fedtrain.runtime import federated, simulation, site
 from fedtrain.tracking import EventLog, events
@@ -98,6 +98,23 @@ def test_help_is_there_within_a_few_starts_of_a_bare_interpreter():
     assert seconds("-m", "fedtrain", "--help") < 15 * seconds("-c", "pass")
 
 
+@pytest.mark.parametrize("command", ["", *cli.commands, "certs init", "certs issue", "certs revoke"])
+def test_h_is_help_and_fits_80_columns(command):
+    text = run(*command.split(), "-h", env={"COLUMNS": "80"}).output
+    assert text == run(*command.split(), "--help", env={"COLUMNS": "80"}).output
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("no_color", "colored"), [("", True), ("1", False)])
+def test_no_color_is_honoured_on_a_terminal(project, no_color, colored):
+    ours, theirs = os.openpty()
+    env = {**os.environ, "NO_COLOR": no_color, "TERM": "xterm"}
+    assert subprocess.run([*FEDTRAIN, "export"], stderr=theirs, env=env, check=False).returncode == 1
+    assert (b"\x1b[31m" in os.read(ours, 4096)) is colored
+    os.close(ours)
+    os.close(theirs)
+
+
 def test_the_version_is_the_packages():
     assert run("--version").output == f"fedtrain {fedtrain.__version__}\n"
 
@@ -146,7 +163,32 @@ def test_an_error_of_the_system_is_one_line_too(project, monkeypatch):
 
     monkeypatch.setattr(simulation, "simulate", simulate)
     result = run("simulate")
-    assert (result.exit_code, result.stderr) == (1, "fedtrain: [Errno 28] No space left on device\n")
+    room = "Make room there, then start the same command again."
+    assert (result.exit_code, result.stderr) == (1, f"fedtrain: [Errno 28] No space left on device. {room}\n")
+
+
+@pytest.mark.parametrize("full", ["out/.model.json.new", "out/.MODEL_CARD.md.new"])
+def test_a_full_disk_is_named_with_the_path(project, full):
+    from .test_export import a_run
+
+    a_run(project / "runs" / "heart")
+    write_run(project / "runs" / "heart")
+    (project / "out").mkdir()
+    (project / full).symlink_to("/dev/full")
+    error = run("export", "-o", "out").stderr
+    assert error.startswith("fedtrain: [Errno 28] No space left on device: 'out/M".replace("M", full[5])), (
+        error
+    )
+    assert len(error.splitlines()) == 1
+
+
+def test_a_command_whose_events_find_the_disk_full_names_them(project, monkeypatch):
+    monkeypatch.setattr(simulation, "simulate", a_mode([]))
+    (project / "runs" / "heart+simulate").mkdir(parents=True)
+    (project / "runs" / "heart+simulate" / "events.jsonl").symlink_to("/dev/full")
+    result = run("simulate")
+    assert result.exit_code == 1
+    assert f"No space left on device: '{project}/runs/heart+simulate/events.jsonl'. Make" in result.stderr
 
 
 def test_a_bug_of_ours_keeps_its_traceback(project, monkeypatch):
@@ -237,12 +279,18 @@ cli.main()
 
 
 def hears_ctrl_c():
-    """What a shell starts in the background does not, and passes that on to all that it starts."""
+    """What a shell, or nohup, starts in the background does not, and passes that on to all that it starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
-    ("sent", "code", "line"), [(signal.SIGINT, 130, "Interrupted."), (signal.SIGTERM, 143, "Stopped.")]
+    ("sent", "code", "line"),
+    [
+        (signal.SIGINT, 130, "Interrupted."),
+        (signal.SIGTERM, 143, "Stopped."),
+        (signal.SIGHUP, 129, "Stopped."),
+    ],
 )
 def test_a_signal_ends_a_run_in_order_and_says_that_it_goes_on(project, sent, code, line):
     child = subprocess.Popen(
@@ -255,6 +303,18 @@ def test_a_signal_ends_a_run_in_order_and_says_that_it_goes_on(project, sent, co
     assert "cleaned up" in out
     assert (child.returncode, err) == (
         code, f"{line} The same command goes on from the last committed round.\n")  # fmt: skip
+
+
+def test_a_run_under_nohup_outlives_its_terminal(project):
+    child = subprocess.Popen(
+        ["nohup", sys.executable, "-c", textwrap.dedent(LONG_RUN)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert "run heart" in child.stdout.readline()
+    child.send_signal(signal.SIGHUP)
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=60)
+    assert child.returncode == 143
 
 
 # --- certs
@@ -350,6 +410,22 @@ def test_runs_lists_what_there_is_for_people_and_for_programs(project):
     found = [json.loads(line) for line in run("runs", "--json").output.splitlines()]
     assert [(r["run"], r["state"]) for r in found] == [("heart+simulate", "finished"), ("heart", "stopped")]
     assert [r["metrics"] for r in found] == [{"accuracy": 0.75}] * 2
+
+
+@pytest.mark.parametrize("name", ["heart+gossip@basel", "fashion-mnist-dirichlet-0.1+gossip@university-3"])
+def test_runs_keeps_names_best_and_updated_at_80_columns(name):
+    metrics = "loss 0.3012  accuracy 0.9011  f1 0.8800"
+    rows = [
+        RUN_COLUMNS,
+        (name, "finished", "200/200", "0.3012", metrics, "0.9011 in round 112", "11-22 13:22"),
+    ]
+    lines = fitted(rows, 80)
+    assert _width(lines) <= 80
+    assert lines[0] == (*RUN_COLUMNS[:4], *RUN_COLUMNS[5:])
+    assert lines[1][-2:] == rows[1][-2:]
+    assert (lines[1][0][:8], lines[1][0][-6:]) == (name[:8], name[-6:])
+    assert fitted(rows, 200) == rows
+    assert fitted(rows, _width(rows) - 5)[1][4] == metrics[: -5 - 1] + "…"
 
 
 def test_a_look_at_the_runs_opens_no_database(project):

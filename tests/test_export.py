@@ -82,6 +82,12 @@ def test_model_json_says_what_the_file_is(run_dir, tmp_path):
     assert (about["run"], about["round"], about["best"], about["updates"]) == ("heart", 2, True, 2)
     assert (about["sites"], about["metrics"]) == (["basel", "bern"], {"accuracy": 0.7})
     assert about["task_digest"] == "cd" * 32
+    settings = about["config"]
+    assert (settings["train.lr"], settings["run.task"], settings["secagg.enabled"]) == (
+        0.5,
+        "task:Task",
+        True,
+    )
 
 
 def test_the_card_tells_a_reader_the_same(run_dir, tmp_path):

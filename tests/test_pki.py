@@ -1,6 +1,7 @@
 """Certificates say one thing each, and files that don't fit together are told apart before a handshake."""
 
 import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -239,6 +240,19 @@ def test_s8_a_key_that_others_can_read_is_refused_with_the_command_that_helps(ce
     key.chmod(0o640)
     with pytest.raises(CertificateError, match=r"mode 0640\): chmod 600 .*key\.pem"):
         pki.Credentials.load(key.parent)
+
+
+def test_a_misspelt_site_is_told_the_nearest_or_which_there_are(tmp_path):
+    pki.init(tmp_path)
+    for name in ("basel", "bern", "chur"):
+        pki.issue(tmp_path, "site", name)
+    for misspelt, says in (("berne", "Did you mean bern?"), ("zug", "Found here: basel, bern, chur.")):
+        with pytest.raises(
+            CertificateError, match=rf"sites/{misspelt} does not exist. {re.escape(says)} `fed"
+        ):
+            pki.Credentials.load(tmp_path / "sites" / misspelt)
+    with pytest.raises(ConfigError, match=r"is this site's. Did you mean basel\?"):
+        pki.revoke(tmp_path, ["bassel"])
 
 
 @pytest.mark.parametrize("name", ["key.pem", "cert.pem", "root.pem"])

@@ -68,8 +68,8 @@ def test_two_projects_in_one_process_do_not_mix_their_modules(tmp_path):
     ("spec", "says"),
     [
         ("task", 'must be "module:Class"'),
-        ("tusk:Heart", "Did you mean 'task'?"),
-        ("task:Hart", "Did you mean 'Heart'?"),
+        ("tusk:Heart", "Did you mean task?"),
+        ("task:Hart", "Did you mean Heart?"),
         ("task:fedtrain", "is not a fedtrain.Task"),
         ("task:Half", "does not define data(), loss()"),
         ("random:Heart", "one of Python's own"),

@@ -508,9 +508,55 @@ def test_the_live_table_leaves_the_terminal_in_order():
         for kind, fields in STORY:
             show(events.KINDS[kind](0.0, **fields))
         show(events.RunFinished(9.0, 4, "rounds done", "runs/heart/model"))
-    assert out.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert out.getvalue().rpartition("\x1b[?25")[2].startswith("h")  # the cursor is back
     assert "rounds done" in out.getvalue()
     assert "runs/heart/model" in out.getvalue()
+
+
+def test_the_live_table_prints_where_the_model_is_on_a_whole_line_however_narrow_the_terminal():
+    from rich.console import Console
+
+    out, model = io.StringIO(), "/home/ana/" + "a-long-folder/" * 10 + "runs/heart/model"
+    with live.LiveTable(out, Console(file=out, force_terminal=True, width=80, height=24)) as show:
+        show(events.RunStarted(0.0, "heart", "federated", 4))
+        show(events.RunFinished(9.0, 4, "rounds done", model))
+    assert out.getvalue().splitlines()[-1].endswith(f"model in {model}")
+
+
+SITE = [
+    ("run_started", {"run": "heart", "mode": "site", "rounds": 4}),
+    ("site_lost", {"site": "aggregator", "reason": "connection refused"}),
+    ("site_joined", {"site": "aggregator"}),
+    ("site_state", {"site": "bern", "state": "training", "round": 2}),
+    ("site_state", {"site": "bern", "state": "evaluating", "round": 2}),
+]
+
+
+def test_a_sites_table_shows_the_round_it_works_on_and_that_it_is_connected():
+    board = told(SITE)
+    assert "round 2/4" in drawn(board)
+    assert (board.sites["aggregator"].state, board.sites["bern"].state) == ("connected", "evaluating")
+
+
+def test_when_a_run_is_finished_no_site_is_at_work_but_those_lost_or_refused_stay_so():
+    story = [*SITE, ("site_lost", {"site": "basel", "reason": "idle"}), ("run_finished", {"round": 4})]
+    states = {site: row.state for site, row in told(story).sites.items()}
+    assert states == {"aggregator": "done", "bern": "done", "basel": "lost"}
+    evaluating = ("site_state", {"site": "basel", "state": "evaluating", "round": 1})
+    after = [*STORY[:8], evaluating, ("evaluated", {"round": 1, "metrics": {}})]
+    assert told(after).sites["basel"].state == "done"
+
+
+def test_before_the_run_has_begun_the_table_says_so_and_shows_no_round_of_none():
+    assert drawn(Board()).split() == ["starting"]
+
+
+def test_a_column_that_nobody_has_a_value_for_is_left_out():
+    masked = [(kind, {k: v for k, v in fields.items() if k not in ("num_examples", "loss")})
+              for kind, fields in STORY]  # fmt: skip
+    heads = [next(line for line in drawn(told(s)).splitlines() if line.startswith("site")).split()
+             for s in (STORY, masked)]  # fmt: skip
+    assert heads == [["site", "state", "round", "examples", "loss"], ["site", "state", "round"]]
 
 
 @pytest.mark.parametrize(

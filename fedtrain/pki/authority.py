@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from ..errors import CertificateError, ConfigError
+from ..errors import CertificateError, ConfigError, writing
 from .identity import USAGE, certificates, check_label, dns_name, serial_hex
 
 PublicKey = ec.EllipticCurvePublicKey
@@ -130,7 +130,8 @@ def issue(
 
 def _enter(certs_dir: Path, name: str, certificate: x509.Certificate) -> None:
     """Into the register, before the certificate is anywhere: none is out of which it doesn't know."""
-    with (certs_dir / "ca" / "issued").open("a") as register:
+    path = certs_dir / "ca" / "issued"
+    with writing(path), path.open("a") as register:
         register.write(f"{serial_hex(certificate)} {name} {certificate.not_valid_after_utc:%Y-%m-%dT%H:%M}\n")
 
 
@@ -297,7 +298,7 @@ def write(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace a file in one step; a key is never readable by others, not even for a moment."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
-    with os.fdopen(fd, "wb") as f:
+    with writing(path), os.fdopen(fd, "wb") as f:
         os.fchmod(fd, mode)  # whatever the umask, or a file that an interrupted run left
         f.write(data)
         os.fsync(fd)

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from ..errors import CertificateError, ConfigError
+from ..errors import CertificateError, ConfigError, nearest
 
 Role = Literal["aggregator", "site"]
 
@@ -36,6 +36,10 @@ NAMES = {
     "aggregator": re.compile(rf"aggregator\.(?P<federation>{LABEL})\.fedtrain"),
     "site": re.compile(rf"(?P<name>{LABEL})\.site\.(?P<federation>{LABEL})\.fedtrain"),
 }
+GET_ONE = (
+    "`fedtrain certs init`, then `fedtrain certs issue NAME`, make it; "
+    "a site gets its folder from whoever runs the aggregator."
+)
 USAGE = {"aggregator": ExtendedKeyUsageOID.SERVER_AUTH, "site": ExtendedKeyUsageOID.CLIENT_AUTH}
 
 UNREADABLE = (
@@ -71,6 +75,9 @@ class Credentials:
     def load(cls, folder: Path, now: datetime | None = None) -> Credentials:
         """Read and check a folder; a CertificateError says what is wrong with which file, and what to do."""
         folder, now = Path(folder), now or datetime.now(UTC)
+        if not folder.exists() and folder.parent.name == "sites":
+            there = [path.parent.name for path in folder.parent.glob("*/cert.pem")]
+            raise CertificateError(f"{folder} does not exist.{nearest(folder.name, there)} {GET_ONE}")
         key, chain, root = (_read(folder / name) for name in ("key.pem", "cert.pem", "root.pem"))
         mode = stat.S_IMODE((folder / "key.pem").stat().st_mode)
         if mode & 0o077:
@@ -153,10 +160,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise CertificateError(
-            f"{path} does not exist. `fedtrain certs init`, then `fedtrain certs issue NAME`, make it; "
-            f"a site gets its folder from whoever runs the aggregator."
-        ) from None
+        raise CertificateError(f"{path} does not exist. {GET_ONE}") from None
     except OSError as e:
         raise CertificateError(f"{path} cannot be read: {e.strerror}") from None
 

@@ -18,7 +18,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from ..errors import CertificateError, ConfigError
+from ..errors import CertificateError, ConfigError, nearest
 from . import identity
 from .authority import Authority, issued, write
 from .identity import certificates, serial_hex
@@ -41,7 +41,8 @@ def revoke(certs_dir: Path, names: Iterable[str], *, now: datetime | None = None
         serials = [serial for serial, whose in valid.items() if whose == name]
         if not serials:
             raise ConfigError(
-                f"{name}: no certificate of {certs_dir / 'ca'} that is valid now is this site's"
+                f"{name}: no certificate of {certs_dir / 'ca'} that is valid now is this site's."
+                f"{nearest(name, {*valid.values()})}"
             )
         found += serials
     if all(serial in known for serial in found):

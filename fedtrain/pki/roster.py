@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import CertificateError, ConfigError
+from ..errors import CertificateError, ConfigError, writing
 from ..exchange import Contact
 from ..update import SiteId
 from .invitation import Guestbook
@@ -228,7 +228,8 @@ def save(folder: Path, peer: SiteId, data: bytes) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{peer}{SUFFIX}"
     temporary = folder / f".{peer}.{secrets.token_hex(4)}"
-    temporary.write_bytes(data)
+    with writing(path):
+        temporary.write_bytes(data)
     os.replace(temporary, path)
     return path
 
@@ -251,7 +252,7 @@ def own_curve(folder: Path, new: Callable[[], tuple[bytes, bytes]]) -> tuple[byt
     except OSError as e:
         raise ConfigError(f"{path} cannot be made: {e.strerror}") from None
     public, secret = new()
-    with os.fdopen(fd, "wb") as f:
+    with writing(path), os.fdopen(fd, "wb") as f:
         os.fchmod(fd, 0o600)
         f.write(public + b"\n" + secret + b"\n")
         os.fsync(fd)

@@ -25,7 +25,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..config import Config
-from ..errors import CertificateError, ConfigError
+from ..errors import CertificateError, ConfigError, nearest
 from ..exchange import Before, Cohort
 from ..secagg.messages import Advertise, AdvertiseEvaluation
 from ..store import Checkpoint, RunStore
@@ -321,9 +321,7 @@ class InlineCohort(Before):
     def __init__(self, site: SiteId, bench: Workbench, others: Cohort) -> None:
         known = {*bench.description.sites, *bench.description.evaluators}
         if site not in known:
-            raise ConfigError(
-                f"--debug {site}: there is no such site. There are {', '.join(sorted(known)[:10])}."
-            )
+            raise ConfigError(f"--debug {site}: there is no such site.{nearest(site, known)}")
         super().__init__(others)
         self._site, self._bench = site, bench
 

@@ -17,7 +17,7 @@ RECENT = 10  # rounds that the ETA is drawn from
 class SiteRow:
     """One site, as last heard of."""
 
-    state: str = "waiting"  # waiting | training | uploading | evaluating | done | lost | refused
+    state: str = "waiting"  # waiting | connected | training | uploading | evaluating | done | lost | refused
     round: int | None = None
     num_examples: float | None = None
     loss: float | None = None
@@ -50,7 +50,7 @@ class Board:
     config_digest: str = ""
     started: float | None = None  # when its last process began
     updated: float | None = None  # the last event's time
-    round: int = 0  # committed
+    round: int = 0  # committed; at a site, which commits none, the last that it worked on
     under_way: int | None = None  # the round being tried
     attempt: int = 1
     asked: int = 0  # sites in that round
@@ -106,7 +106,7 @@ class Board:
                 if self.waiting is not None:
                     self._mark = None
             case e.SiteJoined():
-                self._site(event.site, "waiting")
+                self._site(event.site, "connected" if event.site == "aggregator" else "waiting")
             case e.SiteLost() if self.finished is None:
                 self._site(event.site, "lost").reason = event.reason
             case e.JoinRefused():
@@ -121,6 +121,8 @@ class Board:
                     self._site(site, "training" if site in asked else "waiting", event.round)
             case e.SiteState():
                 self._site(event.site, event.state, event.round)
+                if self.mode == "site":
+                    self.round = max(self.round, event.round or 0)
             case e.UpdateReceived():
                 site_row = self._site(event.site, "done", event.round)
                 site_row.num_examples, site_row.loss = event.num_examples, event.loss
@@ -137,12 +139,14 @@ class Board:
             case e.Evaluated():
                 if row := self.history.get(event.round):
                     self.history[event.round] = replace(row, metrics=event.metrics)
+                self._end("evaluating")
             case e.Best():
                 self.best = event
             case e.Notice():
                 self.notices.append(event.text)
             case e.RunFinished():
                 self.finished, self.under_way, self.need = event, None, None
+                self._end("connected", "waiting", "training", "uploading", "evaluating")
 
     def _start(self, event: e.RunStarted) -> None:
         self.run, self.mode, self.rounds = event.run, event.mode, event.rounds
@@ -169,6 +173,11 @@ class Board:
         if self._mark is not None:
             self._paces.append(event.time - self._mark)
         self._mark = event.time
+
+    def _end(self, *states: str) -> None:
+        for row in self.sites.values():
+            if row.state in states:
+                row.state = "done"
 
     def _site(self, site: SiteId, state: str, round: int | None = None) -> SiteRow:
         row = self.sites.setdefault(site, SiteRow())

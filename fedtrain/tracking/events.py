@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from ..errors import FedtrainError
+from ..errors import FedtrainError, writing
 from ..update import SiteId
 
 TEXT_CHARS = 500  # of a reason or notice; it may come from another site
@@ -258,8 +258,9 @@ class EventLog:
         if self._fd is None:
             self._fd = _open(self._path)
         line = encode(event) + b"\n"
-        while line:
-            line = line[os.write(self._fd, line) :]
+        with writing(self._path):
+            while line:
+                line = line[os.write(self._fd, line) :]
         return event
 
 

@@ -10,6 +10,7 @@ The same round gives the same bytes, each time. Tied weights stand once, under t
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from .. import __version__
-from ..errors import StoreError
+from ..errors import StoreError, writing
 from ..store import RunStore
 from ..update import Arena, Schema
 from .live import number
@@ -40,6 +41,7 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
     assert isinstance(weights, Arena), "a loaded round is in memory"
     out.mkdir(parents=True, exist_ok=True)
     sha256 = _replace(out / "model.safetensors", lambda path: _save(path, weights.views()))
+    agreed: dict[str, str] = meta.get("agreed", {})
     about = {
         "run": meta.get("run", run_dir.name),
         "round": chosen,
@@ -49,8 +51,8 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         "metrics": row.metrics or {},
         "training_loss": row.record.get("loss"),
         "parameters": weights.schema.numel,
-        "config": meta.get("agreed", {}),
-        "config_digest": hashlib.sha256(msgspec.json.encode(meta.get("agreed", {}))).hexdigest(),
+        "config": {key: _value(text) for key, text in agreed.items()},
+        "config_digest": hashlib.sha256(msgspec.json.encode(agreed)).hexdigest(),
         "task_digest": meta.get("task_digest"),
         "schema_digest": weights.schema.digest,
         "weights_digest": weights.digest,
@@ -124,18 +126,23 @@ def _choose(store: RunStore, round: int | Literal["best"] | None) -> int:
 
 
 def _save(path: Path, tensors: dict[str, Any]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as e:  # a full disk too
+        raise StoreError(f"{path.parent}: the model can't be written there: {e}.") from None
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> str:
     """Let `write` make the file beside its place, put it there in one step; returns its SHA-256."""
     partial = path.with_name(f".{path.name}.new")
-    write(partial)
-    with partial.open("rb") as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
-        os.fsync(f.fileno())
+    with writing(path):
+        write(partial)
+        with partial.open("rb") as f:
+            digest = hashlib.file_digest(f, "sha256").hexdigest()
+            os.fsync(f.fileno())
     partial.replace(path)
     return digest
 
@@ -166,7 +173,7 @@ load_model(model, "model.safetensors")
 
 ## What it was trained with
 
-{_table("setting", "value", {k: f"`{v}`" for k, v in about["config"].items()})}
+{_table("setting", "value", {k: f"`{_json(v)}`" for k, v in about["config"].items()})}
 
 {
         _table(
@@ -181,6 +188,18 @@ load_model(model, "model.safetensors")
         )
     }
 """
+
+
+def _value(text: str) -> Any:
+    """A setting whose repr() this is; the text itself where there is no such literal, as of infinity."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _table(left: str, right: str, rows: dict[str, str]) -> str:

@@ -10,7 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
 
 from ..update import SiteId
 from . import events as e
@@ -26,7 +28,7 @@ BETWEEN_PEERS = ("peer", "gossip")  # modes in which a round has bytes of its ow
 REFRESHES = 4  # of the live table, a second
 SPARKS = "▁▂▃▄▅▆▇█"
 # What a person looks for first, when not all sites fit on the screen.
-ORDER = ("refused", "lost", "uploading", "training", "evaluating", "waiting", "done")
+ORDER = ("refused", "lost", "uploading", "training", "evaluating", "waiting", "connected", "done")
 COLORS = {"refused": "red", "lost": "red", "uploading": "cyan", "training": "yellow",
           "evaluating": "magenta", "done": "green"}  # fmt: skip
 
@@ -105,6 +107,8 @@ class LiveTable(Screen):
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
+        if self._board.finished and (model := self._board.finished.model):  # whole, to be copied
+            self._console.print(f"model in {printable(model)}", soft_wrap=True, markup=False, highlight=False)
 
     def _draw(self) -> RenderableType:
         with self._lock:
@@ -277,7 +281,7 @@ def table(board: Board, now: float, width: int, height: int) -> RenderableType:
     parts: list[Any] = [_headline(board, now, width), text(_numbers(board))]
     foot = [text(f"• {notice}", "yellow") for notice in board.notices]
     if board.finished is not None:
-        foot.append(text(line(board.finished, board) or "", "green"))
+        foot.append(text(line(msgspec.structs.replace(board.finished, model=None), board) or "", "green"))
     if board.sites:
         parts.append(_site_table(board, room=max(3, height - len(foot) - 4)))
     return Group(*parts, *foot)
@@ -288,12 +292,12 @@ def _headline(board: Board, now: float, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    where = f"  {board.mode}  {board.noun} {board.round}/{board.rounds}"
+    where = f"  {board.mode}  {board.noun} {board.round}/{board.rounds}" if board.run else "starting"
     grid = Table.grid(padding=(0, 2))
     for _ in range(3):
         grid.add_column(no_wrap=True, overflow="ellipsis")
     grid.add_row(
-        Text.assemble((printable(board.run) or "…", "bold"), where),
+        Text.assemble((printable(board.run), "bold"), where),
         ProgressBar(total=max(1, board.rounds), completed=board.round, width=max(5, min(40, width - 60))),
         _doing(board, now),
     )
@@ -339,22 +343,25 @@ def _site_table(board: Board, room: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    found = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    stale = board.noun == "version"
-    for name, justify in (("site", "left"), ("state", "left"), (board.noun, "right"),
-                          *([("staleness", "right")] if stale else []),
-                          ("examples", "right"), ("loss", "right"), ("", "left")):  # fmt: skip
-        found.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]  # a str, not its literal
+    found, rows = Table(box=None, padding=(0, 2, 0, 0), header_style="dim"), board.sites.values()
+    known: dict[
+        str, Callable[[SiteRow], object]
+    ] = {  # a column that no site has a value for is left out: under masks nobody knows a site's loss
+        board.noun: lambda row: row.round,
+        "staleness": lambda row: row.staleness,
+        "examples": lambda row: None if row.num_examples is None else f"{row.num_examples:g}",
+        "loss": lambda row: None if row.loss is None else number(row.loss),
+    }
+    columns = {name: value for name, value in known.items() if any(value(row) is not None for row in rows)}
+    for name in ("site", "state", *columns, ""):
+        justify: Literal["right", "left"] = "right" if name in columns else "left"
+        found.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")
     shown, more = choose(board.sites, room)
     for site, row in shown:
-        style = COLORS.get(row.state, "")
-        examples = "" if row.num_examples is None else f"{row.num_examples:g}"
-        loss = "" if row.loss is None else number(row.loss)
-        round_ = "" if row.round is None else str(row.round)
-        age = [] if not stale else ["" if row.staleness is None else str(row.staleness)]
-        state = Text(row.state, style)
+        cells = ["" if (cell := value(row)) is None else str(cell) for value in columns.values()]
+        state = Text(row.state, COLORS.get(row.state, ""))
         why = row.reason or (counted(row.counted) if row.counted < 1 else "")
-        found.add_row(printable(site), state, round_, *age, examples, loss, printable(why))
+        found.add_row(printable(site), state, *cells, printable(why))
     if more:
         found.add_row(Text(more, "dim"))
     return found

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from ..errors import ConfigError
+from ..errors import ConfigError, nearest
 from .board import Board
 from .events import Averages, events_file, read, running
 
+NONE_YET = " Start one: fedtrain simulate"
 State = Literal["running", "finished", "stopped"]  # stopped: the same command goes on
 
 
@@ -46,9 +46,7 @@ def _summary(run_dir: Path) -> Summary:
         run=run_dir.name,
         mode=board.mode,
         state=state,
-        round=max([board.round, *(row.round or 0 for row in board.sites.values())])
-        if board.mode == "site"  # it commits none: the last that it worked on
-        else board.round,
+        round=board.round,
         rounds=board.rounds,
         loss=board.last.loss if board.last else None,
         metrics=board.metrics,
@@ -66,14 +64,12 @@ def find(runs_dir: Path, name: str) -> Path:
         if events_file(path).exists():
             return path
     there = [path.parent.name for path in runs_dir.glob("*/events.jsonl")]
-    near = difflib.get_close_matches(name, there, n=1)
-    hint = f"Did you mean {near[0]}?" if near else "`fedtrain runs` lists those that are there."
-    raise ConfigError(f"{runs_dir} has no run {name!r}. {hint}")
+    raise ConfigError(f"{runs_dir} has no run {name!r}.{nearest(name, there) or NONE_YET}")
 
 
 def newest(runs_dir: Path) -> Path:
     """The run that was written to last."""
     files = sorted(runs_dir.glob("*/events.jsonl"), key=lambda path: path.stat().st_mtime)
     if not files:
-        raise ConfigError(f"{runs_dir} has no run yet. Start one: fedtrain simulate")
+        raise ConfigError(f"{runs_dir} has no run yet.{NONE_YET}")
     return files[-1].parent

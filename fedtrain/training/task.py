@@ -7,7 +7,6 @@ running a line of it.
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import sys
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, FedtrainError, TaskError
+from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..update import Metrics
 
 if TYPE_CHECKING:
@@ -102,9 +101,7 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
     found = getattr(module, class_name, None)
     if found is None:
         tasks = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task)]
-        raise ConfigError(
-            f"run.task: {module_name} has no class {class_name!r}.{_nearest(class_name, tasks)}"
-        )
+        raise ConfigError(f"run.task: {module_name} has no class {class_name!r}.{nearest(class_name, tasks)}")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(
             f"run.task: {spec} is not a fedtrain.Task. Write class {class_name}(fedtrain.Task)."
@@ -175,7 +172,7 @@ def sources(spec: str, root: Path) -> dict[str, Path]:
     if module_name not in found:
         here = [f.stem for f in sorted(root.glob("*.py"))]
         file = root.joinpath(*module_name.split("."))
-        raise ConfigError(f"run.task: {file}.py does not exist.{_nearest(module_name, here)}")
+        raise ConfigError(f"run.task: {file}.py does not exist.{nearest(module_name, here)}")
     return found
 
 
@@ -193,13 +190,6 @@ def _split(spec: str) -> tuple[str, str]:
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(f'run.task: {spec!r} must be "module:Class", as in "task:Heart"')
     return module, name
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f" Did you mean {near[0]!r}?"
-    return f" Found here: {', '.join(known)}." if known else ""
 
 
 def _file_of(module: str, root: Path) -> Path | None:
