@@ -75,8 +75,10 @@ class Unfinished(TooFewSites):
         dropped: Mapping[str, str],
         blamed: Mapping[str, str],
         survivors: Sequence[str] = (),
+        failed: Mapping[str, str] | None = None,
     ) -> None:
-        """`dropped`, `blamed`: site -> what happened; `survivors`: over whom the sum may have been opened."""
+        """`dropped`, `blamed`: site -> what happened; `survivors`: over whom the sum may have been opened;
+        `failed`: of those that dropped out, who said why."""
         first = [f" {site}: {reason}." for site, reason in sorted({**dropped, **blamed}.items())[:3]]
         Exception.__init__(
             self,
@@ -84,7 +86,7 @@ class Unfinished(TooFewSites):
             f"Lower strategy.min_sites, raise strategy.round_deadline, or start more sites.",
         )
         self.have, self.need, self.survivors = have, need, tuple(survivors)
-        self.dropped, self.blamed = dict(dropped), dict(blamed)
+        self.dropped, self.blamed, self.failed = dict(dropped), dict(blamed), dict(failed or {})
 
 
 class SecAggError(RoundError):

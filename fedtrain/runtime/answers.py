@@ -33,7 +33,7 @@ from ..update import (
     averages,
 )
 from . import checks
-from .progress import Averages, Emit
+from .progress import Averages, Emit, check_failures
 
 T = TypeVar("T")
 SMALL_BYTES = 1 << 20  # a model on which one may work on the event loop; on a larger one in a thread
@@ -130,9 +130,10 @@ class InTheOpen:
 async def evaluations(
     config: Config, cohort: Cohort, number: int, sites: Sequence[SiteId], weights: AnyArena, emit: Emit
 ) -> dict[SiteId, Metrics]:
-    """What each site found, of those that answered well."""
+    """What each site found, of those that answered well. TaskError when all of them failed."""
     request = Evaluate(id=evaluate_id(config, number), round=number, weights=weights)
     by_site: dict[SiteId, Metrics] = {}
+    failed: dict[SiteId, str] = {}
     replies = cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
     async with aclosing(replies):
         async for site, reply in replies:
@@ -140,6 +141,8 @@ async def evaluations(
                 by_site[site] = evaluated(request, reply, config)
             except BadUpdate as e:
                 emit("update_refused", round=number, site=site, reason=str(e))
+                failed[site] = str(e)
+    check_failures(number, sites, failed)
     return by_site
 
 

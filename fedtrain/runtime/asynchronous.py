@@ -44,7 +44,16 @@ from .answers import (
     rule_of,
     train_id,
 )
-from .progress import Averages, Emit, Result, begin, evaluation_is_due, keep_evaluation, reason_to_stop
+from .progress import (
+    Averages,
+    Emit,
+    Result,
+    begin,
+    check_failures,
+    evaluation_is_due,
+    keep_evaluation,
+    reason_to_stop,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -96,8 +105,10 @@ class Evaluating:
     """A version that is evaluated at each site in its turn, between two trainings."""
 
     request: Evaluate
+    asked: list[SiteId]
     waiting: list[SiteId]
     found: dict[SiteId, Metrics] = field(default_factory=dict)
+    failed: dict[SiteId, str] = field(default_factory=dict)  # and why
 
 
 class Loop:
@@ -150,7 +161,8 @@ class Loop:
             request = Evaluate(
                 id=evaluate_id(self._config, number), round=number, weights=self._newest.weights
             )
-            self._evaluating = Evaluating(request, list(self._evaluate_at or members))
+            asked = list(self._evaluate_at or members)
+            self._evaluating = Evaluating(request, asked, list(asked))
             self._store.evaluating = number
         if self._evaluating is not None:
             for site in self._evaluating.waiting:
@@ -243,7 +255,9 @@ class Loop:
                 evaluating.found[site] = evaluated(request, reply, self._config)
         except BadUpdate as e:
             self._emit("update_refused", round=request.round, site=site, reason=str(e))
+            evaluating.failed[site] = str(e)
         if not evaluating.waiting:
+            check_failures(request.round, evaluating.asked, evaluating.failed)
             self._keep_evaluation(request.round, averages(evaluating.found), each_alone(evaluating.found))
             self._evaluating = self._store.evaluating = None
 

@@ -38,7 +38,7 @@ from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
 from ..training.task import Task, collate_of, folder_of, load_task, task_digest, user_code
 from ..update import SiteId, averages
-from .progress import Result
+from .progress import Result, check_metric, keep_evaluation
 
 if TYPE_CHECKING:
     from ..training.checkpoint import Checkpoints
@@ -295,15 +295,11 @@ class Datacenter:
         with self._common_model():
             found = {name: self.engine.evaluate(data) for name, data in self.sites.eval_data().items()}
         metrics = averages(found)
+        best_round = self.store.best_round if self.store is not None else None
+        check_metric(self.config, metrics, known=self.mesh.from_first(best_round or 0) > 0)  # on all ranks
         if self.store is not None:
-            number, metric = self.state.round, self.config.evaluate.metric
-            best_yet = (self.store.evaluation(self.store.best_round) or {}).get(metric)
-            best = metric in metrics and self.config.evaluate.better(metrics[metric], best_yet)
-            self.store.evaluated(number, metrics, best=best)
             each = {site: averages({site: found[site]}) for site in sorted(found)}
-            self.emit("evaluated", round=number, metrics=metrics, by_site=each)
-            if best:
-                self.emit("best", round=number, metric=metric, value=metrics[metric])
+            keep_evaluation(self.config, self.store, self.state.round, metrics, each, self.emit)
         return metrics
 
     def _evaluation_is_due(self) -> bool:

@@ -3,11 +3,13 @@ when it is over."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import Config
+from ..errors import ConfigError, TaskError
 from ..store import Checkpoint, RunStore
 from ..update import SiteId
 
@@ -55,14 +57,41 @@ def keep_evaluation(
     by_site: Mapping[SiteId, Averages],
     emit: Emit,
 ) -> None:
-    """Write down what a round's model is worth, and whether it is the best so far."""
-    value = metrics.get(config.evaluate.metric)
+    """Write down what a round's model is worth, and whether it is the best so far. ConfigError when
+    evaluate.metric is none of the metrics. An evaluation without any is no reason to stop."""
     best_yet = (store.evaluation(store.best_round) or {}).get(config.evaluate.metric)
+    check_metric(config, metrics, known=best_yet is not None)
+    value = metrics.get(config.evaluate.metric)
     best = value is not None and config.evaluate.better(value, best_yet)
     store.evaluated(number, metrics, best=best)
+    if not metrics:
+        emit("notice", text=f"round {number}: nobody evaluated the model")
+        return
     emit("evaluated", round=number, metrics=metrics, by_site=by_site)
     if best:
         emit("best", round=number, metric=config.evaluate.metric, value=value)
+
+
+def check_metric(config: Config, metrics: Averages, *, known: bool) -> None:
+    """ConfigError when the task has no evaluate.metric. One that is `known` from earlier evaluations may be
+    absent from one, as when it counts nothing there."""
+    metric = config.evaluate.metric
+    if not metrics or metric in metrics or known:
+        return
+    near = difflib.get_close_matches(metric, metrics, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"evaluate.metric: the task's evaluate() gives no {metric!r}. "
+        f"{hint}It gives {', '.join(sorted(metrics))}."
+    )
+
+
+def check_failures(number: int, asked: Collection[SiteId], failed: Mapping[SiteId, str]) -> None:
+    """TaskError when every site that was asked to evaluate said why it can't: it could not later either."""
+    if failed and failed.keys() >= set(asked):
+        site = min(failed)
+        where = f"all {len(failed)} sites. {site}" if len(failed) > 1 else site
+        raise TaskError(f"round {number}: evaluation failed at {where}: {failed[site]}")
 
 
 def evaluation_is_due(config: Config, store: RunStore, number: int) -> bool:

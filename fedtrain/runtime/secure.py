@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from .. import compression
 from ..aggregation import aggregate
 from ..config import Config
-from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites
+from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites, Unfinished
 from ..exchange import Before, Cohort
 from ..secagg.client import NEVER, Client, Opened, Policy, Sign
 from ..secagg.encoding import Encoding, StackedUpdate, Total, norm_of, rounding_seed
@@ -68,7 +68,7 @@ from ..update import (
 from . import checks
 from .answers import Mean, each_alone, evaluations, rule_of, train_id
 from .crew import Crew
-from .progress import Averages, Emit
+from .progress import Averages, Emit, check_failures
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 GRACE_S = 0.25  # for replies that are needed no more
@@ -384,14 +384,17 @@ class UnderMasks:
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
     ) -> tuple[Averages, dict[SiteId, Averages]]:
+        failed: dict[SiteId, str] = {}
         for attempt in range(self._config.strategy.attempts):
             plan = Plan(number, attempt, list(sites))
             try:
                 total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation)
             except (TooFewSites, SecAggError) as e:
                 self._emit("notice", text=f"round {number}, evaluation, attempt {attempt + 1}: {e}")
+                failed = e.failed if isinstance(e, Unfinished) else {}
                 continue
             return averages({"": total.metrics}), {}
+        check_failures(number, sites, failed)
         return {}, {}
 
     async def _sum(

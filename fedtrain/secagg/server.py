@@ -210,6 +210,7 @@ class Session:
     def __init__(self, cohort: Cohort, terms: Terms, spread: Spread = map) -> None:
         self.terms, self._cohort, self._spread = terms, cohort, spread
         self.dropped: dict[SiteId, str] = {}
+        self.failed: dict[SiteId, str] = {}  # of the dropped, who said why
         self.blamed: dict[SiteId, str] = {}
         self.survivors: tuple[SiteId, ...] = ()  # once a share was asked for
 
@@ -224,6 +225,7 @@ class Session:
                 if isinstance(reply, kind):
                     yield site, reply
                 elif isinstance(reply, Failure):
+                    self.failed[site] = reply.reason
                     self.dropped[site] = f"{what}: {reply.reason}"
                 else:
                     self.blame(site, f"{what}: a {type(reply).__name__} came")
@@ -262,8 +264,9 @@ class Session:
 
     def unfinished(self, what: str, have: int, need: int) -> Unfinished:
         return Unfinished(
-            what, have, need, dropped=self.dropped, blamed=self.blamed, survivors=self.survivors
-        )
+            what, have, need, dropped=self.dropped, blamed=self.blamed, survivors=self.survivors,
+            failed=self.failed,
+        )  # fmt: skip
 
 
 # --- 1

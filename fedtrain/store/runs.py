@@ -295,9 +295,9 @@ class RunStore:
         return msgspec.json.decode(row[0]) if row else None
 
     def evaluations_since_best(self) -> int:
-        """How many evaluations came after the best one; all of them when none was."""
+        """How many evaluations with any metrics came after the best one; all of them when none was."""
         (count,) = self._db.execute(
-            "SELECT COUNT(*) FROM evaluations WHERE round > ?", (self.best_round or 0,)
+            "SELECT COUNT(*) FROM evaluations WHERE round > ? AND metrics != '{}'", (self.best_round or 0,)
         ).fetchone()
         return int(count)
 

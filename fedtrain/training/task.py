@@ -274,8 +274,15 @@ def mean_and_weight(loss: Any, batch: Batch) -> tuple[torch.Tensor, float]:
 
 
 def checked(metrics: Mapping[str, tuple[Any, Any]]) -> Metrics:
-    """What evaluate() returned, as floats."""
-    try:
-        return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
-    except (TypeError, ValueError, AttributeError):
-        raise TaskError('evaluate() must return {"name": (sum, count)}, each a number') from None
+    """What evaluate() returned, as floats. TaskError that shows the form, and none of the values (S35)."""
+    form = 'Return {"accuracy": (number right, number seen)}: sums and counts, so that averages are exact.'
+    if not isinstance(metrics, Mapping):
+        raise TaskError(f"evaluate() gives a {type(metrics).__name__}. {form}")
+    found: Metrics = {}
+    for name, pair in metrics.items():
+        try:
+            total, count = pair
+            found[name] = float(total), float(count)
+        except (TypeError, ValueError, RuntimeError):  # the last for a tensor of several values
+            raise TaskError(f"evaluate() gives a {type(pair).__name__} as {name!r}. {form}") from None
+    return found
