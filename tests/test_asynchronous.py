@@ -290,8 +290,40 @@ def test_when_no_site_gives_anything_the_run_stops_and_the_same_command_tries_ag
     for _ in range(2):
         with pytest.raises(RoundError, match=r"version 1: none of the sites here \(a, b\) gave an update"):
             run(cfg, broken, events)
-    assert len(events.of("update_refused")) == 4
+    assert len(events.of("update_refused")) == 2 * 2 * cfg.strategy.attempts
     result, _ = run(cfg, LocalCohort({s: pull(s) for s in "ab"}))
+    assert result.rounds == 6
+
+
+def test_a_site_that_fails_once_in_an_evaluation_is_asked_again_for_it(tmp_path):
+    cfg, events, asked = config(tmp_path), Events(), []
+
+    def once(request):
+        if isinstance(request, Evaluate):
+            asked.append(request.id)
+            if len(asked) % 2:
+                return Failure(reason="OutOfMemoryError in task.py:7, in loss")
+        return pull("c")(request)
+
+    run(cfg, LocalCohort(handlers(c=once)), events, clocked=True)
+    assert all("c" in e["by_site"] for e in events.of("evaluated"))
+    assert len(set(asked)) == len(asked) == 2 * len(events.of("evaluated"))
+
+
+def test_sites_that_all_fail_once_are_asked_anew_and_the_run_goes_on(tmp_path):
+    """As when what they all read their data from is away for a moment."""
+    cfg, failed = config(tmp_path, strategy={"min_sites": 2}), set()
+
+    def once(site):
+        def handle(request):
+            if site not in failed:
+                failed.add(site)
+                return Failure(reason="OSError in task.py:7, in data")
+            return pull(site)(request)
+
+        return handle
+
+    result, _ = run(cfg, LocalCohort({s: once(s) for s in "ab"}), Events(), clocked=True)
     assert result.rounds == 6
 
 

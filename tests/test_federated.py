@@ -377,3 +377,18 @@ def test_a_run_that_goes_on_with_the_same_code_starts_no_process_to_load_it(tmp_
     with pytest.raises(ChildProcessError):
         asyncio.run(federated._begin(cfg, store, strategy, None))
     store.close()
+
+
+def test_a_site_that_fails_once_in_an_evaluation_is_asked_again_for_it(tmp_path):
+    cfg, events, asked = config(tmp_path, run={"rounds": 2}), Events(), []
+
+    def once(request):
+        if isinstance(request, Evaluate):
+            asked.append(request.id)
+            if len(asked) % 2:
+                return Failure(reason="OutOfMemoryError in task.py:7, in loss")
+        return pull("c")(request)
+
+    run(cfg, LocalCohort(handlers(c=once)), events)
+    assert [list(e["by_site"]) for e in events.of("evaluated")] == [SITES] * 2
+    assert asked == ["t/1/0/evaluate", "t/1/1/evaluate", "t/2/0/evaluate", "t/2/1/evaluate"]

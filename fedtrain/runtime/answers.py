@@ -25,6 +25,7 @@ from ..update import (
     ArenaFile,
     Evaluate,
     Evaluation,
+    Failure,
     Metrics,
     Reply,
     SiteId,
@@ -66,8 +67,8 @@ def train_id(config: Config, plan: Plan) -> str:
     return f"{config.run.name}/{plan.round}/{plan.attempt}/train"
 
 
-def evaluate_id(config: Config, number: int) -> str:
-    return f"{config.run.name}/{number}/0/evaluate"
+def evaluate_id(config: Config, number: int, attempt: int = 0) -> str:
+    return f"{config.run.name}/{number}/{attempt}/evaluate"
 
 
 class InTheOpen:
@@ -130,18 +131,28 @@ class InTheOpen:
 async def evaluations(
     config: Config, cohort: Cohort, number: int, sites: Sequence[SiteId], weights: AnyArena, emit: Emit
 ) -> dict[SiteId, Metrics]:
-    """What each site found, of those that answered well. TaskError when all of them failed."""
-    request = Evaluate(id=evaluate_id(config, number), round=number, weights=weights)
+    """What each site found, of those that answered well. Whoever says that it failed is asked again, in
+    config.strategy.attempts altogether. TaskError when all of them failed in the last."""
     by_site: dict[SiteId, Metrics] = {}
     failed: dict[SiteId, str] = {}
-    replies = cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
-    async with aclosing(replies):
-        async for site, reply in replies:
-            try:
-                by_site[site] = evaluated(request, reply, config)
-            except BadUpdate as e:
-                emit("update_refused", round=number, site=site, reason=str(e))
-                failed[site] = str(e)
+    asked: Sequence[SiteId] = sites
+    for attempt in range(config.strategy.attempts):
+        request = Evaluate(id=evaluate_id(config, number, attempt), round=number, weights=weights)
+        again: list[SiteId] = []
+        replies = cohort.exchange(dict.fromkeys(asked, request), config.strategy.round_deadline)
+        async with aclosing(replies):
+            async for site, reply in replies:
+                try:
+                    by_site[site] = evaluated(request, reply, config)
+                    failed.pop(site, None)
+                except BadUpdate as e:
+                    emit("update_refused", round=number, site=site, reason=str(e))
+                    failed[site] = str(e)
+                    if isinstance(reply, Failure):
+                        again.append(site)
+        if not again:
+            break
+        asked = sorted(again)
     check_failures(number, sites, failed)
     return by_site
 

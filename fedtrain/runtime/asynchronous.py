@@ -19,6 +19,7 @@ import heapq
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,19 @@ from ..errors import BadUpdate, ConfigError, RoundError
 from ..exchange import Cohort
 from ..store import Buffered, Checkpoint, Plan, RunStore, Turn, TurnState
 from ..strategies import Strategy, server_step
-from ..update import AnyArena, Evaluate, Metrics, Reply, Section, SiteId, Train, Update, averages, seed_of
+from ..update import (
+    AnyArena,
+    Evaluate,
+    Failure,
+    Metrics,
+    Reply,
+    Section,
+    SiteId,
+    Train,
+    Update,
+    averages,
+    seed_of,
+)
 from .answers import (
     InTheOpen,
     about,
@@ -104,11 +117,13 @@ async def run(
 class Evaluating:
     """A version that is evaluated at each site in its turn, between two trainings."""
 
-    request: Evaluate
+    number: int
+    weights: AnyArena
     asked: list[SiteId]
     waiting: list[SiteId]
     found: dict[SiteId, Metrics] = field(default_factory=dict)
     failed: dict[SiteId, str] = field(default_factory=dict)  # and why
+    failures: Counter[SiteId] = field(default_factory=Counter)
 
 
 class Loop:
@@ -129,6 +144,7 @@ class Loop:
         self._asks, self._evaluate_at = asks, evaluate_at
         self._buffer, self._turns = store.buffered(), store.turns()
         self._evaluating: Evaluating | None = None
+        self._attempt = 1  # of the next version: how often all sites were asked for it
         self._mark = self._now()
 
     async def run(self, newest: Checkpoint) -> Result:
@@ -158,16 +174,14 @@ class Loop:
         """Give all who are free something to do: an evaluation that waits for them, else a turn."""
         asks, number = self._asks, self._newest.round
         if self._evaluating is None and evaluation_is_due(self._config, self._store, number):
-            request = Evaluate(
-                id=evaluate_id(self._config, number), round=number, weights=self._newest.weights
-            )
             asked = list(self._evaluate_at or members)
-            self._evaluating = Evaluating(request, asked, list(asked))
+            self._evaluating = Evaluating(number, self._newest.weights, asked, list(asked))
             self._store.evaluating = number
-        if self._evaluating is not None:
-            for site in self._evaluating.waiting:
+        if (evaluating := self._evaluating) is not None:
+            for site in evaluating.waiting:
                 if site not in asks.under_way:
-                    asks.send(site, self._evaluating.request)
+                    id = evaluate_id(self._config, evaluating.number, evaluating.failures[site])
+                    asks.send(site, Evaluate(id=id, round=evaluating.number, weights=evaluating.weights))
         free = {site: self._next(site) for site in members if site not in asks.under_way}
         for site in sorted(free, key=lambda site: free[site] != self._turns.get(site)):  # debts first
             turn = free[site]
@@ -175,7 +189,7 @@ class Loop:
             if turn.state == TurnState.OWED and (owes or asks.may_begin(site, turn)):
                 self._send(site, turn)
         if not asks.under_way:
-            self._give_up(members)
+            self._try_again(members)
 
     def _next(self, site: SiteId) -> Turn:
         """What a site that is free is to train: what it owes, when that may still be used; else a turn from
@@ -197,13 +211,17 @@ class Loop:
         self._asks.send(site, Train(id=request, round=turn.number, weights=weights))
         self._emit("site_state", site=site, state="training", round=turn.version + 1)
 
-    def _give_up(self, members: list[SiteId]) -> None:
-        for site in members:  # asked anew when the run is started again
+    def _try_again(self, members: list[SiteId]) -> None:
+        """Nobody here gave anything of use: ask them anew. RoundError when that was so in each attempt."""
+        for site in members:
             self._set_turn(site, replace(self._turns[site], state=TurnState.TAKEN))
-        raise RoundError(
-            f"version {self._newest.round + 1}: none of the sites here ({', '.join(members[:5])}) gave an "
-            f"update that can be used, and the log says why. The same command tries again."
-        )
+        if self._attempt >= self._config.strategy.attempts:
+            raise RoundError(
+                f"version {self._newest.round + 1}: none of the sites here ({', '.join(members[:5])}) gave "
+                f"an update that can be used, and the log says why. The same command tries again."
+            )
+        self._attempt += 1
+        self._ask(members)
 
     def _set_turn(self, site: SiteId, turn: Turn) -> None:
         self._store.set_turn(site, turn)
@@ -246,16 +264,21 @@ class Loop:
         return self._newest.round - turn.version
 
     def _evaluated(self, site: SiteId, request: Evaluate, reply: Reply | None) -> None:
-        """Take in what a site found; the last one's closes the evaluation."""
+        """Take in what a site found; the last one's closes the evaluation. Whoever failed is asked again."""
         evaluating = self._evaluating
         assert evaluating is not None, "an evaluation is open as long as a site is asked for it"
-        evaluating.waiting.remove(site)
         try:
             if reply is not None:
                 evaluating.found[site] = evaluated(request, reply, self._config)
+                evaluating.failed.pop(site, None)
         except BadUpdate as e:
             self._emit("update_refused", round=request.round, site=site, reason=str(e))
             evaluating.failed[site] = str(e)
+            if isinstance(reply, Failure):
+                evaluating.failures[site] += 1
+                if evaluating.failures[site] < self._config.strategy.attempts:
+                    return
+        evaluating.waiting.remove(site)
         if not evaluating.waiting:
             check_failures(request.round, evaluating.asked, evaluating.failed)
             self._keep_evaluation(request.round, averages(evaluating.found), each_alone(evaluating.found))
@@ -292,7 +315,7 @@ class Loop:
         after = Checkpoint(before.round + 1, weights, state)
         prepared = await aside(nbytes, self._store.prepare, after)
         self._store.commit(after, record, prepared)
-        self._newest, self._mark = self._store.on_disk(after), mark
+        self._newest, self._mark, self._attempt = self._store.on_disk(after), mark, 1
         self._buffer.clear()
         self._forget_lost()
         self._emit("round_committed", round=after.round, **record)

@@ -53,6 +53,8 @@ DATA_BYTES = 2 << 30  # and of their tensors at most so much
 HEAD = struct.Struct("<I")  # of a frame: how many bytes follow
 FRAME_BYTES = 1 << 28  # a longer frame is not ours
 ABANDONED_S = 5.0  # for a request that nobody waits for any more, before it is ended with the process
+LOOK_S = 1.0  # between looks at whether a process that owes an answer was stopped
+STOPPED_LOOKS = 5  # when it was in so many, one after the other, it is ended
 CLOSE_S = 3.0  # for a child to leave by itself before it is killed
 TRIES = 3  # a process that dies as it starts, or over a request, is started again until it was so many
 
@@ -169,6 +171,7 @@ class Trainer(asyncio.Protocol):
         self._received = bytearray()
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._ended: TrainerDied | None = None
+        self._stood_still = False
         self._silent = asyncio.Event()  # no more answers will come
         self._watching = asyncio.create_task(self._watch())
 
@@ -298,6 +301,7 @@ class Trainer(asyncio.Protocol):
         answer = loop.create_future()
         self._waiting.append(answer)
         self._transport.write(_frame(message))
+        loop.call_later(LOOK_S, self._look, answer, 0)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -308,6 +312,17 @@ class Trainer(asyncio.Protocol):
         """A cancelled request is let finish, so that the process is kept, but not for ever."""
         if answer in self._waiting:
             self._kill()
+
+    def _look(self, answer: asyncio.Future[Any], before: int) -> None:
+        """End a process that stands still (SIGSTOP) while an answer is due, and did in so many looks before:
+        nothing would come of it until the round is over, while a new one gives the same bits."""
+        if answer.done() or self._ended is not None:
+            return
+        looks = before + 1 if _stopped(self._process.pid) else 0
+        if looks == STOPPED_LOOKS:
+            self._stood_still = True
+            self._kill()
+        asyncio.get_running_loop().call_later(LOOK_S, self._look, answer, looks)
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -351,7 +366,8 @@ class Trainer(asyncio.Protocol):
         with suppress(asyncio.TimeoutError):  # answers that it had sent before
             await asyncio.wait_for(self._silent.wait(), 1)
         self._transport.close()
-        self._ended = TrainerDied(f"the trainer process {_ending(status)}")
+        how = f"was stopped for {STOPPED_LOOKS * LOOK_S:g} s" if self._stood_still else _ending(status)
+        self._ended = TrainerDied(f"the trainer process {how}")
         for asked in self._waiting:
             if not asked.done():
                 asked.set_exception(self._ended)
@@ -375,6 +391,13 @@ def _good(result: Any) -> Any:
 
 def _place(weights: ArenaFile) -> Place:
     return Place(str(weights.path), weights.digest)
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a child of ours is stopped at the moment."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _ending(status: int) -> str:

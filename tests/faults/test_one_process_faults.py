@@ -1,0 +1,31 @@
+"""A fault at one site, of whatever kind, ends in a committed round: the aggregator goes on for all others,
+and the model is that of a run without it. Sites' trainers are of one process here."""
+
+import pytest
+
+from tests.faults import faults
+from tests.limits import bounded
+
+pytestmark = [pytest.mark.slow(35), pytest.mark.timeout(300)]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """A stopped process is looked at often, so that these tests need not wait."""
+    monkeypatch.setattr("fedtrain.runtime.trainer.LOOK_S", 0.1)
+
+
+@pytest.mark.parametrize("secagg", [False, True], ids=["open", "masks"])
+def test_each_fault_in_training_or_evaluation_ends_in_a_committed_round(tmp_path, secagg):
+    """Each kind of fault, in a training and in an evaluation, is the next round's, at a seeded site."""
+
+    async def main():
+        outcome = await faults.run(tmp_path, happen, secagg=secagg)
+        return outcome, await faults.undisturbed(outcome)
+
+    happen = faults.drawn(10 + secagg)
+    outcome, whole = bounded(main())
+    faults.check(outcome, happen)
+    assert outcome.weights == whole.weights
+    found, expected = ([e["metrics"] for e in run.of("evaluated")] for run in (outcome, whole))
+    assert found == expected, "every site is in every evaluation"
