@@ -2,7 +2,8 @@
 
 FedtrainError
   ConfigError        the user's files, flags or task; the message says what to change
-  StoreError         the run's directory is damaged, on a network disk, or in use
+  StoreError         the run's directory is on a network disk, or in use, or its disk is full
+    Damaged          a file there does not hold what was written to it
   CertificateError   a certificate or key is missing, expired, or of the wrong role
   ConnectError       the other end cannot be reached or will not talk to us; says why
     JoinRefused      aggregator and site do not agree on task, model, config or version
@@ -13,6 +14,7 @@ FedtrainError
     SecAggError      a secure sum can't be made, or what came back can't be one
   BadUpdate          an update was refused and named; the round goes on with the others
   WireError          bytes that are not ours: unknown frame, wrong size, wrong digest
+    Broken           a transfer ended early, or what was kept of it is damaged; the same again may go well
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +32,10 @@ class ConfigError(FedtrainError):
 
 class StoreError(FedtrainError):
     """The run directory cannot be used as it is."""
+
+
+class Damaged(StoreError):
+    """A file does not hold what was written to it."""
 
 
 class CertificateError(FedtrainError):
@@ -99,6 +105,10 @@ class BadUpdate(FedtrainError):
 
 class WireError(FedtrainError):
     """Bytes that do not follow the protocol."""
+
+
+class Broken(WireError):
+    """A transfer that is tried again: it ended early, or what had been kept of it was damaged."""
 
 
 @contextmanager

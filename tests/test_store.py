@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from fedtrain.errors import StoreError, WireError
+from fedtrain.errors import Broken, Damaged, StoreError, WireError
 from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
 from fedtrain.store.disk import refuse_network_disk
 from fedtrain.update import Arena, Schema, TensorSpec, digest_of
@@ -25,8 +25,14 @@ def arena(value):
 
 
 @pytest.fixture
-def store(tmp_path):
-    made = RunStore(tmp_path / "run")
+def lines():
+    """What a person is told."""
+    return []
+
+
+@pytest.fixture
+def store(tmp_path, lines):
+    made = RunStore(tmp_path / "run", warn=lines.append)
     made.begin(SCHEMA, {"train.lr": "0.1"}, task_digest="t")
     yield made
     made.close()
@@ -75,24 +81,76 @@ def test_what_was_committed_is_what_is_read(store, tmp_path):
     reader.close()
 
 
-def test_s33_a_damaged_checkpoint_is_detected_and_the_one_before_it_used(store):
+def test_s33_a_damaged_checkpoint_is_detected_and_the_one_before_it_used(store, tmp_path, lines):
     commit(store, 0, 1, 2)
+    store.close()
     path = store.blobs / arena(2).digest
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    warnings = []
-    assert store.latest(warn=warnings.append).round == 1
-    assert "round 2" in warnings[0]
-    assert "damaged" in warnings[0]
+    store = RunStore(tmp_path / "run", warn=lines.append)
+    assert store.latest().round == 1
+    assert "round 2" in lines[0]
+    assert f"{path} is damaged" in lines[0]
+    assert path.with_name(f"{path.name}.damaged").exists()
     assert [r.round for r in store.rounds()] == [0, 1]
+    store.close()
 
 
-def test_when_no_checkpoint_is_whole_the_store_says_so_and_keeps_everything(store):
+def test_when_no_checkpoint_is_whole_the_store_says_so_and_keeps_everything(store, tmp_path):
     commit(store, 0, 1)
+    store.close()
     for path in store.blobs.iterdir():
         path.write_bytes(b"")
+    store = RunStore(tmp_path / "run")
     with pytest.raises(StoreError, match="damaged"):
         store.latest()
     assert len(store.rounds()) == 2
+    store.close()
+
+
+def test_a_round_made_again_does_not_believe_the_damaged_blob_of_its_name(store, tmp_path, lines):
+    commit(store, 0, 1, 2)
+    store.close()
+    (store.blobs / arena(2).digest).write_bytes(b"x" * 400)
+    store = RunStore(tmp_path / "run", warn=lines.append)
+    assert store.latest().round == 1
+    (store.blobs / arena(2).digest).write_bytes(b"y" * 400)  # and once more, behind its back
+    commit(store, 2)
+    assert store.on_disk(store.latest()).weights.load().digest == arena(2).digest
+    store.close()
+
+
+def test_a_lost_log_of_the_database_takes_no_round_with_it(store, tmp_path, lines):
+    commit(store, 0, 1, 2)
+    shutil.copytree(tmp_path / "run", tmp_path / "killed")  # as kill -9 leaves it
+    store.close()
+    assert (tmp_path / "killed/run.db-wal").stat().st_size
+    for name in ("run.db-wal", "run.db-shm"):
+        (tmp_path / "killed" / name).unlink()
+    killed = RunStore(tmp_path / "killed", warn=lines.append)
+    assert killed.latest().round == 2
+    killed.close()
+    assert lines == []
+
+
+def test_a_database_that_lost_its_rounds_is_no_new_run(store, tmp_path):
+    commit(store, 0, 1)
+    store.close()
+    (tmp_path / "run/run.db").unlink()
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"run\.db knows of no round, though .*has 4 files.*Restore it"):
+            RunStore(tmp_path / "run")
+
+
+def test_a_changed_number_in_the_database_is_found(store, tmp_path):
+    commit(store, 0)
+    store.set_plan(Plan(0, 0, ["alice", "bob"]))
+    store.close()
+    path = tmp_path / "run/run.db"
+    path.write_bytes(path.read_bytes().replace(b"alice", b"elise"))
+    with pytest.raises(Damaged, match=r"run\.db is damaged: its rows do not have the digest.*Restore it"):
+        RunStore(tmp_path / "run")
+    with pytest.raises(Damaged, match="is damaged"):
+        RunStore(tmp_path / "run", read_only=True)
 
 
 def test_one_process_holds_a_run_and_a_second_is_told_which(store, tmp_path):
@@ -221,6 +279,33 @@ def test_a_digest_is_never_a_path(tmp_path, name):
         Spool(tmp_path).path(name)
 
 
+def test_a_file_of_an_earlier_process_is_believed_when_its_digest_is_right(tmp_path, lines):
+    data = os.urandom(1000)
+    path = receive(Spool(tmp_path), data, digest_of(data))
+    path.write_bytes(b"x" + data[1:])
+    spool = Spool(tmp_path, lines.append)
+    assert not spool.has(digest_of(data), 1000)
+    assert len(lines) == 1
+    assert f"{path} is damaged" in lines[0]
+    assert receive(spool, data, digest_of(data)).read_bytes() == data
+    assert Spool(tmp_path, lines.append).has(digest_of(data), 1000)
+    for i in range(5):  # what is damaged does not gather
+        path.write_bytes(bytes([i]))
+        assert not Spool(tmp_path).has(digest_of(data), 1000)
+        receive(Spool(tmp_path), data, digest_of(data))
+    assert len(list(tmp_path.glob("*.damaged"))) <= 2
+
+
+def test_a_part_that_was_damaged_meanwhile_is_sent_again_and_is_nobodys_lie(tmp_path):
+    data = os.urandom(100_000)
+    receive(Spool(tmp_path), data, digest_of(data), upto=60_000)
+    part = tmp_path / f"{digest_of(data)}.part"
+    part.write_bytes(b"x" * 60_000)
+    with pytest.raises(Broken, match="some lay in"):
+        receive(Spool(tmp_path), data, digest_of(data))
+    assert receive(Spool(tmp_path), data, digest_of(data), start=0).read_bytes() == data
+
+
 # --- the site's ledger
 
 
@@ -233,6 +318,23 @@ def test_a_finished_reply_is_remembered_until_its_bytes_are_gone(tmp_path):
     ledger = Ledger(tmp_path)
     assert ledger.get("Train/0/abc") == b"header"
     assert ledger.get("Train/1/abc") is None
-    ledger.outbox.path(digest_of(data)).write_bytes(b"cut")  # a disk that was full
+    path = ledger.outbox.path(digest_of(data))
+    path.write_bytes(b"x" + data[1:])
     assert ledger.get("Train/0/abc") is None
+    path.write_bytes(b"cut")  # a disk that was full
+    assert ledger.get("Train/0/abc") is None
+    ledger.close()
+
+
+def test_a_damaged_ledger_is_begun_again_and_a_person_is_told(tmp_path, lines):
+    data = os.urandom(640)
+    ledger = Ledger(tmp_path)
+    receive(ledger.outbox, data, digest_of(data))
+    ledger.put("Train/0/abc", b"header", digest_of(data), 640)
+    ledger.close()
+    path = tmp_path / "ledger.db"
+    path.write_bytes(path.read_bytes().replace(b"header", b"hedder"))
+    ledger = Ledger(tmp_path, lines.append)
+    assert ledger.get("Train/0/abc") is None
+    assert re.search(r"ledger\.db is damaged.*worked out again.*ledger\.db\.damaged", lines[0])
     ledger.close()

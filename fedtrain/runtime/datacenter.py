@@ -38,7 +38,7 @@ from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
 from ..training.task import Task, collate_of, folder_of, load_task, task_digest, user_code
 from ..update import SiteId, averages
-from .progress import Result, check_metric, keep_evaluation
+from .progress import Result, check_metric, keep_evaluation, noticed
 
 if TYPE_CHECKING:
     from ..training.checkpoint import Checkpoints
@@ -73,7 +73,7 @@ def run(
         if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             emit("notice", text="Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, ranks "
                  "may not find each other again after a machine has come or gone.")  # fmt: skip
-        with _store(config, mesh) as store, Leave() as leave:
+        with _store(config, mesh, emit) as store, Leave() as leave:
             room = Datacenter(config, task, mesh, store, emit, leave)
             if store is not None:
                 store.begin(room.engine.schema, agreed(config), run=config.run.name, task_digest=digest)
@@ -409,12 +409,12 @@ def pool_of(sites: SimulatedSites) -> Any:
 
 
 @contextmanager
-def _store(config: Config, mesh: Mesh) -> Iterator[RunStore | None]:
+def _store(config: Config, mesh: Mesh, emit: Emit) -> Iterator[RunStore | None]:
     """Rank 0's; others have none."""
     if mesh.rank != 0:
         yield None
         return
-    with closing(RunStore(config.datacenter_dir)) as store:
+    with closing(RunStore(config.datacenter_dir, warn=noticed(emit))) as store:
         yield store
 
 

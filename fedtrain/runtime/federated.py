@@ -25,7 +25,16 @@ from ..update import Found, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
 from . import asynchronous, checks
 from .answers import Answers, InTheOpen, aside
-from .progress import Emit, Result, begin, evaluation_is_due, finish, keep_evaluation, reason_to_stop
+from .progress import (
+    Emit,
+    Result,
+    begin,
+    evaluation_is_due,
+    finish,
+    keep_evaluation,
+    noticed,
+    reason_to_stop,
+)
 
 # --- the loop
 
@@ -161,7 +170,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     if config.asynchronous.enabled:
         asynchronous.check_config(config)
     credentials = Credentials.load(config.root / config.network.certs / "aggregator")
-    store = RunStore(config.run_dir)
+    store = RunStore(config.run_dir, warn=noticed(emit))
     try:
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
         schema, task_digest = await beside_torch(_begin(config, store, strategy, start))

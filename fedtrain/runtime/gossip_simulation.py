@@ -24,7 +24,7 @@ from .asynchronous import paces
 from .gossip import Peer, Told, Train, algorithm_of, check_hearing
 from .parcels import trained_part
 from .privacy import Spent
-from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
+from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, noticed, reason_to_stop
 from .simulation import agreed as agreed_simulation
 from .simulation import forget
 from .trainer import Workbench
@@ -42,7 +42,7 @@ async def simulate(
     about = bench.description
     graph.check(about.sites, config.run.seed)
     check_hearing(algorithm, graph, about.sites, config.run.seed, config.gossip.masks)
-    store = RunStore(config.gossip_dir, durable=False)
+    store = RunStore(config.gossip_dir, durable=False, warn=noticed(emit))
     try:
         agreed = agreed_simulation(config) | {
             f"gossip.{f.name}": repr(getattr(config.gossip, f.name)) for f in fields(config.gossip)
@@ -80,7 +80,7 @@ async def _rounds(
     store: RunStore,
     emit: Emit,
 ) -> Result:
-    checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
+    checkpoint = store.latest()
     number = 0 if checkpoint is None else checkpoint.round
     emit(
         "run_started", run=config.run.name, mode="gossip", rounds=config.run.rounds, sites=len(peers),

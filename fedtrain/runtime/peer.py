@@ -43,7 +43,7 @@ from ..wire.gossip import Greeting, Stamp
 from .gossip import Peer, algorithm_of, check_hearing, fewest
 from .parcels import trained_part
 from .privacy import Spent
-from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
+from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, noticed, reason_to_stop
 from .secure import spread
 from .site import Supervised, Trains
 from .trainer import TRIES, Trainer, beside_torch
@@ -80,7 +80,7 @@ async def run(
     credentials = Credentials.load(folder)
     if credentials.identity.name != name:
         raise CertificateError(f"the certificate in {folder} is {credentials.identity.name}'s, not {name}'s")
-    store = RunStore(config.peer_dir(name))
+    store = RunStore(config.peer_dir(name), warn=noticed(emit))
     try:
         start = start_trainer or (lambda scratch: Trainer.start(config, data_dir=data_dir, scratch=scratch))
         trainer = await beside_torch(Supervised.begin(lambda: start(store.folder)))
@@ -145,7 +145,7 @@ async def _rounds(
     store: RunStore,
     emit: Emit,
 ) -> Result:
-    checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
+    checkpoint = store.latest()
     emit(
         "run_started", run=config.run.name, mode="peer", rounds=config.run.rounds, sites=len(roster.peers()),
         config_digest=config.digest(), resumed_from=checkpoint.round if checkpoint else None,

@@ -28,13 +28,18 @@ class Result:
     run_dir: Path
 
 
+def noticed(emit: Emit) -> Callable[[str], None]:
+    """What hears of damaged files."""
+    return lambda line: emit("notice", text=line)
+
+
 def begin(config: Config, store: RunStore, members: Collection[SiteId], emit: Emit) -> Checkpoint:
     """The last committed round, from which the run goes on; `store` holds the initial model at least.
     `members`: the sites that are there already."""
     import torch
 
     torch.set_num_threads(1)  # folds wait for memory; a second thread would only spin on the sites' cores
-    checkpoint = store.latest(warn=lambda line: emit("notice", text=line))
+    checkpoint = store.latest()
     assert checkpoint is not None, "the initial model is committed before the first round"
     emit(
         "run_started",

@@ -25,10 +25,11 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..config import Config
-from ..errors import CertificateError, ConfigError, nearest
+from ..errors import CertificateError, ConfigError, Damaged, nearest
 from ..exchange import Before, Cohort
 from ..secagg.messages import Advertise, AdvertiseEvaluation
 from ..store import Checkpoint, RunStore
+from ..store.disk import lock
 from ..strategies import build, state_init
 from ..tracking.export import beginning
 from ..update import (
@@ -48,7 +49,7 @@ from ..update import (
 from . import asynchronous, secure
 from .answers import Answers, InTheOpen, kept
 from .federated import run
-from .progress import Averages, Emit, Result, finish
+from .progress import Averages, Emit, Result, finish, noticed
 from .trainer import TRIES, Description, Failed, Trainer, TrainerDied, Workbench, beside_torch, unchanged
 
 T = TypeVar("T")
@@ -79,7 +80,8 @@ async def simulate(
         asynchronous.check_config(config)
     if fresh:
         forget(config.simulate_dir)
-    store = RunStore(config.simulate_dir, durable=False)
+    warn = cannot_go_back() if config.asynchronous.enabled else noticed(emit)
+    store = RunStore(config.simulate_dir, durable=False, warn=warn)
     try:
         async with await PoolCohort.start(config, workers, store.folder, data_dir) as pool:
             about = pool.description
@@ -117,10 +119,19 @@ def answers(config: Config, cohort: Cohort, emit: Emit) -> Answers:
     return UnderMasks(config, cohort, emit)
 
 
+def cannot_go_back() -> Callable[[str], None]:
+    """Without rounds the next model depends on all that was under way, which no round before it has."""
+
+    def stop(line: str) -> None:
+        raise Damaged(f"{line} A simulation of asynchronous sites can't go on: start it with --fresh.")
+
+    return stop
+
+
 def forget(folder: Path) -> None:
     """Remove a run directory, unless some process is at work in it."""
     if folder.exists():
-        RunStore(folder, durable=False).close()
+        lock(folder).close()
         shutil.rmtree(folder)
 
 

@@ -43,6 +43,7 @@ from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
 from ..wire.frames import Hello
 from .privacy import Spent
+from .progress import noticed
 from .secure import REQUESTS as SECURE_REQUESTS
 from .secure import SecureSite, check_config, hash_of, spread
 from .trainer import TRIES, Description, Trainer, TrainerDied, unchanged
@@ -247,7 +248,7 @@ async def run(
             f"the certificate is {credentials.identity.name}'s, not {name}'s. "
             f"Start `fedtrain site {credentials.identity.name}`, or issue one for {name}."
         )
-    ledger = Ledger(config.site_dir(name))
+    ledger = Ledger(config.site_dir(name), noticed(emit))
 
     async def start() -> Trains:
         if start_trainer is not None:

@@ -72,8 +72,10 @@ Sign = Callable[[bytes], bytes]
 Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
 # vector, uint [terms.numel(names)], into `out`, which may hold anything before
 Step = TypeVar("Step", bound=Request)
-Opened = tuple[int, tuple[SiteId, ...]]  # the newest round of which shares were given, and U3 of that sum
-NEVER: Opened = (-1, ())
+# The newest rounds of which shares were given, the last one first, and U3 of each one's sum.
+Opened = tuple[tuple[int, tuple[SiteId, ...]], ...]
+NEVER: Opened = ()
+REMEMBERED = 2  # such rounds: an aggregator whose last model was damaged makes it again from the one before
 
 
 class Offer(Protocol):
@@ -155,7 +157,8 @@ class Client:
 
     Two sums of one update over different sites differ by single sites' updates, so with Policy.one_sum a
     round's update is unmasked in one set of survivors only, in however many attempts, and none of an earlier
-    round than the last. This alone must outlive the process, or whoever makes it end learns the difference.
+    round than those that are remembered. This alone must outlive the process, or whoever makes it end learns
+    the difference.
     """
 
     def __init__(
@@ -219,9 +222,14 @@ class Client:
 
     def opens(self, round: int, sites: tuple[SiteId, ...]) -> None:
         """From now on this round's update is in a sum over these sites, and in no other."""
-        if self.opened != (round, sites):
-            self._keep((round, sites))
-            self.opened = round, sites
+        if self.over(round) != sites:
+            opened = ((round, sites), *self.opened)[:REMEMBERED]
+            self._keep(opened)
+            self.opened = opened
+
+    def over(self, round: int) -> tuple[SiteId, ...] | None:
+        """Over whom this round's update is in a sum; None where it is in none that is remembered."""
+        return dict(self.opened).get(round)
 
     def arena(self, terms: Terms, names: tuple[str, ...]) -> RingArena:
         """Room for a vector, in that of the last one: fresh memory costs more than the masks in it."""
@@ -338,10 +346,10 @@ def check_terms(site: Client, asked: Offer, sid: bytes) -> None:
         raise SecAggError("the cohort does not have this site with its present certificate")
     if not site.sid_is_new(sid):
         raise SecAggError("this session was had before")
-    opened, over = site.opened
-    if site.policy.one_sum and terms.round < opened:
+    last, over = site.opened[0] if site.opened else (-1, ())
+    if site.policy.one_sum and terms.round < last and site.over(terms.round) is None:
         raise SecAggError(
-            f"round {terms.round + 1} after a sum of round {opened + 1} over {len(over)} sites was unmasked "
+            f"round {terms.round + 1} after a sum of round {last + 1} over {len(over)} sites was unmasked "
             f"here. A run that begins again needs another run.name"
         )
 
@@ -455,8 +463,8 @@ def check_survivors(site: Client, terms: Terms, roster: Roster, mask: Mask, agre
     check_subset("the list of survivors", sites, mask.sites, terms.quorum)
     check_present("the list of survivors", sites, site.site)
     check_holders(terms, roster, sites)
-    opened, over = site.opened
-    if site.policy.one_sum and opened == terms.round and sites != over:
+    over = site.over(terms.round)
+    if site.policy.one_sum and over is not None and sites != over:
         raise SecAggError(
             f"round {terms.round + 1} was unmasked here in a sum over {len(over)} sites, and one over others "
             f"would give away what differs. Ask for these {len(over)} again; if one is gone for good, go on "

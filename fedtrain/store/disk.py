@@ -1,15 +1,20 @@
-"""The few things that a directory must be, and how bytes get onto it whole."""
+"""The few things that a directory must be, how bytes get onto it whole, and where damaged ones are put."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import IO
 
 from ..errors import StoreError
+
+Warn = Callable[[str], None]  # one line for a person
 
 # SQLite's locks and its shared-memory WAL index do not work over these: https://www.sqlite.org/faq.html#q5
 NETWORK = {
@@ -18,6 +23,8 @@ NETWORK = {
 }  # fmt: skip
 FREE = "free"  # a folder's recycled file
 WRITE_BYTES = 8 << 20  # per write call, so that a signal or another thread gets its turn
+DAMAGED, DAMAGED_KEPT = ".damaged", 2  # what a damaged file is renamed to, and how many stay in a folder
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def refuse_network_disk(path: Path, mountinfo: str | None = None) -> None:
@@ -40,9 +47,47 @@ def refuse_network_disk(path: Path, mountinfo: str | None = None) -> None:
         )
 
 
+def silent(line: str) -> None:
+    """Nobody is there to hear of damaged files."""
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """What goes wrong on the disk when the block works on this file is a StoreError that names it."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in FULL:
+            free = next((shutil.disk_usage(p).free for p in path.parents if p.exists()), 0)
+            raise StoreError(
+                f"no room for {path}: {e.strerror}; {free:,} bytes are free on its disk. Free some: the same "
+                f"command goes on."
+            ) from e
+        code = errno.errorcode.get(e.errno or 0, type(e).__name__)
+        raise StoreError(
+            f"{path} can't be read or written: {e.strerror or e} ({code}). See to its folder and its disk: "
+            f"the same command goes on."
+        ) from e
+
+
+def set_aside(path: Path) -> str:
+    """Rename a damaged file, so that nobody believes it and a person may look at it; says where it is now.
+    The newest few in a folder stay."""
+    aside = path.with_name(path.name + DAMAGED)
+    with explained(path):
+        path.replace(aside)
+        os.utime(aside)
+        found = sorted(path.parent.glob(f"*{DAMAGED}"), key=lambda p: p.stat().st_mtime_ns)
+        for old in found[:-DAMAGED_KEPT]:
+            old.unlink()
+    return f"It is {aside.name} now."
+
+
 def lock(folder: Path) -> IO[str]:
     """Hold the folder for this process until the returned file is closed; a second one is told who has it."""
-    file = (folder / "lock").open("a+")
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -52,25 +97,26 @@ def lock(folder: Path) -> IO[str]:
         raise StoreError(
             f"{folder} is in use by process {holder}. Wait for it, stop it, or use another run.name."
         ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+    with suppress(OSError):  # a full disk: who has it is only for people
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), str(os.getpid()).encode())
     return file
 
 
 def write_whole(path: Path, data: memoryview | bytes, *, durable: bool) -> None:
     """The file appears with all of `data` or not at all, whenever the process dies."""
     partial = path.with_name(path.name + ".new")
-    with open_for_writing(partial) as f:
-        view, at = memoryview(data), 0
-        while at < len(view):
-            at += f.write(view[at : at + WRITE_BYTES])
-        f.truncate()
+    with explained(path):
+        with open_for_writing(partial) as f:
+            view, at = memoryview(data), 0
+            while at < len(view):
+                at += f.write(view[at : at + WRITE_BYTES])
+            f.truncate()
+            if durable:
+                os.fsync(f.fileno())
+        partial.replace(path)
         if durable:
-            os.fsync(f.fileno())
-    partial.replace(path)
-    if durable:
-        sync_folder(path.parent)
+            sync_folder(path.parent)
 
 
 def recycle(path: Path) -> None:

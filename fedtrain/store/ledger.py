@@ -4,78 +4,88 @@ runs/heart@cleveland/
   ledger.db    SQLite: reply headers by what they answer
   inbox/       the global models being trained on, by digest (see spool.py)
   outbox/      finished updates, by digest
-  sums.json    under masks: the newest round that was unmasked, and over whom, by kind of request
+  sums.json    under masks: the newest rounds that were unmasked, and over whom, by kind of request
+
+What is damaged here is set aside, and trained or fetched again; sums.json, which can't be, has a copy.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
-import msgspec
-
-from ..errors import StoreError
+from ..errors import Damaged
 from ..update import SiteId
-from .disk import FREE, lock, refuse_network_disk, write_whole
+from .database import Database
+from .disk import FREE, Warn, explained, lock, refuse_network_disk, set_aside, silent
+from .sealed import Kept
 from .spool import Spool
 
+DB, LOG = "ledger.db", ("ledger.db-wal", "ledger.db-shm")
 TABLE = """CREATE TABLE IF NOT EXISTS replies (
   key TEXT PRIMARY KEY, body BLOB NOT NULL, digest TEXT, nbytes INTEGER)"""
 SUMS = "sums.json"
+Sum = tuple[int, tuple[SiteId, ...]]  # a round, and over whom its update was summed
+Sums = dict[str, tuple[Sum, ...]]
 KEEP = 2  # newest replies: this round's and, for an aggregator that was restarted, the one before
 
 
 class Ledger:
     """One site's directory for one run; held by one process at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warn: Warn = silent) -> None:
+        """`warn` hears of what is damaged."""
         refuse_network_disk(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock(folder)
-        self.folder, self.inbox, self.outbox = folder, Spool(folder / "inbox"), Spool(folder / "outbox")
-        self._db = sqlite3.connect(folder / "ledger.db", isolation_level=None)
+        self.folder = folder
+        self.inbox, self.outbox = Spool(folder / "inbox", warn), Spool(folder / "outbox", warn)
+        remedy = "Use another run.name: without it this site could give one update into two sums."
+        self._sums = Kept(folder / SUMS, Sums, remedy, warn)
+        try:
+            self._db = self._open()
+        except Damaged as e:
+            for name in LOG:
+                (folder / name).unlink(missing_ok=True)
+            warn(f"{e} {set_aside(folder / DB)}")
+            self._db = self._open()
+
+    def _open(self) -> Database:
         # A power cut may lose the newest reply: it is then trained again, to the same bits.
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.execute(TABLE)
+        return Database(self.folder / DB, TABLE, sync="NORMAL", remedy="What it knew is worked out again.")
 
     def get(self, key: str) -> bytes | None:
-        """The header of the finished reply, when the bytes it names are still here."""
-        row = self._db.execute("SELECT body, digest, nbytes FROM replies WHERE key = ?", (key,)).fetchone()
-        if row is None or not self.outbox.has(row[1], row[2]):
+        """The header of the finished reply, when the bytes it names are still here, and whole."""
+        row = self._db.one("SELECT body, digest, nbytes FROM replies WHERE key = ?", (key,))
+        if row is None or not self.outbox.has(row[1], row[2], again=True):
             return None
         return bytes(row[0])
 
     def put(self, key: str, body: bytes, digest: str, nbytes: int) -> None:
         """Remember a reply whose bytes are in the outbox; the oldest ones are forgotten."""
-        self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (key, body, digest, nbytes))
-        self._db.execute(
-            "DELETE FROM replies WHERE rowid NOT IN (SELECT rowid FROM replies ORDER BY rowid DESC LIMIT ?)",
-            (KEEP,),
-        )
-        self.outbox.keep_only(digest for (digest,) in self._db.execute("SELECT digest FROM replies"))
+        with self._db.transaction():
+            self._db.change("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (key, body, digest, nbytes))
+            self._db.change(
+                "DELETE FROM replies WHERE rowid NOT IN "
+                "(SELECT rowid FROM replies ORDER BY rowid DESC LIMIT ?)", (KEEP,),
+            )  # fmt: skip
+        self.outbox.keep_only(digest for (digest,) in self._db.all("SELECT digest FROM replies"))
 
     def spare(self) -> Path:
         """Where the next update is to be written: over an old one's file, when one is done with."""
         path, free = self.folder / "delta", self.outbox.folder / FREE
-        if free.exists():
-            free.replace(path)
+        with explained(path):
+            if free.exists():
+                free.replace(path)
         return path
 
-    def sums(self) -> dict[str, tuple[int, tuple[SiteId, ...]]]:
-        """kind -> (round, sites), as last given to `keep_sum`."""
-        path = self.folder / SUMS
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, tuple[SiteId, ...]]])
-        except FileNotFoundError:
-            return {}
-        except msgspec.DecodeError as e:
-            raise StoreError(f"{path} is damaged: {e}. Use another run.name.") from None
+    def sums(self) -> dict[str, tuple[Sum, ...]]:
+        """kind -> the newest sums, the last one first, as given to `keep_sum`."""
+        found = self._sums.read()
+        kinds = {kind for each in found for kind in each}
+        return {kind: max(each[kind] for each in found if kind in each) for kind in sorted(kinds)}
 
-    def keep_sum(self, kind: str, newest: tuple[int, tuple[SiteId, ...]]) -> None:
+    def keep_sum(self, kind: str, newest: tuple[Sum, ...]) -> None:
         """On disk when this returns: no power cut makes a site give one update into two sums."""
-        found = self.sums() | {kind: newest}
-        write_whole(self.folder / SUMS, msgspec.json.encode(found), durable=True)
+        self._sums.write(self.sums() | {kind: newest})
 
     def close(self) -> None:
         self._db.close()

@@ -7,31 +7,33 @@
       events.jsonl   what happened, for people (tracking/)
 
 A round's row is its commit. A crash at any instant leaves the last row's round: its blobs were complete
-before it, and nothing that an older row needs is removed until after it.
+before it, and nothing that an older row needs is removed until after it. Nothing is used before its digest
+is right: a damaged blob is set aside, and the run goes on from the round before it.
 """
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from ..errors import StoreError
+from ..errors import Damaged, StoreError
 from ..update import AnyArena, Arena, ArenaFile, Metrics, Schema, SiteId, Update
-from .disk import FREE, lock, recycle, refuse_network_disk, write_whole
-from .spool import Spool
+from .database import Database
+from .disk import Warn, explained, lock, refuse_network_disk, silent
+from .spool import Spool, damage, is_digest
 
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1
+VERSION = 2
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS rounds (
@@ -48,7 +50,8 @@ CREATE TABLE IF NOT EXISTS buffer (
   num_examples REAL NOT NULL, metrics BLOB NOT NULL, PRIMARY KEY (site, number));
 """
 ANEW = "give the new run its own run.name, or (a simulation) start it with --fresh."  # of one that differs
-KEEP = 2  # newest rounds whose weights stay, beside the best one's
+KEEP = 2  # newest rounds whose weights and plans stay, beside the best one's weights
+IN_A_COMMIT = 2  # blobs: the weights and the strategy's state
 
 
 @dataclass(frozen=True)
@@ -110,37 +113,58 @@ class Buffered:
 class RunStore:
     """One run's directory. The writer holds its lock; readers open it read-only, beside a live run too."""
 
-    def __init__(self, folder: Path, *, read_only: bool = False, durable: bool = True) -> None:
-        """`durable` waits for the disk at each commit, so that a power cut loses nothing either."""
-        self.folder, self.durable, self._lock = folder, durable, None
-        self.evaluating: int | None = None  # a round whose weights are needed until its evaluation is done
-        if read_only:
-            if not (folder / "run.db").exists():
-                raise StoreError(f"{folder} is not a run directory. `fedtrain runs` lists those that are.")
-            self._db = sqlite3.connect(f"file:{folder / 'run.db'}?mode=ro", uri=True)
-        else:
+    def __init__(
+        self, folder: Path, *, read_only: bool = False, durable: bool = True, warn: Warn = silent
+    ) -> None:
+        """`durable` waits for the disk at each commit, so that a power cut loses nothing either. `warn` hears
+        of what is damaged and how the run goes on; a reader, who can't repair it, gets a StoreError."""
+        if read_only and not (folder / "run.db").exists():
+            raise StoreError(f"{folder} is not a run directory. `fedtrain runs` lists those that are.")
+        if not read_only:
             refuse_network_disk(folder)
-            (folder / "blobs").mkdir(parents=True, exist_ok=True)
-            self._lock = lock(folder)
-            self._db = sqlite3.connect(folder / "run.db", isolation_level=None)
-            try:
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'OFF'}")
-                self._db.executescript(TABLES)
-            except sqlite3.DatabaseError as e:
-                raise StoreError(
-                    f"{folder / 'run.db'} is damaged ({e}). Move {folder} away to start the run anew."
-                ) from None
-        self.blobs = folder / "blobs"
+        self.folder, self.durable, self._lock = folder, durable, None
+        self._warn = warn
+        self.evaluating: int | None = None  # a round whose weights are needed until its evaluation is done
+        self.blobs, self._models = folder / "blobs", Spool(folder / "blobs", warn)
+        self._inboxes: dict[SiteId, Spool] = {}
+        self._remedy = f"Restore it from a copy, or move {folder} away to start the run anew."
+        if read_only:
+            self._db = Database(folder / "run.db", read_only=True, remedy=self._remedy)
+            return
+        self._lock = lock(folder)
+        try:
+            self._db = Database(
+                folder / "run.db", TABLES, sync="FULL" if durable else "OFF", remedy=self._remedy
+            )
+            self._check_that_nothing_is_lost()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _check_that_nothing_is_lost(self) -> None:
+        """StoreError where there are models and the database never heard of a round."""
+        begun, strangers = self._db.one("SELECT 1 FROM rounds"), self._strangers()
+        if strangers > (IN_A_COMMIT if self.meta() else 0) and not begun:
+            raise StoreError(
+                f"{self.folder / 'run.db'} knows of no round, though {self.blobs} has {strangers} files of "
+                f"some: the database was lost. {self._remedy}"
+            )
+
+    def _strangers(self) -> int:
+        """Blobs that no round names: those of a commit that a process died in. More: run.db is an old one."""
+        named = {digest for row in self._db.all("SELECT weights, state FROM rounds") for digest in row}
+        return sum(is_digest(path.name) and path.name not in named for path in self.blobs.iterdir())
 
     def inbox(self, site: SiteId) -> Spool:
         """Where what this site sends is kept, apart from what others send."""
-        return Spool(self.folder / "inbox" / site)
+        if site not in self._inboxes:
+            self._inboxes[site] = Spool(self.folder / "inbox" / site, self._warn)
+        return self._inboxes[site]
 
     def clear_inbox(self) -> None:
         """The round is committed: what was sent for it is not needed any more."""
         for folder in (self.folder / "inbox").glob("*"):
-            Spool(folder).keep_only(())
+            self.inbox(folder.name).keep_only(())
 
     def close(self) -> None:
         self._db.close()
@@ -150,7 +174,7 @@ class RunStore:
     # --- what the run is
 
     def meta(self) -> dict[str, Any]:
-        return {k: msgspec.json.decode(v) for k, v in self._db.execute("SELECT key, value FROM meta")}
+        return {k: msgspec.json.decode(v) for k, v in self._db.all("SELECT key, value FROM meta")}
 
     def begun(self) -> tuple[Schema, str] | None:
         """The model and the task's digest of the run that is here; None without one that we can read."""
@@ -165,10 +189,10 @@ class RunStore:
         if not have:
             have = {"version": VERSION, "schema": schema, "agreed": dict(agreed), **meta}
             with self._transaction():
-                self._db.executemany(
-                    "INSERT INTO meta VALUES (?, ?)",
-                    [(k, msgspec.json.encode(v).decode()) for k, v in have.items()],
-                )
+                for key, value in have.items():
+                    self._db.change(
+                        "INSERT INTO meta VALUES (?, ?)", (key, msgspec.json.encode(value).decode())
+                    )
             return
         if have["version"] != VERSION:
             raise StoreError(
@@ -214,13 +238,13 @@ class RunStore:
         if packed is not None:
             state, state_schema = packed.digest, msgspec.json.encode(packed.schema).decode()
         with self._transaction():
-            self._db.execute(
+            self._db.change(
                 "INSERT OR REPLACE INTO rounds VALUES (?, ?, ?, ?, ?, ?)",
                 (checkpoint.round, weights, state, state_schema,
                  msgspec.json.encode(dict(record)).decode(), time.time()),
             )  # fmt: skip
-            self._db.execute("DELETE FROM plan WHERE round <= ?", (checkpoint.round,))
-            self._db.execute("DELETE FROM buffer")  # all of it is in this version
+            self._db.change("DELETE FROM plan WHERE round <= ?", (checkpoint.round - KEEP,))
+            self._db.change("DELETE FROM buffer")  # all of it is in this version
         self._sweep()
 
     def on_disk(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -230,39 +254,56 @@ class RunStore:
         weights = ArenaFile(checkpoint.weights.schema, self.blobs / digest, digest)
         return Checkpoint(checkpoint.round, weights, checkpoint.state)
 
-    def latest(self, warn: Any = None) -> Checkpoint | None:
-        """The newest round whose bytes are whole; `warn(line)` hears of damaged ones passed over."""
-        rows = self._db.execute("SELECT round FROM rounds ORDER BY round DESC").fetchall()
-        for i, (number,) in enumerate(rows):
+    def latest(self) -> Checkpoint | None:
+        """The newest round whose bytes are whole; those after it are forgotten, and `warn` is told. None
+        before the first one, also where the initial model's own bytes are damaged."""
+        rounds = [number for (number,) in self._db.all("SELECT round FROM rounds ORDER BY round DESC")]
+        damaged: list[StoreError] = []
+        for number in rounds:
             try:
                 checkpoint = self.load(number)
             except StoreError as e:
-                if i >= KEEP - 1 or i == len(rows) - 1:
+                if self._lock is None:
                     raise
-                if warn is not None:
-                    warn(f"{e} Going on from the round before it.")
+                damaged.append(e)
                 continue
-            if i and self._lock is not None:
-                with self._transaction():
-                    self._db.execute("DELETE FROM rounds WHERE round > ?", (number,))
-                    self._db.execute("DELETE FROM evaluations WHERE round > ?", (number,))
-                    self._db.execute("DELETE FROM buffer WHERE version > ?", (number,))
-                    self._db.execute("UPDATE turns SET state = 'refused' WHERE version > ?", (number,))
+            if damaged:
+                self._warn(f"{damaged[0]} The run goes on after round {number}.")
+                self.forget_after(number)
+            elif self._lock and (strangers := self._strangers()) > IN_A_COMMIT:
+                self._warn(
+                    f"{self.folder / 'run.db'} may be an old copy: {strangers} files in {self.blobs} are of "
+                    f"none of its rounds. The run goes on after round {number}."
+                )
             return checkpoint
+        if damaged and rounds != [0]:
+            old = f"{self.folder / 'run.db'} may be an old copy. " if self._strangers() > IN_A_COMMIT else ""
+            raise StoreError(f"{damaged[0]} {old}{self._remedy}")
+        if damaged:
+            self._warn(f"{damaged[0]} The run begins anew.")
+            self.forget_after(-1)
         return None
+
+    def forget_after(self, number: int) -> None:
+        """A round is the last one again: the run goes on from there."""
+        with self._transaction():
+            self._db.change("DELETE FROM rounds WHERE round > ?", (number,))
+            self._db.change("DELETE FROM evaluations WHERE round > ?", (number,))
+            self._db.change("DELETE FROM plan WHERE round > ?", (number,))
+            self._db.change("DELETE FROM buffer WHERE version > ?", (number,))
+            self._db.change("UPDATE turns SET state = 'refused' WHERE version > ?", (number,))
 
     def weights(self, number: int) -> ArenaFile:
         """The weights of a committed round that are still kept, left in their file."""
-        row = self._db.execute("SELECT weights FROM rounds WHERE round = ?", (number,)).fetchone()
-        if row is None or not (self.blobs / row[0]).exists():
-            raise StoreError(f"{self.folder} does not keep the weights of round {number}.")
+        row = self._db.one("SELECT weights FROM rounds WHERE round = ?", (number,))
+        if row is None:
+            raise StoreError(f"{self.folder} has no round {number}.")
+        self._check(row[0], self._schema.nbytes, number)
         return ArenaFile(self._schema, self.blobs / row[0], row[0])
 
     def load(self, number: int) -> Checkpoint:
         """A committed round whose weights are still kept; its digests are checked."""
-        row = self._db.execute(
-            "SELECT weights, state, state_schema FROM rounds WHERE round = ?", (number,)
-        ).fetchone()
+        row = self._db.one("SELECT weights, state, state_schema FROM rounds WHERE round = ?", (number,))
         if row is None:
             raise StoreError(f"{self.folder} has no round {number}.")
         weights, state, state_schema = row
@@ -275,7 +316,7 @@ class RunStore:
 
     def rounds(self) -> list[Round]:
         """Every committed round, oldest first."""
-        rows = self._db.execute(
+        rows = self._db.all(
             "SELECT r.round, r.weights, r.committed_at, r.record, e.metrics, e.best FROM rounds r "
             "LEFT JOIN evaluations e ON e.round = r.round ORDER BY r.round"
         )
@@ -286,25 +327,22 @@ class RunStore:
 
     @property
     def best_round(self) -> int | None:
-        row = self._db.execute("SELECT MAX(round) FROM evaluations WHERE best").fetchone()
-        return row[0] if row else None
+        return cast("int | None", self._db.one("SELECT MAX(round) FROM evaluations WHERE best")[0])
 
     def evaluation(self, number: int | None) -> dict[str, float] | None:
         """The metrics of a round, when it was evaluated."""
-        row = self._db.execute("SELECT metrics FROM evaluations WHERE round = ?", (number,)).fetchone()
+        row = self._db.one("SELECT metrics FROM evaluations WHERE round = ?", (number,))
         return msgspec.json.decode(row[0]) if row else None
 
     def evaluations_since_best(self) -> int:
         """How many evaluations with any metrics came after the best one; all of them when none was."""
-        (count,) = self._db.execute(
-            "SELECT COUNT(*) FROM evaluations WHERE round > ? AND metrics != '{}'", (self.best_round or 0,)
-        ).fetchone()
-        return int(count)
+        sql = "SELECT COUNT(*) FROM evaluations WHERE round > ? AND metrics != '{}'"
+        return int(self._db.one(sql, (self.best_round or 0,))[0])
 
     def evaluated(self, number: int, metrics: Mapping[str, float], *, best: bool) -> None:
         """Keep a round's evaluation; a `best` round keeps its weights until a better one comes."""
         with self._transaction():
-            self._db.execute(
+            self._db.change(
                 "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?)",
                 (number, msgspec.json.encode(dict(metrics)).decode(), best),
             )
@@ -312,19 +350,25 @@ class RunStore:
     # --- the round under way
 
     def plan(self, number: int) -> Plan | None:
-        row = self._db.execute("SELECT round, attempt, sites FROM plan WHERE round = ?", (number,)).fetchone()
+        """Of the round that follows the last one. That of a committed round stays for a while, for should its
+        weights be damaged, the same sites are to be asked for it again."""
+        row = self._db.one(
+            "SELECT round, attempt, sites FROM plan "
+            "WHERE round = ? AND round = (SELECT MAX(round) FROM rounds)",
+            (number,),
+        )
         return Plan(row[0], row[1], msgspec.json.decode(row[2])) if row else None
 
     def set_plan(self, plan: Plan) -> None:
         with self._transaction():
-            self._db.execute(
+            self._db.change(
                 "INSERT OR REPLACE INTO plan VALUES (?, ?, ?)",
                 (plan.round, plan.attempt, msgspec.json.encode(plan.sites).decode()),
             )
 
     def turns(self) -> dict[SiteId, Turn]:
         """The latest turn of each site of an asynchronous run."""
-        rows = self._db.execute("SELECT site, number, version, state FROM turns")
+        rows = self._db.all("SELECT site, number, version, state FROM turns")
         return {site: Turn(number, version, TurnState(state)) for site, number, version, state in rows}
 
     def set_turn(self, site: SiteId, turn: Turn) -> None:
@@ -334,58 +378,62 @@ class RunStore:
     def keep(self, site: SiteId, delta: AnyArena) -> ArenaFile:
         """A delta as a file in its site's inbox, where one that came over a network is already; from any
         thread."""
-        path = self.inbox(site).path(delta.digest)
-        if not path.exists():
-            write_whole(path, delta.payload, durable=self.durable)
+        inbox = self.inbox(site)
+        path = inbox.path(delta.digest)
+        if not inbox.has(delta.digest, delta.schema.nbytes):
+            inbox.put(delta.digest, delta.payload, durable=self.durable)
         return ArenaFile(delta.schema, path, delta.digest)
 
     def take(self, site: SiteId, turn: Turn, update: Update) -> Buffered:
         """Put the update of a turn, its delta being kept, into the buffer. With that the turn is answered."""
         taken = replace(turn, state=TurnState.TAKEN)
         with self._transaction():
-            self._db.execute(
+            self._db.change(
                 "INSERT INTO buffer VALUES (?, ?, ?, ?, ?, ?)",
                 (site, turn.number, turn.version, update.delta.digest, update.num_examples,
                  msgspec.msgpack.encode(update.metrics)),
             )  # fmt: skip
             self._set_turn(site, taken)
-        waiting = self._db.execute("SELECT digest FROM buffer WHERE site = ?", (site,))
+        waiting = self._db.all("SELECT digest FROM buffer WHERE site = ?", (site,))
         self.inbox(site).keep_only(digest for (digest,) in waiting)
         return Buffered(site, taken, update)
 
     def buffered(self) -> list[Buffered]:
         """The buffer as it was left, in the order of (site, turn). What is not whole any more (a power cut)
-        is owed again."""
-        rows = self._db.execute(
+        is owed again, unless its site has gone on to another turn."""
+        rows = self._db.all(
             "SELECT site, number, version, digest, num_examples, metrics FROM buffer ORDER BY site, number"
-        ).fetchall()
+        )
         found = []
         for site, number, version, digest, num_examples, metrics in rows:
-            delta = ArenaFile(self._schema, self.inbox(site).path(digest))
-            if not delta.path.exists() or delta.digest != digest:
+            inbox = self.inbox(site)
+            if not inbox.has(digest, self._schema.nbytes, again=True):
                 with self._transaction():
-                    self._db.execute("DELETE FROM buffer WHERE site = ? AND number = ?", (site, number))
-                    self._db.execute(
+                    self._db.change("DELETE FROM buffer WHERE site = ? AND number = ?", (site, number))
+                    owed = self._db.change(
                         "UPDATE turns SET state = 'owed' WHERE site = ? AND number = ?", (site, number)
                     )
+                    how = "is asked for again" if owed else "is lost"
+                    self._warn(f"{inbox.path(digest)} is not whole: turn {number + 1} of {site} {how}.")
                 continue
             kept = msgspec.msgpack.decode(metrics, type=Metrics)
+            delta = ArenaFile(self._schema, inbox.path(digest), digest)
             update = Update(delta=delta, num_examples=num_examples, metrics=kept)
             found.append(Buffered(site, Turn(number, version, TurnState.TAKEN), update))
         return found
 
     def _set_turn(self, site: SiteId, turn: Turn) -> None:
-        self._db.execute(
+        self._db.change(
             "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?)", (site, turn.number, turn.version, turn.state)
         )
 
     def joined(self) -> dict[SiteId, float | None]:
         """Every site that ever joined this run, with the examples it registered."""
-        return dict(self._db.execute("SELECT name, examples FROM sites ORDER BY name"))
+        return dict(self._db.all("SELECT name, examples FROM sites ORDER BY name"))
 
     def join(self, site: SiteId, examples: float | None) -> None:
         with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO sites VALUES (?, ?)", (site, examples))
+            self._db.change("INSERT OR REPLACE INTO sites VALUES (?, ?)", (site, examples))
 
     # --- bytes
 
@@ -394,50 +442,50 @@ class RunStore:
         return msgspec.convert(self.meta()["schema"], Schema)
 
     def _put(self, arena: AnyArena) -> str:
-        path = self.blobs / arena.digest
-        if not path.exists():
-            assert isinstance(arena, Arena), "an arena file of ours is committed already"
-            write_whole(path, arena.payload, durable=self.durable)
+        if not self._models.has(arena.digest, arena.schema.nbytes):
+            self._models.put(arena.digest, arena.load().payload, durable=self.durable)
         return arena.digest
 
     def _get(self, schema: Schema, digest: str, number: int) -> Arena:
+        self._check(digest, schema.nbytes, number, again=True)
+        with explained(self.blobs / digest):
+            return ArenaFile(schema, self.blobs / digest, digest).load()
+
+    def _check(self, digest: str, nbytes: int, number: int, *, again: bool = False) -> None:
+        """StoreError unless a round's blob is there and whole; `again`: as in Spool."""
         path = self.blobs / digest
-        if not path.exists():
+        if path.exists():
+            wrong = (
+                self._models.wrong(digest, nbytes, again=again)
+                if self._lock
+                else damage(path, digest, nbytes)
+            )
+        elif number in self._kept():
+            wrong = f"{path} is gone."
+        else:
             raise StoreError(
                 f"round {number} of {self.folder} is not kept (only the best and the last {KEEP} are)."
             )
-        if path.stat().st_size != schema.nbytes:
-            raise StoreError(f"round {number} of {self.folder} is damaged: {path.stat().st_size} bytes.")
-        arena = ArenaFile(schema, path).load()
-        if arena.digest != digest:
-            raise StoreError(f"round {number} of {self.folder} is damaged: its digest is not {digest[:12]}….")
-        return arena
+        if wrong:
+            raise Damaged(f"round {number} of {self.folder} is damaged: {wrong}")
 
-    def _sweep(self) -> None:
-        """Remove the blobs that no kept round names."""
-        rows = self._db.execute(
-            "SELECT weights, state FROM rounds WHERE round IN "
+    def _kept(self) -> set[int]:
+        """Rounds whose weights stay."""
+        rows = self._db.all(
+            "SELECT round FROM rounds WHERE round IN "
             "(SELECT round FROM rounds ORDER BY round DESC LIMIT ?) OR round IN (?, ?) "
             "OR round IN (SELECT version FROM turns WHERE state = 'owed')",
             (KEEP, self.best_round, self.evaluating),
         )
-        keep = {digest for row in rows for digest in row if digest}
-        for path in self.blobs.iterdir():
-            if path.name not in keep and path.name != FREE:
-                recycle(path)
+        return {number for (number,) in rows}
 
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._db)
+    def _sweep(self) -> None:
+        """Remove the blobs that no kept round names."""
+        kept = self._kept()
+        rows = self._db.all("SELECT round, weights, state FROM rounds WHERE round >= ?", (min(kept),))
+        self._models.keep_only(
+            digest for number, *digests in rows if number in kept for digest in digests if digest
+        )
 
-
-class _Transaction:
-    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK when the block raises."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._db.execute("ROLLBACK" if kind else "COMMIT")
+    def _transaction(self) -> AbstractContextManager[None]:
+        return self._db.transaction()

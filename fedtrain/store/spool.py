@@ -1,7 +1,9 @@
 """Bytes that arrive over the network, kept under their digest as they come.
 
 A transfer that breaks goes on from where it stopped, also after a restart of either end; the same bytes
-sent twice are stored once. Nothing is visible under its final name before its digest is right.
+sent twice are stored once. Nothing is visible under its final name before its digest is right, and nothing
+that was there before this process is believed before its digest was taken again: the disk is not waited for,
+so after a power cut a file may hold anything.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
-from ..errors import WireError
+from ..errors import Broken, WireError
 from ..update import Digest
-from .disk import FREE, open_for_writing, recycle
+from .disk import DAMAGED, FREE, Warn, explained, open_for_writing, recycle, set_aside, silent, write_whole
 
 READ_BYTES = 8 << 20
 NOTE, NOTE_BYTES = ".at", 16 << 20  # after a kill a transfer goes on from its last note
@@ -23,32 +25,79 @@ NOTE, NOTE_BYTES = ".at", 16 << 20  # after a kill a transfer goes on from its l
 class Spool:
     """A folder of files named by digest; `<digest>.part` is one still arriving."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+    def __init__(self, folder: Path, warn: Warn = silent) -> None:
+        """`warn` hears of damaged files, which are set aside."""
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._warn = folder, warn
+        self._whole: set[str] = set()  # digests that this process has taken itself
 
     def path(self, digest: str) -> Path:
-        if re.fullmatch(r"[0-9a-f]{32}", digest) is None:
+        if not is_digest(digest):
             raise WireError(f"{digest[:80]!r} is not a digest")
         return self.folder / digest
 
-    def has(self, digest: str, nbytes: int) -> bool:
+    def has(self, digest: str, nbytes: int, *, again: bool = False) -> bool:
+        """Whether these bytes are here. They are read once in a process, or each time with `again`."""
+        if wrong := self.wrong(digest, nbytes, again=again):
+            self._warn(wrong)
+        return not wrong and self.path(digest).exists()
+
+    def wrong(self, digest: str, nbytes: int, *, again: bool = False) -> str:
+        """What is wrong with the file, which was set aside for it; "" when its bytes are right, or gone."""
         path = self.path(digest)
-        return path.exists() and path.stat().st_size == nbytes
+        with explained(path):
+            if not path.exists() or (digest in self._whole and not again):
+                return ""
+            if found := damage(path, digest, nbytes):
+                return f"{path} is damaged ({found}). {set_aside(path)}"
+        self._whole.add(digest)
+        return ""
+
+    def put(self, digest: str, data: memoryview, *, durable: bool) -> Path:
+        """The file with these bytes, written unless they are here."""
+        path = self.path(digest)
+        if not self.has(digest, len(data)):
+            write_whole(path, data, durable=durable)
+            self.arrived(digest)
+        return path
 
     def receive(self, digest: str, nbytes: int) -> Arriving:
         """Open a transfer; `.offset` says how many of its bytes are here already."""
-        return Arriving(self.path(digest), digest, nbytes)
+        whole = self.has(digest, nbytes)
+        with explained(self.path(digest)):
+            return Arriving(self, digest, nbytes, whole)
+
+    def arrived(self, digest: str) -> None:
+        """A file has its final name, and its digest was right."""
+        self._whole.add(digest)
 
     def keep_only(self, digests: Iterable[str]) -> None:
         """Remove every file, whole or partial, that is not one of these."""
         keep = set(digests)
-        for path in self.folder.iterdir():
-            if path.suffix == NOTE:
-                if path.stem not in keep:
-                    path.unlink(missing_ok=True)
-            elif path.name != FREE and path.name.removesuffix(".part") not in keep:
-                recycle(path)
+        self._whole &= keep
+        with explained(self.folder):
+            for path in self.folder.iterdir():
+                if path.suffix == NOTE:
+                    if path.stem not in keep:
+                        path.unlink(missing_ok=True)
+                elif path.name.removesuffix(".part") not in {FREE, *keep} and path.suffix != DAMAGED:
+                    recycle(path)
+
+
+def is_digest(name: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{32}", name) is not None
+
+
+def damage(path: Path, digest: str, nbytes: int) -> str:
+    """What is wrong with a file; "" when its bytes have this digest."""
+    if (size := path.stat().st_size) != nbytes:
+        return f"{size:,} bytes of {nbytes:,}"
+    found = Digest()
+    with path.open("rb", buffering=0) as f:
+        while block := f.read(READ_BYTES):
+            found.update(block)
+    return "" if found.hexdigest() == digest else f"its digest is not {digest[:12]}…"
 
 
 class Arriving:
@@ -58,20 +107,22 @@ class Arriving:
     old bytes behind the new.
     """
 
-    def __init__(self, path: Path, digest: str, nbytes: int) -> None:
-        self._path, self._digest, self.nbytes = path, digest, nbytes
-        self._part, self._note = path.with_name(path.name + ".part"), path.with_name(path.name + NOTE)
+    def __init__(self, spool: Spool, digest: str, nbytes: int, whole: bool) -> None:
+        """`whole`: it is here already."""
+        self._spool, self._path, self._digest, self.nbytes = spool, spool.path(digest), digest, nbytes
+        self._part, self._note = (self._path.with_name(digest + end) for end in (".part", NOTE))
         self._hash, self._noted, self.offset = Digest(), 0, 0
         self._file: FileIO | None = None
-        if path.exists():
+        if whole:
             self.offset = nbytes
             return
-        resume = int(self._note.read_text() or 0) if self._note.exists() and self._part.exists() else 0
+        resume = self._noted_before() if self._part.exists() else 0
         self._file = open_for_writing(self._part)
         if resume <= nbytes:  # else it was noted under another claim of this digest
             while self.offset < resume and (block := self._file.read(min(READ_BYTES, resume - self.offset))):
                 self._hash.update(block)
                 self.offset += len(block)
+        self._resumed = self.offset > 0
 
     @property
     def whole(self) -> bool:
@@ -84,32 +135,46 @@ class Arriving:
         assert self._file is not None, "nothing is due for a file that is whole"
         view, at = memoryview(chunk), 0
         self._hash.update(view)
-        while at < len(view):
-            at += self._file.write(view[at:])
-        self.offset += len(chunk)
-        if self.offset - self._noted >= NOTE_BYTES and not self.whole:
-            self._note_offset()
+        with explained(self._path):
+            while at < len(view):
+                at += self._file.write(view[at:])
+            self.offset += len(chunk)
+            if self.offset - self._noted >= NOTE_BYTES and not self.whole:
+                self._note_offset()
 
     def finish(self) -> Path:
-        """The file under its final name; with a wrong digest a WireError, and the bytes are forgotten."""
+        """The file under its final name. With a wrong digest the bytes are forgotten, and it is a WireError;
+        Broken where some of them lay here from before: those may be the wrong ones, so it is tried again."""
         if self._file is None:
             return self._path
         if not self.whole:
-            raise WireError(f"{self.offset} of {self.nbytes} bytes arrived")
-        self._note.unlink(missing_ok=True)
-        if self._hash.hexdigest() != self._digest:
-            recycle(self._part)
-            raise WireError(f"the bytes do not have the digest {self._digest[:12]}… that was announced")
-        self._file.truncate(self.nbytes)
-        os.replace(self._part, self._path)
+            raise Broken(f"{self.offset} of {self.nbytes} bytes arrived")
+        with explained(self._path):
+            self._note.unlink(missing_ok=True)
+            if self._hash.hexdigest() != self._digest:
+                recycle(self._part)
+                line = f"the bytes do not have the digest {self._digest[:12]}… that was announced"
+                raise Broken(f"{line}, and some lay in {self._part}") if self._resumed else WireError(line)
+            self._file.truncate(self.nbytes)
+            os.replace(self._part, self._path)
+        self._spool.arrived(self._digest)
         return self._path
 
     def close(self) -> None:
         if self._file is not None:
-            if self._part.exists() and not self.whole:
-                self._note_offset()
-            self._file.close()
-            self._file = None
+            try:
+                with explained(self._note):
+                    if self._part.exists() and not self.whole:
+                        self._note_offset()
+            finally:
+                self._file.close()
+                self._file = None
+
+    def _noted_before(self) -> int:
+        try:
+            return max(int(self._note.read_text()), 0)
+        except (FileNotFoundError, ValueError):  # damaged: it begins again
+            return 0
 
     def _note_offset(self) -> None:
         self._noted = self.offset

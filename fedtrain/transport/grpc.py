@@ -29,7 +29,7 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
-from ..errors import BadUpdate, CertificateError, ConnectError, JoinRefused, WireError
+from ..errors import BadUpdate, Broken, CertificateError, ConnectError, JoinRefused, StoreError, WireError
 from ..update import AnyArena, ArenaFile, Failure, Found, Reply, Request, SiteId
 from ..wire.codec import arenas, decode, encode, fetch_list
 from ..wire.frames import (
@@ -120,7 +120,7 @@ class Pending:
 
     request: Request
     ask: Ask
-    arrivals: asyncio.Queue[tuple[SiteId, Reply | None]]
+    arrivals: asyncio.Queue[tuple[SiteId, Reply | StoreError | None]]
     upload: asyncio.Task[None] | None = None
 
 
@@ -242,7 +242,7 @@ class GrpcCohort:
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        arrivals: asyncio.Queue[tuple[SiteId, Reply | None]] = asyncio.Queue()
+        arrivals: asyncio.Queue[tuple[SiteId, Reply | StoreError | None]] = asyncio.Queue()
         late = False
         loop = asyncio.get_running_loop()
         until = loop.time() + deadline_s
@@ -264,6 +264,8 @@ class GrpcCohort:
                 except TimeoutError:
                     late = True
                     return
+                if isinstance(reply, StoreError):  # our disk is full, say
+                    raise reply
                 waiting.discard(site)
                 if reply is not None:
                     yield site, reply
@@ -423,6 +425,9 @@ class GrpcCohort:
                 pending.arrivals.put_nowait((site, Failure(reason=str(e))))
             await context.write(encode(Refused(reason=str(e))))
             return
+        except StoreError as e:
+            pending.arrivals.put_nowait((site, e))
+            return
         finally:
             if pending.upload is asyncio.current_task():
                 pending.upload = None
@@ -440,10 +445,6 @@ class GrpcCohort:
                 self.bytes_in += len(_bytes(chunk))
                 arriving.write(chunk)
             arena.path = await asyncio.to_thread(arriving.finish)
-
-
-class Broken(WireError):
-    """A transfer ended early; what arrived is kept."""
 
 
 @asynccontextmanager
