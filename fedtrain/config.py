@@ -224,8 +224,9 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         for name in ("listen", "address"):
             value = getattr(self, name)
-            require(not value or re.fullmatch(r"\[?[^\s/]+\]?:\d+", value), f"network.{name}",
-                    f'{value!r} must be "host:port"')  # fmt: skip
+            found = re.fullmatch(r"\[?[^\s/]+\]?:(\d{1,5})", value)
+            require(not value or (found and int(found[1]) < 1 << 16), f"network.{name}",
+                    f'{value!r} must be "host:port", the port at most 65535')  # fmt: skip
         require(self.heartbeat >= 1, "network.heartbeat", "must be at least 1s")
         require(self.idle > 0, "network.idle", "must be positive")
 

@@ -53,7 +53,7 @@ from ..wire.frames import (
     UploadAnswer,
     Welcome,
 )
-from .tls import Tls, explain
+from .tls import Tls, explain, first_words
 
 SERVICE = "fedtrain.Star"
 LEAVE_S = 2.0  # for the other end to hear a last word
@@ -584,7 +584,9 @@ class SiteLink:
                             raise (JoinRefused if final else ConnectError)(reason)
                 raise ConnectError(explain("socket closed", self._address, self._joined))
             except grpc.aio.AioRpcError as e:
-                raise ConnectError(explain(e.details() or "", self._address, self._joined)) from None
+                details = e.details() or ""
+                said = await first_words(details, self._address)
+                raise ConnectError(explain(details, self._address, self._joined, said)) from None
             except asyncio.CancelledError:
                 if self._broken:
                     raise ConnectError("stopped by an error here") from None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass
 
 import grpc
+
+NO_TLS = "wrong_version_number"  # what gRPC says of an answer in clear
+WORDS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,11 @@ class Tls:
         return grpc.ssl_channel_credentials(self.root, self.key, self.chain)
 
 
-def explain(details: str, address: str, joined: bool = False) -> str:
+def explain(details: str, address: str, joined: bool = False, said: bytes = b"") -> str:
     """What gRPC says about a failed connection, in one line that a person can act on.
 
-    With TLS 1.3 a server that refuses our certificate just closes, right after our side of the handshake.
+    With TLS 1.3 a server that refuses our certificate just closes, right after our side of the handshake:
+    one that closes before it is no server of TLS, or has no time for us. `said`: what who speaks no TLS said.
     """
     text = details.lower()
     if proxy := re.search(r"(?:ipv[46]:)?(\S+): http proxy returned response code (\d+)", text):
@@ -47,9 +52,32 @@ def explain(details: str, address: str, joined: bool = False) -> str:
             return f"{address}: its certificate has expired. Renew it with `fedtrain certs issue aggregator`."
         if "not yet valid" in text:
             return f"{address}: its certificate is not valid yet. Check both clocks."
+        if "issuer" in text or "self signed" in text:
+            return (
+                f"{address}: its certificate is not this federation's aggregator's, but of another CA (of "
+                f"another federation, a web server, a proxy). Check network.address, and root.pem in your "
+                f"certs folder."
+            )
         return (
             f"{address}: its certificate is not this federation's aggregator's. "
             f"Check network.address, and that both ends have certificates of the same CA."
+        )
+    if NO_TLS in text:
+        what = (
+            "a web server answers there:"
+            if said.startswith(b"HTTP/")
+            else "what answers there speaks no TLS:"
+        )
+        return f"{address}: {what} it is no fedtrain aggregator. Check host and port of network.address."
+    if "endpoint closing" in text:
+        return (
+            f"{address}: something listens there, but never answers. Is that the aggregator's port? Check "
+            f"network.address."
+        )
+    if "handshake read failed" in text:
+        return (
+            f"{address}: it closed the connection before it showed a certificate. Is that the aggregator's "
+            f"port? Check network.address; if it is, the aggregator is stopping, or has too many callers."
         )
     closed = any(words in text for words in ("socket closed", "connection reset", "goaway", "broken pipe"))
     if "alert" in text or "handshake failed" in text or (closed and not joined):
@@ -57,10 +85,27 @@ def explain(details: str, address: str, joined: bool = False) -> str:
             f"{address}: it refused our certificate in the TLS handshake (another CA's, expired, or not a "
             f"site's). If it is not just stopping, ask for a new one: `fedtrain certs issue NAME`."
         )
-    if "dns" in text or "name resolution" in text or "address family" in text:
+    if "errors resolving" in text or "dns" in text or "name resolution" in text or "address family" in text:
         return f"{address}: the host name cannot be resolved. Check network.address."
     if closed:
         return f"{address}: the aggregator closed the connection."
     if "deadline" in text or "timed out" in text or "timeout" in text:
         return f"{address}: no answer (a firewall between here and there?)."
     return f"{address}: {details.splitlines()[0][:200] if details else 'the connection broke'}"
+
+
+async def first_words(details: str, address: str) -> bytes:
+    """What is answered to a request for a web page where no TLS is spoken, as gRPC's `details` say."""
+    host, _, port = address.rpartition(":")
+    if NO_TLS not in details.lower():
+        return b""
+    try:
+        async with asyncio.timeout(WORDS_S):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            try:
+                writer.write(b"GET / HTTP/1.0\r\n\r\n")
+                return await reader.read(64)
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return b""
