@@ -17,6 +17,7 @@ FedtrainError
     Broken           a transfer ended early, or what was kept of it is damaged; the same again may go well
 """
 
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,14 @@ from pathlib import Path
 
 class FedtrainError(Exception):
     """Base of every error that fedtrain raises on purpose."""
+
+
+def reason_of(error: BaseException) -> str:
+    """One line about an error for whoever asked, without data values, which a message may quote."""
+    if isinstance(error, FedtrainError):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
 
 
 class ConfigError(FedtrainError):

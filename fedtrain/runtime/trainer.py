@@ -3,7 +3,8 @@
 `Trainer` is the end that asks: a site's supervisor has one, a simulation a pool of them. It imports no
 torch. `Workbench` is the end that works, in `python -m fedtrain.runtime.trainer FD`. Between them is a
 socketpair of length-prefixed msgpack; models go by file, or by slots of shared memory, never by message.
-A child whose parent is gone, for whatever reason, ends itself; so `kill -9` of either leaves nothing.
+A child whose parent is gone, for whatever reason, ends itself, or the kernel ends it; what it started is of
+its process group, and ended with it. So `kill -9` of either leaves nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import threading
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -32,9 +33,10 @@ import msgspec
 
 from .. import malloc
 from ..config import Config
-from ..errors import ConfigError, FedtrainError, TaskError
+from ..errors import ConfigError, TaskError, reason_of
 from ..update import Arena, ArenaFile, Evaluation, Metrics, Schema, SiteId, Update
 from .privacy import noised
+from .processes import die_with_parent, ending, is_stopped
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +131,12 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     config: bool = False  # a ConfigError: the user's files, not the task's code
 
 
+class Dying(msgspec.Struct, tag=True, array_like=True):
+    """No answer, but why the process ends now."""
+
+    reason: str
+
+
 class Done(msgspec.Struct, tag=True, array_like=True):
     results: Sequence[Trained | Evaluated | Failed]
 
@@ -142,7 +150,7 @@ class Saved(msgspec.Struct, tag=True, array_like=True):
 
 
 Ask = Initial | Examples | TrainOne | TrainMany | EvaluateMany
-Answer = Description | Failed | Done | Counted | Saved
+Answer = Description | Failed | Dying | Done | Counted | Saved
 
 _encoder = msgspec.msgpack.Encoder()
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -171,7 +179,7 @@ class Trainer(asyncio.Protocol):
         self._received = bytearray()
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._ended: TrainerDied | None = None
-        self._stood_still = False
+        self._reason = ""  # why, where it is known
         self._silent = asyncio.Event()  # no more answers will come
         self._watching = asyncio.create_task(self._watch())
 
@@ -318,9 +326,9 @@ class Trainer(asyncio.Protocol):
         nothing would come of it until the round is over, while a new one gives the same bits."""
         if answer.done() or self._ended is not None:
             return
-        looks = before + 1 if _stopped(self._process.pid) else 0
+        looks = before + 1 if is_stopped(self._process.pid) else 0
         if looks == STOPPED_LOOKS:
-            self._stood_still = True
+            self._reason = f"the trainer process was stopped for {STOPPED_LOOKS * LOOK_S:g} s"
             self._kill()
         asyncio.get_running_loop().call_later(LOOK_S, self._look, answer, looks)
 
@@ -352,6 +360,9 @@ class Trainer(asyncio.Protocol):
         self._silent.set()
 
     def _answered(self, answer: Answer) -> None:
+        if isinstance(answer, Dying):
+            self._reason = answer.reason
+            return
         asked = self._waiting.popleft()
         if asked.done():  # nobody waits for it any more
             return
@@ -361,13 +372,13 @@ class Trainer(asyncio.Protocol):
             asked.set_result(answer)
 
     async def _watch(self) -> None:
-        """When the process ends, say so to everyone who still waits."""
+        """When the process ends, end what it started, and say so to everyone who still waits."""
         status = await self._process.wait()
+        self._kill()
         with suppress(asyncio.TimeoutError):  # answers that it had sent before
             await asyncio.wait_for(self._silent.wait(), 1)
         self._transport.close()
-        how = f"was stopped for {STOPPED_LOOKS * LOOK_S:g} s" if self._stood_still else _ending(status)
-        self._ended = TrainerDied(f"the trainer process {how}")
+        self._ended = TrainerDied(self._reason or f"the trainer process {ending(status)}")
         for asked in self._waiting:
             if not asked.done():
                 asked.set_exception(self._ended)
@@ -391,20 +402,6 @@ def _good(result: Any) -> Any:
 
 def _place(weights: ArenaFile) -> Place:
     return Place(str(weights.path), weights.digest)
-
-
-def _stopped(pid: int) -> bool:
-    """Whether a child of ours is stopped at the moment."""
-    with suppress(ChildProcessError):
-        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    return False
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"ended with exit status {status}"
-    oom = ", often for want of memory" if -status == signal.SIGKILL else ""
-    return f"was ended by signal {-status} ({signal.Signals(-status).name}{oom})"
 
 
 def _environment(config: Config, scratch: Path) -> dict[str, str]:
@@ -443,7 +440,15 @@ def digest_of(config: Config) -> str:
 class Workbench:
     """The task, its engine, and the data of the sites used last. Needs no process: --debug has one inline."""
 
-    def __init__(self, config: Config, data_dir: Path | None = None, *, simulated: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        data_dir: Path | None = None,
+        *,
+        simulated: bool,
+        tell: Callable[[str, bool, bool], None] = lambda reason, answer, config: None,
+    ) -> None:
+        """`tell`: see ranks.Tell."""
         from .. import strategies
         from ..training.local import Engine
         from ..training.partition import SimulatedSites
@@ -463,7 +468,7 @@ class Workbench:
         if config.parallel.ranks > 1 and not simulated:
             from .ranks import gathered
 
-            self._team = gathered(config, self._task, self._load, data_dir)
+            self._team = gathered(config, self._task, self._load, data_dir, tell)
         else:
             self._engine = Engine(self._task, config.train, config.run.seed, correct)
         stack = self._simulated is not None and config.simulate.engine == "vmap"
@@ -481,11 +486,6 @@ class Workbench:
     def initial(self) -> Arena:
         """The weights that a run starts from: equal at all sites."""
         return (self._team or self._engine).initial()
-
-    @property
-    def broken(self) -> bool:
-        """Whether only a new process can go on: ranks lost each other in the middle of a request."""
-        return self._team is not None and self._team.broken
 
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Update:
         if self._team is not None:
@@ -641,10 +641,7 @@ def _new_file(schema: Schema, path: Path) -> Iterator[Arena]:
 
 def _failed(error: Exception) -> Failed:
     """One line for whoever asked, without data values; the whole story is for the people here, on stderr."""
-    reason = str(error)
-    if not isinstance(error, FedtrainError):
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+    reason = reason_of(error)
     if reason not in _told:
         _told.add(reason)
         traceback.print_exception(error)
@@ -660,14 +657,23 @@ def _serve(channel: socket.socket) -> None:
         with suppress(OSError):  # a container may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     threading.Thread(target=_leave_with, args=(channel,), daemon=True).start()
+    die_with_parent(os.getppid())  # also while it is stopped
     stream = channel.makefile("rwb")
 
     def frames() -> Iterator[bytes]:
         while head := stream.read(HEAD.size):
             yield stream.read(*HEAD.unpack(head))
 
+    saying = threading.Lock()
+
     def say(answer: Answer) -> None:
-        stream.write(_frame(answer))
+        with saying:
+            stream.write(_frame(answer))
+            stream.flush()
+
+    def tell(reason: str, answer: bool, config: bool) -> None:
+        saying.acquire()  # for good: the process ends, and nothing is said after this
+        stream.write(_frame(Failed(reason, config) if answer else Dying(reason)))
         stream.flush()
 
     incoming = frames()
@@ -675,7 +681,7 @@ def _serve(channel: socket.socket) -> None:
     gc.disable()  # what is loaded stays: to look for garbage in it takes a seventh of the time
     try:
         data_dir = Path(start.data_dir) if start.data_dir is not None else None
-        bench = Workbench(Config.of(start.config, start.root), data_dir, simulated=start.simulated)
+        bench = Workbench(Config.of(start.config, start.root), data_dir, simulated=start.simulated, tell=tell)
     except Exception as e:  # the user's imports and constructors run here
         return say(_failed(e))
     gc.freeze()
@@ -687,8 +693,6 @@ def _serve(channel: socket.socket) -> None:
         except Exception as e:  # torch and the user's code run here, and this process has to go on
             answer = _failed(e)
         say(answer)
-        if bench.broken:
-            return
 
 
 def _leave_with(channel: socket.socket) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ import torch
 
 from fedtrain.config import Config
 from fedtrain.errors import TaskError
-from fedtrain.runtime.trainer import Trainer
+from fedtrain.runtime.trainer import Trainer, TrainerDied
 from fedtrain.update import Update
 from tests.equivalence.tiny import project
 
@@ -76,23 +77,53 @@ def test_a_site_of_several_ranks_sends_the_update_of_one(folder, tmp_path, one, 
         assert their_loss == pytest.approx(loss, rel=EXACT)
 
 
-def test_a_rank_that_is_killed_ends_the_request_and_a_new_trainer_goes_on(folder, tmp_path):
-    async def run() -> None:
-        config = configured(folder, ranks=2)
-        trainer = await Trainer.start(config, scratch=tmp_path)
-        initial = await trainer.initial(tmp_path / "initial")
-        await trainer.train("a", 0, initial, tmp_path / "delta")
-        (other,) = psutil.Process(trainer._process.pid).children()
-        os.kill(other.pid, signal.SIGKILL)
-        with pytest.raises(TaskError):
-            await trainer.train("a", 1, initial, tmp_path / "delta")
-        with pytest.raises(TaskError, match="the trainer process"):
-            await trainer.train("a", 1, initial, tmp_path / "delta")
-        await trainer.close()
-        async with await Trainer.start(config, scratch=tmp_path) as another:
-            await another.train("a", 1, initial, tmp_path / "delta")
+MOODY = """
+import os
+from pathlib import Path
 
-    asyncio.run(run())
+class Moody(Rows):
+    def loss(self, model, batch):
+        if os.environ["LOCAL_RANK"] == "1" and Path(__file__).with_name("raise").exists():
+            raise KeyError("patient 4711")
+        return super().loss(model, batch)
+"""
+
+
+def test_whatever_becomes_of_a_rank_ends_all_and_is_named(tmp_path, capfd):
+    folder = project(tmp_path / "project")
+    with (folder / "mesh_task.py").open("a") as f:
+        f.write(MOODY)
+
+    async def ended(says: str, act: Callable[[int, int], object]) -> None:
+        """`act` with the pids of both ranks before a round; then why the round failed, and who is left."""
+        config = configured(folder, task="Moody", ranks=2)
+        async with await Trainer.start(config, scratch=tmp_path) as trainer:
+            initial = await trainer.initial(tmp_path / "initial")
+            await trainer.train("a", 0, initial, tmp_path / "delta")
+            zero = psutil.Process(trainer._process.pid)
+            (one,) = zero.children()
+            act(zero.pid, one.pid)
+            with pytest.raises(TaskError, match=says):
+                await trainer.train("a", 1, initial, tmp_path / "delta")
+            with pytest.raises(TrainerDied):
+                await trainer.train("a", 1, initial, tmp_path / "delta")
+            assert psutil.wait_procs([zero, one], 10)[1] == []
+
+    def stop_one_and_kill_zero(zero: int, one: int) -> None:
+        os.kill(one, signal.SIGSTOP)
+        os.kill(zero, signal.SIGKILL)
+
+    async def all_of_them() -> None:
+        killed, stopped = "was ended by signal 9", "was stopped for 3 s"
+        await ended(rf"^rank 1 \(pid \d+\) {killed}", lambda zero, one: os.kill(one, signal.SIGKILL))
+        await ended(rf"^rank 1 \(pid \d+\) {stopped}", lambda zero, one: os.kill(one, signal.SIGSTOP))
+        await ended(rf"^the trainer process {killed}", stop_one_and_kill_zero)
+        await ended(r"^rank 1: KeyError in mesh_task.py:\d+", lambda zero, one: (folder / "raise").touch())
+
+    asyncio.run(all_of_them())
+    said = capfd.readouterr().err
+    assert said.count("Traceback (most recent call last)") == 2, said  # of the error and its cause
+    assert "KeyError: 'patient 4711'" in said
 
 
 def test_data_that_one_rank_cannot_load_fails_the_request_and_nothing_else(tmp_path):
