@@ -164,7 +164,9 @@ asyncio.run(main())
 """
 
 
-def test_the_parent_loads_no_torch_and_its_trainer_has_no_keys_and_dies_with_it(config, tmp_path):
+def test_the_parent_loads_no_torch_and_its_trainer_has_no_keys_and_dies_with_it_also_when_stopped(
+    config, tmp_path
+):
     environment = os.environ | {"FEDTRAIN_NETWORK__CERTS": "/secret/certs", "SSLKEYLOGFILE": "/secret/log"}
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], cwd=tmp_path, env=environment, text=True,
@@ -172,6 +174,7 @@ def test_the_parent_loads_no_torch_and_its_trainer_has_no_keys_and_dies_with_it(
     ) as parent:  # fmt: skip
         said = json.loads(parent.stdout.readline())  # and nothing of what the task printed
         started = asyncio.run(pids(tmp_path))
+        os.kill(started[0], signal.SIGSTOP)
         parent.kill()
     assert said["heavy"] == []
     assert said["pid"] == started[0]

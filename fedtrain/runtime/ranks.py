@@ -39,7 +39,7 @@ from ..training.parallel.data import Dealt
 from ..training.parallel.engine import MeshEngine
 from ..training.task import Task, collate_of, folder_of, load_task, user_code
 from ..update import Arena, Metrics, Schema, SiteId, Update
-from .processes import die_with_parent, ending, is_stopped
+from .processes import ending, is_stopped, signalled_when_parent_ends
 
 Fetch = Callable[[str, SiteId], Any]  # ("data" or "eval_data", site) -> what the task has
 # What the supervisor is told before all ranks end: the reason, whether it is the answer to the request under
@@ -366,7 +366,9 @@ def subtract(local: Arena, start: Arena, out: Arena) -> None:
 def main() -> None:
     """Another rank: for as long as rank 0 is there."""
     hired = msgspec.json.decode(sys.stdin.buffer.read(), type=Hired)
-    die_with_parent(hired.parent)
+    signalled_when_parent_ends(signal.SIGKILL)
+    if os.getppid() != hired.parent:  # it ended before
+        return
     try:
         work(hired)
     except BaseException as e:  # the user's code runs here, and rank 0 is to know

@@ -3,8 +3,8 @@
 `Trainer` is the end that asks: a site's supervisor has one, a simulation a pool of them. It imports no
 torch. `Workbench` is the end that works, in `python -m fedtrain.runtime.trainer FD`. Between them is a
 socketpair of length-prefixed msgpack; models go by file, or by slots of shared memory, never by message.
-A child whose parent is gone, for whatever reason, ends itself, or the kernel ends it; what it started is of
-its process group, and ended with it. So `kill -9` of either leaves nothing.
+A child whose parent is gone, for whatever reason, ends itself and all that it started, which is of its
+process group; the parent ends what a child leaves behind. So `kill -9` of either leaves nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..config import Config
 from ..errors import ConfigError, TaskError, reason_of
 from ..update import Arena, ArenaFile, Evaluation, Metrics, Schema, SiteId, Update
 from .privacy import noised
-from .processes import die_with_parent, ending, is_stopped
+from .processes import ending, is_stopped, signalled_when_parent_ends
 
 if TYPE_CHECKING:
     import torch
@@ -657,7 +657,7 @@ def _serve(channel: socket.socket) -> None:
         with suppress(OSError):  # a container may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     threading.Thread(target=_leave_with, args=(channel,), daemon=True).start()
-    die_with_parent(os.getppid())  # also while it is stopped
+    signalled_when_parent_ends(signal.SIGCONT)  # or that thread might be stopped
     stream = channel.makefile("rwb")
 
     def frames() -> Iterator[bytes]:
