@@ -164,9 +164,7 @@ asyncio.run(main())
 """
 
 
-def test_the_parent_loads_no_torch_and_its_trainer_has_no_keys_and_dies_with_it_also_when_stopped(
-    config, tmp_path
-):
+def test_the_parent_loads_no_torch_and_its_trainer_has_no_keys_and_dies_with_it(config, tmp_path):
     environment = os.environ | {"FEDTRAIN_NETWORK__CERTS": "/secret/certs", "SSLKEYLOGFILE": "/secret/log"}
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], cwd=tmp_path, env=environment, text=True,
