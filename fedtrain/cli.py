@@ -462,7 +462,8 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
     noun, each = "round", f"A round of {found.sites} sites"
     if config.asynchronous.enabled:
         noun, each = "version", f"A version, which is {found.updates} updates of any of {found.sites} sites"
-    click.echo(f"{each}, {how}; {found.parameters:,} parameters:")
+    frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
+    click.echo(f"{each}, {how}; {found.parameters:,} parameters{frozen}:")
     _columns([(f"  {name}", value) for name, value in _plan_lines(found, noun)])
 
 

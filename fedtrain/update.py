@@ -1,9 +1,12 @@
 """What travels between a site and whoever averages it: models as arenas, and the messages that carry them.
 
-An **arena** is a whole model in one contiguous block of bytes. Inside it there is one section per dtype;
-inside a section first the trained parameters, then frozen parameters and buffers, each in state_dict
-order. So "all trained float32 coordinates" is one slice, a strategy steps on it as one vector, and an
-optimizer may too. The **schema** says what lies where; its digest is agreed once, at joining.
+An **arena** is a model in one contiguous block of bytes. Inside it there is one section per dtype; inside
+a section first the trained parameters, then buffers, each in state_dict order. So "all trained float32
+coordinates" is one slice, a strategy steps on it as one vector, and an optimizer may too. The **schema**
+says what lies where; its digest is agreed once, at joining.
+
+Frozen parameters (requires_grad = False) lie in an arena of their own, which is made once, when a run
+begins: they travel at most once, not every round.
 
 This file imports torch only where a tensor is really asked for: a site's supervisor process moves
 arenas as files and never loads torch.
@@ -113,14 +116,14 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    trained: bool  # a parameter with requires_grad: strategies step on it; the rest moves by plain mean
+    trained: bool  # a parameter with requires_grad: strategies step on it; buffers move by plain mean
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        return f"{self.name} {self.dtype}{list(self.shape)}{'' if self.trained else ' (buffer)'}"
+        return f"{self.name} {self.dtype}{list(self.shape)}{'' if self.trained else ' (not trained)'}"
 
 
 @dataclass(frozen=True)
@@ -143,12 +146,14 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     tensors: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Schema:
-        """The schema of a module. Tied weights appear once, under their first name."""
+    def of(cls, model: nn.Module, *, frozen: bool = False) -> Schema:
+        """The schema of a module: of what it trains and its buffers, or of its frozen parameters. Tied
+        weights appear once, under their first name."""
         _check_state(model)
         specs = [
             TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad)
             for name, t in unique_tensors(model).items()
+            if is_frozen(t) == frozen
         ]
         for spec in specs:
             if spec.dtype not in ITEM_BYTES:
@@ -237,6 +242,13 @@ def unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def is_frozen(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter that training leaves alone; buffers are not, they move."""
+    from torch import nn
+
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
 class AnyArena:
     """A model's bytes, wherever they lie. `chunk` is how aggregation reads them."""
 
@@ -304,11 +316,11 @@ class Arena(AnyArena):
         return cls(schema, torch.frombuffer(buffer, dtype=torch.uint8, count=schema.nbytes))
 
     @classmethod
-    def of(cls, model: nn.Module) -> Arena:
-        """A copy of the module's parameters and buffers."""
+    def of(cls, model: nn.Module, *, frozen: bool = False) -> Arena:
+        """A copy of what the module trains and its buffers, or of its frozen parameters."""
         import torch
 
-        arena = cls.zeros(Schema.of(model))
+        arena = cls.zeros(Schema.of(model, frozen=frozen))
         with torch.no_grad():
             views, tensors = arena.views(), unique_tensors(model)
             for name, view in views.items():
@@ -349,14 +361,14 @@ class Arena(AnyArena):
         return found
 
     def bind(self, model: nn.Module) -> None:
-        """Make the module's parameters and buffers views of this arena: from here on, training writes here.
+        """Make the module's tensors of this schema views of this arena: from here on, training writes here.
 
         The module keeps its Parameter objects (optimizers and tied weights stay valid) and takes the
         arena's present values.
         """
-        views = self.views()
-        for name, t in unique_tensors(model).items():
-            t.data = views[name]
+        tensors = unique_tensors(model)
+        for name, view in self.views().items():
+            tensors[name].data = view
 
     def copy_(self, other: Arena) -> Arena:
         self.data.copy_(other.data)
@@ -483,6 +495,21 @@ class ArenaFile(AnyArena):
         if got != self.schema.nbytes:
             raise BadUpdate(f"{self.path.name}: {got} bytes, expected {self.schema.nbytes}")
         return Arena(self.schema, data)
+
+
+class Frozen(msgspec.Struct, frozen=True):
+    """What names a model's frozen parameters; the default is that of a model without any."""
+
+    schema: Schema = Schema(())
+    digest: str = ""  # of their arena
+    sha256: str = ""  # of the same bytes, for what has to bind
+
+    @classmethod
+    def of(cls, arena: Arena) -> Frozen:
+        """Of these bytes, on the CPU."""
+        if not arena.schema.tensors:
+            return cls()
+        return cls(arena.schema, arena.digest, hashlib.sha256(arena.payload).hexdigest())
 
 
 def chunks(section: Section, size: int = 1 << 18) -> Iterator[tuple[int, int]]:

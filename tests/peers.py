@@ -31,7 +31,7 @@ class Toy:
         self.target, self.pace_s = target, pace_s
         self.description = Description(SCHEMA, task)
 
-    async def initial(self, out: Path) -> ArenaFile:
+    async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile:
         return written(Arena.zeros(SCHEMA), out)
 
     async def examples(self, site: str) -> float | None:

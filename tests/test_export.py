@@ -12,7 +12,7 @@ from fedtrain import Config
 from fedtrain.errors import StoreError
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.tracking.export import beginning, export
-from fedtrain.update import Arena
+from fedtrain.update import Arena, Schema
 
 CONFIG = Config.of({"run": {"name": "heart"}, "train": {"lr": 0.5}})
 
@@ -26,7 +26,7 @@ class Tied(nn.Module):
         self.embed = nn.Embedding(5, 4)
         self.norm = nn.BatchNorm1d(4)
         self.small = nn.Parameter(torch.randn(3).to(torch.bfloat16))
-        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.frozen = nn.Parameter(torch.tensor([0.5, 0.7]), requires_grad=False)
         self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("flag", torch.tensor(True))
@@ -36,7 +36,9 @@ def a_run(folder, rounds=4, best=2):
     """A run directory with a model of its own for each round."""
     store = RunStore(folder, durable=False)
     arenas = [Arena.of(Tied(n)) for n in range(rounds + 1)]
-    store.begin(arenas[0].schema, CONFIG.agreed(), run="heart", task_digest="cd" * 32)
+    frozen = Arena.of(Tied(0), frozen=True)
+    store.begin(arenas[0].schema, CONFIG.agreed(), frozen=frozen.schema, run="heart", task_digest="cd" * 32)
+    store.keep_frozen(frozen)
     for site in ("bern", "basel"):
         store.join(site, 10.0)
     for n, arena in enumerate(arenas):
@@ -50,6 +52,10 @@ def a_run(folder, rounds=4, best=2):
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     return a_run(tmp_path_factory.mktemp("runs") / "heart")
+
+
+def schemas(model):
+    return Schema.of(model), Schema.of(model, frozen=True)
 
 
 def same(model, other):
@@ -157,13 +163,23 @@ def test_what_is_no_run_directory_is_told(tmp_path):
 def test_a_run_begins_with_another_runs_last_model_or_its_export_to_the_last_bit(run_dir, tmp_path, source):
     folder = export(run_dir, tmp_path / "out")
     where = {"run": run_dir, "folder": folder, "file": folder / "model.safetensors"}[source]
-    schema = Arena.of(Tied(0)).schema
     store = RunStore(run_dir, read_only=True)
     try:
-        last = store.latest().weights
+        last, frozen = store.latest().weights, store.load_frozen()
     finally:
         store.close()
-    assert beginning(where, schema).digest == last.digest
+    found = beginning(where, *schemas(Tied(0)))
+    assert [arena.digest for arena in found] == [last.digest, frozen.digest]
+
+
+def test_what_another_run_froze_may_be_trained_here_and_the_other_way_round(run_dir):
+    model = Tied(0)
+    model.frozen.requires_grad_(True)
+    model.embed.weight.requires_grad_(False)
+    for arena, frozen in zip(beginning(run_dir, *schemas(model)), (False, True), strict=True):
+        arena.bind(model)
+        assert ("frozen" in arena.views()) != frozen
+    assert same(model, Tied(4))
 
 
 @pytest.mark.parametrize("source", ["run", "folder"])
@@ -171,19 +187,19 @@ def test_a_run_begins_with_another_runs_last_model_or_its_export_to_the_last_bit
 def test_a_run_does_not_begin_with_another_model(run_dir, tmp_path, source, other):
     where = run_dir if source == "run" else export(run_dir, tmp_path / "out")
     with pytest.raises(StoreError, match="holds another model"):
-        beginning(where, Arena.of(other).schema)
+        beginning(where, *schemas(other))
 
 
 def test_a_run_does_not_begin_with_a_model_of_other_shapes(run_dir, tmp_path):
     model = Tied(0)
     model.small = nn.Parameter(torch.randn(4).to(torch.bfloat16))
     with pytest.raises(StoreError, match=r"small is torch.bfloat16\[3\] there, torch.bfloat16\[4\] here"):
-        beginning(export(run_dir, tmp_path / "out"), Arena.of(model).schema)
+        beginning(export(run_dir, tmp_path / "out"), *schemas(model))
 
 
 def test_what_is_no_model_to_begin_with_is_told(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no")
     with pytest.raises(StoreError, match="is not a safetensors file"):
-        beginning(tmp_path, Arena.of(Tied(0)).schema)
+        beginning(tmp_path, *schemas(Tied(0)))
     with pytest.raises(StoreError, match="does not exist"):
-        beginning(tmp_path / "nowhere", Arena.of(Tied(0)).schema)
+        beginning(tmp_path / "nowhere", *schemas(Tied(0)))

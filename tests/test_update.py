@@ -28,7 +28,9 @@ from fedtrain.update import (
 )
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-TENSORS = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), SHAPES, st.booleans()), max_size=8)
+TENSORS = st.lists(
+    st.tuples(st.sampled_from(sorted(ITEM_BYTES)), SHAPES, st.booleans(), st.booleans()), max_size=8
+)
 
 
 class Bag(nn.Module):
@@ -37,9 +39,9 @@ class Bag(nn.Module):
     def __init__(self, tensors, seed):
         super().__init__()
         g = torch.Generator().manual_seed(seed)
-        for i, (dtype, shape, trained) in enumerate(tensors):
+        for i, (dtype, shape, parameter, trained) in enumerate(tensors):
             value = torch.randint(0, 100, shape, generator=g).to(getattr(torch, dtype))
-            if dtype in FLOATS:
+            if dtype in FLOATS and parameter:
                 setattr(self, f"t{i}", nn.Parameter(value / 7, requires_grad=trained))
             else:
                 self.register_buffer(f"t{i}", value)
@@ -49,8 +51,9 @@ class Bag(nn.Module):
 @given(TENSORS, st.integers(0, 1000))
 def test_every_dtype_and_shape_survives_the_arena_bit_by_bit(tensors, seed):
     model = Bag(tensors, seed)
-    arena = Arena.of(model)
-    views = Arena.wrap(arena.schema, bytearray(arena.payload)).views()
+    views = {}
+    for arena in (Arena.of(model), Arena.of(model, frozen=True)):
+        views |= Arena.wrap(arena.schema, bytearray(arena.payload)).views()
     state = model.state_dict()
     assert set(views) == set(state)
     for name, tensor in state.items():

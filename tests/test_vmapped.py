@@ -93,12 +93,14 @@ def test_more_sites_than_a_chunk_come_back_in_their_order():
         )
 
 
-def test_a_slab_receives_whole_arenas_and_what_is_not_trained_stays_where_it_was():
+def test_a_slab_receives_whole_arenas_and_frozen_parameters_stay_out_of_them():
     engine = Engine(Tied(), CONFIG, 1)
     outs = torch.ones(len(SITES), engine.schema.nbytes, dtype=torch.uint8)
     updates = Vmapped(engine).train(SITES, 0, engine.initial(), outs)
     assert all(u.delta.data.data_ptr() == row.data_ptr() for u, row in zip(updates, outs, strict=True))
-    assert not any(u.delta.views()["a.bias"].any() for u in updates)
+    before = Arena.of(Engine(Tied(), CONFIG, 1).model, frozen=True).views()
+    assert torch.equal(engine.model["a"].bias, before["a.bias"])
+    assert all(u.delta.views().keys() == {"a.weight", "b.bias"} for u in updates)
     assert all(u.delta.views()["a.weight"].any() for u in updates)
 
 

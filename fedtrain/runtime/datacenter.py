@@ -76,7 +76,10 @@ def run(
         with _store(config, mesh, emit) as store, Leave() as leave:
             room = Datacenter(config, task, mesh, store, emit, leave)
             if store is not None:
-                store.begin(room.engine.schema, agreed(config), run=config.run.name, task_digest=digest)
+                store.begin(
+                    room.engine.schema, agreed(config), frozen=room.engine.frozen, run=config.run.name,
+                    task_digest=digest,
+                )  # fmt: skip
             return room.run(start)
 
 
@@ -132,6 +135,10 @@ class Datacenter:
         resumed = self._some_checkpoint() and self.checkpoints.restore(state)
         if not resumed and start is not None:
             self._begin_with(start)
+        if self.engine.frozen.tensors:
+            frozen = self.engine.gather(frozen=True)
+            if self.store is not None and frozen is not None:
+                self.store.keep_frozen(frozen)
         self.emit(
             "run_started", run=config.run.name, mode="datacenter", rounds=config.run.rounds,
             sites=self.mesh.islands if self.islands else 0, config_digest=config.digest(),
@@ -244,8 +251,11 @@ class Datacenter:
 
     def _begin_with(self, source: Path) -> None:
         """The last model of another run, on rank 0's disk, is where this one starts."""
-        weights = beginning(source, self.engine.schema) if self.store is not None else None
-        self.engine.install(weights)
+        engine, weights, frozen = self.engine, None, None
+        if self.store is not None:
+            weights, frozen = beginning(source, engine.schema, engine.frozen)
+        engine.install(weights)
+        engine.install(frozen, frozen=True)
         if self.outer is not None:
             self.outer.begin_anew()
 

@@ -174,6 +174,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     try:
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
         schema, task_digest = await beside_torch(_begin(config, store, strategy, start))
+        frozen = store.frozen
         callers = Callers(credentials, config.root / config.network.certs)
 
         def admit(site: SiteId, request: Request, reply: Reply) -> None:
@@ -183,7 +184,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
                 checks.admit(request, reply, schema, config.limits, store.joined().get(site))
 
         def welcome(site: SiteId, hello: Hello) -> None:
-            agree(site, hello, config, schema, task_digest)
+            agree(site, hello, config, schema, task_digest, frozen.schema)
             store.join(site, hello.examples)
 
         cohort = GrpcCohort(
@@ -194,6 +195,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
             admit=admit,
             inbox=store.inbox,
             replies=secure.REPLIES if config.secagg.enabled else Found,
+            frozen=store.frozen_file(),
             heartbeat_s=config.network.heartbeat,
             idle_s=config.network.idle,
             emit=emit,
@@ -210,6 +212,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
                 ).verify,
                 settled=store.set_plan,
                 spread=secure.spread(),
+                frozen=frozen.sha256,
             )  # fmt: skip
         else:
             answers = InTheOpen(config, cohort, emit)
@@ -237,25 +240,37 @@ async def _begin(
 ) -> tuple[Schema, str]:
     """The run's model and its task's digest, with an initial model in the store. A new run asks a process
     that loads the task; one that goes on with the same source knows."""
-    from ..tracking.export import beginning
     from .trainer import Trainer, digest_of
 
     if (known := store.begun()) is not None and known[1] == digest_of(config):
-        store.begin(known[0], config.agreed(), run=config.run.name, task_digest=known[1])
-        if store.latest() is not None:
+        store.begin(
+            known[0], config.agreed(), frozen=store.frozen.schema, run=config.run.name, task_digest=known[1]
+        )
+        if store.latest() is not None and store.has_frozen(store.frozen.schema):
             return known
     async with await Trainer.start(config, scratch=store.folder) as trainer:
         about = trainer.description
-        store.begin(about.schema, config.agreed(), run=config.run.name, task_digest=about.task_digest)
+        store.begin(
+            about.schema, config.agreed(), frozen=about.frozen.schema, run=config.run.name,
+            task_digest=about.task_digest,
+        )  # fmt: skip
         if store.latest() is None:
-            own = await trainer.initial(store.folder / "initial")
-            initial = beginning(start, about.schema) if start else own.load()
+            initial, frozen = await trainer.beginning(start, store.folder)
+            store.keep_frozen(frozen)
             store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
-    (store.folder / "initial").unlink(missing_ok=True)
+        elif not store.has_frozen(about.frozen.schema):
+            store.keep_frozen(await trainer.frozen(store.folder))
     return about.schema, about.task_digest
 
 
-def agree(site: SiteId, hello: Hello, config: Config, schema: Schema, task_digest: str) -> None:
+def agree(
+    site: SiteId,
+    hello: Hello,
+    config: Config,
+    schema: Schema,
+    task_digest: str,
+    frozen: Schema = Schema(()),
+) -> None:
     """JoinRefused, in one line that reads well at both ends, unless both would train the same thing."""
     if hello.protocol != PROTOCOL:
         raise JoinRefused(
@@ -276,7 +291,8 @@ def agree(site: SiteId, hello: Hello, config: Config, schema: Schema, task_diges
             f"{task_digest[:12]} at the aggregator. Copy the same task file to both."
         )
     hello.schema.check()
-    if difference := schema.difference(hello.schema):
+    hello.frozen.check()
+    if difference := schema.difference(hello.schema) or frozen.difference(hello.frozen):
         raise JoinRefused(
             f"{site} and the aggregator have different models: {difference} (aggregator here, site there). "
             f"Make model() the same at both."

@@ -47,7 +47,14 @@ async def simulate(
         agreed = agreed_simulation(config) | {
             f"gossip.{f.name}": repr(getattr(config.gossip, f.name)) for f in fields(config.gossip)
         }
-        store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
+        store.begin(
+            about.schema, agreed, frozen=about.frozen.schema, run=config.run.name,
+            task_digest=about.task_digest,
+        )  # fmt: skip
+        if not store.has_frozen(about.frozen.schema):
+            store.keep_frozen(bench.initial(frozen=True))
+        if (frozen := store.frozen_file()) is not None:
+            bench.freeze(frozen)
         spent = Spent(config.privacy, store.folder, emit)
         pace = paces(config, about.sites)
         fastest = min(about.sites, key=pace.__getitem__)  # who spends most of all

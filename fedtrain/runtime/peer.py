@@ -90,7 +90,15 @@ async def run(
                 f"gossip.{f.name}": repr(getattr(config.gossip, f.name))
                 for f in fields(config.gossip) if f.name != "roster"
             }  # fmt: skip
-            store.begin(about.schema, agreed, run=config.run.name, task_digest=about.task_digest)
+            store.begin(
+                about.schema, agreed, frozen=about.frozen.schema, run=config.run.name,
+                task_digest=about.task_digest,
+            )  # fmt: skip
+            if not store.has_frozen(about.frozen.schema):
+                store.keep_frozen((await trainer.initial(store.folder / "frozen", frozen=True)).load())
+                (store.folder / "frozen").unlink()
+            if (frozen := store.frozen_file()) is not None:
+                await trainer.freeze(frozen)
             if graph.kind == "file":  # only its name stands in the settings
                 agreed["gossip.graph"] = graph.fingerprint
             circles = None
@@ -98,7 +106,8 @@ async def run(
                 circles = Circles(name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), spread())
             greeting = Greeting(
                 version=__version__, task_digest=about.task_digest, schema_digest=about.schema.digest,
-                agreed=agreed, mask_key=circles.public if circles else b"", mask_number=time.time_ns(),
+                agreed=agreed, frozen_digest=store.frozen.digest,
+                mask_key=circles.public if circles else b"", mask_number=time.time_ns(),
             )  # fmt: skip
             curve = Curve(*own_curve(folder, zmq.curve_keypair))
             roster = enrolled(config, name, credentials, curve, emit, circles, greeting.mask_number)
@@ -432,6 +441,11 @@ def fits(me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting, circles: Ci
         raise JoinRefused(
             f"{peer} and {me} have different task code: {theirs.task_digest[:12]} at {peer}, "
             f"{mine.task_digest[:12]} at {me}. Copy the same task file to both."
+        )
+    if theirs.frozen_digest != mine.frozen_digest:
+        raise JoinRefused(
+            f"{peer} and {me} have different frozen parameters: {theirs.frozen_digest[:12]} at {peer}, "
+            f"{mine.frozen_digest[:12]} at {me}. Let model() load them from the same file at both."
         )
     if circles is not None:
         try:

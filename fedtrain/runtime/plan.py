@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from ..config import Config
 from ..secagg.fixedpoint import FixedPoint, held
 from ..secagg.masking import KEY_BYTES, add_masks
+from ..training.local import build_model
 from ..training.task import load_task
 from ..update import Schema
 from . import asynchronous, secure
@@ -43,6 +45,7 @@ class RoundPlan:
     sites: int
     updates: int  # in a round: each site's; in a version: as many as fill the buffer, whosever they are
     parameters: int
+    frozen: int  # of these are not trained: they are in no round
     down_bytes: int  # to a site for one update
     up_bytes: int  # from a site for one update
     masks: MaskPlan | None
@@ -64,13 +67,16 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
     `sites`: how many; without it those that the task names, else simulate.sites.
     """
     task = load_task(config.run.task, config.root, data_dir)
-    schema, sites = Schema.of(task.model()), sites or len(task.sites() or ()) or config.simulate.sites
+    model = build_model(task, config.run.seed, torch.device("cpu"))
+    schema, frozen = Schema.of(model), Schema.of(model, frozen=True).numel
+    parameters = schema.numel + frozen
+    sites = sites or len(task.sites() or ()) or config.simulate.sites
     rounds, updates = config.run.rounds, sites
     if config.asynchronous.enabled:
         asynchronous.check_config(config)
         updates = config.asynchronous.buffer
     if not config.secagg.enabled:
-        return RoundPlan(rounds, sites, updates, schema.numel, schema.nbytes, schema.nbytes, None)
+        return RoundPlan(rounds, sites, updates, parameters, frozen, schema.nbytes, schema.nbytes, None)
     secure.check_config(config)
     each = max(sites // config.secagg.groups, 1)
     encoding = secure.encoding_of(config, 0, each, schema)
@@ -91,7 +97,7 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
         aggregator_s=config.secagg.groups * (folded_s + each * mask_s),
         aggregator_worst_s=config.secagg.groups * (folded_s + (each - drop) * mask_s + lost_s),
     )
-    return RoundPlan(rounds, sites, updates, schema.numel, schema.nbytes, up_bytes, masks)
+    return RoundPlan(rounds, sites, updates, parameters, frozen, schema.nbytes, up_bytes, masks)
 
 
 def _mask_s(nbytes: int) -> float:

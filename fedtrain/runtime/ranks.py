@@ -38,7 +38,7 @@ from ..training.mesh import Mesh, Sizes, device_here
 from ..training.parallel.data import Dealt
 from ..training.parallel.engine import MeshEngine
 from ..training.task import Task, collate_of, folder_of, load_task, user_code
-from ..update import Arena, Metrics, Schema, SiteId, Update
+from ..update import Arena, Frozen, Metrics, Schema, SiteId, Update
 from .processes import ending, is_stopped, signalled_when_parent_ends
 
 Fetch = Callable[[str, SiteId], Any]  # ("data" or "eval_data", site) -> what the task has
@@ -57,7 +57,7 @@ SETTLE_S = 0.5  # the first rank to fail makes others fail: so long is waited fo
 class Told(msgspec.Struct, array_like=True):
     """What all ranks do next."""
 
-    what: str  # train | evaluate
+    what: str  # train | evaluate | freeze
     site: SiteId
     round: int
 
@@ -187,12 +187,20 @@ class Team:
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
         self._correct: Correct | None = strategy.correct if strategies.corrects(strategy) else None
         self._engine: MeshEngine | None = None
-        self.schema = Schema.of(build_model(task, config.run.seed, torch.device("cpu")))
+        model = build_model(task, config.run.seed, torch.device("cpu"))
+        self.schema, self.frozen = Schema.of(model), Frozen.of(Arena.of(model, frozen=True))
+        self._freezing = False  # all ranks are to be given other frozen parameters: rank 0 has them
+        self._given: Arena | None = None
 
     # --- rank 0: what a trainer asks
 
-    def initial(self) -> Arena:
-        return Arena.of(build_model(self.task, self.config.run.seed, torch.device("cpu")))
+    def initial(self, *, frozen: bool = False) -> Arena:
+        return Arena.of(build_model(self.task, self.config.run.seed, torch.device("cpu")), frozen=frozen)
+
+    def freeze(self, frozen: Arena) -> None:
+        """Train with these frozen parameters from the next request on."""
+        self._tell(Told("freeze", "", 0))
+        self._freezing, self._given = True, frozen
 
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Update:
         """As local.Engine's, but for the last bits: sums over ranks are rounded in another order."""
@@ -222,8 +230,10 @@ class Team:
             with suppress(Unready):  # told by rank 0
                 if told.what == "train":
                     self._train(told.site, told.round, None, None)
-                else:
+                elif told.what == "evaluate":
                     self._evaluate(told.site, None)
+                else:
+                    self._freezing = True
 
     def _train(self, site: SiteId, round: int, weights: Arena | None, out: Arena | None) -> Update | None:
         train, mesh = self.config.train, self.mesh
@@ -274,6 +284,9 @@ class Team:
             self._engine = MeshEngine(
                 self.task, self.config, self.mesh, example=example, correct=self._correct
             )
+        if self._freezing:
+            self._engine.install(self._given, frozen=True)
+            self._freezing, self._given = False, None
         return self._engine
 
     def _loaded(self, load: Callable[[], Any]) -> Any:

@@ -178,9 +178,9 @@ async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
     return await asyncio.to_thread(work, *args)
 
 
-def hash_of(weights: AnyArena, spread: Spread = map) -> bytes:
+def hash_of(weights: AnyArena, spread: Spread = map, frozen: str = "") -> bytes:
     """What a session is bound to, where update.Digest would not bind: SHA-256 of the SHA-256 of each part of
-    a model, so that all cores can work on it."""
+    a model, so that all cores can work on it, and of its frozen parameters' (Frozen.sha256)."""
     parts = list(chunks_of(weights.schema, BLOCK_BYTES // 8))  # of the longest numbers, a room full
     leaves = [b""] * len(parts)
 
@@ -189,7 +189,7 @@ def hash_of(weights: AnyArena, spread: Spread = map) -> bytes:
             leaves[i] = hashlib.sha256(weights.span(*parts[i], room.data)).digest()
 
     each(spread, leaf, range(len(parts)))
-    return hashlib.sha256(b"".join(leaves)).digest()
+    return hashlib.sha256(b"".join((*leaves, bytes.fromhex(frozen)))).digest()
 
 
 # --- A site's end
@@ -340,14 +340,16 @@ class UnderMasks:
         verify: Verify,
         settled: Callable[[Plan], None] = lambda plan: None,
         spread: Spread = map,
+        frozen: str = "",
     ) -> None:
         """`fingerprints`: of the certificates of those of these sites that called. `settled` keeps a plan
         in which sites that dropped out are left out: from then on honest sites are in no other sum of this
-        round."""
+        round. `frozen`: SHA-256 of the run's frozen parameters."""
         check_config(config)
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._verify, self._spread = policy(config, federation), verify, spread
         self._fingerprints, self._settled = fingerprints, settled
+        self._frozen = frozen
         self._round, self._agreed = -1, list[Sequence[SiteId]]()  # its sums that may have been opened
 
     async def train(self, plan: Plan, weights: AnyArena) -> Mean:
@@ -418,7 +420,7 @@ class UnderMasks:
         found = await secure_sum(
             Unhurried(self.cohort),
             terms,
-            await asyncio.to_thread(hash_of, weights, self._spread),
+            await asyncio.to_thread(hash_of, weights, self._spread, self._frozen),
             request,
             self._verify,
             deadline_s=deadline_s,

@@ -31,7 +31,6 @@ from ..secagg.messages import Advertise, AdvertiseEvaluation
 from ..store import Checkpoint, RunStore
 from ..store.disk import lock
 from ..strategies import build, state_init
-from ..tracking.export import beginning
 from ..update import (
     AnyArena,
     Arena,
@@ -88,13 +87,24 @@ async def simulate(
             enough_sites(config, len(about.sites))
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
                 emit = without(emit, "update_received", "site_state")
-            store.begin(about.schema, agreed(config), run=config.run.name, task_digest=about.task_digest)
+            store.begin(
+                about.schema, agreed(config), frozen=about.frozen.schema, run=config.run.name,
+                task_digest=about.task_digest,
+            )  # fmt: skip
             if store.latest() is None:
-                initial = beginning(start, about.schema) if start else await pool.initial()
+                initial, frozen = await pool.beginning(start)
+                store.keep_frozen(frozen)
                 store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+            elif not store.has_frozen(about.frozen.schema):
+                store.keep_frozen((await pool.beginning(None))[1])
+            if (kept := store.frozen_file()) is not None:
+                await pool.freeze(kept)
             cohort: Cohort = pool
             if debug is not None:
-                cohort = InlineCohort(debug, Workbench(config, data_dir, simulated=True), pool)
+                bench = Workbench(config, data_dir, simulated=True)
+                if kept is not None:
+                    bench.freeze(kept)
+                cohort = InlineCohort(debug, bench, pool)
             if config.asynchronous.enabled:
                 clock = asynchronous.Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
                 result = await asynchronous.run(
@@ -188,6 +198,7 @@ class PoolCohort:
         self._batch_sites = max(1, min(most, BATCH_BYTES // max(1, nbytes)))  # at most
         self._replacing = asyncio.Lock()
         self._published: ArenaFile | None = None
+        self._frozen: ArenaFile | None = None  # of the run, which every trainer has
 
     @classmethod
     async def start(
@@ -226,12 +237,18 @@ class PoolCohort:
     def workers(self) -> int:
         return len(self._trainers)
 
+    async def beginning(self, start: Path | None) -> tuple[Arena, Arena]:
+        """See Trainer.beginning."""
+        return await self._trainers[0].beginning(start, self._scratch)
+
     async def initial(self) -> Arena:
-        """The model before round 0."""
-        out = self._scratch / "initial"
-        arena = (await self._trainers[0].initial(out)).load()
-        out.unlink()
-        return arena
+        """The task's own model before round 0."""
+        return (await self.beginning(None))[0]
+
+    async def freeze(self, frozen: ArenaFile) -> None:
+        """Have all trainers train with the run's frozen parameters."""
+        self._frozen = frozen
+        await asyncio.gather(*(trainer.freeze(frozen) for trainer in self._trainers))
 
     async def members(self, at_least: int) -> list[SiteId]:
         return self.description.sites
@@ -323,6 +340,8 @@ class PoolCohort:
                     if trainer in self._trainers:
                         self._trainers[self._trainers.index(trainer)] = another = await self._start()
                         unchanged(self.description, another.description)
+                        if self._frozen is not None:
+                            await another.freeze(self._frozen)
         raise AssertionError("unreachable")
 
 

@@ -8,6 +8,7 @@ the supervisor starts another trainer, and a restarted supervisor finds its fini
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import msgspec
 
 from .. import __version__
 from ..config import Config
-from ..errors import CertificateError, ConfigError, TaskError
+from ..errors import CertificateError, ConfigError, JoinRefused, TaskError
 from ..malloc import keep_freed
 from ..pki import Credentials, Revoked, aggregator_target
 from ..pki.revocation import LIST
@@ -32,6 +33,7 @@ from ..update import (
     Evaluation,
     Failure,
     Found,
+    Frozen,
     Reply,
     Request,
     Schema,
@@ -57,10 +59,11 @@ class Trains(Protocol):
 
     @property
     def description(self) -> Description: ...
-    async def initial(self, out: Path) -> ArenaFile: ...
+    async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile: ...
     async def examples(self, site: SiteId) -> float | None: ...
     async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update: ...
     async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation: ...
+    async def freeze(self, frozen: ArenaFile) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -72,13 +75,18 @@ class Supervised:
         """`trainer` is what `start` gave first."""
         self._start, self._trainer, self._dead = start, trainer, False
         self.description = trainer.description
+        self._frozen: ArenaFile | None = None  # of the run
 
     @classmethod
     async def begin(cls, start: Callable[[], Awaitable[Trains]]) -> Supervised:
         return cls(start, await start())
 
-    async def initial(self, out: Path) -> ArenaFile:
-        return await self._ask(lambda trainer: trainer.initial(out))
+    async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile:
+        return await self._ask(lambda trainer: trainer.initial(out, frozen=frozen))
+
+    async def freeze(self, frozen: ArenaFile) -> None:
+        self._frozen = frozen
+        await self._ask(lambda trainer: trainer.freeze(frozen))
 
     async def examples(self, site: SiteId) -> float | None:
         return await self._ask(lambda trainer: trainer.examples(site))
@@ -108,7 +116,9 @@ class Supervised:
         trainer = await self._start()
         try:
             unchanged(self.description, trainer.description)
-        except ConfigError:
+            if self._frozen is not None:
+                await trainer.freeze(self._frozen)
+        except BaseException:
             await trainer.close()
             raise
         self._trainer, self._dead = trainer, False
@@ -126,8 +136,9 @@ class Site:
         say: Callable[[str, int], None] = lambda state, round: None,
         secure: SecureSite | None = None,
         spent: Spent | None = None,
+        frozen: Frozen = Frozen(),
     ) -> None:
-        """`say` tells people what goes on.
+        """`say` tells people what goes on. `frozen`: the frozen parameters of the task's own model().
 
         With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
         """
@@ -135,16 +146,31 @@ class Site:
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
         self._say = say
         self._under_way: tuple[str, asyncio.Task[Found]] | None = None
+        self._own, self._frozen = frozen, frozen  # frozen parameters of the task's model(), and of the run
+        self._fetched: ArenaFile | None = None  # the run's, where they are others
+        self._given = False  # whether the trainer has them
+
+    def welcomed(self, frozen: str) -> ArenaFile | None:
+        """The run's frozen parameters, by their digest, when they have to be fetched: when those of this
+        site's model() are others. They are kept for the run."""
+        if self._fetched is not None and self._fetched.digest != frozen:
+            raise JoinRefused(
+                f"the aggregator began another run, with other frozen parameters. Start {self._name} again."
+            )
+        if frozen != self._own.digest and self._fetched is None:
+            self._fetched = ArenaFile(self._own.schema, self._ledger.inbox.path(frozen), frozen)
+            self._frozen = Frozen(self._own.schema, frozen)
+        return self._fetched
 
     async def answer(self, request: Request) -> Reply:
         """The reply to a request. The same question again, in another attempt say, gets the same reply; but
         a failure is no reply to another attempt, which has the work done anew."""
         match request, self._secure:
             case Train() | Evaluate(), None:
-                return await self._result(request, request.weights.digest)
+                return await self._result(request, request.weights.digest + self._frozen.digest)
             case Advertise() | AdvertiseEvaluation(), SecureSite():
                 # two models may have one digest
-                model = await asyncio.to_thread(hash_of, request.weights, spread())
+                model = await asyncio.to_thread(hash_of, request.weights, spread(), await self._bound())
                 result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
                     return result
@@ -165,6 +191,13 @@ class Site:
             self._under_way = (key, asyncio.create_task(self._work(key, request)))
         return await asyncio.shield(self._under_way[1])
 
+    async def _bound(self) -> str:
+        """SHA-256 of the frozen parameters that this site trains with."""
+        if self._fetched is not None and not self._frozen.sha256:
+            sha256 = await asyncio.to_thread(sha256_of, self._fetched.path)
+            self._frozen = msgspec.structs.replace(self._frozen, sha256=sha256)
+        return self._frozen.sha256
+
     async def close(self) -> None:
         await self._stop_work()
         await self._trainer.close()
@@ -180,8 +213,11 @@ class Site:
         if difference := self._schema.difference(weights.schema):
             return Failure(reason=f"the aggregator's model is not this site's: {difference}")
         assert isinstance(weights, ArenaFile)
-        self._ledger.inbox.keep_only([weights.digest])
+        self._ledger.inbox.keep_only([weights.digest, self._frozen.digest])
         try:
+            if self._fetched is not None and not self._given:
+                await self._trainer.freeze(self._fetched)
+                self._given = True
             return await self._ask_trainer(key, request, weights)
         except (TaskError, ConfigError) as e:  # the latter of a trainer that had to be started again
             return Failure(reason=str(e))
@@ -214,6 +250,11 @@ def failed(work: asyncio.Task[Found]) -> bool:
     return work.done() and (
         work.cancelled() or work.exception() is not None or isinstance(work.result(), Failure)
     )
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def secure_site(config: Config, name: SiteId, credentials: Credentials, ledger: Ledger) -> SecureSite:
@@ -281,17 +322,18 @@ async def run(
         about = trainer.description
         secure = secure_site(config, name, credentials, ledger) if config.secagg.enabled else None
         spent = Spent(config.privacy, ledger.folder, emit)
-        site = Site(name, about.schema, ledger, trainer, say, secure, spent)
+        site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen)
         hello = Hello(
             protocol=PROTOCOL,
             version=__version__,
             task_digest=about.task_digest,
             schema=about.schema,
+            frozen=about.frozen.schema,
             agreed=config.agreed(),
             examples=None if secure else await trainer.examples(name),  # under masks no count is in clear
         )
         try:
-            reason = await link.serve(hello, site.answer)
+            reason = await link.serve(hello, site.answer, site.welcomed)
         finally:
             await site.close()
         emit("run_finished", round=None, reason=reason, model=None)

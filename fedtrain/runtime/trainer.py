@@ -33,8 +33,8 @@ import msgspec
 
 from .. import malloc
 from ..config import Config
-from ..errors import ConfigError, TaskError, reason_of
-from ..update import Arena, ArenaFile, Evaluation, Metrics, Schema, SiteId, Update
+from ..errors import BadUpdate, ConfigError, TaskError, reason_of
+from ..update import Arena, ArenaFile, Evaluation, Frozen, Metrics, Schema, SiteId, Update
 from .privacy import noised
 from .processes import ending, is_stopped, signalled_when_parent_ends
 
@@ -73,6 +73,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
 class Initial(msgspec.Struct, tag=True, array_like=True):
     out: str
+    frozen: bool = False
 
 
 class Examples(msgspec.Struct, tag=True, array_like=True):
@@ -84,6 +85,12 @@ class Place(msgspec.Struct, array_like=True):
 
     path: str
     digest: str
+
+
+class Freeze(msgspec.Struct, tag=True, array_like=True):
+    """Train with the frozen parameters that lie there, not with those of the task's model()."""
+
+    frozen: Place
 
 
 class TrainOne(msgspec.Struct, tag=True, array_like=True):
@@ -114,6 +121,7 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     task_digest: str
     sites: list[SiteId] = []
     evaluators: list[SiteId] = []  # the sites, or "central" where they share one pool of data
+    frozen: Frozen = Frozen()  # of the task's model()
 
 
 class Trained(msgspec.Struct, tag=True, array_like=True):
@@ -149,7 +157,7 @@ class Saved(msgspec.Struct, tag=True, array_like=True):
     digest: str
 
 
-Ask = Initial | Examples | TrainOne | TrainMany | EvaluateMany
+Ask = Initial | Freeze | Examples | TrainOne | TrainMany | EvaluateMany
 Answer = Description | Failed | Dying | Done | Counted | Saved
 
 _encoder = msgspec.msgpack.Encoder()
@@ -255,10 +263,40 @@ class Trainer(asyncio.Protocol):
         """Requests not answered yet."""
         return len(self._waiting)
 
-    async def initial(self, out: Path) -> ArenaFile:
-        """The model before round 0, written to `out`."""
-        saved = await self._ask(Initial(str(out)))
-        return ArenaFile(self.description.schema, out, saved.digest)
+    async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile:
+        """The model before round 0, or the frozen parameters of the task's model(), written to `out`."""
+        saved = await self._ask(Initial(str(out), frozen))
+        schema = self.description.frozen.schema if frozen else self.description.schema
+        return ArenaFile(schema, out, saved.digest)
+
+    async def beginning(self, start: Path | None, scratch: Path) -> tuple[Arena, Arena]:
+        """The model that a run begins with, and its frozen parameters: those of `start`, a run directory or
+        an export, or the task's own."""
+        from ..tracking.export import beginning
+
+        about, out = self.description, scratch / "initial"
+        if start is not None:
+            return beginning(start, about.schema, about.frozen.schema)
+        try:
+            return (await self.initial(out)).load(), await self.frozen(scratch)
+        finally:
+            out.unlink(missing_ok=True)
+
+    async def frozen(self, scratch: Path) -> Arena:
+        """The frozen parameters of the task's model()."""
+        if not self.description.frozen.digest:
+            return Arena.zeros(Schema(()))
+        out = scratch / "frozen"
+        try:
+            return (await self.initial(out, frozen=True)).load()
+        finally:
+            out.unlink(missing_ok=True)
+
+    async def freeze(self, frozen: ArenaFile) -> None:
+        """Train with these frozen parameters from here on, unless they are those of the task's model()."""
+        if frozen.digest == self.description.frozen.digest:
+            return
+        await self._ask(Freeze(_place(frozen)))
 
     async def examples(self, site: SiteId) -> float | None:
         """How many examples the site has; None where only its training can tell."""
@@ -477,15 +515,28 @@ class Workbench:
         self._data_bytes = 0
         self._weights: tuple[Place, Arena] | None = None
         self._slab: tuple[str, mmap.mmap] | None = None
-        self.description = Description((self._team or self._engine).schema, digest)
+        engine = self._team or self._engine
+        self.description = Description(engine.schema, digest, frozen=engine.frozen)
         if self._simulated is not None:
             names = self._simulated.names
             self.description.sites = names
             self.description.evaluators = names if self._simulated.natural else ["central"]
 
-    def initial(self) -> Arena:
-        """The weights that a run starts from: equal at all sites."""
-        return (self._team or self._engine).initial()
+    def initial(self, *, frozen: bool = False) -> Arena:
+        """The weights that a run starts from, equal at all sites; or the frozen parameters."""
+        return (self._team or self._engine).initial(frozen=frozen)
+
+    def freeze(self, frozen: ArenaFile) -> None:
+        """As Trainer.freeze; BadUpdate when they are not those that were announced."""
+        if frozen.digest == self.description.frozen.digest:
+            return
+        found = frozen.load()
+        if found.digest != frozen.digest:
+            raise BadUpdate(
+                f"{frozen.path}, the frozen parameters, is damaged: it is not {frozen.digest[:12]}…. "
+                f"Remove the file and start again."
+            )
+        (self._team or self._engine).freeze(found)
 
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Update:
         if self._team is not None:
@@ -510,9 +561,13 @@ class Workbench:
 
     def answer(self, ask: Ask) -> Answer:
         match ask:
-            case Initial(out):
-                with _new_file(self.description.schema, Path(out)) as arena:
-                    return Saved(arena.copy_(self.initial()).digest)
+            case Initial(out, frozen):
+                initial = self.initial(frozen=frozen)
+                with _new_file(initial.schema, Path(out)) as arena:
+                    return Saved(arena.copy_(initial).digest)
+            case Freeze(place):
+                self.freeze(ArenaFile(self.description.frozen.schema, Path(place.path), place.digest))
+                return Saved(place.digest)
             case Examples(site):
                 return Counted(self.examples(site))
             case TrainOne(site, round, place, out):

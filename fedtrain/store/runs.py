@@ -2,7 +2,8 @@
 
     runs/heart/
       run.db         SQLite (WAL): what the run is, its rounds, its plan for the round under way
-      blobs/         models and strategy states under their digest, written before the row that names them
+      blobs/         models and strategy states under their digest, written before the row that names them;
+                     a model's frozen parameters once
       inbox/SITE/    updates of the round under way, or of an asynchronous run's buffer (see spool.py)
       events.jsonl   what happened, for people (tracking/)
 
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from ..errors import Damaged, StoreError
-from ..update import AnyArena, Arena, ArenaFile, Metrics, Schema, SiteId, Update
+from ..update import AnyArena, Arena, ArenaFile, Frozen, Metrics, Schema, SiteId, Update
 from .database import Database
 from .disk import Warn, explained, lock, refuse_network_disk, silent
 from .spool import Spool, damage, is_digest
@@ -153,6 +154,7 @@ class RunStore:
     def _strangers(self) -> int:
         """Blobs that no round names: those of a commit that a process died in. More: run.db is an old one."""
         named = {digest for row in self._db.all("SELECT weights, state FROM rounds") for digest in row}
+        named.add(self.frozen.digest)
         return sum(is_digest(path.name) and path.name not in named for path in self.blobs.iterdir())
 
     def inbox(self, site: SiteId) -> Spool:
@@ -183,8 +185,11 @@ class RunStore:
             return None
         return self._schema, have.get("task_digest", "")
 
-    def begin(self, schema: Schema, agreed: Mapping[str, str], **meta: Any) -> None:
-        """Say what this run is, or check that it is the one begun here."""
+    def begin(
+        self, schema: Schema, agreed: Mapping[str, str], *, frozen: Schema = Schema(()), **meta: Any
+    ) -> None:
+        """Say what this run is, or check that it is the one begun here. `frozen`: schema of what
+        `keep_frozen` keeps."""
         have = self.meta()
         if not have:
             have = {"version": VERSION, "schema": schema, "agreed": dict(agreed), **meta}
@@ -204,7 +209,8 @@ class RunStore:
             raise StoreError(
                 f"{self.folder} holds a run of another configuration: {was}. Change it back, {ANEW}"
             )
-        if difference := msgspec.convert(have["schema"], Schema).difference(schema):
+        kept = self.frozen.schema if "frozen" in have else frozen
+        if difference := self._schema.difference(schema) or kept.difference(frozen):
             raise StoreError(
                 f"{self.folder} holds a run of another model: {difference}. Change it back, {ANEW}"
             )
@@ -213,6 +219,48 @@ class RunStore:
                 f"{self.folder} was begun with other task code (comments and layout don't count). "
                 f"Change it back, {ANEW}"
             )
+
+    def keep_frozen(self, arena: Arena) -> None:
+        """Keep the run's frozen parameters, before its first round; later StoreError for others. An arena
+        without any is not kept."""
+        found = Frozen.of(arena)
+        if found != self.frozen and self._db.one("SELECT 1 FROM rounds"):
+            raise StoreError(
+                f"{self.blobs / self.frozen.digest}, the run's frozen parameters, is gone, and the task's "
+                f"model() gives others. {self._remedy}"
+            )
+        if found.digest:
+            self._put(arena)
+            with self._transaction():
+                text = msgspec.json.encode(found).decode()
+                self._db.change("INSERT OR REPLACE INTO meta VALUES ('frozen', ?)", (text,))
+            self.__dict__.pop("frozen", None)
+
+    @cached_property
+    def frozen(self) -> Frozen:
+        """What names the run's frozen parameters."""
+        row = self._db.one("SELECT value FROM meta WHERE key = 'frozen'")
+        return msgspec.json.decode(row[0], type=Frozen) if row else Frozen()
+
+    def has_frozen(self, schema: Schema) -> bool:
+        """Whether the run's frozen parameters, of this schema, are here; damaged ones are not."""
+        frozen = self.frozen
+        return not schema.tensors or (bool(frozen.digest) and self._models.has(frozen.digest, schema.nbytes))
+
+    def frozen_file(self) -> ArenaFile | None:
+        """Where they lie; None of a model without any."""
+        frozen = self.frozen
+        return ArenaFile(frozen.schema, self.blobs / frozen.digest, frozen.digest) if frozen.digest else None
+
+    def load_frozen(self) -> Arena:
+        """Their bytes; StoreError when they are damaged."""
+        file = self.frozen_file()
+        if file is None:
+            return Arena.zeros(Schema(()))
+        wrong = damage(file.path, file.digest, file.schema.nbytes) if file.path.exists() else "gone"
+        if wrong:
+            raise Damaged(f"{file.path}, the frozen parameters of {self.folder}, is damaged ({wrong}).")
+        return file.load()
 
     # --- committed rounds
 
@@ -484,7 +532,8 @@ class RunStore:
         kept = self._kept()
         rows = self._db.all("SELECT round, weights, state FROM rounds WHERE round >= ?", (min(kept),))
         self._models.keep_only(
-            digest for number, *digests in rows if number in kept for digest in digests if digest
+            {digest for number, *digests in rows if number in kept for digest in digests if digest}
+            | {self.frozen.digest}
         )
 
     def _transaction(self) -> AbstractContextManager[None]:

@@ -36,11 +36,12 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         chosen = _choose(store, round)
         row = next(r for r in store.rounds() if r.round == chosen)
         meta, sites, weights = store.meta(), sorted(store.joined()), store.load(chosen).weights
+        frozen = store.load_frozen()
     finally:
         store.close()
     assert isinstance(weights, Arena), "a loaded round is in memory"
     out.mkdir(parents=True, exist_ok=True)
-    sha256 = _replace(out / "model.safetensors", lambda path: _save(path, weights.views()))
+    sha256 = _replace(out / "model.safetensors", lambda path: _save(path, weights.views() | frozen.views()))
     agreed: dict[str, str] = meta.get("agreed", {})
     about = {
         "run": meta.get("run", run_dir.name),
@@ -50,12 +51,14 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         "updates": row.record.get("sites"),  # how many are in this round
         "metrics": row.metrics or {},
         "training_loss": row.record.get("loss"),
-        "parameters": weights.schema.numel,
+        "parameters": weights.schema.numel + frozen.schema.numel,
+        "frozen": frozen.schema.numel,  # of them
         "config": {key: _value(text) for key, text in agreed.items()},
         "config_digest": hashlib.sha256(msgspec.json.encode(agreed)).hexdigest(),
         "task_digest": meta.get("task_digest"),
         "schema_digest": weights.schema.digest,
         "weights_digest": weights.digest,
+        "frozen_digest": store.frozen.digest or None,
         "sha256": sha256,
         "fedtrain": __version__,
     }
@@ -65,48 +68,51 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
     return out
 
 
-def beginning(source: Path, schema: Schema) -> Arena:
-    """The model that a new run begins with: the last one of a run directory, or an export (its folder, or its
-    model.safetensors). StoreError unless it is a model of this schema."""
+def beginning(source: Path, schema: Schema, frozen: Schema) -> tuple[Arena, Arena]:
+    """The model that a new run begins with, and its frozen parameters: the last one of a run directory, or an
+    export (its folder, or its model.safetensors). StoreError unless it is a model of these schemas; what of
+    it is frozen may differ."""
     if (source / "run.db").exists():
         store = RunStore(source, read_only=True)
         try:
-            last = store.latest()
+            last, rest = store.latest(), store.load_frozen()
         finally:
             store.close()
         if last is None:
             raise StoreError(f"{source} has no model yet. Let that run finish its first round.")
-        weights = last.weights.load()
-        if difference := schema.difference(weights.schema):
-            raise StoreError(f"{source} holds another model: {difference}.")
-        return weights
-    return _read(source / "model.safetensors" if source.is_dir() else source, schema)
+        return _filled(source, last.weights.load().views() | rest.views(), schema, frozen)
+    file = source / "model.safetensors" if source.is_dir() else source
+    return _filled(file, _read(file), schema, frozen)
 
 
-def _read(file: Path, schema: Schema) -> Arena:
+def _read(file: Path) -> dict[str, Any]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        tensors = load_file(file)
+        return load_file(file)
     except FileNotFoundError:
         raise StoreError(f"{file} does not exist. Name a run, or what `fedtrain export` wrote.") from None
     except SafetensorError as e:
         raise StoreError(f"{file} is not a safetensors file: {e}.") from None
-    weights = Arena.zeros(schema)
-    views = weights.views()
+
+
+def _filled(source: Path, tensors: dict[str, Any], schema: Schema, frozen: Schema) -> tuple[Arena, Arena]:
+    """Arenas of these schemas with the tensors of their names; StoreError unless these are all there is."""
+    weights, rest = Arena.zeros(schema), Arena.zeros(frozen)
+    views = weights.views() | rest.views()
     if odd := sorted(views.keys() ^ tensors.keys()):
         where = "has no" if odd[0] in views else "has a"
-        raise StoreError(f"{file} holds another model: it {where} {odd[0]}.")
+        raise StoreError(f"{source} holds another model: it {where} {odd[0]}.")
     for name, view in views.items():
         found = tensors[name]
         if found.shape != view.shape or found.dtype != view.dtype:
             raise StoreError(
-                f"{file} holds another model: {name} is {found.dtype}{list(found.shape)} there, "
+                f"{source} holds another model: {name} is {found.dtype}{list(found.shape)} there, "
                 f"{view.dtype}{list(view.shape)} here."
             )
         view.copy_(found)
-    return weights
+    return weights, rest
 
 
 def _choose(store: RunStore, round: int | Literal["best"] | None) -> int:

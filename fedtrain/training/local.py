@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config import TrainConfig
 from ..errors import ConfigError, TaskError
-from ..update import FLOATS, Arena, Metrics, Schema, SiteId, Update, seed_of, unique_tensors
+from ..update import FLOATS, Arena, Frozen, Metrics, Schema, SiteId, Update, seed_of, unique_tensors
 from .batches import Batch, examples_in, move
 from .examples import Examples, examples_of
 from .loss_scale import LossScale
@@ -55,9 +55,12 @@ class Engine:
         self.device = device_of(config.device)
         self._order = torch.Generator()  # of shuffles
         self.model = self._build().to(self.device)
-        self.local = Arena.of(self.model)
-        self.local.data = self.local.data.to(self.device)
-        self.local.bind(self.model)
+        self.local, self._frozen = Arena.of(self.model), Arena.of(self.model, frozen=True)
+        self.frozen = Frozen.of(self._frozen)  # of the task's own model()
+        for arena in (self.local, self._frozen):
+            arena.data = arena.data.to(self.device)
+            arena.bind(self.model)
+        self._frozen_sum = checksum(self._frozen)
         self.model.train()
 
         self._folder, self._collate = folder_of(task), collate_of(task)
@@ -89,9 +92,14 @@ class Engine:
     def schema(self) -> Schema:
         return self.local.schema
 
-    def initial(self) -> Arena:
-        """The weights that a run starts from: equal at all sites."""
-        return Arena.of(self._build())
+    def initial(self, *, frozen: bool = False) -> Arena:
+        """The weights that a run starts from, equal at all sites; or the frozen parameters."""
+        return Arena.of(self._build(), frozen=frozen)
+
+    def freeze(self, frozen: Arena) -> None:
+        """Train with these frozen parameters from here on."""
+        self._frozen.copy_(frozen)
+        self._frozen_sum = checksum(self._frozen)
 
     def train(self, site: SiteId, dataset: Any, round: int, weights: Arena, out: Arena) -> Update:
         """Train on the site's examples from the global `weights`; `out` receives local - global."""
@@ -103,6 +111,7 @@ class Engine:
             loss, weight, seen = self._steps(examples, self._trained(start) if self.correct else [])
         if not seen:
             raise TaskError(f"site {site} has no examples: data({site!r}) is empty")
+        self._check_frozen()
         self._gather_buffers()
         self._subtract(start, out)
         # The size of the dataset, in units of the loss's weight: not how often it was passed over.
@@ -261,6 +270,19 @@ class Engine:
             if present is not None and present is not buffer.tensor:
                 buffer.tensor.copy_(present)
 
+    def _check_frozen(self) -> None:
+        """TaskError when the task changed what does not travel: what others have would silently differ."""
+        views = self._frozen.views()
+        if not views:
+            return
+        tensors = unique_tensors(self.model)
+        kept = all(tensors[name].data_ptr() == view.data_ptr() for name, view in views.items())
+        if not kept or checksum(self._frozen) != self._frozen_sum:
+            raise TaskError(
+                "the task changed a parameter whose requires_grad is False, which is not sent back. "
+                "Make it a buffer (register_buffer): buffers travel"
+            )
+
     def _subtract(self, start: Arena, out: Arena) -> None:
         for section, local in zip(self.schema.sections, self._flats, strict=True):
             delta = out.flat(section)
@@ -277,6 +299,11 @@ def all_finite(tensors: list[torch.Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
+def checksum(arena: Arena) -> int:
+    """A sum of an arena's bytes that changes when one of them does, taken where they lie."""
+    return int(arena.data.view(torch.int64).sum())
+
+
 def build_model(task: Task, run_seed: int, device: torch.device) -> nn.Module:
     """The task's model as every site, and every rank, begins with it; on the CPU."""
     seed_all(seed_of(run_seed, "init"), device)
@@ -284,6 +311,11 @@ def build_model(task: Task, run_seed: int, device: torch.device) -> nn.Module:
         model = task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() returned a {type(model).__name__}, not a torch.nn.Module")
+    if (parameters := list(model.parameters())) and not any(p.requires_grad for p in parameters):
+        raise ConfigError(
+            f"model() has nothing to train: requires_grad is False of all its {len(parameters)} parameters. "
+            f"Leave it True for those that training is to change."
+        )
     return model
 
 

@@ -137,6 +137,7 @@ class GrpcCohort:
         admit: Callable[[SiteId, Request, Reply], None],
         inbox: Callable[[SiteId], Inbox],
         replies: type | Any = Found,
+        frozen: AnyArena | None = None,
         heartbeat_s: float = 5.0,
         idle_s: float = 30.0,
         emit: Emit = lambda kind, **fields: None,
@@ -145,8 +146,8 @@ class GrpcCohort:
         every call. `welcome` raises
         JoinRefused when the site does not fit; `admit` raises BadUpdate for a reply whose header alone
         shows that it cannot be used, before one of its bytes is accepted; `replies` are the message types
-        that may come."""
-        self._replies = replies
+        that may come; `frozen` are the run's frozen parameters, for sites whose model() has others."""
+        self._replies, self._frozen = replies, frozen
         self._listen, self._tls, self._welcome, self._admit = listen, tls, welcome, admit
         self._identify = identify
         self._inbox, self._emit = inbox, emit
@@ -332,7 +333,8 @@ class GrpcCohort:
         self._sessions[site] = session
         self._wait_for(site)
         self._look_around()
-        session.outbox.put_nowait(Welcome(heartbeat_s=self._heartbeat_s))
+        frozen = self._frozen.digest if self._frozen is not None else ""
+        session.outbox.put_nowait(Welcome(heartbeat_s=self._heartbeat_s, frozen=frozen))
         if self._finished is not None:
             session.outbox.put_nowait(Finished(reason=self._finished))
         for (name, _id), pending in self._pending.items():
@@ -385,6 +387,8 @@ class GrpcCohort:
             yield chunk
 
     def _offered(self, site: SiteId, digest: str) -> AnyArena | None:
+        if self._frozen is not None and site in self._sessions and digest == self._frozen.digest:
+            return self._frozen
         for (name, _), pending in self._pending.items():
             if name == site:
                 for arena in arenas(pending.request):
@@ -512,20 +516,29 @@ class SiteLink:
         `requests` the message types that this site takes."""
         self._address, self._tls, self._target, self._inbox = address, tls, target, inbox
         self._requests, self._heartbeat_s, self._emit = requests, heartbeat_s, emit
+        self._missing: ArenaFile | None = (
+            None  # frozen parameters that are to be fetched before anything else
+        )
         self._sleep, self._jitter = sleep, jitter
         self._work: tuple[str, asyncio.Task[None]] | None = None
         self._call: Any = None
         self._joined = False
         self._broken: BaseException | None = None
 
-    async def serve(self, hello: Hello, answer: Answer) -> str:
+    async def serve(
+        self, hello: Hello, answer: Answer, welcomed: Callable[[str], ArenaFile | None] = lambda frozen: None
+    ) -> str:
         """Answer requests until the aggregator says that the run is over; returns its reason.
+
+        `welcomed` is told the digest of the run's frozen parameters, and returns them when they have to be
+        fetched before anything is answered.
 
         JoinRefused when both ends disagree. Any other trouble is told once and tried again, after 0.2 s
         at first and then ever more slowly up to 15 s, with jitter, so that a restarted aggregator is not
         stormed.
         """
         wait_s, told = 0.2, ""
+        self._welcomed = welcomed
         try:
             while True:
                 self._joined = False
@@ -566,7 +579,8 @@ class SiteLink:
                 while (data := await call.read()) is not END:
                     frame: FromAggregator = decode(_bytes(data), FromAggregator)
                     match frame:
-                        case Welcome():
+                        case Welcome(frozen=frozen):
+                            self._missing = self._welcomed(frozen)
                             self._joined, self._call = True, call
                             writing = asyncio.create_task(self._write(call))
                             self._emit("site_joined", site="aggregator")
@@ -643,6 +657,9 @@ class SiteLink:
         wait_s = 0.1
         while True:
             try:
+                if self._missing is not None:
+                    await self._fetch(channel, self._missing)
+                    self._missing = None
                 for arena in fetch_list(request):
                     await self._fetch(channel, arena)
                 reply = await answer(request)

@@ -33,6 +33,7 @@ class Hello(Frame, frozen=True, kw_only=True, tag=True):
     task_digest: str
     schema: Schema
     agreed: dict[str, str]  # Config.agreed()
+    frozen: Schema = Schema(())  # of the parameters that training leaves alone
     examples: float | None = None  # of the site's data; later claims may not exceed it
 
 
@@ -48,6 +49,7 @@ class Leaving(Frame, frozen=True, kw_only=True, tag=True):
 
 class Welcome(Frame, frozen=True, kw_only=True, tag=True):
     heartbeat_s: float
+    frozen: str = ""  # digest of the run's frozen parameters; a site whose model() has others Fetches them
 
 
 class Refused(Frame, frozen=True, kw_only=True, tag=True):

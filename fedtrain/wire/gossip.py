@@ -81,6 +81,7 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     task_digest: str
     schema_digest: str
     agreed: dict[str, str]  # Config.agreed()
+    frozen_digest: str = ""  # of the parameters that are not trained
     boot: bytes = b""
     mask_key: bytes = b""  # X25519, of this start too; empty without gossip.masks
     mask_number: int = 0  # of the key: grows from start to start

@@ -79,7 +79,8 @@ class MeshEngine:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.train.precision]
             self._autocast = torch.autocast(mesh.device.type, dtype=dtype)
         model = build_model(task, self.run_seed, mesh.device)
-        self.schema = Schema.of(model)  # of the whole model, as a federation knows it
+        # of the whole model, as a federation knows it
+        self.schema, self.frozen = Schema.of(model), Schema.of(model, frozen=True)
         if not mesh.alike(digest_of(model)):
             raise TaskError(
                 "model() builds other weights on one rank than on another. It may draw from torch's, numpy's "
@@ -429,13 +430,15 @@ class MeshEngine:
 
     # --- the model, whole and in shards
 
-    def gather(self) -> Arena | None:
-        """The whole model, on rank 0; None on others. One tensor at a time: nobody holds a second model."""
-        out = Arena.zeros(self.schema) if self.mesh.rank == 0 else None
+    def gather(self, *, frozen: bool = False) -> Arena | None:
+        """What is trained, and the buffers, or the frozen parameters: whole on rank 0, None on others. One
+        tensor at a time: nobody holds a second model."""
+        schema = self.frozen if frozen else self.schema
+        out = Arena.zeros(schema) if self.mesh.rank == 0 else None
         views = out.views() if out is not None else {}
         mine = {name: t for part in self.parts for name, t in unique_tensors(part).items()}
         with torch.no_grad():
-            for spec in self.schema.tensors:
+            for spec in schema.tensors:
                 whole = self._whole(spec, mine.get(spec.name))
                 if out is not None and whole is not None:
                     views[spec.name].copy_(whole)
@@ -459,12 +462,13 @@ class MeshEngine:
         dist.broadcast(tensor, int(owner), group=group)
         return tensor
 
-    def install(self, weights: Arena | None) -> None:
-        """The whole model as rank 0 has it into every rank's part of it, one tensor at a time."""
+    def install(self, weights: Arena | None, *, frozen: bool = False) -> None:
+        """What is trained, and the buffers, or the frozen parameters, as rank 0 has them, into every rank's
+        part of the model, one tensor at a time."""
         views = weights.views() if weights is not None else {}
         mine = {name: t for part in self.parts for name, t in unique_tensors(part).items()}
         with torch.no_grad():
-            for spec in self.schema.tensors:
+            for spec in (self.frozen if frozen else self.schema).tensors:
                 if spec.name in views and self.mesh.rank == 0:
                     whole = views[spec.name].to(self.mesh.device).clone()
                 else:
@@ -483,20 +487,20 @@ class MeshEngine:
                     target.copy_(whole)
 
     def shards(self) -> Arena:
-        """A copy of this rank's own part of the model, as an arena: all of it where nothing is sharded."""
+        """A copy of this rank's own part of what moves, as an arena: all of it where nothing is sharded."""
         arena = Arena.zeros(self._shard_schema(), str(self.mesh.device))
-        views = arena.views()
+        tensors = self._local_tensors()
         with torch.no_grad():
-            for name, tensor in self._local_tensors().items():
-                views[name].copy_(tensor)
+            for name, view in arena.views().items():
+                view.copy_(tensors[name])
         return arena
 
     def load_shards(self, arena: Arena) -> None:
         """What `shards` gave, changed, back into the model."""
-        views = arena.views()
+        tensors = self._local_tensors()
         with torch.no_grad():
-            for name, tensor in self._local_tensors().items():
-                tensor.copy_(views[name])
+            for name, view in arena.views().items():
+                tensors[name].copy_(view)
 
     def as_shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """A tensor that belongs to this rank's part of the one of that name, as a part of such a whole."""
@@ -513,11 +517,10 @@ class MeshEngine:
         return {name: local(t.detach()) for part in self.parts for name, t in unique_tensors(part).items()}
 
     def _shard_schema(self) -> Schema:
-        trained = {spec.name: spec for spec in self.schema.tensors}
         mine = self._local_tensors()
         specs = [
             TensorSpec(spec.name, tuple(mine[spec.name].shape), spec.dtype, spec.trained)
-            for spec in trained.values()
+            for spec in self.schema.tensors
             if spec.name in mine
         ]
         return Schema(tuple(specs))

@@ -1,0 +1,296 @@
+"""Frozen parameters: what is not trained is no part of a round, and gets to each site once or never."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from fedtrain.config import Config, TrainConfig
+from fedtrain.errors import ConfigError, StoreError, TaskError
+from fedtrain.pki import init, issue
+from fedtrain.runtime import federated, site
+from fedtrain.runtime.plan import round_plan
+from fedtrain.runtime.simulation import simulate
+from fedtrain.runtime.trainer import Freeze, Trainer
+from fedtrain.store import RunStore
+from fedtrain.tracking.export import export
+from fedtrain.training.local import Engine
+from fedtrain.training.task import Task
+from fedtrain.update import Arena, Schema
+from tests.inline import Inline
+from tests.ports import free_port
+
+SITES = ("a", "b", "c")
+TASK = """
+import zlib
+
+import torch
+from torch import nn
+
+import fedtrain
+
+
+class Blobs(fedtrain.Task):
+    def sites(self):
+        return ["a", "b", "c"]
+
+    def model(self):
+        body = nn.Sequential(nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 8))
+        return nn.Sequential(body.requires_grad_(False), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def data(self, site):
+        g = torch.Generator().manual_seed(zlib.crc32(site.encode()))
+        x = torch.randn(40 + 10 * ord(site[0]) % 3, 6, generator=g)
+        return x, (x[:, 0] > 0).long()
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model, batch):
+        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+"""
+FROZEN_BYTES = 4 * (6 * 400 + 400 + 400 * 8 + 8)
+
+
+@pytest.fixture
+def inline(monkeypatch):
+    """Trainers in this process, in the order in which they were started."""
+    started = []
+
+    async def start(config, **options):
+        started.append(await Inline.start(config, **options))
+        return started[-1]
+
+    monkeypatch.setattr(Trainer, "start", start)
+    return started
+
+
+def project(root, **sections):
+    """The configuration of a federation of three, with its task and certificates."""
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / "blobs_task.py").exists():
+        (root / "blobs_task.py").write_text(TASK)
+        init(root / "certs")
+        issue(root / "certs", "aggregator")
+        for name in SITES:
+            issue(root / "certs", "site", name)
+    table = {
+        "run": {"name": "r", "task": "blobs_task:Blobs", "rounds": 3, "seed": 5},
+        "train": {"lr": 0.1, "batch_size": 16},
+        "strategy": {"min_sites": 3},
+        "secagg": {"max_examples": 1000},
+        "simulate": {"workers": 1},
+        "network": {"listen": f"127.0.0.1:{free_port()}", "idle": "20s"},
+    }
+    for name, keys in sections.items():
+        table[name] = table.get(name, {}) | keys
+    return Config.of(table, root)
+
+
+async def federation(config, start=None, during=None):
+    """A whole run over mutual TLS; what the aggregator says of each round."""
+    committed = []
+
+    def emit(kind, **fields):
+        if kind == "round_committed":
+            committed.append(fields)
+
+    def quiet(kind, **fields):
+        """Sites have nothing to tell."""
+
+    tasks = [asyncio.create_task(site.run(config, name, emit=quiet)) for name in SITES]
+    try:
+        async with asyncio.timeout(60):
+            await federated.serve(config, emit=emit, start=start)
+            await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return committed
+
+
+async def simulation(config, start=None):
+    return await simulate(config, emit=lambda kind, **fields: None, start=start, fresh=True)
+
+
+def final(run_dir, out):
+    """The exported model's SHA-256."""
+    return json.loads((export(run_dir, out) / "model.json").read_text())["sha256"]
+
+
+@pytest.mark.parametrize("masks", [True, False], ids=["masks", "open"])
+def test_frozen_parameters_of_the_tasks_own_model_never_travel_and_both_modes_give_the_same_model(
+    tmp_path, inline, masks
+):
+    config = project(tmp_path, secagg={"enabled": masks})
+    committed = asyncio.run(federation(config))
+    asyncio.run(simulation(config))
+    assert not any(isinstance(ask, Freeze) for trainer in inline for ask in trainer.asked)
+    for record in committed:
+        assert record["bytes_out"] < len(SITES) * FROZEN_BYTES / 10
+        assert record["bytes_in"] < len(SITES) * FROZEN_BYTES / 10
+    both = final(config.run_dir, tmp_path / "f"), final(config.simulate_dir, tmp_path / "s")
+    assert both[0] == both[1]
+    tensors = load_file(tmp_path / "f" / "model.safetensors")
+    assert tensors.keys() == inline[0].bench._engine.model.state_dict().keys()
+    assert tensors["1.running_mean"].any(), "buffers travel"
+    about = json.loads((tmp_path / "f" / "model.json").read_text())
+    assert about["frozen"] == FROZEN_BYTES // 4
+    assert about["parameters"] == sum(t.numel() for t in tensors.values())
+
+
+@pytest.mark.parametrize("masks", [True, False], ids=["masks", "open"])
+def test_frozen_parameters_of_another_model_travel_once_to_each_site(tmp_path, inline, masks):
+    config = project(tmp_path, secagg={"enabled": masks})
+    asyncio.run(simulation(config))
+    base = load_file(export(config.simulate_dir, tmp_path / "base") / "model.safetensors")
+    base["0.2.weight"] += 0.25
+    save_file(base, tmp_path / "base.safetensors")
+    committed = asyncio.run(federation(config, start=tmp_path / "base.safetensors"))
+    sent = [record["bytes_out"] for record in committed]
+    assert len(SITES) * FROZEN_BYTES <= sent[0] - sent[1] < 1.1 * len(SITES) * FROZEN_BYTES
+    assert sent[1] == sent[2] < len(SITES) * FROZEN_BYTES / 10
+    asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))
+    both = final(config.run_dir, tmp_path / "f"), final(config.simulate_dir, tmp_path / "s")
+    assert both[0] == both[1]
+    after = load_file(tmp_path / "f" / "model.safetensors")
+    assert torch.equal(after["0.2.weight"], base["0.2.weight"])
+    assert not torch.equal(after["2.weight"], base["2.weight"])
+
+
+def test_whoever_was_killed_does_not_fetch_frozen_parameters_again(tmp_path, inline):
+    config = project(tmp_path)
+    asyncio.run(simulation(config))
+    base = load_file(export(config.simulate_dir, tmp_path / "base") / "model.safetensors")
+    base["0.2.weight"] += 0.25
+    save_file(base, tmp_path / "base.safetensors")
+    two = replace(config, run=replace(config.run, rounds=2))
+    asyncio.run(federation(two, start=tmp_path / "base.safetensors"))
+    committed = asyncio.run(federation(config))  # other processes for all that they know
+    assert [record["round"] for record in committed] == [3]
+    assert committed[0]["bytes_out"] < len(SITES) * FROZEN_BYTES / 10
+    asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))
+    assert final(config.run_dir, tmp_path / "f") == final(config.simulate_dir, tmp_path / "s")
+
+
+def test_a_site_does_not_answer_for_other_frozen_parameters_what_it_found_for_its_own(tmp_path, inline):
+    """The first model that is trained may be the same to the last bit: only the frozen ones differ."""
+    config = project(tmp_path, secagg={"enabled": False}, run={"rounds": 1})
+    asyncio.run(federation(config))
+    own = final(config.run_dir, tmp_path / "own")
+    start = RunStore(config.run_dir, read_only=True)
+    base = start.load(0).weights.views() | start.load_frozen().views()
+    start.close()
+    base["0.2.weight"] = base["0.2.weight"] + 0.25
+    save_file(base, tmp_path / "base.safetensors")
+    shutil.rmtree(config.run_dir)  # the sites' ledgers stay
+    asyncio.run(federation(config, start=tmp_path / "base.safetensors"))
+    asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))
+    found = final(config.run_dir, tmp_path / "f")
+    assert found == final(config.simulate_dir, tmp_path / "s") != own
+
+
+class Frozen(Task):
+    """A layer that is not trained, and what the task does to it."""
+
+    def model(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        return model
+
+    def loss(self, model, batch):
+        self.meddle(model[0].weight)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def meddle(self, weight):
+        """Nothing."""
+
+
+class InPlace(Frozen):
+    def meddle(self, weight):
+        weight.data.mul_(0.5)
+
+
+class Replaced(Frozen):
+    def meddle(self, weight):
+        weight.data = weight.data * 0.5
+
+
+class AllFrozen(Frozen):
+    def model(self):
+        return super().model().requires_grad_(False)
+
+
+def trained(task):
+    engine = Engine(task, TrainConfig(lr=0.1), 1)
+    start = engine.initial()
+    data = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+    return engine.train("a", data, 0, start, Arena.zeros(engine.schema))
+
+
+@pytest.mark.parametrize("task", [InPlace(), Replaced()], ids=["in place", "replaced"])
+def test_a_task_that_changes_a_frozen_parameter_is_told_to_make_it_a_buffer(task):
+    assert trained(Frozen()).delta.digest
+    with pytest.raises(TaskError, match=r"whose requires_grad is False.*register_buffer"):
+        trained(task)
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    with pytest.raises(ConfigError, match="nothing to train: requires_grad is False of all its 4 parameters"):
+        trained(AllFrozen())
+
+
+def test_the_plan_counts_what_travels(tmp_path):
+    config = project(tmp_path)
+    plan = round_plan(config, sites=3)
+    assert plan.frozen == FROZEN_BYTES // 4
+    assert plan.down_bytes < FROZEN_BYTES / 10
+    assert plan.up_bytes < FROZEN_BYTES / 10
+
+
+def test_a_models_two_arenas_are_all_of_it_and_without_frozen_parameters_there_is_one():
+    model = Frozen().model()
+    schemas = Schema.of(model), Schema.of(model, frozen=True)
+    assert [[t.name for t in s.tensors] for s in schemas] == [
+        ["1.weight", "1.bias"],
+        ["0.weight", "0.bias"],
+    ]
+    assert Schema.of(model.requires_grad_(True), frozen=True).nbytes == 0
+
+
+def test_damaged_frozen_parameters_of_a_run_are_made_again_or_named(tmp_path, inline):
+    config = project(tmp_path, run={"rounds": 1})
+    asyncio.run(simulation(config))
+    first = final(config.simulate_dir, tmp_path / "first")
+    store = RunStore(config.simulate_dir, read_only=True)
+    blob = store.frozen_file().path
+    store.close()
+    whole = blob.read_bytes()
+    blob.write_bytes(whole[:99] + bytes([whole[99] ^ 1]) + whole[100:])
+    with pytest.raises(StoreError, match=r"frozen parameters of .* is damaged \(its digest is not"):
+        export(config.simulate_dir, tmp_path / "none")
+    asyncio.run(simulate(config, emit=lambda kind, **fields: None))
+    assert blob.read_bytes() == whole
+    assert final(config.simulate_dir, tmp_path / "again") == first
+
+
+def test_frozen_parameters_that_are_gone_and_that_the_task_does_not_give_end_the_run(tmp_path, inline):
+    config = project(tmp_path, run={"rounds": 1})
+    asyncio.run(simulation(config))
+    base = load_file(export(config.simulate_dir, tmp_path / "base") / "model.safetensors")
+    base["0.2.weight"] += 0.25
+    save_file(base, tmp_path / "base.safetensors")
+    asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))
+    store = RunStore(config.simulate_dir, read_only=True)
+    store.frozen_file().path.unlink()
+    store.close()
+    with pytest.raises(StoreError, match=r"is gone, and the task's model\(\) gives others"):
+        asyncio.run(simulate(config, emit=lambda kind, **fields: None))
