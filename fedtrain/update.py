@@ -17,7 +17,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,14 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .errors import BadUpdate, ConfigError
+from .errors import BadUpdate, ConfigError, TaskError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 SiteId = str
-Metrics = dict[str, tuple[float, float]]  # name -> (sum, count), so that averages over sites are exact
+Sum = float | list[float]  # a number, or several of one kind, such as counts by class
+Metrics = dict[str, tuple[Sum, float]]  # name -> (sum, count), so that sums over sites are exact
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
@@ -42,6 +45,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 ALIGN = 64  # bytes; each section starts on a cache line
 MAX_TENSORS = 100_000
 MAX_RANK = 16
+MAX_SUMS = 65_536  # numbers in one evaluation, counts aside
 
 
 class Digest:
@@ -570,11 +574,80 @@ Reply = Message  # whatever answers a request
 Found = Update | Evaluation | Failure  # what training and evaluation are answered with
 
 
+def add_metrics(total: Metrics, more: Metrics) -> None:
+    """Into `total`, number by number. TaskError unless both have equally many of each name."""
+    for name, (value, count) in more.items():
+        if name not in total:
+            total[name] = value, count
+            continue
+        have, before = total[name]
+        if isinstance(have, list) and isinstance(value, list) and len(have) == len(value):
+            total[name] = [a + b for a, b in zip(have, value, strict=True)], before + count
+        elif isinstance(have, list) or isinstance(value, list):
+            raise TaskError(
+                f"evaluate() gives {name} in different sizes: {_size(have)}, then {_size(value)}. Let it be "
+                f"the same for each batch and site."
+            )
+        else:
+            total[name] = have + value, before + count
+
+
+def _size(value: Sum) -> str:
+    return f"{len(value)} numbers" if isinstance(value, list) else "one number"
+
+
+def summed(metrics: Mapping[SiteId, Metrics]) -> Metrics:
+    """Σ over sites, each name over those that report it, in site order."""
+    total: Metrics = {}
+    for site in sorted(metrics):
+        add_metrics(total, metrics[site])
+    return total
+
+
 def averages(metrics: Mapping[SiteId, Metrics]) -> dict[str, float]:
-    """Exact averages over sites: Σ sum / Σ count, each name over the sites that report it, in site order."""
+    """Exact averages over sites, Σ sum / Σ count, of metrics that are one number."""
     total: dict[str, tuple[float, float]] = {}
     for site in sorted(metrics):
         for name, (value, count) in metrics[site].items():
-            have = total.get(name, (0.0, 0.0))
-            total[name] = (have[0] + value, have[1] + count)
+            if not isinstance(value, list):
+                have = total.get(name, (0.0, 0.0))
+                total[name] = (have[0] + value, have[1] + count)
     return {name: value / count for name, (value, count) in total.items() if count}
+
+
+# --- The names of metrics with their sizes: "loss" is one number, "confusion[9]" are nine.
+
+SIZED = re.compile(r"(.*)\[([1-9]\d{0,6})\]", re.S)
+
+
+def sized_names(metrics: Metrics) -> tuple[str, ...]:
+    """Sorted."""
+    return tuple(
+        sorted(f"{name}[{len(v)}]" if isinstance(v, list) else name for name, (v, _) in metrics.items())
+    )
+
+
+def name_and_size(sized: str) -> tuple[str, int | None]:
+    """None: it is one number."""
+    found = SIZED.fullmatch(sized)
+    return (found[1], int(found[2])) if found else (sized, None)
+
+
+def numbers_in(names: Iterable[str]) -> int:
+    """How many numbers the metrics of these sized names are: the sum or sums of each, and its count."""
+    return sum((name_and_size(sized)[1] or 1) + 1 for sized in names)
+
+
+def misfits(names: Mapping[SiteId, Iterable[str]]) -> dict[SiteId, str]:
+    """Sites that give a metric in another size than most sites do, and what they do; `names` are sized."""
+    votes: dict[str, Counter[str]] = {}
+    for site in sorted(names):
+        for sized in names[site]:
+            votes.setdefault(name_and_size(sized)[0], Counter())[sized] += 1
+    usual = {name: found.most_common(1)[0][0] for name, found in votes.items()}
+    return {
+        site: f"it evaluates {sized[:80]}, most sites {usual[name_and_size(sized)[0]][:80]}"
+        for site in sorted(names)
+        for sized in names[site]
+        if sized != usual[name_and_size(sized)[0]]
+    }

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "pki": BOTTOM,
     "tracking": BOTTOM | {"store"},
     "wire": BOTTOM,
+    "metrics": BOTTOM,
     "transport": BOTTOM | {"wire"},
     "runtime": EVERYTHING,
     "cli": EVERYTHING,

@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -32,6 +31,9 @@ from ..update import (
     Train,
     Update,
     averages,
+    misfits,
+    sized_names,
+    summed,
 )
 from . import checks
 from .progress import Averages, Emit, check_failures
@@ -59,8 +61,8 @@ class Answers(Protocol):
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
-    ) -> tuple[Averages, dict[SiteId, Averages]]:
-        """Averages over all sites, and of each where they may be known."""
+    ) -> tuple[Metrics, dict[SiteId, Metrics]]:
+        """Sums over all sites, and each one's own where they may be known."""
 
 
 def train_id(config: Config, plan: Plan) -> str:
@@ -123,9 +125,9 @@ class InTheOpen:
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
-    ) -> tuple[Averages, dict[SiteId, Averages]]:
+    ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit)
-        return averages(by_site), each_alone(by_site)
+        return summed(by_site), by_site
 
 
 async def evaluations(
@@ -154,7 +156,15 @@ async def evaluations(
             break
         asked = sorted(again)
     check_failures(number, sites, failed)
-    return by_site
+    return alike(number, by_site, emit)
+
+
+def alike(number: int, by_site: Mapping[SiteId, Metrics], emit: Emit) -> dict[SiteId, Metrics]:
+    """Evaluations that can be added up, by site: without those in other sizes than most have."""
+    odd = misfits({site: sized_names(metrics) for site, metrics in by_site.items()})
+    for site, reason in odd.items():
+        emit("update_refused", round=number, site=site, reason=reason)
+    return {site: by_site[site] for site in sorted(by_site) if site not in odd}
 
 
 async def checked(request: Train, reply: Reply, config: Config) -> Update:
@@ -174,16 +184,11 @@ def evaluated(request: Evaluate, reply: Reply, config: Config) -> Metrics:
 
 def about(update: Update) -> dict[str, Any]:
     """What people are told of an update that arrived."""
-    value, count = update.metrics.get("loss", (math.nan, 0.0))
     return {
         "num_examples": update.num_examples,
-        "loss": value / count if count else None,
+        "loss": averages({"": update.metrics}).get("loss"),
         "nbytes": update.delta.schema.nbytes,
     }
-
-
-def each_alone(by_site: dict[SiteId, Metrics]) -> dict[SiteId, Averages]:
-    return {site: averages({site: by_site[site]}) for site in sorted(by_site)}
 
 
 def rule_of(config: Config, updates: int | None = None) -> Rule:

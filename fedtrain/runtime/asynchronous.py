@@ -45,26 +45,28 @@ from ..update import (
     Update,
     averages,
     seed_of,
+    summed,
 )
 from .answers import (
     InTheOpen,
     about,
+    alike,
     aside,
     checked,
-    each_alone,
     evaluate_id,
     evaluated,
     rule_of,
     train_id,
 )
 from .progress import (
-    Averages,
     Emit,
     Result,
+    Shown,
     begin,
     check_failures,
     evaluation_is_due,
     keep_evaluation,
+    plain,
     reason_to_stop,
 )
 
@@ -102,14 +104,15 @@ async def run(
     *,
     asks: Asks | None = None,
     evaluate_at: Sequence[SiteId] | None = None,
+    shown: Shown = plain,
 ) -> Result:
     """Versions until config.run.rounds or an early stop; RoundError when no site gives anything of use.
 
     `asks`: how sites are heard, when it is not as they come (a simulation has a clock of its own).
-    `evaluate_at`: as in federated.run.
+    `evaluate_at`, `shown`: as in federated.run.
     """
     newest = begin(config, store, await cohort.members(0), emit)
-    loop = Loop(config, cohort, store, strategy, emit, asks or Asks(config, cohort), evaluate_at)
+    loop = Loop(config, cohort, store, strategy, emit, asks or Asks(config, cohort), evaluate_at, shown)
     return await loop.run(store.on_disk(newest))
 
 
@@ -138,10 +141,11 @@ class Loop:
         emit: Emit,
         asks: Asks,
         evaluate_at: Sequence[SiteId] | None,
+        shown: Shown,
     ) -> None:
         self._config, self._cohort, self._answers = config, cohort, InTheOpen(config, cohort, emit)
         self._store, self._strategy, self._emit = store, strategy, emit
-        self._asks, self._evaluate_at = asks, evaluate_at
+        self._asks, self._evaluate_at, self._shown = asks, evaluate_at, shown
         self._buffer, self._turns = store.buffered(), store.turns()
         self._evaluating: Evaluating | None = None
         self._attempt = 1  # of the next version: how often all sites were asked for it
@@ -231,7 +235,7 @@ class Loop:
 
     async def _hear(self, site: SiteId, request: Train | Evaluate, reply: Reply | None) -> None:
         if isinstance(request, Evaluate):
-            self._evaluated(site, request, reply)
+            await self._evaluated(site, request, reply)
             return
         turn, number = self._turns[site], self._newest.round + 1
         if reply is None and site not in await self._cohort.members(0):
@@ -263,7 +267,7 @@ class Loop:
     def _staleness(self, turn: Turn) -> int:
         return self._newest.round - turn.version
 
-    def _evaluated(self, site: SiteId, request: Evaluate, reply: Reply | None) -> None:
+    async def _evaluated(self, site: SiteId, request: Evaluate, reply: Reply | None) -> None:
         """Take in what a site found; the last one's closes the evaluation. Whoever failed is asked again."""
         evaluating = self._evaluating
         assert evaluating is not None, "an evaluation is open as long as a site is asked for it"
@@ -281,7 +285,8 @@ class Loop:
         evaluating.waiting.remove(site)
         if not evaluating.waiting:
             check_failures(request.round, evaluating.asked, evaluating.failed)
-            self._keep_evaluation(request.round, averages(evaluating.found), each_alone(evaluating.found))
+            found = alike(request.round, evaluating.found, self._emit)
+            await self._keep_evaluation(request.round, summed(found), found)
             self._evaluating = self._store.evaluating = None
 
     async def _evaluate_last(self) -> None:
@@ -289,10 +294,12 @@ class Loop:
         number = self._newest.round
         if number >= self._config.run.rounds and evaluation_is_due(self._config, self._store, number):
             sites = list(self._evaluate_at or await self._cohort.members(1))
-            self._keep_evaluation(number, *await self._answers.evaluate(number, sites, self._newest.weights))
+            await self._keep_evaluation(
+                number, *await self._answers.evaluate(number, sites, self._newest.weights)
+            )
 
-    def _keep_evaluation(self, number: int, metrics: Averages, by_site: dict[SiteId, Averages]) -> None:
-        keep_evaluation(self._config, self._store, number, metrics, by_site, self._emit)
+    async def _keep_evaluation(self, number: int, total: Metrics, by_site: dict[SiteId, Metrics]) -> None:
+        keep_evaluation(self._config, self._store, number, *await self._shown(total, by_site), self._emit)
 
     # --- the next version
 

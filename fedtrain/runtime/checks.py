@@ -12,6 +12,7 @@ from ..config import LimitsConfig
 from ..errors import BadUpdate
 from ..update import (
     FLOATS,
+    MAX_SUMS,
     AnyArena,
     Evaluate,
     Evaluation,
@@ -50,6 +51,8 @@ def admit(
         if examples is not None and claimed > examples:
             raise BadUpdate(f"claims {claimed:g} training examples, but registered {examples:g} at joining")
         _check_metrics(reply.metrics)
+        if any(isinstance(total, list) for total, _ in reply.metrics.values()):
+            raise BadUpdate("a metric of its training is several numbers")
     elif isinstance(request, Evaluate) and isinstance(reply, Evaluation):
         _check_metrics(reply.metrics)
     elif not (isinstance(request, Train | Evaluate) and isinstance(reply, Failure)):
@@ -118,6 +121,9 @@ def _name_bad_tensor(delta: AnyArena) -> str:
 def _check_metrics(metrics: Metrics) -> None:
     if len(metrics) > MAX_METRICS:
         raise BadUpdate(f"{len(metrics)} metrics, at most {MAX_METRICS} are allowed")
+    numbers = sum(len(total) for total, _ in metrics.values() if isinstance(total, list))
+    if numbers > MAX_SUMS:
+        raise BadUpdate(f"metrics of {numbers} numbers, at most {MAX_SUMS} are allowed")
     for name, (_, count) in metrics.items():
         if len(name) > 64 or not name.isprintable():
             raise BadUpdate("a metric's name must be at most 64 printable characters")

@@ -36,8 +36,8 @@ from ..training.parallel.estimate import estimate
 from ..training.parallel.outer import Outer
 from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
-from ..training.task import Task, collate_of, folder_of, load_task, task_digest, user_code
-from ..update import SiteId, averages
+from ..training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
+from ..update import SiteId, summed
 from .progress import Result, check_metric, keep_evaluation, noticed
 
 if TYPE_CHECKING:
@@ -301,14 +301,13 @@ class Datacenter:
             self.emit("round_committed", round=self.state.round, **record)
 
     def _evaluate(self) -> dict[str, float]:
-        """On all ranks together: exact averages, and each site's own."""
+        """On all ranks together: what is shown of all sites, and of each."""
         with self._common_model():
             found = {name: self.engine.evaluate(data) for name, data in self.sites.eval_data().items()}
-        metrics = averages(found)
+        metrics, each = shown(self.engine.task, summed(found), found)
         best_round = self.store.best_round if self.store is not None else None
         check_metric(self.config, metrics, known=self.mesh.from_first(best_round or 0) > 0)  # on all ranks
         if self.store is not None:
-            each = {site: averages({site: found[site]}) for site in sorted(found)}
             keep_evaluation(self.config, self.store, self.state.round, metrics, each, self.emit)
         return metrics
 

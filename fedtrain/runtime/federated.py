@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,21 @@ from ..errors import JoinRefused, SecAggError, TooFewSites
 from ..malloc import keep_freed
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
-from ..update import Found, Reply, Request, Schema, SiteId, seed_of
+from ..update import Found, Metrics, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
 from . import asynchronous, checks
 from .answers import Answers, InTheOpen, aside
 from .progress import (
+    Averages,
     Emit,
     Result,
+    Shown,
     begin,
     evaluation_is_due,
     finish,
     keep_evaluation,
     noticed,
+    plain,
     reason_to_stop,
 )
 
@@ -47,17 +51,19 @@ async def run(
     emit: Emit,
     *,
     evaluate_at: Sequence[SiteId] | None = None,
+    shown: Shown = plain,
 ) -> Result:
     """Rounds until config.run.rounds, an early stop, or TooFewSites; `store` holds the initial model.
 
     `evaluate_at`: who evaluates, when it is not every member (a simulation evaluates pooled data once).
+    `shown`: what the task makes of an evaluation.
     """
     checkpoint = begin(config, store, await answers.cohort.members(0), emit)
     if store.durable:
         checkpoint = store.on_disk(checkpoint)
     while True:
         if evaluation_is_due(config, store, checkpoint.round):
-            await _evaluate(config, answers, store, checkpoint, emit, evaluate_at)
+            await _evaluate(config, answers, store, checkpoint, emit, evaluate_at, shown)
         if reason := reason_to_stop(config, store, checkpoint.round):
             break
         emit("waiting", need=config.strategy.min_sites)
@@ -133,11 +139,12 @@ async def _evaluate(
     checkpoint: Checkpoint,
     emit: Emit,
     evaluate_at: Sequence[SiteId] | None,
+    shown: Shown,
 ) -> None:
-    """Ask for averages over the sites; they decide which model is the best and when to stop early."""
+    """Ask for sums over the sites; what they show decides which model is the best and when to stop early."""
     number = checkpoint.round
     sites = list(evaluate_at or await answers.cohort.members(config.strategy.min_sites))
-    metrics, by_site = await answers.evaluate(number, sites, checkpoint.weights)
+    metrics, by_site = await shown(*await answers.evaluate(number, sites, checkpoint.weights))
     keep_evaluation(config, store, number, metrics, by_site, emit)
 
 
@@ -221,10 +228,11 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         watching = asyncio.create_task(callers.watch(cohort.cut, emit))
         over: str | None = None
         try:
-            if config.asynchronous.enabled:
-                result = await asynchronous.run(config, cohort, store, strategy, emit)
-            else:
-                result = await run(config, answers, store, strategy, emit)
+            async with shown_by_task(config, store, task_digest) as shown:
+                if config.asynchronous.enabled:
+                    result = await asynchronous.run(config, cohort, store, strategy, emit, shown=shown)
+                else:
+                    result = await run(config, answers, store, strategy, emit, shown=shown)
             finish(store, result.rounds, result.reason, emit)
             over = result.reason
             return result
@@ -252,7 +260,7 @@ async def _begin(
         about = trainer.description
         store.begin(
             about.schema, config.agreed(), frozen=about.frozen.schema, run=config.run.name,
-            task_digest=about.task_digest,
+            task_digest=about.task_digest, derives=about.derives,
         )  # fmt: skip
         if store.latest() is None:
             initial, frozen = await trainer.beginning(start, store.folder)
@@ -261,6 +269,35 @@ async def _begin(
         elif not store.has_frozen(about.frozen.schema):
             store.keep_frozen(await trainer.frozen(store.folder))
     return about.schema, about.task_digest
+
+
+@asynccontextmanager
+async def shown_by_task(config: Config, store: RunStore, task_digest: str) -> AsyncGenerator[Shown, None]:
+    """What the task's metrics() makes of evaluations. The task's code never runs in this process, which has
+    the aggregator's key: with the first evaluation a process is started for it, if there is a metrics()."""
+    from .site import Supervised
+    from .trainer import Description, Trainer, unchanged
+
+    process: Supervised | None = None
+
+    async def shown(
+        total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        nonlocal process
+        if not total:
+            return {}, {}
+        if process is None:
+            process = await Supervised.begin(
+                lambda: Trainer.start(config, scratch=store.folder, metrics_only=True)
+            )
+            unchanged(Description(Schema(()), task_digest, derives=True), process.description)
+        return await process.shown(total, by_site)
+
+    try:
+        yield shown if store.meta().get("derives") else plain
+    finally:
+        if process is not None:
+            await process.close()
 
 
 def agree(

@@ -35,7 +35,7 @@ from ..gossip import (
 from ..secagg.circle import LEAST, Circles, Layout, Session, Sum
 from ..store import Checkpoint
 from ..topology import Topology
-from ..update import Arena, Metrics, Update
+from ..update import Arena, Metrics, Update, averages
 from .parcels import Inbox, other_parts, share_of, trained_part, write
 
 if TYPE_CHECKING:
@@ -258,8 +258,7 @@ class Peer:
     ) -> tuple[Vector, dict[str, Vector]]:
         weights, delta = write(self.model.load(), start, others), Arena.zeros(self.model.schema)
         update = await self._train(self.round, weights, delta)
-        value, number = update.metrics.get("loss", (0.0, 0.0))
-        self._metrics, self._now[0] = update.metrics, value / number if number else 0.0
+        self._metrics, self._now[0] = update.metrics, averages({"": update.metrics}).get("loss", 0.0)
         moved = other_parts(delta)
         return start + trained_part(delta), {name: v + moved[name] for name, v in others.items()}
 

@@ -19,7 +19,7 @@ from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.memory import LocalNetwork
-from ..update import Arena, Update, averages
+from ..update import Arena, Update, averages, summed
 from .asynchronous import paces
 from .gossip import Peer, Told, Train, algorithm_of, check_hearing
 from .parcels import trained_part
@@ -107,8 +107,7 @@ async def _rounds(
             each = {
                 site: bench.evaluate(site, number, weights).metrics for site in bench.description.evaluators
             }
-            by_site = {site: averages({site: metrics}) for site, metrics in each.items()}
-            keep_evaluation(config, store, number, averages(each), by_site, emit)
+            keep_evaluation(config, store, number, *bench.shown(summed(each), each), emit)
         if reason := reason_to_stop(config, store, number):
             break
         began = time.monotonic()

@@ -43,7 +43,7 @@ from ..wire.gossip import Greeting, Stamp
 from .gossip import Peer, algorithm_of, check_hearing, fewest
 from .parcels import trained_part
 from .privacy import Spent
-from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, noticed, reason_to_stop
+from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, noticed, plain, reason_to_stop
 from .secure import spread
 from .site import Supervised, Trains
 from .trainer import TRIES, Trainer, beside_torch
@@ -174,7 +174,9 @@ async def _rounds(
             await _catch_up(peer, neighbors, emit)
         if evaluation_is_due(config, store, peer.round):
             weights = ArenaFile(peer.model.schema, _written(peer.model, store.folder / "train" / "weights"))
-            metrics = averages({peer.name: (await trainer.evaluate(peer.name, peer.round, weights)).metrics})
+            found = (await trainer.evaluate(peer.name, peer.round, weights)).metrics
+            shown = trainer.shown if trainer.description.derives else plain
+            metrics, _ = await shown(found, {})
             keep_evaluation(config, store, peer.round, metrics, {peer.name: metrics}, emit)
         reason = reason_to_stop(config, store, peer.round)
         if not peer.algorithm.waits and most_are_done(neighbors, roster, config.run.rounds):

@@ -4,17 +4,19 @@ when it is over."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import Config
 from ..errors import ConfigError, TaskError
 from ..store import Checkpoint, RunStore
-from ..update import SiteId
+from ..update import Metrics, SiteId, averages
 
 Emit = Callable[..., None]
 Averages = dict[str, float]
+# (sums over all sites, each site's own) -> what people are shown of both
+Shown = Callable[[Metrics, Mapping[SiteId, Metrics]], Awaitable[tuple[Averages, dict[SiteId, Averages]]]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ def begin(config: Config, store: RunStore, members: Collection[SiteId], emit: Em
         buffer=config.asynchronous.buffer if config.asynchronous.enabled else 0,
     )
     return checkpoint
+
+
+async def plain(total: Metrics, by_site: Mapping[SiteId, Metrics]) -> tuple[Averages, dict[SiteId, Averages]]:
+    """What is shown where the task has no metrics() of its own."""
+    return averages({"": total}), {site: averages({site: own}) for site, own in by_site.items()}
 
 
 def keep_evaluation(

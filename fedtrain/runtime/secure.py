@@ -51,6 +51,7 @@ from ..secagg.roster import Verify
 from ..secagg.server import SecureSum, secure_sum
 from ..store import Plan
 from ..update import (
+    MAX_SUMS,
     AnyArena,
     Evaluation,
     Failure,
@@ -64,11 +65,12 @@ from ..update import (
     averages,
     chunks_of,
     seed_of,
+    sized_names,
 )
 from . import checks
-from .answers import Mean, each_alone, evaluations, rule_of, train_id
+from .answers import Mean, evaluations, rule_of, train_id
 from .crew import Crew
-from .progress import Averages, Emit, check_failures
+from .progress import Emit, check_failures
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 GRACE_S = 0.25  # for replies that are needed no more
@@ -263,7 +265,7 @@ class SecureSite:
 
         self._client = self._clients[type(request)]
         self._client.policy = replace(self._policy, length=encoding.length)
-        names = tuple(sorted(result.metrics))
+        names = sized_names(result.metrics)
         return self._client.begin(request, model, names, encode)
 
 
@@ -305,7 +307,7 @@ def admit(request: Request, reply: Reply, longest: int) -> None:
 def longest_vector(config: Config, schema: Schema) -> int:
     """Ring elements of the longest vector that a site of this run may send."""
     smallest = replace(fixed_point(config, SITES), value_bits=4)  # has the most limbs
-    return Encoding(smallest, schema).numel([""] * MAX_NAMES)
+    return Encoding(smallest, schema).numel([""] * MAX_NAMES) + smallest.limbs * MAX_SUMS
 
 
 class Unhurried(Before):
@@ -385,7 +387,7 @@ class UnderMasks:
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
-    ) -> tuple[Averages, dict[SiteId, Averages]]:
+    ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         failed: dict[SiteId, str] = {}
         for attempt in range(self._config.strategy.attempts):
             plan = Plan(number, attempt, list(sites))
@@ -395,7 +397,7 @@ class UnderMasks:
                 self._emit("notice", text=f"round {number}, evaluation, attempt {attempt + 1}: {e}")
                 failed = e.failed if isinstance(e, Unfinished) else {}
                 continue
-            return averages({"": total.metrics}), {}
+            return total.metrics, {}
         check_failures(number, sites, failed)
         return {}, {}
 
@@ -505,9 +507,9 @@ class FixedPointSums:
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
-    ) -> tuple[Averages, dict[SiteId, Averages]]:
+    ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit)
-        return averages({"": exact_sums(by_site.values())}), each_alone(by_site)
+        return exact_sums(by_site.values()), by_site
 
     def _quorum(self, sites: int) -> int:
         return self._policy.graph(sites)[0]
@@ -522,7 +524,7 @@ class PlainSum:
         self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
         self._room = np.empty_like(self._sum)
         self._rows: list[StackedUpdate] = []  # of one slab, not summed yet
-        self._metrics: dict[str, list[int]] = {}  # as in add_exactly
+        self._metrics: Exact = {}
         self.nbytes, self.sites = self._sum.nbytes, 0
 
     def add(self, update: Update, seed: bytes) -> None:
@@ -554,22 +556,29 @@ class PlainSum:
 
 def exact_sums(all_metrics: Iterable[Metrics]) -> Metrics:
     """Sums over sites as scalars in a masked vector add up: exactly, in steps of 2^-20."""
-    sums: dict[str, list[int]] = {}
+    sums: Exact = {}
     for metrics in all_metrics:
         add_exactly(sums, metrics)
     return scaled_down(sums)
 
 
-def add_exactly(sums: dict[str, list[int]], metrics: Metrics) -> None:
-    """To the (sum, count) of each metric, in whole 2^-20. SecAggError for one too large; adds nothing."""
-    for name, (value, count) in metrics.items():
-        if not (abs(value) <= SCALAR_LIMIT and abs(count) <= SCALAR_LIMIT):
+Exact = dict[str, tuple[list[int], bool]]  # name -> (sums and count, in whole 2^-20; whether of several sums)
+
+
+def add_exactly(sums: Exact, metrics: Metrics) -> None:
+    """Each metric's sums and count. SecAggError for one too large; adds nothing."""
+    given = {n: [*(v if isinstance(v, list) else [v]), count] for n, (v, count) in metrics.items()}
+    for name, values in given.items():
+        if not all(abs(value) <= SCALAR_LIMIT for value in values):
             raise SecAggError(f"the sum or count of {name} is not finite, or beyond ±{SCALAR_LIMIT:.3g}")
-    for name, (value, count) in metrics.items():
-        have = sums.setdefault(name, [0, 0])
-        have[0] += round(value * ONE)
-        have[1] += round(count * ONE)
+    for name, values in given.items():
+        have, several = sums.get(name, ([0] * len(values), isinstance(metrics[name][0], list)))
+        sums[name] = [h + round(v * ONE) for h, v in zip(have, values, strict=True)], several
 
 
-def scaled_down(sums: Mapping[str, list[int]]) -> Metrics:
-    return {name: (value / ONE, count / ONE) for name, (value, count) in sums.items()}
+def scaled_down(sums: Exact) -> Metrics:
+    found: Metrics = {}
+    for name, (values, several) in sums.items():
+        *totals, count = (value / ONE for value in values)
+        found[name] = totals if several else totals[0], count
+    return found

@@ -38,6 +38,7 @@ from ..update import (
     Evaluate,
     Evaluation,
     Failure,
+    Metrics,
     Reply,
     Request,
     SiteId,
@@ -48,7 +49,7 @@ from ..update import (
 from . import asynchronous, secure
 from .answers import Answers, InTheOpen, kept
 from .federated import run
-from .progress import Averages, Emit, Result, finish, noticed
+from .progress import Averages, Emit, Result, finish, noticed, plain
 from .trainer import TRIES, Description, Failed, Trainer, TrainerDied, Workbench, beside_torch, unchanged
 
 T = TypeVar("T")
@@ -108,12 +109,14 @@ async def simulate(
             if config.asynchronous.enabled:
                 clock = asynchronous.Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
                 result = await asynchronous.run(
-                    config, cohort, store, strategy, emit, asks=clock, evaluate_at=about.evaluators
-                )
+                    config, cohort, store, strategy, emit,
+                    asks=clock, evaluate_at=about.evaluators, shown=pool.shown,
+                )  # fmt: skip
             else:
                 result = await run(
-                    config, answers(config, cohort, emit), store, strategy, emit, evaluate_at=about.evaluators
-                )
+                    config, answers(config, cohort, emit), store, strategy, emit,
+                    evaluate_at=about.evaluators, shown=pool.shown,
+                )  # fmt: skip
         finish(store, result.rounds, result.reason, emit)
         return result
     finally:
@@ -327,6 +330,14 @@ class PoolCohort:
             for r in results
         ]
 
+    async def shown(
+        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        """What people see of an evaluation."""
+        if not self.description.derives:
+            return await plain(total, by_site)
+        return await self._at_a_trainer(lambda trainer: trainer.shown(total, by_site))
+
     async def _at_a_trainer(self, ask: Callable[[Trainer], Awaitable[T]]) -> T:
         """Ask the least busy one. When it dies over it, ask a new one: the same work gives the same."""
         for left in reversed(range(TRIES)):
@@ -387,7 +398,7 @@ class UnderMasks(secure.UnderMasks):
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
-    ) -> tuple[Averages, dict[SiteId, Averages]]:
+    ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         if len(sites) == 1:
             return await self._openly.evaluate(number, sites, weights)
         return await super().evaluate(number, sites, weights)

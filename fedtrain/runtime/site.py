@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -34,6 +34,7 @@ from ..update import (
     Failure,
     Found,
     Frozen,
+    Metrics,
     Reply,
     Request,
     Schema,
@@ -45,7 +46,7 @@ from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
 from ..wire.frames import Hello
 from .privacy import Spent
-from .progress import noticed
+from .progress import Averages, noticed
 from .secure import REQUESTS as SECURE_REQUESTS
 from .secure import SecureSite, check_config, hash_of, spread
 from .trainer import TRIES, Description, Trainer, TrainerDied, unchanged
@@ -64,6 +65,9 @@ class Trains(Protocol):
     async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update: ...
     async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation: ...
     async def freeze(self, frozen: ArenaFile) -> None: ...
+    async def shown(
+        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]: ...
     async def close(self) -> None: ...
 
 
@@ -96,6 +100,11 @@ class Supervised:
 
     async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation:
         return await self._ask(lambda trainer: trainer.evaluate(site, round, weights))
+
+    async def shown(
+        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        return await self._ask(lambda trainer: trainer.shown(total, by_site))
 
     async def close(self) -> None:
         await self._trainer.close()

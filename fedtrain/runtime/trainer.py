@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +37,7 @@ from ..errors import BadUpdate, ConfigError, TaskError, reason_of
 from ..update import Arena, ArenaFile, Evaluation, Frozen, Metrics, Schema, SiteId, Update
 from .privacy import noised
 from .processes import ending, is_stopped, signalled_when_parent_ends
+from .progress import Averages
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     root: str
     data_dir: str | None
     simulated: bool
+    metrics_only: bool = False
 
 
 class Initial(msgspec.Struct, tag=True, array_like=True):
@@ -114,6 +116,13 @@ class EvaluateMany(msgspec.Struct, tag=True, array_like=True):
     weights: Place
 
 
+class Show(msgspec.Struct, tag=True, array_like=True):
+    """What the task's metrics() makes of sums over all sites, and of each site's own."""
+
+    total: Metrics
+    by_site: dict[SiteId, Metrics]
+
+
 class Description(msgspec.Struct, tag=True, array_like=True):
     """What a trainer has loaded; of a simulation also who takes part, and who evaluates."""
 
@@ -122,6 +131,7 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     sites: list[SiteId] = []
     evaluators: list[SiteId] = []  # the sites, or "central" where they share one pool of data
     frozen: Frozen = Frozen()  # of the task's model()
+    derives: bool = False  # the task has a metrics() of its own
 
 
 class Trained(msgspec.Struct, tag=True, array_like=True):
@@ -153,12 +163,17 @@ class Counted(msgspec.Struct, tag=True, array_like=True):
     examples: float | None
 
 
+class Showing(msgspec.Struct, tag=True, array_like=True):
+    metrics: Averages
+    by_site: dict[SiteId, Averages]
+
+
 class Saved(msgspec.Struct, tag=True, array_like=True):
     digest: str
 
 
-Ask = Initial | Freeze | Examples | TrainOne | TrainMany | EvaluateMany
-Answer = Description | Failed | Dying | Done | Counted | Saved
+Ask = Initial | Freeze | Examples | TrainOne | TrainMany | EvaluateMany | Show
+Answer = Description | Failed | Dying | Done | Counted | Saved | Showing
 
 _encoder = msgspec.msgpack.Encoder()
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -201,16 +216,18 @@ class Trainer(asyncio.Protocol):
         log: Path | None = None,
         simulated: bool = False,
         pass_fds: Sequence[int] = (),
+        metrics_only: bool = False,
     ) -> Self:
         """A process that has loaded the task; ConfigError or TaskError where it can't, TrainerDied when TRIES
         of them died over it.
 
         `scratch` is for its temporary files. What the task prints goes to `log`, else to our stderr.
         A `simulated` one has the data of all sites, as [simulate] says; else it has what data(site) finds.
+        One with `metrics_only` makes no model and trains nothing.
         """
         for left in reversed(range(TRIES)):
             try:
-                return await cls._start(config, data_dir, scratch, log, simulated, pass_fds)
+                return await cls._start(config, data_dir, scratch, log, simulated, pass_fds, metrics_only)
             except TrainerDied:
                 if not left:
                     raise
@@ -225,6 +242,7 @@ class Trainer(asyncio.Protocol):
         log: Path | None,
         simulated: bool,
         pass_fds: Sequence[int],
+        metrics_only: bool,
     ) -> Self:
         ours, theirs = socket.socketpair()
         output = log.open("ab") if log is not None else None
@@ -242,7 +260,9 @@ class Trainer(asyncio.Protocol):
         trainer = cls(process)
         await asyncio.get_running_loop().create_connection(lambda: trainer, sock=ours)
         table = {name: keys for name, keys in config.table().items() if name in SECTIONS}
-        start = Start(table, str(config.root), None if data_dir is None else str(data_dir), simulated)
+        start = Start(
+            table, str(config.root), None if data_dir is None else str(data_dir), simulated, metrics_only
+        )
         try:
             trainer.description = await trainer._ask(start)
         except BaseException:
@@ -326,6 +346,13 @@ class Trainer(asyncio.Protocol):
     ) -> list[Evaluated | Failed]:
         done = await self._ask(EvaluateMany(sites, round, _place(weights)))
         return done.results  # type: ignore[no-any-return]
+
+    async def shown(
+        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        """What people see of an evaluation; see task.shown."""
+        showing: Showing = await self._ask(Show(total, dict(by_site)))
+        return showing.metrics, showing.by_site
 
     async def close(self) -> None:
         """Let the process go; it is killed when it does not leave."""
@@ -490,7 +517,7 @@ class Workbench:
         from .. import strategies
         from ..training.local import Engine
         from ..training.partition import SimulatedSites
-        from ..training.task import folder_of, load_task
+        from ..training.task import derives, folder_of, load_task
         from ..training.vmapped import Vmapped
 
         if config.privacy.noise_multiplier and simulated and config.simulate.engine == "vmap":
@@ -521,6 +548,7 @@ class Workbench:
             names = self._simulated.names
             self.description.sites = names
             self.description.evaluators = names if self._simulated.natural else ["central"]
+        self.description.derives = derives(self._task)
 
     def initial(self, *, frozen: bool = False) -> Arena:
         """The weights that a run starts from, equal at all sites; or the frozen parameters."""
@@ -559,6 +587,14 @@ class Workbench:
             return None
         return float(examples.count)
 
+    def shown(
+        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        """What people see of an evaluation; see task.shown."""
+        from ..training.task import shown
+
+        return shown(self._task, total, by_site)
+
     def answer(self, ask: Ask) -> Answer:
         match ask:
             case Initial(out, frozen):
@@ -582,6 +618,8 @@ class Workbench:
             case EvaluateMany(sites, round, place):
                 weights = self._at(place)
                 return Done([self._evaluated(site, round, weights) for site in sites])
+            case Show(total, by_site):
+                return Showing(*self.shown(total, by_site))
 
     def _train_many(
         self, sites: list[SiteId], round: int, weights: Arena, deltas: torch.Tensor
@@ -663,6 +701,25 @@ class Workbench:
         return flat.view(sites, nbytes)
 
 
+class MetricsOnly:
+    """The task's metrics() and nothing else, for an aggregator, which has no data: no model is made."""
+
+    broken = False
+
+    def __init__(self, config: Config) -> None:
+        from ..training.task import derives, load_task
+
+        digest = digest_of(config)
+        self._task = load_task(config.run.task, config.root)
+        self.description = Description(Schema(()), digest, derives=derives(self._task))
+
+    def answer(self, ask: Ask) -> Answer:
+        from ..training.task import shown
+
+        assert isinstance(ask, Show), ask
+        return Showing(*shown(self._task, ask.total, ask.by_site))
+
+
 def _nbytes(data: Any) -> int:
     """Of data() as tensors; 0 of a Dataset, which may well lie on disk."""
     from ..training.examples import Tensors, examples_of
@@ -736,7 +793,12 @@ def _serve(channel: socket.socket) -> None:
     gc.disable()  # what is loaded stays: to look for garbage in it takes a seventh of the time
     try:
         data_dir = Path(start.data_dir) if start.data_dir is not None else None
-        bench = Workbench(Config.of(start.config, start.root), data_dir, simulated=start.simulated, tell=tell)
+        config = Config.of(start.config, start.root)
+        bench: Workbench | MetricsOnly
+        if start.metrics_only:
+            bench = MetricsOnly(config)
+        else:
+            bench = Workbench(config, data_dir, simulated=start.simulated, tell=tell)
     except Exception as e:  # the user's imports and constructors run here
         return say(_failed(e))
     gc.freeze()

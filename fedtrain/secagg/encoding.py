@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RoundError, SecAggError
-from ..update import FLOATS, AnyArena, Metrics, Row, Schema, Section, Update
+from ..update import FLOATS, AnyArena, Metrics, Row, Schema, Section, Update, name_and_size, numbers_in
 from .fixedpoint import PER_BLOCK, FixedPoint, Floats, Read, held
 from .masking import Buffers, RingVector, Spread
 
@@ -82,8 +83,8 @@ class Encoding:
         return self._coordinates + self.point.limbs * (2 + self._exact)
 
     def numel(self, names: Sequence[str]) -> int:
-        """Ring elements of a vector with these metrics."""
-        return self.length + self.point.limbs * 2 * len(names)
+        """Ring elements of a vector with the metrics of these names, which are sized."""
+        return self.length + self.point.limbs * numbers_in(names)
 
     @cached_property
     def _trained(self) -> list[Section]:
@@ -200,8 +201,15 @@ class Encoding:
         return found
 
     def _put_metrics(self, vector: RingVector, metrics: Metrics, names: Sequence[str]) -> None:
-        values = [value for name in names for value in metrics.get(name, (0.0, 0.0))]
-        self._put(vector, self.length, values, lambda i: f"the {('sum', 'count')[i % 2]} of {names[i // 2]}")
+        values: list[float] = []
+        whose: list[str] = []
+        for sized in names:
+            name, size = name_and_size(sized)
+            total, count = metrics.get(name, ([0.0] * size if size else 0.0, 0.0))
+            numbers = [*(total if isinstance(total, list) else [total]), count]
+            values += numbers
+            whose += [f"the sum of {name}"] * (len(numbers) - 1) + [f"the count of {name}"]
+        self._put(vector, self.length, values, whose.__getitem__)
 
     def _put(self, vector: RingVector, at: int, values: list[float], name: Callable[[int], str]) -> None:
         if values:
@@ -216,8 +224,11 @@ class Encoding:
     def decode(self, total: RingVector, sites: int, names: Sequence[str], spread: Spread = map) -> Total:
         """What the sum of the vectors of so many sites says. RoundError when they weigh nothing."""
         exact = self.point.decode_scalars(total[self._coordinates : self.length], sites)
-        sums = self.point.decode_scalars(total[self.length :], sites).tolist()
-        metrics = {name: (sums[2 * i], sums[2 * i + 1]) for i, name in enumerate(names)}
+        sums = iter(self.point.decode_scalars(total[self.length :], sites).tolist())
+        metrics: Metrics = {}
+        for sized in names:
+            name, size = name_and_size(sized)
+            metrics[name] = list(islice(sums, size)) if size else next(sums), next(sums)
         weight, clipped = float(exact[0]), float(exact[1])
         if self.schema is None:
             return Total(None, weight, clipped, metrics)

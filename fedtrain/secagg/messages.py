@@ -33,6 +33,7 @@ from ..update import (
     SiteId,
     TensorSpec,
     Train,
+    numbers_in,
 )
 from .fixedpoint import FixedPoint
 
@@ -85,8 +86,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         return FixedPoint(len(self.cohort), self.ring_bits, self.clip, self.max_weight, self.value_bits)
 
     def numel(self, names: tuple[str, ...]) -> int:
-        """Ring elements of the masked vector: `length`, then (sum, count) of each metric by name."""
-        return self.length + self.fixed_point.limbs * 2 * len(names)
+        """Ring elements of the masked vector: `length`, then the sum or sums and count of each metric."""
+        return self.length + self.fixed_point.limbs * numbers_in(names)
 
     def schema(self, names: tuple[str, ...]) -> Schema:
         """The masked vector as an arena, so that it travels as any model does."""
@@ -112,7 +113,7 @@ class Keys(Message, frozen=True, kw_only=True, tag=True):
     mask_key: bytes  # X25519 public: agrees on pairwise masks. [32]
     seal_key: bytes  # X25519 public: agrees on what seals shares. [32]
     commitment: bytes  # to the seed of its self mask. [32]
-    names: tuple[str, ...]  # sorted
+    names: tuple[str, ...]  # sized, sorted; see update.sized_names
     signature: bytes
 
 

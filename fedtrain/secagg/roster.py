@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from ..errors import SecAggError
-from ..update import SiteId
+from ..update import MAX_SUMS, SiteId, numbers_in
 from . import graph
 from .keys import SECRET_BYTES, check_public
 from .messages import MAX_NAME, MAX_NAMES, Keys, Terms, keys_statement
@@ -42,6 +42,8 @@ def check_names(site: SiteId, names: tuple[str, ...]) -> None:
             f"{site} has {len(names)} names of metrics: they must be sorted, different, at most {MAX_NAMES}, "
             f"and none longer than {MAX_NAME} characters"
         )
+    if (numbers := numbers_in(names) - len(names)) > MAX_SUMS:
+        raise SecAggError(f"{site} has metrics of {numbers} numbers, at most {MAX_SUMS} are allowed")
 
 
 def check_signer(

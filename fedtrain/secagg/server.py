@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import FedtrainError, SecAggError, Unfinished
 from ..exchange import Cohort
-from ..update import AnyArena, Failure, Message, Request, SiteId
+from ..update import MAX_SUMS, AnyArena, Failure, Message, Request, SiteId, misfits, numbers_in
 from .keys import (
     SEALED_BYTES,
     KeyPair,
@@ -123,11 +123,17 @@ async def secure_sum(
         with session.checking(site, "keys"):
             check_fresh(site, entries[site], used)
             keys[site] = entries[site]
+    for site, why in misfits({site: entry.names for site, entry in keys.items()}).items():
+        with session.checking(site, "keys"):
+            del keys[site]
+            raise SecAggError(why)
     session.need("keys", keys)
     sites = tuple(sorted(keys))
     names = tuple(sorted({name for entry in keys.values() for name in entry.names}))
     if len(names) > MAX_NAMES:
         raise SecAggError(f"the sites have {len(names)} metrics together, at most {MAX_NAMES} are allowed")
+    if (numbers := numbers_in(names) - len(names)) > MAX_SUMS:
+        raise SecAggError(f"the sites' metrics are {numbers} numbers, at most {MAX_SUMS} are allowed")
 
     # 1: shares -> U2
     lines = {site: entry_hash(site, keys[site]) for site in sites}

@@ -20,12 +20,23 @@ from torch import nn
 
 from ..config import TrainConfig
 from ..errors import ConfigError, TaskError
-from ..update import FLOATS, Arena, Frozen, Metrics, Schema, SiteId, Update, seed_of, unique_tensors
+from ..update import (
+    FLOATS,
+    Arena,
+    Frozen,
+    Metrics,
+    Schema,
+    SiteId,
+    Update,
+    add_metrics,
+    seed_of,
+    unique_tensors,
+)
 from .batches import Batch, examples_in, move
 from .examples import Examples, examples_of
 from .loss_scale import LossScale
 from .optimizers import clip, optimizer_of
-from .task import Task, checked, collate_of, folder_of, mean_and_weight, user_code
+from .task import Task, collate_of, folder_of, mean_and_weight, measured, user_code
 
 # A strategy's site half, (gradient, weights, start) -> None: changes the gradient in place.
 Correct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -134,9 +145,8 @@ class Engine:
         total: Metrics = {}
         with user_code(self._folder, "evaluation"), torch.no_grad():
             for batch in self._in_order(dataset):
-                for name, (value, number) in self._measure(self._here(batch)).items():
-                    have = total.get(name, (0.0, 0.0))
-                    total[name] = (have[0] + value, have[1] + number)
+                with self._autocast:
+                    add_metrics(total, measured(self.task, self.model, self._here(batch)))
         return total or {"loss": (0.0, 0.0)}
 
     # --- One round
@@ -219,14 +229,6 @@ class Engine:
             for gradient in self._gradients:
                 gradient.div_(divisor)
         return means, weights
-
-    def _measure(self, batch: Batch) -> Metrics:
-        with self._autocast:
-            metrics = checked(self.task.evaluate(self.model, batch))
-            if "loss" not in metrics:
-                mean, weight = mean_and_weight(self.task.loss(self.model, batch), batch)
-                metrics["loss"] = (float(mean) * weight, weight)
-        return metrics
 
     def _in_order(self, dataset: Any) -> Iterator[Batch]:
         """Batches of train.eval_batch_size, not shuffled."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
-from ..update import Metrics
+from ..update import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +50,16 @@ class Task:
         raise NotImplementedError
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Any, Any]]:
-        """Each metric as (sum, count), so that averages over batches and sites are exact."""
+        """Each metric as (sum, count), so that averages over batches and sites are exact. A sum may be a
+        tensor, of counts by class say, where metrics() makes something of it."""
         mean, weight = mean_and_weight(self.loss(model, batch), batch)
         return {"loss": (float(mean) * weight, weight)}
+
+    def metrics(self, sums: Mapping[str, tuple[Any, float]]) -> Mapping[str, Any]:
+        """What is shown of an evaluation, beside the loss: from what evaluate() gave, added up over all
+        batches and sites. Tensors are float64 and flat. Unless overridden, the averages."""
+        whole = {name: pair for name, pair in sums.items() if isinstance(pair[0], int | float) and pair[1]}
+        return {name: total / count for name, (total, count) in whole.items()}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
         """The local optimizer, made fresh each round; None: the one that train.optimizer names."""
@@ -77,6 +84,8 @@ class Task:
         by its class, where that is known (parallel.plan.KNOWN)."""
         return None
 
+
+Averages = dict[str, float]
 
 REQUIRED = ("model", "data", "loss")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -273,8 +282,28 @@ def mean_and_weight(loss: Any, batch: Batch) -> tuple[torch.Tensor, float]:
     return loss, float(examples_in(batch))
 
 
-def checked(metrics: Mapping[str, tuple[Any, Any]]) -> Metrics:
-    """What evaluate() returned, as floats. TaskError that shows the form, and none of the values (S35)."""
+def measured(task: Task, model: nn.Module, batch: Batch) -> Metrics:
+    """What evaluate() returned for a batch, as floats; the loss is always among it. TaskError that shows the
+    form, and none of the values (S35)."""
+    metrics = _checked(task.evaluate(model, batch))
+    several = [name for name, (total, _) in metrics.items() if isinstance(total, list)]
+    if several and not derives(task):
+        raise TaskError(
+            f"evaluate() gives several numbers for {several[0]}, and nothing says what to show of them. "
+            f"Define metrics(sums), which makes numbers of what evaluate() gave at all sites."
+        )
+    if odd := [name for name in metrics if name_and_size(name)[1] is not None]:
+        raise TaskError(f"evaluate() gives {odd[0]!r}: a metric's name doesn't end with a number in brackets")
+    numbers = sum(len(total) for total, _ in metrics.values() if isinstance(total, list)) + len(metrics)
+    if numbers > MAX_SUMS:
+        raise TaskError(f"evaluate() gives {numbers:,} numbers, at most {MAX_SUMS:,} travel. Use fewer bins.")
+    if "loss" not in metrics:
+        mean, weight = mean_and_weight(task.loss(model, batch), batch)
+        metrics["loss"] = float(mean) * weight, weight
+    return metrics
+
+
+def _checked(metrics: Mapping[str, tuple[Any, Any]]) -> Metrics:
     form = 'Return {"accuracy": (number right, number seen)}: sums and counts, so that averages are exact.'
     if not isinstance(metrics, Mapping):
         raise TaskError(f"evaluate() gives a {type(metrics).__name__}. {form}")
@@ -282,7 +311,52 @@ def checked(metrics: Mapping[str, tuple[Any, Any]]) -> Metrics:
     for name, pair in metrics.items():
         try:
             total, count = pair
-            found[name] = float(total), float(count)
-        except (TypeError, ValueError, RuntimeError):  # the last for a tensor of several values
+            found[name] = _floats(total), float(count)
+        except (TypeError, ValueError, RuntimeError):  # the last for a count of several values
             raise TaskError(f"evaluate() gives a {type(pair).__name__} as {name!r}. {form}") from None
     return found
+
+
+def _floats(total: Any) -> Sum:
+    if getattr(total, "ndim", 0):
+        return [float(value) for value in total.flatten().tolist()]
+    return float(total)
+
+
+def derives(task: Task) -> bool:
+    """Whether what is shown of an evaluation is what the task's own metrics() returns."""
+    return type(task).metrics is not Task.metrics
+
+
+def shown(
+    task: Task, total: Metrics, by_site: Mapping[SiteId, Metrics]
+) -> tuple[Averages, dict[SiteId, Averages]]:
+    """What people see of an evaluation over all sites, and of each site's own: what metrics() returns, and
+    the loss. Of a site for which metrics() fails, which may lack a class, it is the loss alone."""
+    each = {}
+    for site, sums in by_site.items():
+        try:
+            each[site] = _derived(task, sums)
+        except TaskError:
+            each[site] = averages({"": {"loss": sums["loss"]}}) if "loss" in sums else {}
+    return _derived(task, total), each
+
+
+def _derived(task: Task, sums: Metrics) -> Averages:
+    if not derives(task):
+        return averages({"": sums})
+    if not any(count for _, count in sums.values()):
+        return {}
+    import torch
+
+    given = {
+        name: (torch.tensor(total, dtype=torch.float64) if isinstance(total, list) else total, count)
+        for name, (total, count) in sums.items()
+    }
+    with user_code(folder_of(task), "metrics()"):
+        found = task.metrics(given)
+    try:
+        own = {str(name): float(value) for name, value in found.items()}
+    except (TypeError, ValueError, AttributeError):
+        raise TaskError('metrics() must return {"name": number}') from None
+    return averages({"": {n: v for n, v in sums.items() if n == "loss"}}) | own

@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...config import Config
 from ...errors import ConfigError, TaskError
-from ...update import Arena, Digest, Metrics, Schema, TensorSpec, seed_of, unique_tensors
+from ...update import Arena, Digest, Metrics, Schema, TensorSpec, add_metrics, seed_of, unique_tensors
 from ..batches import Batch, cut, examples_in, move
 from ..examples import Stream, examples_of
 from ..local import Correct, build_model, seed_all
 from ..loss_scale import LossScale
 from ..mesh import Mesh, is_dtensor
-from ..task import Task, checked, collate_of, folder_of, mean_and_weight, user_code
+from ..task import Task, collate_of, folder_of, mean_and_weight, measured, user_code
 from .context import Gathered, context_parallel, part_of
 from .data import Share
 from .hooks import compress
@@ -364,9 +364,8 @@ class MeshEngine:
         with user_code(self._folder, "evaluation"), torch.no_grad():
             for batch, counts in self._evaluation_batches(dataset):
                 metrics = self._measure(self._here(batch))
-                for name, (value, number) in (metrics if counts else {}).items():
-                    have = mine.get(name, (0.0, 0.0))
-                    mine[name] = have[0] + value, have[1] + number
+                if counts:
+                    add_metrics(mine, metrics)
         for part in self.parts:
             part.train()
         return self._summed(mine) or {"loss": (0.0, 0.0)}
@@ -410,11 +409,7 @@ class MeshEngine:
 
     def _metrics(self, model: nn.Module, batch: Batch) -> Metrics:
         with self._autocast:
-            metrics = checked(self.task.evaluate(model, batch))
-            if "loss" not in metrics:
-                mean, weight = mean_and_weight(self.task.loss(model, batch), batch)
-                metrics["loss"] = float(mean) * weight, weight
-        return metrics
+            return measured(self.task, model, batch)
 
     def _summed(self, mine: Metrics) -> Metrics:
         if not dist.is_initialized():
@@ -423,9 +418,7 @@ class MeshEngine:
         dist.all_gather_object(everyone, mine if self.mesh.at["tp"] == 0 else {})
         total: Metrics = {}
         for one in everyone:
-            for name, (value, number) in one.items():
-                have = total.get(name, (0.0, 0.0))
-                total[name] = have[0] + value, have[1] + number
+            add_metrics(total, one)
         return total
 
     # --- the model, whole and in shards
