@@ -454,7 +454,7 @@ def test_what_evaluate_returns_is_checked():
             return {"accuracy": 0.5}
 
     engine = Engine(Wrong(), CONFIG, 1)
-    with pytest.raises(TaskError, match=r"\(sum, count\)"):
+    with pytest.raises(TaskError, match=r"gives a float as .accuracy.\. Return .*: sums and counts"):
         engine.evaluate(examples(4), engine.initial())
 
 
