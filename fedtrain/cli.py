@@ -71,9 +71,7 @@ class Command(click.Command):
         except (FedtrainError, OSError) as e:
             if traceback:
                 raise
-            room = ". Make room there, then start the same command again."
-            full = isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT)
-            click.secho(f"fedtrain: {e}{room if full else ''}", fg="red", err=True)
+            click.secho(f"fedtrain: {_line(e)}", fg="red", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("Interrupted. The same command goes on from the last committed round.", err=True)
@@ -82,6 +80,12 @@ class Command(click.Command):
             with suppress(OSError):  # the terminal may be gone
                 click.echo("Stopped. The same command goes on from the last committed round.", err=True)
             ctx.exit(cast(int, stopped.code))
+
+
+def _line(error: Exception) -> str:
+    room = ". Make room there, then start the same command again."
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{error}{room if full else ''}"
 
 
 class Commands(click.Group):
@@ -422,11 +426,17 @@ def invite(config: Config, guest: str, host: str, days: float) -> None:
 def datacenter(config: Config, json: bool, data_dir: Path | None, start: str | None) -> None:
     """Train with all ranks that torchrun started, as [parallel] says."""
     from .runtime import datacenter
+    from .training.elastic import fail
 
     source = _source(config, start)
     first = os.environ.get("RANK", "0") == "0"
-    with shown(config.datacenter_dir, json=json) if first else nullcontext(datacenter.silent) as emit:
-        datacenter.run(config, emit=emit, data_dir=data_dir, start=source)
+    try:
+        with shown(config.datacenter_dir, json=json) if first else nullcontext(datacenter.silent) as emit:
+            datacenter.run(config, emit=emit, data_dir=data_dir, start=source)
+    except Exception as e:
+        if "RANK" not in os.environ:
+            raise
+        fail(e, _line(e) if isinstance(e, FedtrainError | OSError) else f"{type(e).__name__}: {e}")
 
 
 @cli.command()

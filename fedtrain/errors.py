@@ -27,6 +27,18 @@ class FedtrainError(Exception):
     """Base of every error that fedtrain raises on purpose."""
 
 
+def story_of(error: BaseException) -> str:
+    """The traceback of what the user's code raised, from where that code begins; of another error, all."""
+    cause = error.__cause__ if isinstance(error, TaskError) and error.__cause__ else error
+    ours, trace = str(Path(__file__).parent), cause.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not (file.startswith(ours) or "site-packages" in file):
+            break
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(cause), cause, trace or cause.__traceback__))
+
+
 def reason_of(error: BaseException) -> str:
     """One line about an error for whoever asked, without data values, which a message may quote."""
     if isinstance(error, FedtrainError):

@@ -148,9 +148,12 @@ class Datacenter:
         reason, metrics = "rounds done", dict[str, float]()
         while state.round < config.run.rounds:
             self.emit("round_started", round=state.round + 1)
-            self._commit(self._round())
+            record = self._round()
+            with self.leave.during("commit"):
+                self._commit(record)
             if self._evaluation_is_due():
-                metrics = self._evaluate()
+                with self.leave.during("evaluation"):
+                    metrics = self._evaluate()
                 if stop := self._reason_to_stop():
                     reason = stop
                     break
@@ -178,9 +181,10 @@ class Datacenter:
             if not self.afresh:
                 engine.seed("step", state.step, self.mesh.island, self.mesh.data_rank)
             doing = f"step {state.step + 1}"
-            with user_code(folder_of(engine.task), doing):
-                shares = self.data.take()
-            step = engine.step(shares, doing)
+            with self.leave.during("step"):
+                with user_code(folder_of(engine.task), doing):
+                    shares = self.data.take()
+                step = engine.step(shares, doing)
             state.step += 1
             meter.add(step, state.step, state.round + 1)
             if self.outer is not None:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -31,7 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public a
 
 from .. import strategies
 from ..config import Config
-from ..errors import ConfigError, TaskError, reason_of
+from ..errors import ConfigError, TaskError, reason_of, story_of
 from ..training.examples import examples_of
 from ..training.local import MOVES, Correct, build_model
 from ..training.mesh import Mesh, Sizes, device_here
@@ -86,10 +85,8 @@ class Trouble(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Self:
-        story = "".join(traceback.format_exception(error))[-STORY_CHARACTERS:]
-        return cls(
-            f"rank {rank}: {reason_of(error)}", time.monotonic(), isinstance(error, ConfigError), story
-        )
+        story, config = story_of(error)[-STORY_CHARACTERS:], isinstance(error, ConfigError)
+        return cls(f"rank {rank}: {reason_of(error)}", time.monotonic(), config, story)
 
 
 class Watch(threading.Thread):
@@ -147,7 +144,7 @@ class Watch(threading.Thread):
     def _end(self, first: Trouble) -> None:
         for _, process, _ in self._children:
             process.kill()
-        print(first.story or first.reason, file=sys.stderr, flush=True)
+        print(first.story + first.reason, file=sys.stderr, flush=True)
         self._tell(first.reason, self.asked and first.raised_at > 0, first.config)
         os._exit(1)
 

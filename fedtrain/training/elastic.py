@@ -3,24 +3,35 @@
 Who ends a process politely sends SIGTERM and waits a while: a cloud that takes its machine back, SLURM
 before a time limit, torchrun when a machine comes or goes. All ranks then finish the same step, checkpoint,
 and leave with exit code LEFT: whoever started them knows that the same command goes on from there.
+
+The same signal comes when another rank has died. Then the step may never end: the process ends with it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public all the same
 
+from ..errors import FedtrainError, story_of
+
 EVERY_S = 0.25  # ranks ask each other whether one was told to leave
 MAX_STEPS = 20  # between two such questions, for a run that becomes slow
+STUCK_S = 4.0  # after SIGTERM a step that lasts longer, and three times as long as any before, won't end
 LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: not done, and no failure; start it again
 
 
@@ -51,18 +62,37 @@ class Leave:
         self._period, self._calls, self._since = 1, 0, clock()
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")  # its own: answers travel beside training's sums
+        self._doing: tuple[str, float] | None = None  # what may never end, and since when
+        self._longest: dict[str, float] = {}  # of what ended, in seconds
 
     def __enter__(self) -> Leave:
         self._before = signal.signal(signal.SIGTERM, self._tell)
+        self._wake, woken = socket.socketpair()
+        woken.setblocking(False)
+        self._woken = woken, signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forked)
+        threading.Thread(target=self._end_what_is_stuck, args=(self._wake,), daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.signal(signal.SIGTERM, self._before)
+        signal.set_wakeup_fd(self._woken[1])
+        self._woken[0].close()
         if self._work is not None and kind is None:
             self._work.wait()  # every rank has begun it
         self._work = None
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Within it this rank waits for others, and so for ever where one is gone. Told to leave meanwhile,
+        and after a multiple of the time that the same took before, the process ends."""
+        began = time.monotonic()
+        self._doing = what, began
+        yield
+        self._doing = None
+        self._longest[what] = max(self._longest.get(what, 0.0), time.monotonic() - began)
 
     def asked(self) -> bool:
         """Whether all ranks leave now: after each step, on every rank.
@@ -114,6 +144,63 @@ class Leave:
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
         self.told_at = self.told_at or self._clock()
+
+    def _end_what_is_stuck(self, wake: socket.socket) -> None:
+        """A thread: Python calls _tell between two of the main thread's instructions, and so never when it is
+        in a call that doesn't return; but the signal's number is written to `wake` at once."""
+        with wake:
+            while (number := wake.recv(1)) != signal.SIGTERM.to_bytes():
+                if not number:
+                    return
+            told = time.monotonic()
+            wake.settimeout(0.1)
+            while True:
+                try:
+                    if not wake.recv(1):
+                        return
+                except TimeoutError:
+                    pass
+                what, began = self._doing or ("", 0.0)
+                now = time.monotonic()
+                if now > told + STUCK_S and now > began + 3 * self._longest.get(what, now):
+                    rank = os.environ.get("RANK", "0")
+                    line = f"fedtrain: rank {rank} was told to leave (SIGTERM), but its {what} of "
+                    line += f"{now - began:.0f} s does not end. It ends without a checkpoint.\n"
+                    os.write(2, line.encode())
+                    os._exit(1)
+
+    def _forked(self) -> None:
+        """In a child: its signals are not ours."""
+        if (descriptor := signal.set_wakeup_fd(-1)) != self._woken[0].fileno():
+            signal.set_wakeup_fd(descriptor)
+
+
+def failed_first() -> bool:
+    """Whether no other of the ranks that met has failed before; those that fail later do so because of it."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return bool(dist.distributed_c10d._get_default_store().add("failed", 1) == 1)
+    except RuntimeError:  # it was in the process of one that has ended
+        return False
+
+
+def fail(error: Exception, line: str) -> NoReturn:
+    """End this rank at once, with what people see of its error: to leave its group in good order it would
+    wait for the others. `line` says what happened; torchrun shows the first rank's at the end."""
+    first, rank = failed_first(), os.environ["RANK"]
+    if first and (error.__cause__ is not None or not isinstance(error, FedtrainError | OSError)):
+        print(story_of(error), end="", file=sys.stderr)
+    line = f"rank {rank}: {line}" if first else f"rank {rank} ends, for another one has failed"
+    print(f"fedtrain: {line}", file=sys.stderr)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        at = int(time.time()) + (not first)
+        told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(at)}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": told}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def meet(backend: str, timeout_s: float, device: torch.device | None = None) -> None:

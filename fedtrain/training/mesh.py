@@ -185,7 +185,8 @@ def joined(config: ParallelConfig, device: str, done: Path | None = None) -> Ite
     """This process among those that torchrun started: NCCL on GPUs, Gloo on CPUs. Alone without torchrun.
 
     `done` is a folder: each rank that got to the end writes `rank-N` there, for whoever judges by more
-    than exit codes.
+    than exit codes. After an error the group is left as it is: to leave it in good order, a rank would wait
+    for others, which wait for this one. So the process is to end at once (os._exit).
     """
     here = device_here(device)
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
@@ -197,9 +198,6 @@ def joined(config: ParallelConfig, device: str, done: Path | None = None) -> Ite
         yield here
     except Left:
         shutdown()
-        raise
-    except BaseException:
-        dist.destroy_process_group()
         raise
     shutdown(done)
 

@@ -122,7 +122,7 @@ def test_whatever_becomes_of_a_rank_ends_all_and_is_named(tmp_path, capfd):
 
     asyncio.run(all_of_them())
     said = capfd.readouterr().err
-    assert said.count("Traceback (most recent call last)") == 2, said  # of the error and its cause
+    assert said.count("Traceback (most recent call last)") == 1, said
     assert "KeyError: 'patient 4711'" in said
 
 

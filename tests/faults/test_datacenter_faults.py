@@ -174,3 +174,52 @@ def test_a_bucket_away_for_ten_seconds_and_a_kill_change_no_bit(tmp_path, whole,
         run.finished(agent)
         assert not [text for text in run.notices() if "was not written" in text]
         assert run.model().digest == whole
+
+
+STUCK = """
+import ctypes, os
+
+class Waves(Waves):
+    def loss(self, model, batch):
+        for what in ("stick", "raise"):
+            file = Path(f"{what}-{os.environ['RANK']}")
+            if file.exists():
+                file.rename(f"{file}.done")
+                if what == "raise":
+                    raise KeyError("no such column: age")
+                mutex = ctypes.create_string_buffer(64)
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)  # never returns, also when there is a signal
+        return super().loss(model, batch)
+"""
+
+
+def test_a_rank_in_a_call_that_does_not_return_ends_with_the_others_and_the_first_error_is_told_last(
+    tmp_path, whole
+):
+    with Run(tmp_path / "p", ranks=2, restarts=1) as run:
+        with (run.folder / "task.py").open("a") as f:
+            f.write(STUCK)
+        agent = run.start()
+        run.at_step(4)
+        (run.folder / "stick-0").touch()
+        run.cluster.wait_for((run.folder / "stick-0.done").exists)
+        run.kill(1)
+        run.cluster.wait_for(lambda: len(run.events("run_started")) == 2)
+        log = run.cluster.log()
+        assert "fedtrain: rank 0 was told to leave (SIGTERM), but its step of" in log
+        assert "forcefully exiting" not in log, "torchrun did not have to wait for its 30 seconds"
+
+        (run.folder / "raise-1").touch()
+        assert agent.wait(120) != 0
+        log = run.cluster.log()
+        told = log.index("KeyError: 'no such column: age'")
+        line = "rank 1: KeyError in task.py:"
+        assert f"fedtrain: {line}" in log[told:]
+        last = log.rstrip().splitlines()
+        assert line in last[-2], "only torchrun's rule is below it"
+        story = log[log.rindex("Traceback", 0, told) : told]
+        assert story.count("File") == 1, "from where the task's code begins"
+
+        run.finished(run.start())
+        assert run.model().digest == whole
