@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -62,24 +62,26 @@ class Leave:
         self._period, self._calls, self._since = 1, 0, clock()
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")  # its own: answers travel beside training's sums
+        self._woken = self._woken_before = -1  # what signals are written to
         self._doing: tuple[str, float] | None = None  # what may never end, and since when
         self._longest: dict[str, float] = {}  # of what ended, in seconds
 
     def __enter__(self) -> Leave:
         self._before = signal.signal(signal.SIGTERM, self._tell)
-        self._wake, woken = socket.socketpair()
-        woken.setblocking(False)
-        self._woken = woken, signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        wake, self._woken = os.pipe()
+        os.set_blocking(self._woken, False)
+        self._woken_before = signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._forked)
-        threading.Thread(target=self._end_what_is_stuck, args=(self._wake,), daemon=True).start()
+        threading.Thread(target=self._end_what_is_stuck, args=(wake,), daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.signal(signal.SIGTERM, self._before)
-        signal.set_wakeup_fd(self._woken[1])
-        self._woken[0].close()
+        signal.set_wakeup_fd(self._woken_before)
+        os.close(self._woken)
+        self._woken = -1
         if self._work is not None and kind is None:
             self._work.wait()  # every rank has begun it
         self._work = None
@@ -145,21 +147,17 @@ class Leave:
     def _tell(self, number: int, frame: FrameType | None) -> None:
         self.told_at = self.told_at or self._clock()
 
-    def _end_what_is_stuck(self, wake: socket.socket) -> None:
+    def _end_what_is_stuck(self, wake: int) -> None:
         """A thread: Python calls _tell between two of the main thread's instructions, and so never when it is
         in a call that doesn't return; but the signal's number is written to `wake` at once."""
-        with wake:
-            while (number := wake.recv(1)) != signal.SIGTERM.to_bytes():
+        with open(wake, "rb", buffering=0) as numbers:
+            while (number := numbers.read(1)) != signal.SIGTERM.to_bytes():
                 if not number:
                     return
             told = time.monotonic()
-            wake.settimeout(0.1)
             while True:
-                try:
-                    if not wake.recv(1):
-                        return
-                except TimeoutError:
-                    pass
+                if select.select([wake], [], [], 0.1)[0] and not numbers.read(1):
+                    return
                 what, began = self._doing or ("", 0.0)
                 now = time.monotonic()
                 if now > told + STUCK_S and now > began + 3 * self._longest.get(what, now):
@@ -171,7 +169,7 @@ class Leave:
 
     def _forked(self) -> None:
         """In a child: its signals are not ours."""
-        if (descriptor := signal.set_wakeup_fd(-1)) != self._woken[0].fileno():
+        if (descriptor := signal.set_wakeup_fd(-1)) != self._woken:
             signal.set_wakeup_fd(descriptor)
 
 
