@@ -47,7 +47,7 @@ class Paced(Idle):
         super().__init__(config, PARAMETERS, seed)
         self._pace_s = pace_s
 
-    async def train(self, site: str, round: int, weights: ArenaFile, out: Path) -> Update:
+    async def train(self, site: str, round: int, weights: ArenaFile, out: Path, counted: int = -1) -> Update:
         await asyncio.sleep(self._pace_s)
         return await super().train(site, round, weights, out)
 

@@ -75,7 +75,7 @@ class Idle:
     async def examples(self, site: str) -> float:
         return 10.0
 
-    async def train(self, site: str, round: int, weights: ArenaFile, out: Path) -> Update:
+    async def train(self, site: str, round: int, weights: ArenaFile, out: Path, counted: int = -1) -> Update:
         numel = self._schema.numel
         delta = ArenaFile(self._schema, out, self._write(out, 4 * int(self._random.integers(1, numel))))
         return Update(delta=delta, num_examples=10.0, metrics={"loss": (1.0, 1.0)})

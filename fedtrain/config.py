@@ -143,7 +143,6 @@ class SecAggConfig:
     ring_bits: Literal[16, 32, 64] = 32  # bytes a coordinate travels in, times 8: 16 | 32 | 64
     value_bits: int = 0  # of them for one site's value; 0: as many as the sum over all sites leaves room for
     groups: int = 1  # sums per random group of sites, redrawn each round, for robust rules
-    compression: str = ""  # a linear compressor of what is summed, as in "randomk:0.1" or "lowrank:4"
     full_graph: int = 100  # up to so many sites everybody masks with everybody; beyond, with some neighbours:
     corrupt: float = 0.2  # enough of them, should this part of the sites be with the aggregator ...
     dropout: float = 0.2  # ... while this part is lost in the round
@@ -160,6 +159,14 @@ class SecAggConfig:
         require(0 <= self.corrupt < 1, "secagg.corrupt", f"{self.corrupt} must be in [0, 1)")
         require(0 <= self.dropout < 1 - self.corrupt, "secagg.dropout",
                 f"{self.dropout} must be in [0, 1 - secagg.corrupt)")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """What travels in fewer bytes; each is a compressor in one line, as in "quantize:8" or "topk:0.01"."""
+
+    up: str = ""  # of updates; under masks a linear one: "randomk:0.1", "lowrank:4"
+    error_feedback: bool = True  # what a biased compressor left out is kept, and added to what comes next
 
 
 @dataclass(frozen=True)
@@ -353,6 +360,7 @@ class Config:
     aggregation: AggregationConfig = field(default_factory=AggregationConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     secagg: SecAggConfig = field(default_factory=SecAggConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -414,6 +422,8 @@ class Config:
         pairs |= {f"asynchronous.{f.name}": getattr(self.asynchronous, f.name)
                   for f in fields(self.asynchronous)}  # fmt: skip
         pairs |= {f"secagg.{f.name}": getattr(self.secagg, f.name) for f in fields(self.secagg)}
+        pairs |= {f"compression.{f.name}": getattr(self.compression, f.name)
+                  for f in fields(self.compression)}  # fmt: skip
         pairs |= {"run.name": self.run.name, "run.seed": self.run.seed, "run.task": self.run.task,
                   "strategy.kind": self.strategy.kind,
                   "aggregation.rule": self.aggregation.rule}  # fmt: skip

@@ -17,8 +17,13 @@ from .update import Reply, Request, SiteId
 class Cohort(Protocol):
     """The sites that can be asked."""
 
-    bytes_in: int  # model bytes received and sent so far, for the log
-    bytes_out: int
+    @property
+    def bytes_in(self) -> int:
+        """Model bytes received so far, for the log."""
+
+    @property
+    def bytes_out(self) -> int:
+        """And sent."""
 
     async def members(self, at_least: int) -> list[SiteId]:
         """The sites that have joined, sorted; waits until there are `at_least` so many."""
@@ -44,7 +49,14 @@ class Before:
 
     def __init__(self, others: Cohort) -> None:
         self._others = others
-        self.bytes_in = self.bytes_out = 0  # nothing crosses a network here
+
+    @property
+    def bytes_in(self) -> int:
+        return self._others.bytes_in
+
+    @property
+    def bytes_out(self) -> int:
+        return self._others.bytes_out
 
     async def members(self, at_least: int) -> list[SiteId]:
         return await self._others.members(at_least)

@@ -257,6 +257,7 @@ class AnyArena:
     """A model's bytes, wherever they lie. `chunk` is how aggregation reads them."""
 
     schema: Schema
+    sent_bytes: int | None = None  # as which it travelled, where it was compressed
 
     @property
     def digest(self) -> str:
@@ -376,8 +377,12 @@ class Arena(AnyArena):
 
     def copy_(self, other: Arena) -> Arena:
         self.data.copy_(other.data)
-        self._digest = None
+        self.changed()
         return self
+
+    def changed(self) -> None:
+        """Whoever writes into an arena says so: its digest is another one now."""
+        self._digest = None
 
     def span(self, section: Section, start: int, stop: int, room: memoryview | None = None) -> memoryview:
         size = ITEM_BYTES[section.dtype]
@@ -545,6 +550,7 @@ class Request(Message, frozen=True, kw_only=True, tag=True):
 class Train(Request, frozen=True, kw_only=True, tag=True):
     round: int
     weights: AnyArena
+    counted: int = -1  # the last round in which an update of this site is in the model; -1: none is
 
 
 class Evaluate(Request, frozen=True, kw_only=True, tag=True):

@@ -183,7 +183,7 @@ def test_what_was_spent_is_on_disk_before_anything_leaves_and_survives_a_restart
 class Trainer:
     """Stands for a site's trainer process: every update is zero."""
 
-    async def train(self, site, round, weights, out):
+    async def train(self, site, round, weights, out, counted):
         out.write_bytes(Arena.zeros(PLAIN).payload)
         return Update(delta=ArenaFile(PLAIN, out, Arena.zeros(PLAIN).digest), num_examples=1.0, metrics={})
 

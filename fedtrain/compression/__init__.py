@@ -9,6 +9,7 @@ from .. import config
 from ..errors import ConfigError
 from .base import Compressor, Linear
 from .bfloat16 import BFloat16
+from .codec import DeltaCodec
 from .error_feedback import ErrorFeedback
 from .float16 import Float16
 from .lowrank import LowRank
@@ -32,7 +33,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 
 SHAPES = ("shapes",)  # the model's, not an option
 
-__all__ = ["COMPRESSORS", "Compressor", "Linear", "build", "parse"]
+__all__ = ["COMPRESSORS", "Compressor", "DeltaCodec", "ErrorFeedback", "Linear", "build", "parse"]
 
 
 def parse(text: str) -> Compressor:

@@ -34,6 +34,11 @@ class Compressor:
 
     linear: ClassVar[bool] = False
 
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether what it leaves out is lost for good, unless the sender keeps it for the next time."""
+        return False
+
     def init(self, n: int) -> State:
         """The state before the first call."""
         return {}

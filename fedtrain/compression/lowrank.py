@@ -35,6 +35,10 @@ class LowRank(Linear):
     def __post_init__(self) -> None:
         require(self.rank >= 1, "compression.rank", f"{self.rank} must be at least 1")
 
+    @property
+    def needs_feedback(self) -> bool:
+        return not self.unbiased
+
     def shaped(self, shapes: Sequence[tuple[int, ...]]) -> Self:
         return replace(self, shapes=tuple(shapes))
 

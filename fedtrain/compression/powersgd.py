@@ -30,6 +30,10 @@ class PowerSGD(Compressor):
     def __post_init__(self) -> None:
         require(self.rank >= 1, "compression.rank", f"{self.rank} must be at least 1")
 
+    @property
+    def needs_feedback(self) -> bool:
+        return True
+
     def shaped(self, shapes: Sequence[tuple[int, ...]]) -> Self:
         return replace(self, shapes=tuple(shapes))
 

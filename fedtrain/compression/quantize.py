@@ -36,6 +36,10 @@ class Quantize(Compressor):
         require(self.bits in (2, 4, 8), "compression.bits", f"{self.bits} must be 2, 4 or 8")
         check_block(self.block)
 
+    @property
+    def needs_feedback(self) -> bool:
+        return not self.unbiased
+
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
         import numpy as np
         import torch

@@ -33,6 +33,10 @@ class RandomK(Linear):
     def __post_init__(self) -> None:
         require(0 < self.fraction <= 1, "compression.fraction", f"{self.fraction} must be in (0, 1]")
 
+    @property
+    def needs_feedback(self) -> bool:
+        return not self.unbiased
+
     def project(self, vector: Array, seed: int) -> Array:
         return vector[self._draw(len(vector), seed)[0]]
 

@@ -26,6 +26,10 @@ class Sign(Compressor):
     def __post_init__(self) -> None:
         check_block(self.block)
 
+    @property
+    def needs_feedback(self) -> bool:
+        return True
+
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
         import numpy as np
         import torch

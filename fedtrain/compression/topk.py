@@ -34,6 +34,10 @@ class TopK(Compressor):
     def __post_init__(self) -> None:
         require(0 < self.fraction <= 1, "compression.fraction", f"{self.fraction} must be in (0, 1]")
 
+    @property
+    def needs_feedback(self) -> bool:
+        return True
+
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
         import numpy as np
         import torch

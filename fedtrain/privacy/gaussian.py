@@ -55,7 +55,7 @@ class Gaussian:
             part.copy_(
                 part.double().mul_(scale).add_(torch.from_numpy(noise), alpha=self.multiplier * self.clip)
             )
-        delta._digest = None
+        delta.changed()
         return norm
 
     def _check_rest(self, delta: Arena) -> None:

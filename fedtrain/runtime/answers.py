@@ -48,7 +48,7 @@ class Mean:
 
     delta: Arena
     metrics: Averages
-    sites: int  # whose updates are in it
+    sites: Sequence[SiteId]  # whose updates are in it
 
 
 class Answers(Protocol):
@@ -69,6 +69,16 @@ def train_id(config: Config, plan: Plan) -> str:
     return f"{config.run.name}/{plan.round}/{plan.attempt}/train"
 
 
+def train_requests(config: Config, plan: Plan, weights: AnyArena) -> dict[SiteId, Train]:
+    """What each planned site is asked: one request for all that counted last in the same round."""
+    counted = {site: plan.counted.get(site, -1) for site in plan.sites}
+    request = {
+        last: Train(id=train_id(config, plan), round=plan.round, weights=weights, counted=last)
+        for last in set(counted.values())
+    }
+    return {site: request[last] for site, last in counted.items()}
+
+
 def evaluate_id(config: Config, number: int, attempt: int = 0) -> str:
     return f"{config.run.name}/{number}/{attempt}/evaluate"
 
@@ -83,11 +93,11 @@ class InTheOpen:
 
     async def train(self, plan: Plan, weights: AnyArena) -> Mean:
         config, schema = self._config, weights.schema
-        request = Train(id=train_id(config, plan), round=plan.round, weights=weights)
+        requests = train_requests(config, plan, weights)
         trained: dict[SiteId, Metrics] = {}
         spooled: list[Update] = []
         mean: WeightedMean | None = None
-        async with aclosing(in_order(self._checked(request, plan.sites), plan.sites)) as ordered:
+        async with aclosing(in_order(self._checked(requests), plan.sites)) as ordered:
             async for site, reply in ordered:
                 assert isinstance(reply, Update), reply
                 trained[site] = reply.metrics
@@ -104,16 +114,15 @@ class InTheOpen:
             delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled)
         else:
             delta = await aside(schema.nbytes, mean.result)
-        return Mean(delta, averages(trained), len(trained))
+        return Mean(delta, averages(trained), list(trained))
 
-    async def _checked(
-        self, request: Train, sites: Sequence[SiteId]
-    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+    async def _checked(self, requests: Mapping[SiteId, Train]) -> AsyncGenerator[tuple[SiteId, Reply], None]:
         """The good updates, as they come. A bad one is named here and at its site, and the round goes on."""
         config, cohort, emit = self._config, self.cohort, self._emit
-        replies = cohort.exchange(dict.fromkeys(sites, request), config.strategy.round_deadline)
+        replies = cohort.exchange(requests, config.strategy.round_deadline)
         async with aclosing(replies):
             async for site, reply in replies:
+                request = requests[site]
                 try:
                     update = await checked(request, reply, config)
                 except BadUpdate as e:
@@ -187,7 +196,7 @@ def about(update: Update) -> dict[str, Any]:
     return {
         "num_examples": update.num_examples,
         "loss": averages({"": update.metrics}).get("loss"),
-        "nbytes": update.delta.schema.nbytes,
+        "nbytes": update.delta.sent_bytes or update.delta.schema.nbytes,
     }
 
 

@@ -146,7 +146,7 @@ class Loop:
         self._config, self._cohort, self._answers = config, cohort, InTheOpen(config, cohort, emit)
         self._store, self._strategy, self._emit = store, strategy, emit
         self._asks, self._evaluate_at, self._shown = asks, evaluate_at, shown
-        self._buffer, self._turns = store.buffered(), store.turns()
+        self._buffer, self._turns, self._counted = store.buffered(), store.turns(), store.counted()
         self._evaluating: Evaluating | None = None
         self._attempt = 1  # of the next version: how often all sites were asked for it
         self._mark = self._now()
@@ -212,7 +212,8 @@ class Loop:
             self._set_turn(site, turn)
         weights = self._store.weights(turn.version)
         request = train_id(self._config, Plan(turn.number, 0, [site]))
-        self._asks.send(site, Train(id=request, round=turn.number, weights=weights))
+        counted = self._counted.get(site, -1)
+        self._asks.send(site, Train(id=request, round=turn.number, weights=weights, counted=counted))
         self._emit("site_state", site=site, state="training", round=turn.version + 1)
 
     def _try_again(self, members: list[SiteId]) -> None:
@@ -249,7 +250,7 @@ class Loop:
             return
         delta = await aside(update.delta.schema.nbytes, self._store.keep, site, update.delta)
         taken = self._store.take(site, turn, msgspec.structs.replace(update, delta=delta))
-        self._turns[site] = taken.turn
+        self._turns[site], self._counted[site] = taken.turn, turn.number
         self._buffer.append(taken)
         self._emit(
             "update_received", round=number, site=site, staleness=self._staleness(turn), **about(update)

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
 from ..update import Found, Metrics, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Hello
-from . import asynchronous, checks
+from . import asynchronous, checks, compressed
 from .answers import Answers, InTheOpen, aside
 from .progress import (
     Averages,
@@ -91,7 +92,8 @@ async def _train(
             store.set_plan(plan)
         emit("round_started", round=plan.round + 1, attempt=plan.attempt + 1, sites=plan.sites)
         try:
-            after, record = await federated_round(answers, plan, strategy, checkpoint)
+            planned = replace(plan, counted=store.counted())
+            after, record, inside = await federated_round(answers, planned, strategy, checkpoint)
         except (TooFewSites, SecAggError) as e:
             emit("round_failed", round=plan.round + 1, attempt=plan.attempt + 1, reason=str(e))
             attempt = plan.attempt + 1
@@ -102,7 +104,7 @@ async def _train(
             plan = Plan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
         prepared = await aside(after.weights.schema.nbytes, store.prepare, after)
-        store.commit(after, record, prepared)
+        store.commit(after, record, prepared, inside)
         if store.durable:
             after = store.on_disk(after)
             store.clear_inbox()
@@ -112,8 +114,9 @@ async def _train(
 
 async def federated_round(
     answers: Answers, plan: Plan, strategy: Strategy, checkpoint: Checkpoint
-) -> tuple[Checkpoint, dict[str, Any]]:
-    """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left."""
+) -> tuple[Checkpoint, dict[str, Any], Sequence[SiteId]]:
+    """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left.
+    Returns the next one, what the log says of it, and whose updates are in it."""
     began, cohort = time.monotonic(), answers.cohort
     bytes_in, bytes_out = cohort.bytes_in, cohort.bytes_out
     mean = await answers.train(plan, checkpoint.weights)
@@ -124,12 +127,12 @@ async def federated_round(
     record = {
         "loss": mean.metrics.get("loss"),
         "metrics": mean.metrics,
-        "sites": mean.sites,
+        "sites": len(mean.sites),
         "seconds": time.monotonic() - began,
         "bytes_in": cohort.bytes_in - bytes_in,
         "bytes_out": cohort.bytes_out - bytes_out,
     }
-    return Checkpoint(plan.round + 1, weights, state), record
+    return Checkpoint(plan.round + 1, weights, state), record, mean.sites
 
 
 async def _evaluate(
@@ -174,6 +177,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     from .trainer import beside_torch
 
     keep_freed()
+    compressed.check_config(config)
     if config.asynchronous.enabled:
         asynchronous.check_config(config)
     credentials = Credentials.load(config.root / config.network.certs / "aggregator")
@@ -183,12 +187,14 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         schema, task_digest = await beside_torch(_begin(config, store, strategy, start))
         frozen = store.frozen
         callers = Callers(credentials, config.root / config.network.certs)
+        codec = compressed.up_codec(config, schema)
+        due = schema if codec is None else codec.coded  # as an update comes
 
         def admit(site: SiteId, request: Request, reply: Reply) -> None:
             if config.secagg.enabled:
                 secure.admit(request, reply, longest)
             else:
-                checks.admit(request, reply, schema, config.limits, store.joined().get(site))
+                checks.admit(request, reply, due, config.limits, store.joined().get(site))
 
         def welcome(site: SiteId, hello: Hello) -> None:
             agree(site, hello, config, schema, task_digest, frozen.schema)
@@ -207,6 +213,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
             idle_s=config.network.idle,
             emit=emit,
         )
+        sites = compressed.decompressing(config, schema, cohort, store.keep)
         answers: Answers
         if config.secagg.enabled:
             longest = secure.longest_vector(config, schema)
@@ -222,7 +229,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
                 frozen=frozen.sha256,
             )  # fmt: skip
         else:
-            answers = InTheOpen(config, cohort, emit)
+            answers = InTheOpen(config, sites, emit)
         await cohort.start()
         emit("notice", text=f"listening on {config.network.listen}")
         watching = asyncio.create_task(callers.watch(cohort.cut, emit))
@@ -230,7 +237,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         try:
             async with shown_by_task(config, store, task_digest) as shown:
                 if config.asynchronous.enabled:
-                    result = await asynchronous.run(config, cohort, store, strategy, emit, shown=shown)
+                    result = await asynchronous.run(config, sites, store, strategy, emit, shown=shown)
                 else:
                     result = await run(config, answers, store, strategy, emit, shown=shown)
             finish(store, result.rounds, result.reason, emit)

@@ -52,7 +52,7 @@ def write(arena: Arena, trained: Vector, others: Mapping[str, Vector]) -> Arena:
         if (other := others.get(f"other/{section.dtype}")) is not None:
             into = arena.flat(section)[_first_other(section) :]
             into.copy_(other if section.dtype in FLOATS else other.round())
-    arena._digest = None
+    arena.changed()
     return arena
 
 

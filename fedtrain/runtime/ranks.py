@@ -370,7 +370,7 @@ def subtract(local: Arena, start: Arena, out: Arena) -> None:
             torch.sub(local.flat(section), start.flat(section), out=out.flat(section))
         else:
             out.flat(section).zero_()
-    out._digest = None
+    out.changed()
 
 
 def main() -> None:

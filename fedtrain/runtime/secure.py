@@ -22,7 +22,6 @@ import numpy as np
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from .. import compression
 from ..aggregation import aggregate
 from ..config import Config
 from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites, Unfinished
@@ -60,15 +59,14 @@ from ..update import (
     Request,
     Schema,
     SiteId,
-    Train,
     Update,
     averages,
     chunks_of,
     seed_of,
     sized_names,
 )
-from . import checks
-from .answers import Mean, evaluations, rule_of, train_id
+from . import checks, compressed
+from .answers import Mean, evaluations, rule_of, train_requests
 from .crew import Crew
 from .progress import Emit, check_failures
 
@@ -95,6 +93,7 @@ def check_config(config: Config) -> None:
             f"aggregation hides. Let it compare means of random groups, with secagg.groups = "
             f'{rule_of(config).needs} or more; or set aggregation.rule = "mean", or secagg.enabled = false.'
         )
+    compressed.check_config(config)
     rule_of(config, groups if groups > 1 else None)
     each = max(sites // groups, 1)
     encoding_of(config, 0, each, None)
@@ -109,21 +108,9 @@ def fixed_point(config: Config, sites: int) -> FixedPoint:
 
 def encoding_of(config: Config, number: int, sites: int, schema: Schema | None) -> Encoding:
     """How an update of a round (without a schema: an evaluation) becomes a vector that so many sites sum."""
-    squeeze = linear(config.secagg.compression) if config.secagg.compression else None
+    squeeze = compressed.linear(config)
     seed = seed_of(config.run.seed, "compression", number)
     return Encoding(fixed_point(config, sites), schema, squeeze, seed)
-
-
-def linear(text: str) -> compression.Linear:
-    """The compressor of that name. ConfigError for one whose sums are not the sum."""
-    found = compression.parse(text)
-    if not isinstance(found, compression.Linear):
-        able = ", ".join(name for name, kind in compression.COMPRESSORS.items() if kind.linear)
-        raise ConfigError(
-            f"secagg.compression: {text!r} is not linear: a sum of what it makes is not what it makes of the "
-            f"sum. These are: {able}."
-        )
-    return found
 
 
 def least_sites(config: Config) -> int:
@@ -157,7 +144,7 @@ def round_seed(config: Config, number: int, site: SiteId) -> bytes:
     return rounding_seed(config.run.name, config.run.seed, number, site)
 
 
-def one_of_groups(config: Config, schema: Schema, totals: Sequence[Total], sites: int) -> Mean:
+def one_of_groups(config: Config, schema: Schema, totals: Sequence[Total], sites: Sequence[SiteId]) -> Mean:
     """One mean of the groups: their only one, or what the rule makes of several. TooFewSites for too few."""
     metrics = averages({str(i): total.metrics for i, total in enumerate(totals)})
     deltas = [total.delta for total in totals if total.delta is not None]
@@ -374,15 +361,15 @@ class UnderMasks:
             if isinstance(error, BaseException):
                 self._emit("notice", text=f"round {plan.round + 1}: a group's sum failed: {error}")
         totals = [s for s in sums if not isinstance(s, BaseException)]
-        count = sum(sites for _, sites in totals)
-        if count < self._config.strategy.min_sites:
-            raise TooFewSites(f"round {plan.round + 1}", count, self._config.strategy.min_sites)
+        inside = sorted(site for _, sites in totals for site in sites)
+        if len(inside) < self._config.strategy.min_sites:
+            raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
         if clipped := sum(total.clipped for total, _ in totals):
             self._emit(
                 "notice", text=f"round {plan.round + 1}: {clipped:g} values were clipped to secagg.clip"
             )
         return await asyncio.to_thread(
-            one_of_groups, self._config, weights.schema, [total for total, _ in totals], count
+            one_of_groups, self._config, weights.schema, [total for total, _ in totals], inside
         )
 
     async def evaluate(
@@ -408,8 +395,8 @@ class UnderMasks:
         weights: AnyArena,
         ask: type[Advertise | AdvertiseEvaluation],
         agreed: Callable[[Sequence[SiteId]], None] = lambda sites: None,
-    ) -> tuple[Total, int]:
-        """One session, and over how many sites it is."""
+    ) -> tuple[Total, Sequence[SiteId]]:
+        """One session, and over which sites it is."""
         schema = weights.schema if ask is Advertise else None
         cohort = await self._cohort(sites)
         encoding = encoding_of(self._config, plan.round, len(cohort), schema)
@@ -435,7 +422,7 @@ class UnderMasks:
         total = await asyncio.to_thread(
             encoding.decode, found.vector, len(found.sites), found.names, self._spread
         )
-        return total, len(found.sites)
+        return total, found.sites
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The sites that called since this process began, with their certificates' fingerprints. The others
@@ -485,25 +472,24 @@ class FixedPointSums:
         groups = groups_of(self._config, plan)
         sums = [PlainSum(self._config, plan.round, weights.schema, len(sites)) for sites in groups]
         sum_of = {site: each for each, sites in zip(sums, groups, strict=True) for site in sites}
-        request = Train(id=train_id(self._config, plan), round=plan.round, weights=weights)
-        replies = self.cohort.exchange(
-            dict.fromkeys(plan.sites, request), self._config.strategy.round_deadline
-        )
+        requests, inside = train_requests(self._config, plan, weights), list[SiteId]()
+        replies = self.cohort.exchange(requests, self._config.strategy.round_deadline)
         async with aclosing(replies):
             async for site, reply in replies:
                 try:
-                    checks.answers(request, reply, self._config.limits)
+                    checks.answers(requests[site], reply, self._config.limits)
                     assert isinstance(reply, Update), reply
                     sum_of[site].add(reply, round_seed(self._config, plan.round, site))
                 except (BadUpdate, SecAggError) as e:
                     self._emit("update_refused", round=plan.round + 1, site=site, reason=str(e))
                     continue
+                inside.append(site)
                 self._emit("update_received", round=plan.round + 1, site=site, nbytes=sum_of[site].nbytes)
         enough = [s for s, sites in zip(sums, groups, strict=True) if s.sites >= self._quorum(len(sites))]
-        count = sum(each.sites for each in enough)
-        if not enough or count < self._config.strategy.min_sites:
-            raise TooFewSites(f"round {plan.round + 1}", count, self._config.strategy.min_sites)
-        return one_of_groups(self._config, weights.schema, [each.total() for each in enough], count)
+        inside = [site for site in inside if sum_of[site] in enough]
+        if not enough or len(inside) < self._config.strategy.min_sites:
+            raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
+        return one_of_groups(self._config, weights.schema, [each.total() for each in enough], inside)
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena

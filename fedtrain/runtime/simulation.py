@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -46,7 +46,7 @@ from ..update import (
     Train,
     Update,
 )
-from . import asynchronous, secure
+from . import asynchronous, compressed, secure
 from .answers import Answers, InTheOpen, kept
 from .federated import run
 from .progress import Averages, Emit, Result, finish, noticed, plain
@@ -76,6 +76,7 @@ async def simulate(
     `debug` names a site that is trained in this very process, so that breakpoint() in the task works.
     """
     strategy = build(config.strategy.kind, config.strategy.options, config.root)
+    compressed.check_config(config)
     if config.asynchronous.enabled:
         asynchronous.check_config(config)
     if fresh:
@@ -106,6 +107,7 @@ async def simulate(
                 if kept is not None:
                     bench.freeze(kept)
                 cohort = InlineCohort(debug, bench, pool)
+            cohort = compressed.decompressing(config, about.schema, cohort)
             if config.asynchronous.enabled:
                 clock = asynchronous.Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
                 result = await asynchronous.run(
@@ -182,9 +184,6 @@ class PoolCohort:
     update lies in shared memory, which is used again once nobody looks at it.
     """
 
-    bytes_in = 0  # nothing crosses a network
-    bytes_out = 0
-
     def __init__(
         self,
         config: Config,
@@ -197,8 +196,11 @@ class PoolCohort:
         self._trainers, self._start, self._scratch, self._memory = trainers, start, scratch, memory
         self.description: Description = trainers[0].description
         self._vmap = config.simulate.engine == "vmap"
-        most, nbytes = VMAP_SITES if self._vmap else LOOP_SITES, self.description.schema.nbytes
+        most, nbytes = VMAP_SITES if self._vmap else LOOP_SITES, self.description.update.nbytes
         self._batch_sites = max(1, min(most, BATCH_BYTES // max(1, nbytes)))  # at most
+        self.bytes_in = self.bytes_out = 0  # as they would travel in the open
+        self._in_the_open = not config.secagg.enabled
+        self._held: dict[SiteId, str] = {}  # the model that each site would have
         self._replacing = asyncio.Lock()
         self._published: ArenaFile | None = None
         self._frozen: ArenaFile | None = None  # of the run, which every trainer has
@@ -268,28 +270,44 @@ class PoolCohort:
         if not requests:
             return
         request = next(iter(requests.values()))
-        assert all(r is request for r in requests.values()), "a simulation asks all its sites the same"
         assert isinstance(request, Train | Evaluate), request
+        assert all(r.id == request.id for r in requests.values()), "a simulation asks all its sites the same"
+        counted = {site: r.counted for site, r in requests.items() if isinstance(r, Train)}
         weights = self._publish(request.weights)
-        waiting = deque(self._batches(list(requests)))
+        waiting, number = deque(self._batches(list(requests))), request.round
         under_way: deque[tuple[list[SiteId], asyncio.Task[list[Reply]]]] = deque()
-        work = self._train if isinstance(request, Train) else self._evaluate
+
+        def work(sites: list[SiteId]) -> Coroutine[Any, Any, list[Reply]]:
+            if isinstance(request, Evaluate):
+                return self._evaluate(sites, number, weights)
+            return self._train(sites, number, weights, [counted[site] for site in sites])
+
         try:
             while waiting or under_way:
                 while waiting and len(under_way) < AHEAD * len(self._trainers):
                     sites = waiting.popleft()
-                    under_way.append((sites, asyncio.create_task(work(sites, request.round, weights))))
+                    under_way.append((sites, asyncio.create_task(work(sites))))
                 sites, task = under_way[0]
                 replies = await task
                 under_way.popleft()
-                for pair in zip(sites, replies, strict=True):
-                    yield pair
+                for site, reply in zip(sites, replies, strict=True):
+                    self._count(site, request, reply)
+                    yield site, reply
         except asyncio.CancelledError:  # the whole run stops
             for _, task in under_way:
                 task.cancel()
             raise
         finally:  # whoever wants no more replies leaves no trainer that still reads these weights
             await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
+
+    def _count(self, site: SiteId, request: Train | Evaluate, reply: Reply) -> None:
+        if self._in_the_open:
+            model = request.weights.digest
+            if self._held.get(site) != model:
+                self.bytes_out += request.weights.schema.nbytes
+                self._held[site] = model
+            if isinstance(reply, Update):
+                self.bytes_in += reply.delta.schema.nbytes
 
     def _batches(self, sites: list[SiteId]) -> list[list[SiteId]]:
         """In order. The loop engine's are made small enough that every worker gets some."""
@@ -307,13 +325,17 @@ class PoolCohort:
             self._published = self._memory.publish(weights)
         return self._published
 
-    async def _train(self, sites: list[SiteId], round: int, weights: ArenaFile) -> list[Reply]:
+    async def _train(
+        self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int]
+    ) -> list[Reply]:
         import torch
 
-        schema = weights.schema
+        schema = self.description.update
         offset, block = self._memory.take(self._batch_sites * schema.nbytes)
         slab = self._memory.slab
-        results = await self._at_a_trainer(lambda t: t.train_many(sites, round, weights, slab, offset))
+        results = await self._at_a_trainer(
+            lambda t: t.train_many(sites, round, weights, slab, offset, counted)
+        )
         deltas = torch.frombuffer(block, dtype=torch.uint8, count=len(sites) * schema.nbytes)
         rows = Slab(schema, deltas.view(len(sites), schema.nbytes)).arenas()
         return [
@@ -375,8 +397,8 @@ class InlineCohort(Before):
             assert isinstance(request, Train | Evaluate), request
             weights = request.weights if isinstance(request.weights, Arena) else request.weights.load()
             if isinstance(request, Train):
-                out = Arena.zeros(weights.schema)
-                yield self._site, self._bench.train(self._site, request.round, weights, out)
+                out = Arena.zeros(self._bench.description.update)
+                yield self._site, self._bench.train(self._site, request.round, weights, out, request.counted)
             else:
                 yield self._site, self._bench.evaluate(self._site, request.round, weights)
         async with aclosing(self._others.exchange(rest, deadline_s)) as replies:

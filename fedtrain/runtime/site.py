@@ -25,6 +25,7 @@ from ..pki.revocation import LIST
 from ..pki.signing import Signer, Verifier
 from ..secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
 from ..store import Ledger
+from ..store.memory import NEVER
 from ..transport.grpc import SiteLink
 from ..transport.tls import Tls
 from ..update import (
@@ -62,7 +63,9 @@ class Trains(Protocol):
     def description(self) -> Description: ...
     async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile: ...
     async def examples(self, site: SiteId) -> float | None: ...
-    async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update: ...
+    async def train(
+        self, site: SiteId, round: int, weights: ArenaFile, out: Path, counted: int = NEVER
+    ) -> Update: ...
     async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation: ...
     async def freeze(self, frozen: ArenaFile) -> None: ...
     async def shown(
@@ -192,6 +195,8 @@ class Site:
         """What training or evaluation finds, worked out once; `model` tells its weights from others."""
         kind = "Train" if isinstance(request, Train) else "Evaluate"
         key = f"{kind}/{request.round}/{model}"
+        if isinstance(request, Train) and request.counted != NEVER:
+            key += f"/after {request.counted}"
         if body := self._ledger.get(key):
             self._say("uploading", request.round + 1)
             return self._remembered(body)
@@ -237,13 +242,15 @@ class Site:
             return await self._trainer.evaluate(self._name, request.round, weights)
         self._say("training", request.round + 1)
         out = self._ledger.spare()
-        update = await self._trainer.train(self._name, request.round, weights, out)
+        update = await self._trainer.train(self._name, request.round, weights, out, request.counted)
         if self._spent is not None:
             self._spent.one_more(self._name, request.round)
         path = self._ledger.outbox.path(update.delta.digest)
         os.replace(out, path)
-        kept = msgspec.structs.replace(update, delta=ArenaFile(self._schema, path, update.delta.digest))
-        self._ledger.put(key, encode(kept), kept.delta.digest, self._schema.nbytes)
+        kept = msgspec.structs.replace(
+            update, delta=ArenaFile(update.delta.schema, path, update.delta.digest)
+        )
+        self._ledger.put(key, encode(kept), kept.delta.digest, kept.delta.schema.nbytes)
         self._say("uploading", request.round + 1)
         return kept
 

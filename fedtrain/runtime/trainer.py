@@ -24,6 +24,7 @@ import traceback
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +34,10 @@ import msgspec
 
 from .. import malloc
 from ..config import Config
-from ..errors import BadUpdate, ConfigError, TaskError, reason_of
+from ..errors import BadUpdate, ConfigError, StoreError, TaskError, reason_of
+from ..store.memory import NEVER, SiteMemory
 from ..update import Arena, ArenaFile, Evaluation, Frozen, Metrics, Schema, SiteId, Update
+from . import compressed
 from .privacy import noised
 from .processes import ending, is_stopped, signalled_when_parent_ends
 from .progress import Averages
@@ -47,6 +50,8 @@ SECTIONS = (
     "run",
     "train",
     "strategy",
+    "secagg",
+    "compression",
     "privacy",
     "simulate",
     "parallel",
@@ -100,6 +105,7 @@ class TrainOne(msgspec.Struct, tag=True, array_like=True):
     round: int
     weights: Place
     out: str
+    counted: int  # as in update.Train
 
 
 class TrainMany(msgspec.Struct, tag=True, array_like=True):
@@ -108,6 +114,7 @@ class TrainMany(msgspec.Struct, tag=True, array_like=True):
     weights: Place
     slab: str  # a file of shared memory
     offset: int  # bytes in it, from where the deltas lie one after the other
+    counted: list[int]  # of each, as in update.Train
 
 
 class EvaluateMany(msgspec.Struct, tag=True, array_like=True):
@@ -132,6 +139,12 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     evaluators: list[SiteId] = []  # the sites, or "central" where they share one pool of data
     frozen: Frozen = Frozen()  # of the task's model()
     derives: bool = False  # the task has a metrics() of its own
+    compressed: Schema | None = None  # of an update, where it is compressed
+
+    @property
+    def update(self) -> Schema:
+        """Of an update, as it travels."""
+        return self.compressed or self.schema
 
 
 class Trained(msgspec.Struct, tag=True, array_like=True):
@@ -323,11 +336,13 @@ class Trainer(asyncio.Protocol):
         counted: Counted = await self._ask(Examples(site))
         return counted.examples
 
-    async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update:
-        """Local training; the delta is written to `out`, whole or not at all."""
-        done = await self._ask(TrainOne(site, round, _place(weights), str(out)))
+    async def train(
+        self, site: SiteId, round: int, weights: ArenaFile, out: Path, counted: int = NEVER
+    ) -> Update:
+        """Local training; the delta is written to `out`, whole or not at all. `counted`: as in Train."""
+        done = await self._ask(TrainOne(site, round, _place(weights), str(out), counted))
         result = _good(done.results[0])
-        delta = ArenaFile(self.description.schema, out, result.digest)
+        delta = ArenaFile(self.description.update, out, result.digest)
         return Update(delta=delta, num_examples=result.num_examples, metrics=result.metrics)
 
     async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation:
@@ -335,10 +350,16 @@ class Trainer(asyncio.Protocol):
         return Evaluation(metrics=_good(done.results[0]).metrics)
 
     async def train_many(
-        self, sites: list[SiteId], round: int, weights: ArenaFile, slab: Path, offset: int
+        self,
+        sites: list[SiteId],
+        round: int,
+        weights: ArenaFile,
+        slab: Path,
+        offset: int,
+        counted: list[int],
     ) -> list[Trained | Failed]:
         """Local training of several sites; their deltas are written into the slab, one after the other."""
-        done = await self._ask(TrainMany(sites, round, _place(weights), str(slab), offset))
+        done = await self._ask(TrainMany(sites, round, _place(weights), str(slab), offset, counted))
         return done.results  # type: ignore[no-any-return]
 
     async def evaluate_many(
@@ -544,6 +565,9 @@ class Workbench:
         self._slab: tuple[str, mmap.mmap] | None = None
         engine = self._team or self._engine
         self.description = Description(engine.schema, digest, frozen=engine.frozen)
+        self._codec = compressed.up_codec(config, engine.schema)
+        if self._codec is not None:
+            self.description.compressed = self._codec.coded
         if self._simulated is not None:
             names = self._simulated.names
             self.description.sites = names
@@ -566,12 +590,48 @@ class Workbench:
             )
         (self._team or self._engine).freeze(found)
 
-    def train(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Update:
+    def train(self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int = NEVER) -> Update:
+        """The site's update, in `out` as it travels: with noise first, where there is any, and then
+        compressed."""
+        delta = out if self._codec is None else self._delta
         if self._team is not None:
-            update = self._team.train(site, round, weights, out)
+            update = self._team.train(site, round, weights, delta)
         else:
-            update = self._engine.train(site, self._load("data", site), round, weights, out)
-        return noised(self._config, update, site, round, weights, self._simulated is not None)
+            update = self._engine.train(site, self._load("data", site), round, weights, delta)
+        update = noised(self._config, update, site, round, weights, self._simulated is not None)
+        return self._compressed(update, site, round, out, counted)
+
+    @cached_property
+    def _delta(self) -> Arena:
+        """Where an update is written that leaves compressed."""
+        return Arena.empty(self.description.schema)
+
+    def _compressed(self, update: Update, site: SiteId, round: int, out: Arena, counted: int) -> Update:
+        codec, delta = self._codec, update.delta
+        if codec is None:
+            return update
+        assert isinstance(delta, Arena), delta
+        seed = compressed.up_seed(self._config, round, site)
+        if not codec.stateful:
+            codec.encode(delta, seed, {}, out)
+        else:
+            memory = self._memory(site)
+            if counted != NEVER and memory.empty:
+                print(
+                    f"{site} has kept nothing of round {counted + 1}, in which it counted: it goes on as "
+                    f"a new site would",
+                    file=sys.stderr,
+                )
+                counted = NEVER
+            before = codec.init() if counted == NEVER else memory.load(counted).views()
+            _, after = codec.encode(delta, seed, before, out)
+            memory.keep(round, counted, Arena.pack(after))
+        return msgspec.structs.replace(update, delta=out)
+
+    def _memory(self, site: SiteId) -> SiteMemory:
+        simulated = self._simulated is not None
+        folder = self._config.simulate_dir if simulated else self._config.site_dir(site)
+        return SiteMemory(folder / "memory" / site, durable=not simulated)
 
     def evaluate(self, site: SiteId, round: int, weights: Arena) -> Evaluation:
         if self._team is not None:
@@ -606,14 +666,16 @@ class Workbench:
                 return Saved(place.digest)
             case Examples(site):
                 return Counted(self.examples(site))
-            case TrainOne(site, round, place, out):
+            case TrainOne(site, round, place, out, counted):
                 weights = self._at(place)
-                with _new_file(self.description.schema, Path(out)) as arena:
-                    update = self.train(site, round, weights, arena)
+                with _new_file(self.description.update, Path(out)) as arena:
+                    update = self.train(site, round, weights, arena, counted)
                     return Done([Trained(update.num_examples, update.metrics, arena.digest)])
-            case TrainMany(sites, round, place, slab, offset):
+            case TrainMany(sites, round, place, slab, offset, counted):
                 return Done(
-                    self._train_many(sites, round, self._at(place), self._block(slab, offset, len(sites)))
+                    self._train_many(
+                        sites, round, self._at(place), self._block(slab, offset, len(sites)), counted
+                    )
                 )
             case EvaluateMany(sites, round, place):
                 weights = self._at(place)
@@ -622,28 +684,36 @@ class Workbench:
                 return Showing(*self.shown(total, by_site))
 
     def _train_many(
-        self, sites: list[SiteId], round: int, weights: Arena, deltas: torch.Tensor
+        self, sites: list[SiteId], round: int, weights: Arena, deltas: torch.Tensor, counted: list[int]
     ) -> list[Trained | Failed]:
-        """`deltas` is uint8 [sites, schema.nbytes]."""
+        """`deltas` is uint8 [sites, bytes of an update as it travels]."""
+        outs = [Arena(self.description.update, deltas[i]) for i in range(len(sites))]
         if self._vmapped is None:
-            schema = self.description.schema
-            outs = [Arena(schema, deltas[i]) for i in range(len(sites))]
-            return [self._trained(site, round, weights, out) for site, out in zip(sites, outs, strict=True)]
+            each = zip(sites, outs, counted, strict=True)
+            return [self._trained(site, round, weights, out, last) for site, out, last in each]
         try:
             pairs = [(site, self._load("data", site)) for site in sites]
-            updates = self._vmapped.train(pairs, round, weights, deltas)
-        except TaskError as e:
+            whole = deltas if self._codec is None else deltas.new_empty(len(sites), weights.schema.nbytes)
+            updates = self._vmapped.train(pairs, round, weights, whole)
+            for update, site, out, last in zip(updates, sites, outs, counted, strict=True):
+                self._compressed(update, site, round, out, last)
+        except (TaskError, BadUpdate, StoreError) as e:
             if len(sites) == 1:
                 return [_failed(e)]
             # One by one, so that only those fail whose fault it is.
-            alone = [self._train_many([s], round, weights, deltas[i : i + 1]) for i, s in enumerate(sites)]
+            alone = [
+                self._train_many([site], round, weights, deltas[i : i + 1], counted[i : i + 1])
+                for i, site in enumerate(sites)
+            ]
             return [result for results in alone for result in results]
         return [Trained(update.num_examples, update.metrics) for update in updates]
 
-    def _trained(self, site: SiteId, round: int, weights: Arena, out: Arena) -> Trained | Failed:
+    def _trained(
+        self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int
+    ) -> Trained | Failed:
         try:
-            update = self.train(site, round, weights, out)
-        except TaskError as e:
+            update = self.train(site, round, weights, out, counted)
+        except (TaskError, BadUpdate, StoreError) as e:
             return _failed(e)
         return Trained(update.num_examples, update.metrics)
 
@@ -690,10 +760,10 @@ class Workbench:
         return self._weights[1]
 
     def _block(self, slab: str, offset: int, sites: int) -> torch.Tensor:
-        """uint8 [sites, schema.nbytes] of a slab, which grows now and then."""
+        """uint8 [sites, bytes of an update as it travels] of a slab, which grows now and then."""
         import torch
 
-        nbytes = self.description.schema.nbytes
+        nbytes = self.description.update.nbytes
         if self._slab is None or self._slab[0] != slab or len(self._slab[1]) < offset + sites * nbytes:
             with open(slab, "r+b") as f:
                 self._slab = slab, mmap.mmap(f.fileno(), 0)

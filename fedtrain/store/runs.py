@@ -15,7 +15,7 @@ is right: a damaged blob is set aside, and the run goes on from the round before
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -49,6 +49,7 @@ CREATE TABLE IF NOT EXISTS turns (
 CREATE TABLE IF NOT EXISTS buffer (
   site TEXT NOT NULL, number INTEGER NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL,
   num_examples REAL NOT NULL, metrics BLOB NOT NULL, PRIMARY KEY (site, number));
+CREATE TABLE IF NOT EXISTS counted (round INTEGER PRIMARY KEY, sites BLOB NOT NULL);
 """
 ANEW = "give the new run its own run.name, or (a simulation) start it with --fresh."  # of one that differs
 KEEP = 2  # newest rounds whose weights and plans stay, beside the best one's weights
@@ -83,6 +84,7 @@ class Plan:
     round: int
     attempt: int
     sites: list[SiteId]
+    counted: Mapping[SiteId, int] = field(default_factory=dict)  # RunStore.counted, when it begins
 
 
 class TurnState(StrEnum):
@@ -276,10 +278,12 @@ class RunStore:
         checkpoint: Checkpoint,
         record: Mapping[str, Any],
         prepared: tuple[str, Arena | None] | None = None,
+        sites: Iterable[SiteId] = (),
     ) -> None:
         """Make a round the last one. Before this returns the round before it is; after it, this one.
 
-        `prepared` is what `prepare` returned for it, where that was called before.
+        `prepared` is what `prepare` returned for it, where that was called before; `sites`: whose updates are
+        in it, unless they were in the buffer.
         """
         weights, packed = prepared or self.prepare(checkpoint)
         state = state_schema = None
@@ -292,6 +296,12 @@ class RunStore:
                  msgspec.json.encode(dict(record)).decode(), time.time()),
             )  # fmt: skip
             self._db.change("DELETE FROM plan WHERE round <= ?", (checkpoint.round - KEEP,))
+            if counted := self.counted() | dict.fromkeys(sites, checkpoint.round - 1):
+                self._db.change(
+                    "INSERT OR REPLACE INTO counted VALUES (?, ?)",
+                    (checkpoint.round, msgspec.msgpack.encode(counted)),
+                )
+            self._db.change("DELETE FROM counted WHERE round <= ?", (checkpoint.round - KEEP,))
             self._db.change("DELETE FROM buffer")  # all of it is in this version
         self._sweep()
 
@@ -338,6 +348,7 @@ class RunStore:
             self._db.change("DELETE FROM rounds WHERE round > ?", (number,))
             self._db.change("DELETE FROM evaluations WHERE round > ?", (number,))
             self._db.change("DELETE FROM plan WHERE round > ?", (number,))
+            self._db.change("DELETE FROM counted WHERE round > ?", (number,))
             self._db.change("DELETE FROM buffer WHERE version > ?", (number,))
             self._db.change("UPDATE turns SET state = 'refused' WHERE version > ?", (number,))
 
@@ -474,6 +485,12 @@ class RunStore:
         self._db.change(
             "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?)", (site, turn.number, turn.version, turn.state)
         )
+
+    def counted(self) -> dict[SiteId, int]:
+        """The last round (without rounds: turn) of each site that is in the model, or in the buffer."""
+        row = self._db.one("SELECT sites FROM counted ORDER BY round DESC")
+        found = msgspec.msgpack.decode(row[0], type=dict[SiteId, int]) if row else {}
+        return found | dict(self._db.all("SELECT site, MAX(number) FROM buffer GROUP BY site"))
 
     def joined(self) -> dict[SiteId, float | None]:
         """Every site that ever joined this run, with the examples it registered."""

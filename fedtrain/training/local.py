@@ -294,7 +294,7 @@ class Engine:
                 torch.sub(local, start.flat(section), out=delta)
             else:
                 delta.copy_(local - start.flat(section))
-        out._digest = None
+        out.changed()
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:

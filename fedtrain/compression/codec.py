@@ -1,0 +1,102 @@
+"""A whole model's difference in fewer bytes: its trained coordinates by a compressor, all else as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..errors import BadUpdate
+from ..update import FLOATS, AnyArena, Arena, Schema, Section, TensorSpec
+from .base import Compressor
+
+if TYPE_CHECKING:
+    from .base import State
+
+UNMOVED = ("bool", "uint8")  # have no differences, and don't travel
+
+
+@dataclass(frozen=True)
+class DeltaCodec:
+    """Makes an arena of `schema` one of `coded`, which travels and is kept like any other, and back.
+
+    The trained coordinates of each dtype are one vector for the compressor, as float32. Buffers and integers
+    stand beside it whole. State names begin with the dtype, as in "float32/residual".
+    """
+
+    schema: Schema
+    compressor: Compressor
+
+    @cached_property
+    def coded(self) -> Schema:
+        """What lies where in an encoded arena: for each dtype the payload's bytes, and the rest."""
+        specs = [
+            TensorSpec(f"{section.dtype}/payload", (compressor.bytes_for(section.trained),), "uint8", False)
+            for section, compressor in self._trained()
+        ]
+        specs += [
+            TensorSpec(f"{section.dtype}/rest", (section.numel - at,), section.dtype, False)
+            for section, at in self._rest()
+        ]
+        order = list(dict.fromkeys(spec.dtype for spec in specs))
+        return Schema(tuple(sorted(specs, key=lambda spec: order.index(spec.dtype))))
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the sender keeps anything from one call to the next."""
+        return bool(self.compressor.init(0))
+
+    def init(self) -> State:
+        """The sender's state before the first call."""
+        return {
+            f"{section.dtype}/{name}": tensor
+            for section, compressor in self._trained()
+            for name, tensor in compressor.init(section.trained).items()
+        }
+
+    def encode(self, delta: Arena, seed: int, state: State, out: Arena | None = None) -> tuple[Arena, State]:
+        """The encoded arena, in `out` where it is given, and the next state; `delta` and `state` stay as they
+        are. BadUpdate for NaN and Inf."""
+        out = Arena.zeros(self.coded) if out is None else out
+        views, after = out.views(), dict(state)
+        for section, compressor in self._trained():
+            own = f"{section.dtype}/"
+            before = {name.removeprefix(own): t for name, t in state.items() if name.startswith(own)}
+            vector = delta.flat(section)[: section.trained].float()
+            payload, kept = compressor.encode(vector, seed, before)
+            views[f"{own}payload"].copy_(payload)
+            after |= {own + name: tensor for name, tensor in kept.items()}
+        for section, at in self._rest():
+            views[f"{section.dtype}/rest"].copy_(delta.flat(section)[at:])
+        out.changed()
+        return out, after
+
+    def decode(self, coded: AnyArena, seed: int) -> Arena:
+        """The difference again, as well as it can be told. BadUpdate when the bytes can't be what they
+        should; nothing larger than the model is allocated, whatever they say."""
+        if difference := self.coded.difference(coded.schema):
+            raise BadUpdate(f"the compressed update does not fit the model: {difference}")
+        views, out = coded.load().views(), Arena.zeros(self.schema)
+        for section, compressor in self._trained():
+            payload = views[f"{section.dtype}/payload"].clone()  # aligned, as numbers in it must be
+            vector, narrow = out.flat(section)[: section.trained], section.dtype != "float32"
+            found = compressor.decode(payload, seed, section.trained, None if narrow else vector)
+            if narrow:
+                vector.copy_(found)
+        for section, at in self._rest():
+            out.flat(section)[at:].copy_(views[f"{section.dtype}/rest"])
+        return out
+
+    def _trained(self) -> Iterator[tuple[Section, Compressor]]:
+        for section in self.schema.sections:
+            if section.dtype in FLOATS and section.trained:
+                shapes = [s.shape for s in self.schema.tensors if s.dtype == section.dtype and s.trained]
+                yield section, self.compressor.shaped(shapes)
+
+    def _rest(self) -> Iterator[tuple[Section, int]]:
+        """(section, from which coordinate on) of what is not compressed."""
+        for section in self.schema.sections:
+            at = section.trained if section.dtype in FLOATS else 0
+            if section.dtype not in UNMOVED and at < section.numel:
+                yield section, at

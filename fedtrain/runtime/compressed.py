@@ -1,0 +1,114 @@
+"""Updates that travel in fewer bytes: which compressor, under which seed, and the aggregator's end.
+
+A site's trainer encodes what it found (`Workbench.train`), a `Decompressing` cohort makes it a whole update
+again before anybody looks at it: checks, rules, strategies and stores know of nothing. A simulation goes the
+same way, so it has the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+
+import msgspec
+
+from .. import compression
+from ..compression import Compressor, DeltaCodec, ErrorFeedback
+from ..config import Config
+from ..errors import BadUpdate, ConfigError
+from ..exchange import Before, Cohort
+from ..update import AnyArena, Arena, Failure, Reply, Request, Schema, SiteId, Train, Update, seed_of
+from .answers import rule_of
+
+SPARSE = (compression.COMPRESSORS["topk"], compression.COMPRESSORS["randomk"])
+
+
+def check_config(config: Config) -> None:
+    """ConfigError for a compressor that can't do here what was asked."""
+    if not config.compression.up:
+        return
+    found = compression.parse(config.compression.up)
+    if config.secagg.enabled and not isinstance(found, compression.Linear):
+        able = ", ".join(name for name, kind in compression.COMPRESSORS.items() if kind.linear)
+        raise ConfigError(
+            f"compression.up: {config.compression.up!r} is not linear, as sums under masks need it: a sum of "
+            f"what it makes is not what it makes of the sum. These are: {able}. "
+            f"Or set secagg.enabled = false."
+        )
+    inner = found.inner if isinstance(found, ErrorFeedback) else found
+    if not config.secagg.enabled and isinstance(inner, SPARSE) and not rule_of(config).linear:
+        raise ConfigError(
+            f'compression.up: "{config.compression.up}" sends few coordinates, and aggregation.rule = '
+            f'"{config.aggregation.rule}" compares sites coordinate by coordinate, most of which would be 0. '
+            f'Use "quantize:8", or aggregation.rule = "mean".'
+        )
+
+
+def up_codec(config: Config, schema: Schema) -> DeltaCodec | None:
+    """What a site's update is encoded by; None where it travels as it is, or masked."""
+    if not config.compression.up or config.secagg.enabled:
+        return None
+    return DeltaCodec(schema, _with_feedback(config, compression.parse(config.compression.up)))
+
+
+def linear(config: Config) -> compression.Linear | None:
+    """What masked sums are over, in place of the updates themselves."""
+    check_config(config)
+    found = compression.parse(config.compression.up) if config.compression.up else None
+    assert found is None or isinstance(found, compression.Linear), found
+    return found
+
+
+def up_seed(config: Config, round: int, site: SiteId) -> int:
+    """Each site's own, so that what random compressors leave out evens out over sites."""
+    return seed_of(config.run.seed, "compression", round, site)
+
+
+def _with_feedback(config: Config, compressor: Compressor) -> Compressor:
+    if config.compression.error_feedback and compressor.needs_feedback:
+        return ErrorFeedback(compressor)
+    return compressor
+
+
+class Decompressing(Before):
+    """A cohort whose sites send compressed updates, before one that gets them as they were."""
+
+    def __init__(
+        self, config: Config, codec: DeltaCodec, others: Cohort, keep: Callable[[SiteId, Arena], AnyArena]
+    ) -> None:
+        """`keep(site, delta)`: where an update waits until it is needed, so that memory doesn't grow with the
+        sites; from any thread."""
+        super().__init__(others)
+        self._config, self._codec, self._keep = config, codec, keep
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        async with aclosing(self._others.exchange(requests, deadline_s)) as replies:
+            async for site, reply in replies:
+                request = requests[site]
+                if isinstance(reply, Update) and isinstance(request, Train):
+                    yield site, await asyncio.to_thread(self._decoded, request, site, reply)
+                else:
+                    yield site, reply
+
+    def _decoded(self, request: Train, site: SiteId, update: Update) -> Reply:
+        try:
+            delta = self._codec.decode(update.delta, up_seed(self._config, request.round, site))
+        except BadUpdate as e:
+            return Failure(reason=str(e))
+        kept = self._keep(site, delta)
+        kept.sent_bytes = update.delta.schema.nbytes
+        return msgspec.structs.replace(update, delta=kept)
+
+
+def decompressing(
+    config: Config,
+    schema: Schema,
+    cohort: Cohort,
+    keep: Callable[[SiteId, Arena], AnyArena] = lambda site, delta: delta,
+) -> Cohort:
+    """The cohort, with its sites' updates as they were before they were compressed, if they are."""
+    codec = up_codec(config, schema)
+    return cohort if codec is None else Decompressing(config, codec, cohort, keep)

@@ -1,0 +1,71 @@
+"""What a site keeps from one training to the next, such as what a compressor left out.
+
+    memory/cleveland/
+      <round>-<digest>     the state after the training of that round
+
+Only the aggregator knows whether an update counted: it may come late, be refused, or belong to a round that
+fails. So a state is never written over by the next one. `Train.counted` names the last round in which this
+site's update is in the model, and training begins with the state after that one.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import msgspec
+
+from ..errors import StoreError
+from ..update import Arena, Schema, digest_of
+from .disk import write_whole
+
+NEVER = -1  # in place of a round: no update of this site counted yet
+TAIL = struct.Struct("<I")  # after an arena and its schema: the schema's length
+
+
+class SiteMemory:
+    """One site's states: after the last round that counted, the one before it, and the newest."""
+
+    def __init__(self, folder: Path, *, durable: bool) -> None:
+        """`durable` waits for the disk, so that a power cut loses nothing either."""
+        self._folder, self._durable = folder, durable
+
+    @property
+    def empty(self) -> bool:
+        return not self._states()
+
+    def load(self, counted: int) -> Arena:
+        """The state after that round. StoreError when it is not here, or not as it was written."""
+        path = self._states().get(counted)
+        if path is None:
+            raise StoreError(
+                f"{self._folder} has no state after round {counted + 1}, the last one in which this site "
+                f"counted. Restore the folder, or remove it to begin without a state."
+            )
+        data = bytearray(path.read_bytes())
+        if digest_of(memoryview(data)) != path.name.partition("-")[2]:
+            raise StoreError(
+                f"{path} is damaged. Restore it, or remove {self._folder} to begin without a state."
+            )
+        (length,) = TAIL.unpack_from(data, len(data) - TAIL.size)
+        schema = msgspec.msgpack.decode(data[-TAIL.size - length : -TAIL.size], type=Schema)
+        return Arena.wrap(schema, data)
+
+    def keep(self, round: int, counted: int, state: Arena) -> None:
+        """Write down the state after a round that began with the one after `counted`."""
+        schema = msgspec.msgpack.encode(state.schema)
+        data = b"".join((state.payload, schema, TAIL.pack(len(schema))))
+        path = self._folder / f"{round}-{digest_of(data)}"
+        states = self._states()
+        before = max((number for number in states if number < counted), default=NEVER)  # a store may go back
+        for number, old in states.items():
+            if number not in (counted, before) and old != path:
+                old.unlink()
+        if not path.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, data, durable=self._durable)
+
+    def _states(self) -> dict[int, Path]:
+        """Round -> file."""
+        names = (path.name for path in self._folder.glob("*-*") if path.suffix != ".new")
+        return {int(name.partition("-")[0]): self._folder / name for name in names}
