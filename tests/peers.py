@@ -37,7 +37,7 @@ class Toy:
     async def examples(self, site: str) -> float | None:
         return 1.0
 
-    async def train(self, site: str, round: int, weights: ArenaFile, out: Path) -> Update:
+    async def train(self, site: str, round: int, weights: ArenaFile, out: Path, counted: int = -1) -> Update:
         await asyncio.sleep(self.pace_s)
         delta = Arena.zeros(SCHEMA)
         trained_part(delta).copy_((self.target - trained_part(weights.load())) / 2)

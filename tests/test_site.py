@@ -34,7 +34,7 @@ class Scripted:
         if self.happens and (error := self.happens.pop(0)) is not None:
             raise error
 
-    async def train(self, site, round, weights, out):
+    async def train(self, site, round, weights, out, counted):
         self._one("train")
         delta = Arena.zeros(SCHEMA)
         delta.flat(SCHEMA.sections[0]).copy_(torch.arange(64.0) / 64)
@@ -106,8 +106,8 @@ def test_an_attempt_that_comes_while_another_is_at_work_waits_for_the_same_work(
     ledger, go = Ledger(tmp_path / "ledger"), asyncio.Event()
 
     class Slow(Scripted):
-        async def train(self, site, round, weights, out):
-            update = await super().train(site, round, weights, out)
+        async def train(self, site, round, weights, out, counted):
+            update = await super().train(site, round, weights, out, counted)
             await go.wait()
             return update
 

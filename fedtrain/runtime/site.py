@@ -98,8 +98,10 @@ class Supervised:
     async def examples(self, site: SiteId) -> float | None:
         return await self._ask(lambda trainer: trainer.examples(site))
 
-    async def train(self, site: SiteId, round: int, weights: ArenaFile, out: Path) -> Update:
-        return await self._ask(lambda trainer: trainer.train(site, round, weights, out))
+    async def train(
+        self, site: SiteId, round: int, weights: ArenaFile, out: Path, counted: int = NEVER
+    ) -> Update:
+        return await self._ask(lambda trainer: trainer.train(site, round, weights, out, counted))
 
     async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation:
         return await self._ask(lambda trainer: trainer.evaluate(site, round, weights))
