@@ -17,7 +17,7 @@ import msgspec
 
 from ..errors import StoreError
 from ..update import Arena, Schema, digest_of
-from .disk import write_whole
+from .disk import explained, write_whole
 
 NEVER = -1  # in place of a round: no update of this site counted yet
 TAIL = struct.Struct("<I")  # after an arena and its schema: the schema's length
@@ -62,7 +62,8 @@ class SiteMemory:
             if number not in (counted, before) and old != path:
                 old.unlink()
         if not path.exists():
-            self._folder.mkdir(parents=True, exist_ok=True)
+            with explained(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, data, durable=self._durable)
 
     def _states(self) -> dict[int, Path]:
