@@ -23,6 +23,7 @@ import time, torch, zlib
 from pathlib import Path
 from torch import nn
 import fedtrain
+from fedtrain import metrics
 
 class Blobs(fedtrain.Task):
     def sites(self):
@@ -43,6 +44,37 @@ class Blobs(fedtrain.Task):
 
     def evaluate(self, model, batch):
         return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+class Phrases(Blobs):  # sequences of different lengths, and metrics that are no averages
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+    def data(self, site):
+        rows, labels = super().data(site)
+        lengths = [1 + i % 4 for i in range(len(rows))]
+        return [(row * torch.ones(n, 1), label) for row, label, n in zip(rows, labels, lengths)]
+
+    def collate(self, examples):
+        found, labels = zip(*examples)
+        lengths = torch.tensor([len(each) for each in found])
+        return nn.utils.rnn.pad_sequence(found, batch_first=True), lengths, torch.stack(labels)
+
+    def logits(self, model, batch):
+        return model(batch[0].sum(1) / batch[1][:, None])
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(self.logits(model, batch), batch[2])
+
+    def scores(self, logits):  # of class 1, on the grid of a histogram
+        return (logits.softmax(1)[:, 1].double() * 100).round() / 100
+
+    def evaluate(self, model, batch):
+        logits, labels = self.logits(model, batch), batch[2]
+        found = metrics.confusion(logits, labels, 3)
+        return found | metrics.binary_histogram(self.scores(logits), (labels == 1).long(), 101)
+
+    def metrics(self, sums):
+        return {"f1": metrics.macro_f1(sums), "auroc": metrics.auroc(sums)}
 """
 SITES = ("a", "b", "c")
 
@@ -64,13 +96,14 @@ class Project:
         slow: float = 0.0,
         strategy: str = 'kind = "fedavg"',
         secagg: bool = False,
+        task: str = "Blobs",
     ) -> None:
         self.root, self.processes = root, list[Command]()
         root.mkdir(parents=True, exist_ok=True)
         (root / "task.py").write_text(TASK)
         self.set_pace(slow)
         (root / "fedtrain.toml").write_text(
-            f'[run]\nname = "r"\ntask = "task:Blobs"\nrounds = {rounds}\nseed = 11\n'
+            f'[run]\nname = "r"\ntask = "task:{task}"\nrounds = {rounds}\nseed = 11\n'
             f"[train]\nbatch_size = 16\nlr = 0.05\nmomentum = 0.9\n"
             f'[strategy]\n{strategy}\nmin_sites = 3\nround_deadline = "120s"\n'
             f"[secagg]\nenabled = {str(secagg).lower()}\n"

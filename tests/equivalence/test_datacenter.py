@@ -20,7 +20,7 @@ from fedtrain.training.sampler import Sampler
 from fedtrain.training.task import load_task, mean_and_weight
 from fedtrain.update import Schema, seed_of, unique_tensors
 from tests.equivalence.ranks import Outcome, Table, launch, run_case
-from tests.equivalence.tiny import case, furthest, project
+from tests.equivalence.tiny import by_scikit_learn, case, furthest, project
 
 CPU = torch.device("cpu")
 CLIPPED = {"clip_norm": 0.1}
@@ -34,7 +34,7 @@ TWO = {
     "dp-padded-tokens-clipped": case("Padded", train=CLIPPED),
     "zero1": case(zero=1, train=CLIPPED),
     "zero3": case("Padded", zero=3, train=CLIPPED | {"accumulate": 2}),
-    "dp-collated": case("Phrases", steps=20),
+    "dp-collated": case("Phrases", steps=20) | {"evaluate": {"every": 1, "metric": "auroc"}},
     "sp": case(tp=2, sp=True, train=CLIPPED),
     "cp": case(cp=2, train=CLIPPED),
     "pp-1f1b": case("Padded", pp=2, schedule="1f1b", train=CLIPPED),
@@ -81,7 +81,8 @@ ISLANDS = {
                    strategy={"kind": "diloco"}),
     "fedprox-epochs": case("Natural", sync="local", carry=False, rounds=3, train={"local_steps": 0},
                            strategy={"kind": "fedprox", "mu": 0.1}),
-    "collated": case("Phrases", sync="local", carry=False, rounds=3, train={"local_steps": 3}),
+    "collated": case("Phrases", sync="local", carry=False, rounds=3, train={"local_steps": 3})
+    | {"evaluate": {"every": 1, "metric": "f1"}},
     "streaming": case("Rows", sync="local", rounds=4, train={"local_steps": 5}, strategy={"kind": "diloco"},
                       fragments=2, overlap=1, mix=0.25),
     "fedadam": case("Text", sync="local", carry=False, rounds=3, train={"local_steps": 3},
@@ -182,6 +183,17 @@ def test_rounds_of_one_step_with_fedavg_between_islands_are_data_parallel(two):
 @pytest.mark.parametrize("name", ["one-step-federation", "diloco", "fedprox-epochs", "fedadam", "collated"])
 def test_islands_train_the_model_of_a_simulated_federation(folder, two, name):
     assert furthest(two[name].model, simulated(folder, ISLANDS[name])) < EXACT
+
+
+@pytest.mark.parametrize(("name", "metric"), [("dp-collated", "auroc"), ("collated", "f1")])
+def test_metrics_of_ranks_and_islands_are_scikit_learns_of_the_pooled_data(folder, two, name, metric):
+    last = two[name].of("evaluated")[-1]
+    shown = last["metrics"]
+    assert shown.keys() == last["by_site"]["a"].keys() == {"loss", "f1", "auroc"}
+    assert {n: shown[n] for n in ("f1", "auroc")} == pytest.approx(
+        by_scikit_learn(folder, two[name].model), abs=EXACT
+    )
+    assert two[name].of("best")[0]["metric"] == metric
 
 
 def test_streaming_diloco_is_the_one_written_by_hand(folder, two):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fedtrain.training.task import Task, load_task
 from tests.equivalence.ranks import ROOT, Table
 
 TASK = """
@@ -16,6 +17,7 @@ from gpt import GPT, plan
 from torch import nn
 from torch.nn import functional as F
 import fedtrain
+from fedtrain import metrics
 
 class Text(fedtrain.Task):
     dtype, layers = torch.float64, 2
@@ -69,22 +71,39 @@ class Phrases(fedtrain.Task):  # of different lengths, at two sites, padded wher
         return ["a", "b"]
 
     def model(self):
-        return nn.ModuleDict({"words": nn.Embedding(20, 8), "head": nn.Linear(8, 2)}).double()
+        return nn.ModuleDict({"words": nn.Embedding(20, 8), "head": nn.Linear(8, 3)}).double()
 
     def data(self, site):
         draw = torch.Generator().manual_seed(7 + ord(site))
         lengths = torch.randint(1, 9, (48,), generator=draw).tolist()
         texts = [torch.randint(1, 20, (length,), generator=draw) for length in lengths]
-        return [(text, int(text[0] < 10)) for text in texts]
+        return [(text, int(text[0]) % 3) for text in texts]
 
     def collate(self, examples):
         texts, labels = zip(*examples)
         return {"text": nn.utils.rnn.pad_sequence(texts, batch_first=True), "label": torch.tensor(labels)}
 
-    def loss(self, model, batch):
+    def logits(self, model, batch):
         there = (batch["text"] > 0).double().unsqueeze(-1)
-        mean = (model["words"](batch["text"]) * there).sum(1) / there.sum(1)
-        return F.cross_entropy(model["head"](mean), batch["label"])
+        return model["head"]((model["words"](batch["text"]) * there).sum(1) / there.sum(1))
+
+    def loss(self, model, batch):
+        return F.cross_entropy(self.logits(model, batch), batch["label"])
+
+    def scores(self, logits):  # of class 1, on the grid of a histogram of 101 bins
+        return (logits.softmax(1)[:, 1] * 100).round() / 100
+
+    def evaluate(self, model, batch):
+        logits, labels = self.logits(model, batch), batch["label"]
+        found = metrics.confusion(logits, labels, 3)
+        return found | metrics.binary_histogram(self.scores(logits), (labels == 1).long(), 101)
+
+    def metrics(self, sums):
+        return {"f1": metrics.macro_f1(sums), "auroc": metrics.auroc(sums)}
+
+class Phrases3(Phrases):  # at as many sites as a masked sum needs
+    def sites(self):
+        return ["a", "b", "c"]
 
 class Natural(Rows):
     def sites(self):
@@ -122,3 +141,23 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     """The largest difference of any coordinate."""
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def by_scikit_learn(
+    folder: Path, model: dict[str, torch.Tensor], spec: str = "mesh_task:Phrases"
+) -> dict[str, float]:
+    """What Phrases.metrics() should say of this model: on the pooled data, without a count or a sum."""
+    from sklearn.metrics import f1_score, roc_auc_score
+
+    task = load_task(spec, folder)
+    assert isinstance(task, Task)
+    made = task.model()
+    made.load_state_dict(model)
+    pooled = task.collate([each for site in task.sites() or () for each in task.data(site)])
+    with torch.no_grad():
+        logits = task.logits(made, pooled)  # type: ignore[attr-defined]  # the class above
+    labels = pooled["label"]
+    return {
+        "f1": f1_score(labels, logits.argmax(1), average="macro"),
+        "auroc": roc_auc_score(labels == 1, task.scores(logits)),  # type: ignore[attr-defined]
+    }
