@@ -1,4 +1,7 @@
-"""Slow tests start in the order of what they take, the longest first: so at the end all cores have work."""
+"""Slow tests start in the order of what they take, the longest first: so at the end all cores have work.
+
+And what tests of several files share.
+"""
 
 import pytest
 
@@ -12,3 +15,16 @@ def seconds(item):
     """What its mark says, as in `slow(30)`; `slow` alone is about 10, and a fast test comes after them."""
     mark = item.get_closest_marker("slow")
     return 0 if mark is None else mark.args[0] if mark.args else 10
+
+
+@pytest.fixture
+def inline(monkeypatch):
+    """Trainers are in this process; the list of them, in the order in which they were started."""
+    from functools import partial
+
+    from fedtrain.runtime.trainer import Trainer
+    from tests.inline import start
+
+    started = []
+    monkeypatch.setattr(Trainer, "start", partial(start, started))
+    return started

@@ -1,16 +1,52 @@
-"""A trainer in this process: all that the real one does except its own process, for quick tests."""
+"""A federation over mutual TLS in one process, and the same as a simulation. With conftest.inline trainers do all
+that real ones do, but for a process of their own."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any, Self
 
 from fedtrain.config import Config
 from fedtrain.errors import FedtrainError, TaskError
+from fedtrain.pki import init, issue
+from fedtrain.runtime import federated, site
+from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.trainer import Trainer, Workbench
+from fedtrain.tracking.export import export
+from tests.ports import free_port
 
+SITES = ("a", "b", "c")
+TASK = """
+import zlib
+
+import torch
+from torch import nn
+
+import fedtrain
+
+
+class Blobs(fedtrain.Task):
+    def sites(self):
+        return ["a", "b", "c"]
+
+    def model(self):
+        body = nn.Sequential(nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 8))
+        return nn.Sequential(body.requires_grad_(False), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def data(self, site):
+        g = torch.Generator().manual_seed(zlib.crc32(site.encode()))
+        x = torch.randn(40 + 10 * ord(site[0]) % 3, 6, generator=g)
+        return x, (x[:, 0] > 0).long()
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model, batch):
+        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
+"""
 ONE_AT_A_TIME = threading.Lock()  # their random numbers are of one process
 
 
@@ -48,3 +84,65 @@ class Inline(Trainer):
         """There is no process."""
 
     stop = close
+
+
+async def start(started: list[Inline], config: Config, **options: Any) -> Inline:
+    """Trainer.start, that notes which it started."""
+    started.append(await Inline.start(config, **options))
+    return started[-1]
+
+
+def project(root: Path, task: str = TASK, **sections: dict[str, Any]) -> Config:
+    """The configuration of a federation of three, with the task's module and certificates in the folder."""
+    root.mkdir(parents=True, exist_ok=True)
+    table: dict[str, dict[str, Any]] = {
+        "run": {"name": "r", "task": "blobs_task:Blobs", "rounds": 3, "seed": 5},
+        "train": {"lr": 0.1, "batch_size": 16},
+        "strategy": {"min_sites": 3},
+        "secagg": {"max_examples": 1000},
+        "simulate": {"workers": 1},
+        "network": {"listen": f"127.0.0.1:{free_port()}", "idle": "20s"},
+    }
+    for name, keys in sections.items():
+        table[name] = table.get(name, {}) | keys
+    file = root / f"{table['run']['task'].partition(':')[0]}.py"
+    if not file.exists():
+        file.write_text(task)
+        init(root / "certs")
+        issue(root / "certs", "aggregator")
+        for name in SITES:
+            issue(root / "certs", "site", name)
+    return Config.of(table, root)
+
+
+async def federation(config: Config, start: Path | None = None) -> list[dict[str, Any]]:
+    """A whole run over mutual TLS; what the aggregator says of each round."""
+    committed = []
+
+    def emit(kind: str, **fields: Any) -> None:
+        if kind == "round_committed":
+            committed.append(fields)
+
+    def quiet(kind: str, **fields: Any) -> None:
+        """Sites have nothing to tell."""
+
+    tasks = [asyncio.create_task(site.run(config, name, emit=quiet)) for name in SITES]
+    try:
+        async with asyncio.timeout(60):
+            await federated.serve(config, emit=emit, start=start)
+            await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return committed
+
+
+async def simulation(config: Config, start: Path | None = None) -> None:
+    await simulate(config, emit=lambda kind, **fields: None, start=start, fresh=True)
+
+
+def final(run_dir: Path, out: Path) -> str:
+    """The exported model's SHA-256."""
+    sha256: str = json.loads((export(run_dir, out) / "model.json").read_text())["sha256"]
+    return sha256

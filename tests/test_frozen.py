@@ -12,118 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fedtrain.config import Config, TrainConfig
+from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, StoreError, TaskError
-from fedtrain.pki import init, issue
-from fedtrain.runtime import federated, site
 from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.simulation import simulate
-from fedtrain.runtime.trainer import Freeze, Trainer
+from fedtrain.runtime.trainer import Freeze
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export
 from fedtrain.training.local import Engine
 from fedtrain.training.task import Task
 from fedtrain.update import Arena, Schema
-from tests.inline import Inline
-from tests.ports import free_port
+from tests.inline import SITES, federation, final, project, simulation
 
-SITES = ("a", "b", "c")
-TASK = """
-import zlib
-
-import torch
-from torch import nn
-
-import fedtrain
-
-
-class Blobs(fedtrain.Task):
-    def sites(self):
-        return ["a", "b", "c"]
-
-    def model(self):
-        body = nn.Sequential(nn.Linear(6, 400), nn.ReLU(), nn.Linear(400, 8))
-        return nn.Sequential(body.requires_grad_(False), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-    def data(self, site):
-        g = torch.Generator().manual_seed(zlib.crc32(site.encode()))
-        x = torch.randn(40 + 10 * ord(site[0]) % 3, 6, generator=g)
-        return x, (x[:, 0] > 0).long()
-
-    def loss(self, model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def evaluate(self, model, batch):
-        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
-"""
 FROZEN_BYTES = 4 * (6 * 400 + 400 + 400 * 8 + 8)
-
-
-@pytest.fixture
-def inline(monkeypatch):
-    """Trainers in this process, in the order in which they were started."""
-    started = []
-
-    async def start(config, **options):
-        started.append(await Inline.start(config, **options))
-        return started[-1]
-
-    monkeypatch.setattr(Trainer, "start", start)
-    return started
-
-
-def project(root, **sections):
-    """The configuration of a federation of three, with its task and certificates."""
-    root.mkdir(parents=True, exist_ok=True)
-    if not (root / "blobs_task.py").exists():
-        (root / "blobs_task.py").write_text(TASK)
-        init(root / "certs")
-        issue(root / "certs", "aggregator")
-        for name in SITES:
-            issue(root / "certs", "site", name)
-    table = {
-        "run": {"name": "r", "task": "blobs_task:Blobs", "rounds": 3, "seed": 5},
-        "train": {"lr": 0.1, "batch_size": 16},
-        "strategy": {"min_sites": 3},
-        "secagg": {"max_examples": 1000},
-        "simulate": {"workers": 1},
-        "network": {"listen": f"127.0.0.1:{free_port()}", "idle": "20s"},
-    }
-    for name, keys in sections.items():
-        table[name] = table.get(name, {}) | keys
-    return Config.of(table, root)
-
-
-async def federation(config, start=None, during=None):
-    """A whole run over mutual TLS; what the aggregator says of each round."""
-    committed = []
-
-    def emit(kind, **fields):
-        if kind == "round_committed":
-            committed.append(fields)
-
-    def quiet(kind, **fields):
-        """Sites have nothing to tell."""
-
-    tasks = [asyncio.create_task(site.run(config, name, emit=quiet)) for name in SITES]
-    try:
-        async with asyncio.timeout(60):
-            await federated.serve(config, emit=emit, start=start)
-            await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return committed
-
-
-async def simulation(config, start=None):
-    return await simulate(config, emit=lambda kind, **fields: None, start=start, fresh=True)
-
-
-def final(run_dir, out):
-    """The exported model's SHA-256."""
-    return json.loads((export(run_dir, out) / "model.json").read_text())["sha256"]
 
 
 @pytest.mark.parametrize("masks", [True, False], ids=["masks", "open"])
