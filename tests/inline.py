@@ -1,5 +1,5 @@
-"""A federation over mutual TLS in one process, and the same as a simulation. With conftest.inline trainers do all
-that real ones do, but for a process of their own."""
+"""A federation over mutual TLS in one process, and the same as a simulation. With conftest.inline trainers
+do all that real ones do, but for a process of their own."""
 
 from __future__ import annotations
 

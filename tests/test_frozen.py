@@ -7,22 +7,27 @@ import json
 import shutil
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fedtrain.config import TrainConfig
-from fedtrain.errors import ConfigError, StoreError, TaskError
+from fedtrain.errors import ConfigError, JoinRefused, StoreError, TaskError
+from fedtrain.runtime import datacenter, gossip_simulation, peer
 from fedtrain.runtime.plan import round_plan
+from fedtrain.runtime.secure import hash_of
 from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.trainer import Freeze
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export
-from fedtrain.training.local import Engine
-from fedtrain.training.task import Task
+from fedtrain.training.local import Engine, build_model
+from fedtrain.training.task import Task, load_task
 from fedtrain.update import Arena, Schema
-from tests.inline import SITES, federation, final, project, simulation
+from fedtrain.wire.gossip import Greeting
+from tests.inline import SITES, TASK, federation, final, project, simulation
+from tests.ports import free_port
 
 FROZEN_BYTES = 4 * (6 * 400 + 400 + 400 * 8 + 8)
 
@@ -97,6 +102,104 @@ def test_a_site_does_not_answer_for_other_frozen_parameters_what_it_found_for_it
     asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))
     found = final(config.run_dir, tmp_path / "f")
     assert found == final(config.simulate_dir, tmp_path / "s") != own
+
+
+CONSTANT = """
+
+class Constant(Blobs):
+    def model(self):
+        model = super().model()
+        for layer in (model[0][0], model[0][2]):
+            for name, parameter in list(layer.named_parameters()):
+                delattr(layer, name)
+                layer.register_buffer(name, parameter.data, persistent=False)
+        return model
+"""
+MODES = {
+    "secure sums": {},
+    "masks": {"simulate": {"workers": 1, "masks": True}},
+    "median": {"secagg": {"enabled": False}, "aggregation": {"rule": "median"}},
+    "asynchronous": {"secagg": {"enabled": False}, "asynchronous": {"enabled": True, "buffer": 2}},
+    "gossip": {"gossip": {"topology": "ring"}},
+    "gossip-masks": {"gossip": {"topology": "complete", "masks": True}, "simulate": {"masks": True}},
+    "gossip-rule": {"gossip": {"topology": "complete", "rule": "median"}},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_every_mode_frozen_parameters_are_constants_to_the_last_bit(tmp_path, inline, mode):
+    def exported(task):
+        four = (TASK + CONSTANT).replace('"c"]', '"c", "d"]')
+        config = project(tmp_path / task, four, **({"run": {"task": f"blobs_task:{task}"}} | MODES[mode]))
+        quiet = lambda kind, **fields: None
+        run = gossip_simulation.simulate if mode.startswith("gossip") else simulate
+        result = asyncio.run(run(config, emit=quiet))
+        return load_file(export(result.run_dir, tmp_path / task / "out") / "model.safetensors")
+
+    found, constant = exported("Blobs"), exported("Constant")
+    body = {name for name in found if name.startswith("0.")}
+    assert len(body) == 4
+    assert constant.keys() == found.keys() - body
+    assert all(torch.equal(constant[name], found[name]) for name in constant)
+    assert found["1.running_mean"].any(), "buffers move"
+
+
+def test_peers_keep_frozen_parameters_and_tell_each_other_only_their_digest(tmp_path, inline):
+    config = project(tmp_path, gossip={"topology": "complete"}, evaluate={"every": 0})
+    committed = []
+
+    def emit(kind, **fields):
+        if kind == "round_committed":
+            committed.append(fields)
+
+    async def all_of_them():
+        ports = {name: {"listen": f"127.0.0.1:{free_port()}", "idle": "20s"} for name in SITES}
+        each = [project(tmp_path, gossip={"topology": "complete"}, network=ports[name]) for name in SITES]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(peer.run(c, n, emit=emit) for c, n in zip(each, SITES, strict=True)))
+
+    asyncio.run(all_of_them())
+    assert len(committed) == len(SITES) * config.run.rounds
+    assert max(record["bytes_out"] for record in committed) < 2 * FROZEN_BYTES / 3
+    simulated = asyncio.run(gossip_simulation.simulate(config, emit=lambda kind, **fields: None)).run_dir
+    one = load_file(export(simulated, tmp_path / "s") / "model.safetensors")
+    for name in SITES:
+        other = load_file(export(config.peer_dir(name), tmp_path / name) / "model.safetensors")
+        assert one.keys() == other.keys()
+        assert all(torch.allclose(one[key].double(), other[key].double(), atol=1e-6) for key in one)
+        assert torch.equal(one["0.2.weight"], other["0.2.weight"])
+
+
+def test_peers_with_different_frozen_parameters_do_not_average():
+    mine = Greeting(version="1", task_digest="t", schema_digest="s", agreed={}, frozen_digest="aa" * 16)
+    peer.fits("b", mine, "a", mine)
+    theirs = msgspec.structs.replace(mine, frozen_digest="bb" * 16)
+    with pytest.raises(JoinRefused, match="a and b have different frozen parameters: bbbbbbbbbbbb at a"):
+        peer.fits("b", mine, "a", theirs)
+
+
+def test_sites_with_different_frozen_parameters_are_in_no_secure_sum_together():
+    """An aggregator could else look at one site's update by giving the others dead layers."""
+    weights = Arena.of(Frozen().model())
+    hashes = {hash_of(weights, frozen=frozen) for frozen in ("", "aa" * 32, "bb" * 32)}
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("start", [False, True], ids=["own", "another model's"])
+def test_a_datacenter_keeps_frozen_parameters_once_and_exports_the_whole_model(tmp_path, start):
+    config = project(tmp_path, run={"rounds": 2}, train={"local_steps": 2}, parallel={"timeout": "30s"})
+    model = build_model(load_task(config.run.task, tmp_path), config.run.seed, torch.device("cpu"))
+    base = dict(model.state_dict())
+    if start:
+        base["0.2.weight"] = base["0.2.weight"] + 0.25
+    save_file(base, tmp_path / "base.safetensors")
+    result = datacenter.run(
+        config, emit=lambda kind, **fields: None, start=tmp_path / "base.safetensors" if start else None
+    )
+    found = load_file(export(result.run_dir, tmp_path / "out") / "model.safetensors")
+    assert found.keys() == base.keys()
+    assert all(torch.equal(found[name], base[name]) for name in base if name.startswith("0."))
+    assert not torch.equal(found["2.weight"], base["2.weight"])
 
 
 class Frozen(Task):

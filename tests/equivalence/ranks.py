@@ -57,14 +57,14 @@ def run_case(config: Config, events: list[dict[str, Any]], device: torch.device)
     emit = silent if store is None else lambda kind, **fields: events.append({"kind": kind, **fields})
     room = Datacenter(config, task, mesh, store, emit)
     if store is not None:
-        store.begin(room.engine.schema, {}, run=config.run.name, task_digest="")
+        store.begin(room.engine.schema, {}, frozen=room.engine.frozen, run=config.run.name, task_digest="")
     room.run(None)
     if store is None:
         return {}
-    last = store.latest()
+    last, frozen = store.latest(), store.load_frozen()
     store.close()
     assert last is not None
-    return {name: view.clone() for name, view in last.weights.load().views().items()}
+    return {name: view.clone() for name, view in (last.weights.load().views() | frozen.views()).items()}
 
 
 def train_all(rank: int, ranks: int, cases: dict[str, Table], folder: Path, out: Path) -> None:

@@ -35,6 +35,8 @@ TWO = {
     "zero1": case(zero=1, train=CLIPPED),
     "zero3": case("Padded", zero=3, train=CLIPPED | {"accumulate": 2}),
     "dp-collated": case("Phrases", steps=20) | {"evaluate": {"every": 1, "metric": "auroc"}},
+    "dp-frozen": case("Adapted", train=CLIPPED),
+    "zero3-frozen": case("Adapted", zero=3, train=CLIPPED),
     "sp": case(tp=2, sp=True, train=CLIPPED),
     "cp": case(cp=2, train=CLIPPED),
     "pp-1f1b": case("Padded", pp=2, schedule="1f1b", train=CLIPPED),
@@ -83,6 +85,7 @@ ISLANDS = {
                            strategy={"kind": "fedprox", "mu": 0.1}),
     "collated": case("Phrases", sync="local", carry=False, rounds=3, train={"local_steps": 3})
     | {"evaluate": {"every": 1, "metric": "f1"}},
+    "frozen": case("Head", sync="local", carry=False, rounds=3, train={"local_steps": 3}),
     "streaming": case("Rows", sync="local", rounds=4, train={"local_steps": 5}, strategy={"kind": "diloco"},
                       fragments=2, overlap=1, mix=0.25),
     "fedadam": case("Text", sync="local", carry=False, rounds=3, train={"local_steps": 3},
@@ -150,12 +153,12 @@ def simulated(folder: Path, table: Table) -> dict[str, torch.Tensor]:
     config = Config.of(table, folder)
     result = asyncio.run(simulate(config, emit=lambda kind, **fields: None, fresh=True))
     store = RunStore(result.run_dir, read_only=True)
-    last = store.latest()
+    last, frozen = store.latest(), store.load_frozen()
     store.close()
-    return {name: view.clone() for name, view in last.weights.load().views().items()}
+    return {n: view.clone() for n, view in (last.weights.load().views() | frozen.views()).items()}
 
 
-@pytest.mark.parametrize("task", ["Text", "Rows", "Padded", "Phrases"])
+@pytest.mark.parametrize("task", ["Text", "Rows", "Padded", "Phrases", "Adapted"])
 def test_one_rank_is_a_loop_written_by_hand(folder, alone, task):
     table = case(task, steps=20, train=CLIPPED)
     assert furthest(alone(table), by_hand(folder, table, 20)) < EXACT
@@ -180,7 +183,9 @@ def test_rounds_of_one_step_with_fedavg_between_islands_are_data_parallel(two):
         assert furthest(two["one-step-fedavg"].model, two[name].model) < EXACT
 
 
-@pytest.mark.parametrize("name", ["one-step-federation", "diloco", "fedprox-epochs", "fedadam", "collated"])
+@pytest.mark.parametrize(
+    "name", ["one-step-federation", "diloco", "fedprox-epochs", "fedadam", "collated", "frozen"]
+)
 def test_islands_train_the_model_of_a_simulated_federation(folder, two, name):
     assert furthest(two[name].model, simulated(folder, ISLANDS[name])) < EXACT
 

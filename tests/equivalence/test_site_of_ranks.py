@@ -13,8 +13,9 @@ import torch
 from fedtrain.config import Config
 from fedtrain.errors import TaskError
 from fedtrain.runtime.trainer import Trainer, TrainerDied
-from fedtrain.update import Update
+from fedtrain.update import ArenaFile, Update
 from tests.equivalence.tiny import project
+from tests.inline import Inline
 
 pytestmark = pytest.mark.slow(25)  # each rank loads torch
 EXACT = 1e-12  # float64
@@ -75,6 +76,31 @@ def test_a_site_of_several_ranks_sends_the_update_of_one(folder, tmp_path, one, 
         assert theirs.num_examples == pytest.approx(update.num_examples, rel=EXACT)
         assert theirs.metrics["loss"] == pytest.approx(update.metrics["loss"], rel=EXACT)
         assert their_loss == pytest.approx(loss, rel=EXACT)
+
+
+def test_several_ranks_train_with_frozen_parameters_that_the_site_was_given_as_one_does(folder, tmp_path):
+    async def given(kind: type[Trainer], ranks: int, scratch: Path) -> torch.Tensor:
+        config = configured(folder, task="Adapted", ranks=ranks)
+        async with await kind.start(config, scratch=scratch) as trainer:
+            initial, frozen = await trainer.beginning(None, scratch)
+            (scratch / "weights").write_bytes(initial.payload)
+            weights = ArenaFile(initial.schema, scratch / "weights")
+            for section in frozen.schema.sections:
+                frozen.flat(section).mul_(1.5)
+            (scratch / "given").write_bytes(frozen.payload)
+            before = await trainer.train("a", 0, weights, scratch / "before")
+            first = before.delta.load().data.view(torch.float64)
+            await trainer.freeze(ArenaFile(frozen.schema, scratch / "given"))
+            update = await trainer.train("a", 0, weights, scratch / "delta")
+            second = update.delta.load().data.view(torch.float64)
+            assert (second - first).abs().max() > 1e-4
+            return second
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = asyncio.run(given(Inline, 1, tmp_path / "one"))
+    two = asyncio.run(given(Trainer, 2, tmp_path / "two"))
+    assert (one - two).abs().max() < EXACT
 
 
 MOODY = """

@@ -105,6 +105,12 @@ class Phrases3(Phrases):  # at as many sites as a masked sum needs
     def sites(self):
         return ["a", "b", "c"]
 
+class Adapted(Text):  # the last block alone is trained
+    def model(self):
+        model = super().model().requires_grad_(False)
+        model.blocks["1"].requires_grad_(True)
+        return model
+
 class Natural(Rows):
     def sites(self):
         return ["a", "b"]
@@ -113,6 +119,12 @@ class Natural(Rows):
         x, y = super().data(site)
         part = slice(0, 40) if site == "a" else slice(40, 96)
         return x[part], y[part]
+
+class Head(Natural):  # is trained alone
+    def model(self):
+        model = super().model().requires_grad_(False)
+        model[-1].requires_grad_(True)
+        return model
 """
 
 
