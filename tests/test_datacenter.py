@@ -1,6 +1,7 @@
 """The datacenter's command on one rank: going on, beginning with another run's model, what it tells."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,49 @@ def test_a_run_that_stopped_and_went_on_is_one_that_did_not(folder, sync):
     assert stopped.digest == straight.digest
     assert [e["resumed_from"] for e in events if e["kind"] == "run_started"] == [1]
     assert [e["round"] for e in events if e["kind"] == "round_committed"] == [2, 3]
+
+
+def rounds_of(config):
+    store = RunStore(config.datacenter_dir, read_only=True)
+    try:
+        return [(r.round, r.weights, r.metrics, r.best) for r in store.rounds()]
+    finally:
+        store.close()
+
+
+def test_a_round_that_was_checkpointed_and_not_committed_is_committed_by_who_goes_on(folder, monkeypatch):
+    """Its process died between the two; it was the last round, so no other would be."""
+    table = case("Rows", sync="local") | {"evaluate": {"every": 1}}
+    runs = [Config.of(table | {"run": table["run"] | {"name": name}}, folder) for name in ("left", "stayed")]
+    commit = RunStore.commit
+
+    def until(store, checkpoint, *rest):
+        if checkpoint.round == 2:
+            raise KeyboardInterrupt
+        commit(store, checkpoint, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStore, "commit", until)
+        with pytest.raises(KeyboardInterrupt):
+            datacenter.run(runs[0], emit=datacenter.silent)
+    for config in runs:
+        datacenter.run(config, emit=datacenter.silent)
+    assert rounds_of(runs[0]) == rounds_of(runs[1])
+
+
+def test_rounds_without_their_checkpoint_are_had_again_and_a_person_is_told(folder):
+    """What was found of them counts no more: not for the best one, and not for an early end."""
+    first, _ = train(folder, "lost")
+    config = Config.of(case("Rows") | {"run": {"task": "mesh_task:Rows", "name": "lost"}}, folder)
+    before = rounds_of(config)
+    shutil.rmtree(config.checkpoint_dir)
+    again, events = train(folder, "lost")
+    told = [e["text"] for e in events if e["kind"] == "notice"]
+    assert any(
+        "round 3 was committed, but there is no good checkpoint of it: the run begins anew" in t for t in told
+    )
+    assert again.digest == first.digest
+    assert rounds_of(config) == before
 
 
 def test_a_new_run_begins_with_the_model_of_another(folder):

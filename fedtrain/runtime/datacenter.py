@@ -145,8 +145,8 @@ class Datacenter:
             resumed_from=state.round or None,
         )  # fmt: skip
         self.emit("notice", text=f"ranks {self.mesh.sizes.world}, mesh {self.mesh.sizes}")
-        reason, metrics = "rounds done", dict[str, float]()
-        while state.round < config.run.rounds:
+        metrics = self._agree_with_store()
+        while (reason := self._reason_to_stop()) is None:
             self.emit("round_started", round=state.round + 1)
             record = self._round()
             with self.leave.during("commit"):
@@ -154,9 +154,6 @@ class Datacenter:
             if self._evaluation_is_due():
                 with self.leave.during("evaluation"):
                     metrics = self._evaluate()
-                if stop := self._reason_to_stop():
-                    reason = stop
-                    break
             if state.round < config.run.rounds and self.leave.asked():
                 self._go()
         self.checkpoints.finish(state, self._number())
@@ -297,6 +294,21 @@ class Datacenter:
 
     # --- after a round
 
+    def _agree_with_store(self) -> dict[str, float]:
+        """A run that goes on, from a checkpoint: rounds that were committed after it are forgotten, for they
+        are had again; its own is committed where the process died before it was. That one's evaluation."""
+        rounds, number = self.store.rounds() if self.store is not None else [], self.state.round
+        last = self.mesh.from_first(rounds[-1].round if rounds else 0)
+        if last > number and self.store is not None:
+            lost = f"round {last} was committed, but there is no good checkpoint of it"
+            begins = f"goes on after round {number}" if number else "begins anew"
+            self.emit("notice", text=f"{lost}: the run {begins}")
+            self.store.forget_after(number)
+        if last >= number or self.state.step != self.state.begun:
+            return {}
+        self._commit({"loss": None, "metrics": {}, "sites": self.mesh.islands if self.islands else 0})
+        return self._evaluate() if self._evaluation_is_due() else {}
+
     def _commit(self, record: dict[str, Any]) -> None:
         with self._common_model():
             weights = self.engine.gather()
@@ -326,7 +338,7 @@ class Datacenter:
         since = self.mesh.from_first(since) if evaluate.patience else 0
         if evaluate.patience and since >= evaluate.patience:
             return f"{evaluate.metric} has not improved for {since} evaluations"
-        return None
+        return "rounds done" if self.state.round >= self.config.run.rounds else None
 
     def _common_model(self) -> AbstractContextManager[None]:
         return self.outer.shared() if self.outer is not None else nullcontext()

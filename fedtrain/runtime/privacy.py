@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..config import Config, PrivacyConfig
 from ..privacy import Gaussian, epsilon
+from ..store.sealed import Kept
 from ..update import Arena, SiteId, Update
-
-if TYPE_CHECKING:
-    from .progress import Emit
+from .progress import Emit, noticed
 
 FILE = "releases"
 
@@ -43,8 +41,12 @@ class Spent:
     """How often one site has given away a noised update, in all of a run."""
 
     def __init__(self, config: PrivacyConfig, folder: Path, emit: Emit) -> None:
-        self._config, self._path, self._emit = config, folder / FILE, emit
-        self.releases = int(self._path.read_text()) if self._path.exists() else 0
+        self._config, self._emit = config, emit
+        remedy = (
+            "What was given away must not be forgotten: restore it, or add up the epsilons of two run.names."
+        )
+        self._kept = Kept(folder / FILE, int, remedy, noticed(emit))
+        self.releases: int = max(self._kept.read(), default=0)
 
     @property
     def epsilon(self) -> float:
@@ -56,12 +58,7 @@ class Spent:
         if not self._config.noise_multiplier:
             return
         self.releases += 1
-        partial = self._path.with_name(FILE + ".new")
-        with partial.open("w") as f:
-            f.write(str(self.releases))
-            f.flush()
-            os.fsync(f.fileno())
-        partial.replace(self._path)
+        self._kept.write(self.releases)
         self._emit(
             "privacy_spent", site=site, round=round + 1, releases=self.releases, epsilon=self.epsilon,
             delta=self._config.delta,

@@ -41,7 +41,7 @@ class Kept:
         if damaged and not found:
             raise Damaged(f"{damaged[0][0]} is damaged, and so is its copy: {damaged[0][1]}. {self._remedy}")
         for path, _ in damaged:
-            self._warn(f"{path} is damaged; its copy is used. {set_aside(path)}")
+            self._warn(f"{path} is damaged; the other of the two files is used. {set_aside(path)}")
             self.write(found[0])
         return found
 

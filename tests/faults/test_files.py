@@ -1,0 +1,206 @@
+"""Every file of every run directory, damaged in every way while nobody is there: whoever goes on makes the
+same model, bit for bit, or stops with a line that names the file. Which files there are, the folders say."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from fedtrain.config import Config
+from fedtrain.runtime import datacenter, gossip_simulation, simulation
+from fedtrain.runtime.trainer import Description
+from fedtrain.store import RunStore
+from fedtrain.transport.memory import LocalCohort
+from fedtrain.update import Arena, Evaluate, Evaluation, Update
+from tests.damage import DAMAGES, SCHEMA, SITES, Image, Killed, Star, flip, goes_on, star_image
+from tests.equivalence.tiny import case, project
+
+pytestmark = [pytest.mark.slow(2), pytest.mark.timeout(300)]
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """A folder in memory, so that hundreds of runs wait for no disk."""
+    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def room(memory):
+    """A fresh folder in there."""
+    with TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
+def check(image, files, damage, room, world, whole):
+    """`world(folder)` is whoever goes on; each of the files is damaged in a copy of its own."""
+    wrong = []
+    for i, file in enumerate(files):
+        folder = room / str(i)
+        image.damaged(file, damage, folder)
+        wrong.append(goes_on(world(folder).go, whole, file))
+        shutil.rmtree(folder)
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+# --- an aggregator and its sites
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["open", "masks"])
+def star(request, memory):
+    return request.param, *star_image(memory / f"star-{request.param}", masks=request.param)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_file_of_an_aggregator_and_of_a_site(star, room, damage):
+    masks, whole, image = star
+    files = [file for file in image.files() if file.parts[1] in ("r", "r@b")]
+    kinds = {"blobs", "inbox", "outbox", "run.db", "run.db-wal", "ledger.db", "ledger.db-wal"}
+    kinds |= {"sums.json"} if masks else {"releases"}
+    assert kinds <= {part for file in files for part in file.parts}
+    check(image, files, damage, room, lambda folder: Star(folder, masks=masks), whole)
+
+
+def test_under_masks_a_round_whose_sum_was_opened_already_is_made_again_from_the_one_before(
+    room, monkeypatch
+):
+    """Killed between the sum of round 4 and its commit, and round 3's model is damaged: sites that gave
+    shares for round 4 take part in round 3 again, over the same sites."""
+    whole = asyncio.run(Star(room / "whole", masks=True).go())
+    killed, commit = Star(room / "killed", masks=True), RunStore.commit
+
+    def until(store, checkpoint, *rest):
+        if checkpoint.round == 4:
+            raise Killed
+        commit(store, checkpoint, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStore, "commit", until)
+        with pytest.raises(Killed):
+            asyncio.run(killed.go())
+    store = RunStore(killed.config.run_dir, read_only=True)
+    newest = store.latest()
+    store.close()
+    assert newest.round == 3
+    flip(store.blobs / newest.weights.digest, b"")
+    assert asyncio.run(killed.go()) == whole
+    assert any(f"{newest.weights.digest} is damaged" in line for line in killed.lines)
+    assert any("goes on after round 2" in line for line in killed.lines)
+
+
+# --- who coordinates alone
+
+
+class Alone:
+    """A run in this process; `killed` right after the commit of a round it leaves an image."""
+
+    def __init__(self, root, mode):
+        self.root, self.mode, self.lines = root, mode, []
+        project(root)
+
+    async def go(self):
+        table = case("Rows", rounds=4, steps=8)
+        table |= {
+            "run": table["run"] | {"name": "r", "rounds": 4},
+            "evaluate": {"every": 1},
+            "checkpoint": {"every": 2, "background": False},
+            "strategy": {"kind": "fedadam", "min_sites": 3},
+            "simulate": {"sites": 4, "workers": 1, "masks": self.mode.endswith("masks")},
+            "secagg": {"enabled": "masks" in self.mode},
+            "gossip": {"masks": "masks" in self.mode, "topology": "complete"},
+        }
+        if self.mode == "asynchronous":
+            table |= {"asynchronous": {"enabled": True, "buffer": 2}}
+        if self.mode.startswith("gossip"):
+            table["strategy"] = {"min_sites": 3}
+        if self.mode == "datacenter":
+            del table["strategy"]
+        if self.mode == "islands":
+            table["parallel"]["sync"] = "local"
+        config = Config.of(table, self.root)
+        if self.mode in ("datacenter", "islands"):
+            result = datacenter.run(config, emit=self.emit)
+        elif self.mode.startswith("gossip"):
+            result = await gossip_simulation.simulate(config, emit=self.emit)
+        else:
+            result = await simulation.simulate(config, emit=self.emit)
+        store = RunStore(result.run_dir, read_only=True)
+        try:
+            return store.latest().weights.digest
+        finally:
+            store.close()
+
+    def emit(self, kind, **fields):
+        self.lines.append(f"{kind} {fields}")
+
+    def image(self, patch):
+        commit = RunStore.commit
+
+        def until(store, checkpoint, *rest):
+            commit(store, checkpoint, *rest)
+            if checkpoint.round in (2, 3):
+                shutil.copytree(self.root / "runs", self.root / f"{checkpoint.round}/runs")
+            if checkpoint.round == 3:
+                raise Killed
+
+        patch.setattr(RunStore, "commit", until)
+        with pytest.raises(Killed):
+            asyncio.run(self.go())
+        return Image(self.root / "3", self.root / "2")
+
+
+class Pool(LocalCohort):
+    """A simulation's pool without processes."""
+
+    workers = 1
+
+    def __init__(self):
+        super().__init__({site: lambda request, site=site: self.answer(site, request) for site in SITES})
+        self.description = Description(SCHEMA, "t", list(SITES), list(SITES))
+
+    @classmethod
+    async def start(cls, *_):
+        return cls()
+
+    def answer(self, site, request):
+        model = request.weights.load().flat(SCHEMA.sections[0])
+        if isinstance(request, Evaluate):
+            return Evaluation(metrics={"loss": (float(model.norm()), 1.0)})
+        delta, draw = Arena.zeros(SCHEMA), torch.Generator().manual_seed(100 * request.round + ord(site))
+        delta.flat(SCHEMA.sections[0]).copy_((torch.rand(len(model), generator=draw) - model) / 2)
+        return Update(delta=delta, num_examples=1.0, metrics={"loss": (float(model.norm()), 1.0)})
+
+    async def initial(self):
+        return Arena.zeros(SCHEMA)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+
+@pytest.fixture(
+    scope="module",
+    params=["simulate", "simulate masks", "asynchronous", "gossip", "gossip masks", "datacenter", "islands"],
+)
+def alone(request, memory):
+    """(a world, the model it makes, an image)"""
+    name = request.param.replace(" ", "-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "PoolCohort", Pool)
+        whole = asyncio.run(Alone(memory / f"{name}-whole", request.param).go())
+        with pytest.MonkeyPatch.context() as killing:
+            image = Alone(memory / f"{name}-killed", request.param).image(killing)
+        yield (lambda folder: Alone(folder, request.param)), whole, image
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_file_of_who_coordinates_alone(alone, room, damage):
+    world, whole, image = alone
+    assert len(image.files()) >= 6
+    check(image, image.files(), damage, room, world, whole)
