@@ -24,6 +24,7 @@ from fedtrain.runtime.simulation import SimulatedKeys
 from fedtrain.runtime.site import Site
 from fedtrain.store import Checkpoint, Ledger, RunStore, Spool
 from fedtrain.store.disk import write_whole
+from fedtrain.store.memory import NEVER
 from fedtrain.strategies import build, state_init
 from fedtrain.transport.grpc import read_chunk
 from fedtrain.transport.memory import LocalCohort
@@ -106,8 +107,9 @@ class Image:
 
 
 def is_named(line: str, file: Path) -> bool:
-    """Whether a line names the file, or the database whose log it is."""
-    return re.sub(r"-(wal|shm)$", "", file.name) in line and "\n" not in line
+    """Whether a line names the file, or the database whose log it is; of one that is gone, its folder."""
+    names = re.sub(r"-(wal|shm)$", "", file.name), f"{file.parent} has no"
+    return any(name in line for name in names) and "\n" not in line
 
 
 def goes_on(go: Callable[[], Awaitable[str]], whole: str, file: Path) -> str:
@@ -204,7 +206,9 @@ class Star:
 class Toy:
     """A site's trainer: what it finds depends on the weights, the site and the round."""
 
-    async def train(self, site: str, round: int, weights: ArenaFile, out: Path) -> Update:
+    async def train(
+        self, site: str, round: int, weights: ArenaFile, out: Path, counted: int = NEVER
+    ) -> Update:
         delta = Arena.zeros(SCHEMA)
         draw = torch.Generator().manual_seed(100 * round + ord(site))
         flat, model = delta.flat(SCHEMA.sections[0]), weights.load().flat(SCHEMA.sections[0])
