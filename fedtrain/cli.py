@@ -573,6 +573,41 @@ def export(config: Config, run: str | None, json: bool, out: Path | None, round_
         click.echo(f"{folder} holds " + ", ".join(sorted(path.name for path in folder.iterdir())))
 
 
+@cli.command()
+@click.argument("run", required=False)
+@with_config
+@as_json
+@click.option("--site", "name", metavar="NAME", help="On the data of this site; without it, of all sites.")
+@click.option("--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              metavar="DIR", help="Where the data is.")  # fmt: skip
+@click.option("--round", "round_", metavar="N|best", callback=which_round,
+              help="Which round of a run; without it, the last.")  # fmt: skip
+def evaluate(
+    config: Config, run: str | None, json: bool, name: str | None, data_dir: Path | None, round_: Any
+) -> None:
+    """Measure a finished model on the test data that is here."""
+    from .runtime import evaluation
+    from .tracking.export import EVALUATION
+    from .tracking.live import number
+
+    source = _source(config, run) or _run_dir(config, None)
+    found = evaluation.evaluate(config, source, site=name, data_dir=data_dir, round=round_)
+    if json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(found))
+        return
+    if found.data != "test_data":
+        click.echo(f"The task has no test_data(): this is its {found.data}().")
+    names = [*found.metrics]
+    rows = [(site, *(number(own.get(each)) for each in names)) for site, own in found.by_site.items()]
+    if len(rows) > 1:
+        rows.append(("all", *(number(found.metrics[each]) for each in names)))
+    _columns([("SITE", *(each.upper() for each in names)), *rows])
+    folder = source if source.is_dir() else source.parent
+    click.echo(f"written to {_short(folder / EVALUATION)}")
+
+
 def _run_dir(config: Config, run: str | None) -> Path:
     from .tracking.runs import find, newest
 

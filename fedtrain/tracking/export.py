@@ -3,6 +3,7 @@
     model.safetensors   every tensor under its state_dict name
     model.json          round, sites, digests, metrics, the SHA-256 of model.safetensors
     MODEL_CARD.md       the same for a reader
+    evaluation.json     beside them, or in the run directory: what `fedtrain evaluate` found
 
 The same round gives the same bytes, each time. Tied weights stand once, under their first name, as
 `safetensors.torch.load_model(model, "model.safetensors")` expects.
@@ -23,7 +24,22 @@ from .. import __version__
 from ..errors import StoreError, writing
 from ..store import RunStore
 from ..update import Arena, Schema
+from .events import Averages
 from .live import number
+
+EVALUATION = "evaluation.json"
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished model on test data; evaluation.json as it stands here."""
+
+    run: str
+    round: int | None  # None of a file that doesn't say
+    weights_digest: str | None
+    data: str  # the task's method that gave it: test_data, or eval_data or data where there is none
+    metrics: Averages
+    by_site: dict[str, Averages]
+    fedtrain: str  # version
 
 
 def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None) -> Path:
@@ -62,10 +78,62 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         "sha256": sha256,
         "fedtrain": __version__,
     }
-    _replace(out / "MODEL_CARD.md", lambda path: path.write_text(_card(about), encoding="utf-8"))
-    text = msgspec.json.format(msgspec.json.encode(about), indent=2) + b"\n"
-    _replace(out / "model.json", lambda path: path.write_bytes(text))
+    _describe(out, about, _evaluated(run_dir))
     return out
+
+
+def _describe(folder: Path, about: dict[str, Any], evaluated: Evaluated | None) -> None:
+    """Write the card and model.json of an export, with the evaluation on test data if it is of this model."""
+    if evaluated is not None and evaluated.weights_digest == about["weights_digest"]:
+        about["test"] = {"data": evaluated.data, "metrics": evaluated.metrics, "sites": [*evaluated.by_site]}
+    _replace(folder / "MODEL_CARD.md", lambda path: path.write_text(_card(about), encoding="utf-8"))
+    _replace(folder / "model.json", lambda path: path.write_bytes(_pretty(about)))
+
+
+def _pretty(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def _evaluated(folder: Path) -> Evaluated | None:
+    try:
+        return msgspec.json.decode((folder / EVALUATION).read_bytes(), type=Evaluated)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def keep_evaluated(source: Path, evaluated: Evaluated) -> None:
+    """Write an evaluation down beside the model, a run directory or an export, and in the model's card."""
+    folder = source if source.is_dir() else source.parent
+    _replace(folder / EVALUATION, lambda path: path.write_bytes(_pretty(evaluated)))
+    for each in (folder, folder / "model"):
+        if (each / "model.json").exists():
+            _describe(each, msgspec.json.decode((each / "model.json").read_bytes()), evaluated)
+
+
+def model_of(source: Path, round: int | Literal["best"] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model's tensors by name, and what is known of it: of a run directory's last round, or of `round`; or
+    an export's."""
+    if (source / "run.db").exists():
+        store = RunStore(source, read_only=True)
+        try:
+            chosen = _choose(store, round)
+            weights, frozen = store.load(chosen).weights.load(), store.load_frozen()
+            about = {"run": source.name, "round": chosen, "weights_digest": weights.digest}
+            return weights.views() | frozen.views(), about
+        finally:
+            store.close()
+    if round is not None:
+        raise StoreError(f"{source} is no run directory: it has one model. Leave --round out.")
+    if source.is_dir() and not (source / "model.safetensors").exists():
+        raise StoreError(
+            f"{source} holds no model. Name a run that has one (an aggregator's, a simulation's, a peer's), "
+            f"or what `fedtrain export` wrote."
+        )
+    file = source / "model.safetensors" if source.is_dir() else source
+    tensors, about = _read(file), {"run": file.stem, "round": None, "weights_digest": None}
+    if (known := file.with_name("model.json")).exists():
+        about |= msgspec.json.decode(known.read_bytes())
+    return tensors, about
 
 
 def beginning(source: Path, schema: Schema, frozen: Schema) -> tuple[Arena, Arena]:
@@ -80,9 +148,9 @@ def beginning(source: Path, schema: Schema, frozen: Schema) -> tuple[Arena, Aren
             store.close()
         if last is None:
             raise StoreError(f"{source} has no model yet. Let that run finish its first round.")
-        return _filled(source, last.weights.load().views() | rest.views(), schema, frozen)
+        return filled(source, last.weights.load().views() | rest.views(), schema, frozen)
     file = source / "model.safetensors" if source.is_dir() else source
-    return _filled(file, _read(file), schema, frozen)
+    return filled(file, _read(file), schema, frozen)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -97,7 +165,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise StoreError(f"{file} is not a safetensors file: {e}.") from None
 
 
-def _filled(source: Path, tensors: dict[str, Any], schema: Schema, frozen: Schema) -> tuple[Arena, Arena]:
+def filled(source: Path, tensors: dict[str, Any], schema: Schema, frozen: Schema) -> tuple[Arena, Arena]:
     """Arenas of these schemas with the tensors of their names; StoreError unless these are all there is."""
     weights, rest = Arena.zeros(schema), Arena.zeros(frozen)
     views = weights.views() | rest.views()
@@ -157,6 +225,16 @@ def _card(about: dict[str, Any]) -> str:
     best = ", the best by its evaluation" if about["best"] else ""
     updates = "untrained" if not about["round"] else f"the mean of {about['updates']} sites' updates"
     names = ", ".join(about["sites"])
+    test = about.get("test")
+    on_test = (
+        f"""
+## On {test["data"]} of {", ".join(test["sites"])}
+
+{_table("metric", "", {k: number(v) for k, v in test["metrics"].items()})}
+"""
+        if test
+        else ""
+    )
     return f"""# {about["run"]}, round {about["round"]}
 
 Trained with fedtrain {about["fedtrain"]}: round {about["round"]}{best}; {updates}.
@@ -167,7 +245,7 @@ Trained with fedtrain {about["fedtrain"]}: round {about["round"]}{best}; {update
 ## Evaluation at the sites
 
 {_table("metric", "average", {k: number(v) for k, v in about["metrics"].items()})}
-
+{on_test}
 ## Load it
 
 ```python

@@ -186,11 +186,19 @@ class SimulatedSites:
 
     def eval_data(self) -> dict[str, Any]:
         """What to evaluate on: each natural site's own set, or the one set of the pool, as "central"."""
-        sites = self.names if self.natural else self.names[:1]
         if not self.natural and type(self.task).eval_data is Task.eval_data:
             return {"central": self.pool}
-        with user_code(folder_of(self.task), "eval_data()"):
-            found = {site: self.task.eval_data(site) for site in sites}
+        return self._sets("eval_data")
+
+    def test_data(self) -> dict[str, Any]:
+        """The same of what a finished model is measured on."""
+        own = type(self.task).test_data is not Task.test_data
+        return self._sets("test_data") if own else self.eval_data()
+
+    def _sets(self, which: str) -> dict[str, Any]:
+        sites = self.names if self.natural else self.names[:1]
+        with user_code(folder_of(self.task), f"{which}()"):
+            found = {site: getattr(self.task, which)(site) for site in sites}
         return found if self.natural else {"central": found[sites[0]]}
 
     @cached_property

@@ -55,6 +55,10 @@ class Task:
         mean, weight = mean_and_weight(self.loss(model, batch), batch)
         return {"loss": (float(mean) * weight, weight)}
 
+    def test_data(self, site: str) -> Any:
+        """What `fedtrain evaluate` measures a finished model on; eval_data(site) unless overridden."""
+        return self.eval_data(site)
+
     def metrics(self, sums: Mapping[str, tuple[Any, float]]) -> Mapping[str, Any]:
         """What is shown of an evaluation, beside the loss: from what evaluate() gave, added up over all
         batches and sites. Tensors are float64 and flat. Unless overridden, the averages."""
@@ -321,6 +325,14 @@ def _floats(total: Any) -> Sum:
     if getattr(total, "ndim", 0):
         return [float(value) for value in total.flatten().tolist()]
     return float(total)
+
+
+def test_split(task: Task) -> str:
+    """Which of the task's methods test_data() comes down to."""
+    own = (
+        name for name in ("test_data", "eval_data") if getattr(type(task), name) is not getattr(Task, name)
+    )
+    return next(own, "data")
 
 
 def derives(task: Task) -> bool:
