@@ -12,6 +12,7 @@ FedtrainError
     TooFewSites      fewer valid replies than min_sites
       Unfinished     fewer than a secure sum needs; says who dropped out, and who sent what cannot be
     SecAggError      a secure sum can't be made, or what came back can't be one
+    Diverged         the model that a round makes is not finite, or too large to go on from
   BadUpdate          an update was refused and named; the round goes on with the others
   WireError          bytes that are not ours: unknown frame, wrong size, wrong digest
     Broken           a transfer ended early, or what was kept of it is damaged; the same again may go well
@@ -118,6 +119,34 @@ class Unfinished(TooFewSites):
 
 class SecAggError(RoundError):
     """A secure sum can't be made, or what came back can't be one; nothing was learnt."""
+
+
+class Diverged(RoundError):
+    """The model that a round makes could not be trained further; it is not committed."""
+
+    def __init__(self, problem: str, sizes: Mapping[str, float]) -> None:
+        """`sizes`: site -> its update's norm times its weight; {} where single updates are hidden.
+
+        The `culprit` is the site whose update outweighs all others' together: there is one at most.
+        """
+        self.culprit: str | None = None
+        largest = max(sizes, key=sizes.__getitem__, default="")
+        others = sum(size for site, size in sizes.items() if site != largest)
+        if len(sizes) > 1 and sizes[largest] > others:
+            self.culprit = largest
+            times = f"{sizes[largest] / others:.3g} times" if others else "infinitely"
+            why = f"{largest}'s update is {times} as large as all others together"
+        elif sizes:
+            why = (
+                "no site's update outweighs the others', so training itself diverges: lower train.lr or the "
+                "strategy's server_lr, or set train.clip_norm"
+            )
+        else:
+            why = (
+                "whose update it was can't be known under masks: lower secagg.clip, train.lr or the "
+                "strategy's server_lr; with secagg.enabled = false the site would be named"
+            )
+        super().__init__(f"the new model is of no use and is not committed: {problem}; {why}.")
 
 
 class BadUpdate(FedtrainError):

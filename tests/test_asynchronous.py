@@ -284,6 +284,30 @@ def test_a_bad_update_is_refused_and_its_site_asked_again_with_the_next_version(
     assert len(events.of("round_committed")) == 6
 
 
+@pytest.mark.parametrize("buffer", [1, 3])
+def test_an_update_that_no_model_survives_is_taken_out_of_the_buffer_and_named(tmp_path, buffer):
+    cfg, events = config(tmp_path, asynchronous={"buffer": buffer}), Events()
+
+    def hostile(request):
+        return Update(delta=arena(*[3e38] * 8), num_examples=1.0)
+
+    result, last = run(cfg, LocalCohort(handlers(c=hostile)), events, clocked=True)
+    assert result.reason == "rounds done"
+    assert last.weights.flat(FLAT).abs().max() < 100
+    assert {e["site"] for e in events.of("update_refused")} == {"c"}
+    assert "not committed: its norm is" in events.of("update_refused")[0]["reason"]
+
+
+def test_training_that_diverges_at_all_sites_alike_ends_the_run_and_blames_none(tmp_path):
+    cfg = config(tmp_path, asynchronous={"buffer": 3}, strategy={"kind": "fedavgm"})
+
+    def diverging(request):
+        return Update(delta=arena(*[6e18] * 8), num_examples=1.0)
+
+    with pytest.raises(RoundError, match=r"no site's update outweighs .*: lower train\.lr"):
+        run(cfg, LocalCohort(dict.fromkeys(SITES, diverging)), clocked=True)
+
+
 def test_when_no_site_gives_anything_the_run_stops_and_the_same_command_tries_again(tmp_path):
     cfg, events = config(tmp_path, strategy={"min_sites": 2}), Events()
     broken = LocalCohort(dict.fromkeys("ab", lambda request: Failure(reason="TaskError: no data")))

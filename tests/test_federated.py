@@ -6,9 +6,10 @@ import random
 
 import pytest
 import torch
+from msgspec import structs
 
 from fedtrain.config import Config, LimitsConfig
-from fedtrain.errors import BadUpdate, ConfigError, StoreError, TooFewSites
+from fedtrain.errors import BadUpdate, ConfigError, Diverged, StoreError, TooFewSites
 from fedtrain.runtime import checks, federated
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.store import Checkpoint, RunStore
@@ -173,9 +174,94 @@ def test_s16_an_update_with_nan_or_inf_is_refused_and_named_and_the_round_comple
     assert cohort.told == [("c", "round 1: the update was refused: w has 1 NaN or Inf of 6 values")]
 
 
-def test_finite_values_whose_squares_overflow_are_no_reason_to_refuse(tmp_path):
-    _, after = run(config(tmp_path, run={"rounds": 1}), LocalCohort(handlers(c=bad([3e38] * 6))))
-    assert torch.isfinite(after.weights.flat(SCHEMA.sections[0])).all()
+@pytest.mark.parametrize("kind", ["fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad"])
+@pytest.mark.parametrize("value", [3e38, 1e30])
+def test_a_finite_update_that_no_model_survives_is_named_and_the_round_is_had_without_it(
+    tmp_path, kind, value
+):
+    """Its values are finite, but the next loss's squares of the weights would not be."""
+    keys = {"kind": kind, "min_sites": 4}
+    events, cohort = Events(), LocalCohort(handlers(c=bad([value] * 6)))
+    result, after = run(config(tmp_path, strategy=keys), cohort, events)
+    others = LocalCohort({k: v for k, v in handlers().items() if k != "c"})
+    assert result.reason == "rounds done"
+    assert after.weights.digest == run(config(tmp_path / "x", strategy=keys), others)[1].weights.digest
+    refused = events.of("update_refused")
+    assert {e["site"] for e in refused} == {"c"}
+    assert all("c's update is" in e["reason"] and "all others together" in e["reason"] for e in refused)
+    assert [site for site, _ in cohort.told] == ["c"] * len(refused)
+    if kind in ("fedavg", "fedavgm"):
+        assert len(refused) == 5, "in every round: a strategy that divides by sizes may live with some"
+
+
+def test_without_the_site_that_spoils_it_too_few_are_left_and_the_error_names_it(tmp_path):
+    cfg = config(tmp_path, run={"rounds": 1}, strategy={"min_sites": 5})
+    with pytest.raises(Diverged, match=r"not committed: its norm is .*; c's update is .* times as large"):
+        run(cfg, LocalCohort(handlers(c=bad([3e38] * 6))))
+    store = RunStore(cfg.run_dir)
+    assert store.latest().round == 0
+    store.close()
+
+
+def test_training_that_diverges_at_all_sites_alike_blames_none_and_says_what_to_lower(tmp_path):
+    cohort, events = LocalCohort(dict.fromkeys(SITES, bad([1e19] * 6))), Events()
+    with pytest.raises(Diverged, match=r"no site's update outweighs .*: lower train\.lr"):
+        run(config(tmp_path, run={"rounds": 9}, strategy={"kind": "fedavgm"}), cohort, events)
+    assert events.of("update_refused") == []
+    assert len(events.of("round_failed")) == 1, "the same would come of it again"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("where", ["weights", "frozen", "state"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
+def test_a_value_that_is_not_finite_anywhere_in_a_new_model_or_its_state_is_seen(dtype, where, value):
+    schema = Schema((TensorSpec("w", (1000,), dtype, True), TensorSpec("f", (10,), dtype, False)))
+    weights, state = Arena.zeros(schema), {f"{dtype}/m": torch.ones(1000)}
+    largest = min(torch.finfo(weights.views()["w"].dtype).max, 1e17)  # whose squares there are in float32
+    weights.views()["w"].fill_(largest)
+    if value is None:
+        assert checks.flaw(weights, state) is None
+        return
+    {"weights": weights.views()["w"], "frozen": weights.views()["f"], "state": state[f"{dtype}/m"]}[where][
+        7
+    ] = value
+    assert "1 NaN or Inf of" in checks.flaw(weights, state) or where == "state"
+    assert checks.flaw(weights, state) is not None
+
+
+def test_integers_and_a_strategys_counts_are_no_reason_for_a_flaw():
+    schema = Schema((TensorSpec("w", (2,), "float32", True), TensorSpec("n", (1,), "int64", False)))
+    weights = Arena.zeros(schema)
+    weights.views()["n"].fill_(2**62)
+    assert checks.flaw(weights, {"float32/steps": torch.tensor([2**62])}) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
+@pytest.mark.parametrize("work", [Train, Evaluate])
+def test_a_metric_that_is_no_number_or_an_absurd_one_is_refused_and_named(tmp_path, work, value):
+    """A hostile site's NaN would stand in the log for the loss of all, and none would ever be the best."""
+
+    def handle(request):
+        reply = pull("c")(request)
+        if isinstance(request, work):
+            reply = structs.replace(reply, metrics={"loss": (value, 10.0)})
+        return reply
+
+    events = Events()
+    result, _ = run(config(tmp_path), LocalCohort(handlers(c=handle)), events)
+    refused = {e["site"]: e["reason"] for e in events.of("update_refused")}
+    assert list(refused) == ["c"]
+    assert refused["c"] == f"metric loss is {value / 10:g}; did its training diverge?"
+    told = [e["loss"] for e in events.of("round_committed")] + [
+        e["metrics"]["loss"] for e in events.of("evaluated")
+    ]
+    assert all(map(math.isfinite, told))
+    assert result.best_round is not None
+
+
+def test_a_loss_as_large_as_float32_can_say_is_believed(tmp_path):
+    metrics = {"loss": (3.4e38 * 70, 70.0)}
+    checks.answers(Evaluate(id="", round=0, weights=arena()), Evaluation(metrics=metrics), LimitsConfig())
 
 
 def test_s19_an_update_over_the_norm_bound_is_refused(tmp_path):
@@ -209,8 +295,8 @@ def test_s19_one_hostile_site_of_five_cannot_move_the_model_past_the_bound(tmp_p
 
 def test_s19_the_mean_without_a_norm_bound_is_moved_by_one_site(tmp_path):
     """What the robust rules are for."""
-    _, after = run(config(tmp_path), LocalCohort(handlers(c=bad([1e30] * 8))))
-    assert after.weights.flat(SCHEMA.sections[0]).abs().max() > 1e29
+    _, after = run(config(tmp_path), LocalCohort(handlers(c=bad([1e15] * 8))))
+    assert after.weights.flat(SCHEMA.sections[0]).abs().max() > 1e14
 
 
 @pytest.mark.parametrize("rule", ROBUST)

@@ -587,22 +587,25 @@ async def _up(network, stack):
     return {name: await stack.enter_async_context(network.join(name)) for name in network.names}
 
 
-def test_a_peer_refuses_a_neighbours_nan_and_goes_on_without_it():
+@pytest.mark.parametrize(("value", "reason"), [(math.nan, "NaN"), (1e300, "squares are beyond")])
+def test_a_peer_refuses_a_neighbours_nan_or_what_no_model_survives_and_goes_on_without_it(value, reason):
     async def go():
         network, near = LocalNetwork(names(3)), parse("complete").round(3, 0).graph
         async with AsyncExitStack() as stack:
             ends = await _up(network, stack)
             models = {name: arena(PLAIN, i) for i, name in enumerate(names(3))}
-            trained_part(models["2"])[7] = math.nan
+            trained_part(models["2"])[7] = value
             peers = {n: Peer(n, gossip.build("dpsgd", {}), models[n], stay, ends[n]) for n in names(3)}
-            told = await asyncio.gather(*(peers[n].step(near[n], 5.0) for n in names(3)))
-            return peers, told
+            steps = (peers[n].step(near[n], 5.0) for n in names(3))
+            return peers, await asyncio.gather(*steps, return_exceptions=True)
 
     async def stay(round, weights, delta):
         return Update(delta=delta, num_examples=1.0, metrics={})
 
     peers, told = asyncio.run(go())
-    assert "NaN" in told[0].missing["2"]
+    assert reason in told[0].missing["2"]
+    assert isinstance(told[2], TaskError), "its own training is what diverges"
+    assert peers["2"].round == 0
     start = trained_part(arena(PLAIN, 0)), trained_part(arena(PLAIN, 1))
     torch.testing.assert_close(trained_part(peers["0"].model), (2 * start[0] + start[1]) / 3)
 

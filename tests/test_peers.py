@@ -255,7 +255,7 @@ def test_s16_a_newcomer_refuses_a_state_with_nan_names_who_gave_it_and_takes_ano
     assert (newcomer.round, float(trained_part(newcomer.model)[0])) == (9, 2.0)
     assert told[0][0] == "update_refused"
     assert told[0][1]["site"] == "a"
-    assert "float64 values have NaN" in told[0][1]["reason"]
+    assert "w has 20 NaN or Inf of 20 values" in told[0][1]["reason"]
 
 
 def test_a_peer_that_lost_its_disk_enters_again_with_another_key(tmp_path):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from fedtrain import compression
 from fedtrain.config import Config
-from fedtrain.errors import ConfigError, TooFewSites
+from fedtrain.errors import ConfigError, Diverged, TooFewSites
 from fedtrain.pki import Credentials, revoke
 from fedtrain.pki.signing import Verifier, fingerprint
 from fedtrain.runtime import federated, secure
@@ -403,6 +403,18 @@ def test_the_graph_of_many_sites_is_as_sparse_as_the_fractions_agreed_on_let_it_
     assert degree() == 0  # all mask with all
     assert degree(full_graph=99) == 62  # of the published table: 20 % corrupt, 20 % lost
     assert degree(full_graph=99, corrupt=0.1, dropout=0.1) == 32
+
+
+def test_a_sum_that_no_model_survives_is_not_committed_and_nobody_can_be_named(tmp_path):
+    from fedtrain.runtime.federated import federated_round
+    from fedtrain.strategies import build, state_init
+
+    cfg = config(tmp_path)
+    huge = build("fedavgm", {"server_lr": 1e25})
+    start = Checkpoint(0, zeros(), state_init(huge, zeros()))
+    with pytest.raises(Diverged, match=r"can't be known under masks: lower secagg\.clip") as error:
+        asyncio.run(federated_round(UnderMasks(cfg, openly(), Events()), Plan(0, 0, SITES), huge, start))
+    assert error.value.culprit is None
 
 
 # --- Over real connections

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -49,6 +49,7 @@ class Mean:
     delta: Arena
     metrics: Averages
     sites: Sequence[SiteId]  # whose updates are in it
+    sizes: dict[SiteId, float] = field(default_factory=dict)  # of each update, as in errors.Diverged
 
 
 class Answers(Protocol):
@@ -95,9 +96,10 @@ class InTheOpen:
         config, schema = self._config, weights.schema
         requests = train_requests(config, plan, weights)
         trained: dict[SiteId, Metrics] = {}
+        sizes: dict[SiteId, float] = {}
         spooled: list[Update] = []
         mean: WeightedMean | None = None
-        async with aclosing(in_order(self._checked(requests), plan.sites)) as ordered:
+        async with aclosing(in_order(self._checked(requests, sizes), plan.sites)) as ordered:
             async for site, reply in ordered:
                 assert isinstance(reply, Update), reply
                 trained[site] = reply.metrics
@@ -114,22 +116,26 @@ class InTheOpen:
             delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled)
         else:
             delta = await aside(schema.nbytes, mean.result)
-        return Mean(delta, averages(trained), list(trained))
+        return Mean(delta, averages(trained), list(trained), sizes)
 
-    async def _checked(self, requests: Mapping[SiteId, Train]) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        """The good updates, as they come. A bad one is named here and at its site, and the round goes on."""
+    async def _checked(
+        self, requests: Mapping[SiteId, Train], sizes: dict[SiteId, float]
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        """The good updates, as they come, and their `sizes`. A bad one is named here and at its site, and the
+        round goes on."""
         config, cohort, emit = self._config, self.cohort, self._emit
         replies = cohort.exchange(requests, config.strategy.round_deadline)
         async with aclosing(replies):
             async for site, reply in replies:
                 request = requests[site]
                 try:
-                    update = await checked(request, reply, config)
+                    update, norm = await checked(request, reply, config)
                 except BadUpdate as e:
                     emit("update_refused", round=request.round + 1, site=site, reason=str(e))
                     cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
                     continue
                 emit("update_received", round=request.round + 1, site=site, **about(update))
+                sizes[site] = norm * update.num_examples
                 yield site, update
 
     async def evaluate(
@@ -176,12 +182,11 @@ def alike(number: int, by_site: Mapping[SiteId, Metrics], emit: Emit) -> dict[Si
     return {site: by_site[site] for site in sorted(by_site) if site not in odd}
 
 
-async def checked(request: Train, reply: Reply, config: Config) -> Update:
-    """The reply, which is an update that can be used; else BadUpdate."""
+async def checked(request: Train, reply: Reply, config: Config) -> tuple[Update, float]:
+    """The reply, which is an update that can be used, and its norm; else BadUpdate."""
     checks.answers(request, reply, config.limits)
     assert isinstance(reply, Update), reply
-    await aside(reply.delta.schema.nbytes, checks.inspect, reply, config.limits)
-    return reply
+    return reply, await aside(reply.delta.schema.nbytes, checks.inspect, reply, config.limits)
 
 
 def evaluated(request: Evaluate, reply: Reply, config: Config) -> Metrics:

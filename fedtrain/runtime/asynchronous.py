@@ -29,7 +29,7 @@ import msgspec
 
 from ..aggregation import aggregate
 from ..config import Config
-from ..errors import BadUpdate, ConfigError, RoundError
+from ..errors import BadUpdate, ConfigError, Diverged, RoundError
 from ..exchange import Cohort
 from ..store import Buffered, Checkpoint, Plan, RunStore, Turn, TurnState
 from ..strategies import Strategy, server_step
@@ -47,6 +47,7 @@ from ..update import (
     seed_of,
     summed,
 )
+from . import checks
 from .answers import (
     InTheOpen,
     about,
@@ -263,7 +264,7 @@ class Loop:
             raise BadUpdate(f"none came within strategy.round_deadline = {deadline_s:g} s")
         if (staleness := self._staleness(turn)) > bound:
             raise BadUpdate(f"{staleness} versions old, over asynchronous.max_staleness = {bound}")
-        return await checked(request, reply, self._config)
+        return (await checked(request, reply, self._config))[0]
 
     def _staleness(self, turn: Turn) -> int:
         return self._newest.round - turn.version
@@ -311,6 +312,9 @@ class Loop:
         updates = [self._discounted(b) for b in buffer]
         delta = await aside(nbytes, aggregate, self._answers.rule, before.weights.schema, updates)
         weights, state = await aside(nbytes, server_step, self._strategy, before.weights, before.state, delta)
+        if problem := await aside(nbytes, checks.flaw, weights, state):
+            await self._blame(buffer, problem)
+            return
         metrics = averages({f"{i:09}": b.update.metrics for i, b in enumerate(buffer)})
         mark = self._now()
         record = {
@@ -327,6 +331,29 @@ class Loop:
         self._buffer.clear()
         self._forget_lost()
         self._emit("round_committed", round=after.round, **record)
+
+    async def _blame(self, buffer: list[Buffered], problem: str) -> None:
+        """Take the update out of the buffer that spoils the model. Diverged when no single one does."""
+        limits, nbytes, number = (
+            self._config.limits,
+            self._newest.weights.schema.nbytes,
+            self._newest.round + 1,
+        )
+        sizes = {
+            f"{b.site}, turn {b.turn.number}": b.update.num_examples
+            * await aside(nbytes, checks.inspect, b.update, limits)
+            for b in buffer
+        }
+        error = Diverged(problem, sizes)
+        if error.culprit is None and len(buffer) > 1:
+            raise error
+        worst = buffer[max(range(len(buffer)), key=list(sizes.values()).__getitem__)]
+        self._store.discard(worst)
+        self._buffer.remove(worst)
+        if self._turns[worst.site] == worst.turn:  # not asked again before there is a newer version
+            self._set_turn(worst.site, replace(worst.turn, state=TurnState.REFUSED))
+        self._emit("update_refused", round=number, site=worst.site, reason=str(error))
+        self._cohort.tell(worst.site, f"version {number}: the update was refused: {error}")
 
     def _forget_lost(self) -> None:
         """What a site that went away owes is of no use any more when it is too old: its version's weights,

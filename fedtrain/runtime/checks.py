@@ -1,12 +1,15 @@
 """Every update is checked before it is used (DESIGN: size before allocation, then keys, shapes, values).
 
 `admit` looks at a reply's header alone, before one byte of its model is accepted; `inspect` at the values.
-Both are the same for every cohort, so a simulation refuses what a federation refuses.
+Both are the same for every cohort, so a simulation refuses what a federation refuses. `flaw` looks at the
+model that a round has made of the updates.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..config import LimitsConfig
 from ..errors import BadUpdate
@@ -28,7 +31,11 @@ from ..update import (
     chunks,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 MAX_METRICS = 64
+LARGEST_METRIC = (2 - 2**-23) * 2.0**127  # of an average: the largest float32, as what a loss computes is one
 
 
 def admit(
@@ -55,6 +62,7 @@ def admit(
             raise BadUpdate("a metric of its training is several numbers")
     elif isinstance(request, Evaluate) and isinstance(reply, Evaluation):
         _check_metrics(reply.metrics)
+        _check_values(reply.metrics)
     elif not (isinstance(request, Train | Evaluate) and isinstance(reply, Failure)):
         raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
 
@@ -67,7 +75,14 @@ def answers(request: Train | Evaluate, reply: Reply, limits: LimitsConfig) -> No
 
 
 def inspect(update: Update, limits: LimitsConfig) -> float:
-    """The L2 norm of an update's floats; BadUpdate when one is NaN or Inf, or the norm over its bound."""
+    """The L2 norm of an update's floats; BadUpdate when one is NaN or Inf, or the norm over its bound, or a
+    metric is no number that training gives."""
+    norm = _norm(update, limits)
+    _check_values(update.metrics)
+    return norm
+
+
+def _norm(update: Update, limits: LimitsConfig) -> float:
     if isinstance(update.delta, Row):  # one look for all of them; what is not clearly good is looked at below
         norm = update.delta.slab.norms[update.delta.index]
         if math.isfinite(norm) and not (limits.max_norm and norm > 0.999 * limits.max_norm):
@@ -84,6 +99,37 @@ def inspect(update: Update, limits: LimitsConfig) -> float:
     if limits.max_norm and norm > limits.max_norm:
         raise BadUpdate(f"its norm {norm:.4g} is over limits.max_norm = {limits.max_norm:g}")
     return norm
+
+
+def flaw(weights: AnyArena, state: Mapping[str, torch.Tensor]) -> str | None:
+    """Why a model, with its strategy's state, can't be trained further; None when it can.
+
+    Every value must be finite, and the square of the weights' norm a number of their dtype (of float32 for
+    narrower ones): a loss, weight decay or an optimizer that squares them would be Inf at the next step.
+    """
+    for section in weights.schema.sections:
+        if section.dtype in FLOATS:
+            square = sum(_sum_of_squares(weights, section, *part) for part in chunks(section))
+            if not math.isfinite(square):
+                return _name_bad_tensor(weights)
+            if square > _largest(section.dtype):
+                return f"its norm is {math.sqrt(square):.3g}, whose square is beyond {section.dtype}"
+    for name, values in state.items():
+        if values.is_floating_point() and not finite(values):
+            return f"the strategy's {name.rpartition('/')[2]} has NaN or Inf"
+    return None
+
+
+def finite(values: torch.Tensor) -> bool:
+    """The sum tells quickly; where it overflows, each value is looked at."""
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
+
+
+def _largest(dtype: str) -> float:
+    """What the squared norm of weights of this dtype may be at most."""
+    import torch
+
+    return torch.finfo(torch.float64 if dtype == "float64" else torch.float32).max
 
 
 def _sum_of_squares(delta: AnyArena, section: Section, start: int, stop: int) -> float:
@@ -129,3 +175,10 @@ def _check_metrics(metrics: Metrics) -> None:
             raise BadUpdate("a metric's name must be at most 64 printable characters")
         if not 0 <= count < math.inf:
             raise BadUpdate(f"metric {name} counts {count:g} items")
+
+
+def _check_values(metrics: Metrics) -> None:
+    for name, (total, count) in metrics.items():
+        for value in total if isinstance(total, list) else [total]:
+            if not abs(value) <= LARGEST_METRIC * max(count, 1.0):
+                raise BadUpdate(f"metric {name} is {value / max(count, 1.0):g}; did its training diverge?")

@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import Config
-from ..errors import JoinRefused, SecAggError, TooFewSites
+from ..errors import Diverged, JoinRefused, SecAggError, TooFewSites
 from ..malloc import keep_freed
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
@@ -83,8 +83,9 @@ async def _train(
     members: list[SiteId],
     emit: Emit,
 ) -> Checkpoint:
-    """One committed round, tried config.strategy.attempts times."""
-    plan = store.plan(checkpoint.round)
+    """One committed round, tried config.strategy.attempts times; without a site whose update made the model
+    useless in an earlier one."""
+    plan, left_out = store.plan(checkpoint.round), dict[SiteId, str]()
     while True:
         if plan is None:
             plan = Plan(checkpoint.round, 0, sample(config, checkpoint.round, 0, members))
@@ -94,13 +95,22 @@ async def _train(
         try:
             planned = replace(plan, counted=store.counted())
             after, record, inside = await federated_round(answers, planned, strategy, checkpoint)
-        except (TooFewSites, SecAggError) as e:
+        except (TooFewSites, SecAggError, Diverged) as e:
             emit("round_failed", round=plan.round + 1, attempt=plan.attempt + 1, reason=str(e))
             attempt = plan.attempt + 1
-            if attempt >= config.strategy.attempts:
+            culprit = e.culprit if isinstance(e, Diverged) else None
+            if attempt >= config.strategy.attempts or (isinstance(e, Diverged) and culprit is None):
                 store.set_plan(Plan(plan.round, 0, plan.sites))
                 raise
+            if culprit is not None:
+                left_out[culprit] = str(e)
+                emit("update_refused", round=plan.round + 1, site=culprit, reason=str(e))
+                answers.cohort.tell(culprit, f"round {plan.round + 1}: the update was refused: {e}")
             members = await answers.cohort.members(config.strategy.min_sites)
+            members = [site for site in members if site not in left_out]
+            if len(members) < config.strategy.min_sites:
+                store.set_plan(Plan(plan.round, 0, plan.sites))
+                raise
             plan = Plan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
         prepared = await aside(after.weights.schema.nbytes, store.prepare, after)
@@ -124,6 +134,8 @@ async def federated_round(
         checkpoint.weights.schema.nbytes,
         server_step, strategy, checkpoint.weights, checkpoint.state, mean.delta,
     )  # fmt: skip
+    if problem := await aside(weights.schema.nbytes, checks.flaw, weights, state):
+        raise Diverged(problem, mean.sizes)
     record = {
         "loss": mean.metrics.get("loss"),
         "metrics": mean.metrics,

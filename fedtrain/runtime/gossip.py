@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import aggregation, compression, topology
 from ..config import Config
-from ..errors import BadUpdate, ConfigError, SecAggError
+from ..errors import BadUpdate, ConfigError, SecAggError, TaskError
 from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId
 from ..gossip import (
     ALGORITHMS,
@@ -36,7 +36,7 @@ from ..secagg.circle import LEAST, Circles, Layout, Session, Sum
 from ..store import Checkpoint
 from ..topology import Topology
 from ..update import Arena, Metrics, Update, averages
-from .parcels import Inbox, other_parts, share_of, trained_part, write
+from .parcels import Inbox, good, other_parts, share_of, trained_part, write
 
 if TYPE_CHECKING:
     import torch
@@ -178,6 +178,7 @@ class Peer:
 
         self.name, self.algorithm, self.model, self.round = name, algorithm, model, 0
         self.state = algorithm.init(trained_part(model))
+        self._robust = isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.Mean)
         self._train, self._neighbors = train, neighbors
         self.circles, self.clip = circles, clip
         self._gauge = torch.zeros(2, dtype=torch.float64)  # estimates of the means over all: loss, moves²
@@ -243,6 +244,11 @@ class Peer:
                 answer = heard = self._newest(request.staleness, exchange.parcel.parts)
                 exchange.read(heard)
         assert exchange is not None, "every algorithm tells its neighbours something"
+        if not good(x):  # what neighbours gave was looked at as it came
+            raise TaskError(
+                f"round {t + 1}: the model of {self.name} has NaN, Inf or values whose squares are beyond "
+                f"their dtype, and is not kept: training diverges. Lower train.lr, or set train.clip_norm."
+            )
         mixed = exchange.mixed()
         self._gauge, self._own = mixed.pop("gauge"), own
         others = {name: mixed[name] + (others[name] - sides[name]) for name in others}
@@ -272,7 +278,10 @@ class Peer:
                 inbox.mix(letter.peer, 0, share.payload)
             except BadUpdate:
                 continue  # as if it had not come: what is stale returns to self
-            self._letters[letter.peer] = self.round, inbox.parcel(letter.peer)
+            parcel = inbox.parcel(letter.peer)
+            if not self._robust and not all(map(good, parcel.parts.values())):
+                continue
+            self._letters[letter.peer] = self.round, parcel
         return Heard({p: parcel for p, (at, parcel) in self._letters.items() if self.round - at <= staleness})
 
 

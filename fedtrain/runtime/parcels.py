@@ -14,9 +14,10 @@ import msgspec
 
 from ..errors import BadUpdate, ConfigError, WireError
 from ..exchange import Offer, PeerId, Share
-from ..gossip import Fold, Parcel
+from ..gossip import Blend, Fold, Parcel
 from ..update import ALIGN, FLOATS, Arena, Schema, Section
 from ..wire.codec import decode
+from .checks import finite
 
 if TYPE_CHECKING:
     import torch
@@ -170,8 +171,10 @@ class Inbox:
                 continue
             piece = data[start - offset : stop - offset]
             values = piece.view(part.dtype)
-            if part.dtype.is_floating_point and not _finite(values):
+            if part.dtype.is_floating_point and not finite(values):
                 raise BadUpdate(f"{part.name} has NaN or Inf")
+            if isinstance(self._blends.get(part.name), Blend) and not good(values):  # a rule stands such
+                raise BadUpdate(f"{part.name} has values whose squares are beyond {values.dtype}")
             if part.held is None:
                 self._blends[part.name].add(peer, values)
             else:
@@ -195,9 +198,12 @@ class _Part:
     held: torch.Tensor | None = None  # uint8; None where it is blended
 
 
-def _finite(values: torch.Tensor) -> bool:
-    """The sum tells quickly; where it overflows, each value is looked at."""
-    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
+def good(values: torch.Tensor) -> bool:
+    """Whether the values are finite, and their squares, as in checks.flaw; what is not floats always is."""
+    if not values.is_floating_point():
+        return True
+    wide = _wide(values)
+    return math.isfinite(float(wide.dot(wide)))
 
 
 def _checked_note(note: bytes) -> Note:

@@ -38,8 +38,9 @@ from ..topology import Topology
 from ..transport.admission import FAST, Curve, curve_speed, join
 from ..transport.courier import Limits
 from ..transport.zmq import ZmqNeighbors
-from ..update import FLOATS, Arena, ArenaFile, Schema, Update, averages, digest_of
+from ..update import Arena, ArenaFile, Schema, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
+from .checks import flaw
 from .gossip import Peer, algorithm_of, check_hearing, fewest
 from .parcels import trained_part
 from .privacy import Spent
@@ -484,14 +485,13 @@ def _written(arena: Arena, path: Path) -> Path:
 
 
 def state_of(letter: Letter, schema: Schema) -> Arena:
-    """The model that a neighbour gave; BadUpdate unless it is whole, of our kind, and finite."""
+    """The model that a neighbour gave; BadUpdate unless it is whole, of our kind, and can be trained."""
     data = letter.share.payload
     if len(data) != schema.nbytes or digest_of(data).encode() != letter.share.note:
         raise BadUpdate("it is not the model that it says")
     model = Arena.wrap(schema, data)
-    for section in schema.sections:
-        if section.dtype in FLOATS and not model.flat(section).isfinite().all():
-            raise BadUpdate(f"its {section.dtype} values have NaN or Inf")
+    if problem := flaw(model, {}):
+        raise BadUpdate(problem)
     return model
 
 

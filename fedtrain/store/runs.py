@@ -457,6 +457,12 @@ class RunStore:
         self.inbox(site).keep_only(digest for (digest,) in waiting)
         return Buffered(site, taken, update)
 
+    def discard(self, buffered: Buffered) -> None:
+        """Take an update out of the buffer again."""
+        with self._transaction():
+            key = buffered.site, buffered.turn.number
+            self._db.change("DELETE FROM buffer WHERE site = ? AND number = ?", key)
+
     def buffered(self) -> list[Buffered]:
         """The buffer as it was left, in the order of (site, turn). What is not whole any more (a power cut)
         is owed again, unless its site has gone on to another turn."""
