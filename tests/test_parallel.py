@@ -13,9 +13,11 @@ from torch import nn
 
 from fedtrain.config import Config, ParallelConfig, TrainConfig
 from fedtrain.errors import ConfigError, TaskError
-from fedtrain.training.mesh import Mesh, Sizes
-from fedtrain.training.parallel.engine import MeshEngine
+from fedtrain.training.local import seed_all
+from fedtrain.training.mesh import Mesh, Sizes, device_here
+from fedtrain.training.parallel.engine import MAX_SKIPPED, MeshEngine
 from fedtrain.training.parallel.estimate import estimate
+from fedtrain.training.parallel.flops import peak_flops
 from fedtrain.training.parallel.optimizer import schedule_of
 from fedtrain.training.parallel.outer import split
 from fedtrain.training.parallel.pipeline import Replay, even_cuts, inputs_of
@@ -144,6 +146,70 @@ def test_or_it_ends_the_run_where_that_is_wished():
     task.poison = True
     with pytest.raises(TaskError, match=r"step 7: the gradient is not finite"):
         engine(task, nonfinite="raise").step([(task.data(""), 32)], "step 7")
+
+
+def test_steps_may_be_left_out_but_not_for_ever():
+    task = Rows()
+    found = engine(task)
+    shares = [(task.data(""), 32)]
+    task.poison = True
+    for step in range(1, MAX_SKIPPED):
+        assert not found.step(shares, f"step {step}").taken
+    task.poison = False
+    assert found.step(shares, "step 20").taken
+    task.poison = True
+    for step in range(21, 20 + MAX_SKIPPED):
+        assert not found.step(shares, f"step {step}").taken
+    with pytest.raises(TaskError, match=r"step 40: the gradient was not finite in 20 steps in a row"):
+        found.step(shares, "step 40")
+
+
+class Blocks(Rows):
+    def model(self):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(n, 8), nn.ReLU()) for n in (4, 8, 8)), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_steps_arithmetic_is_that_of_its_model_also_where_activations_are_computed_again(again):
+    task = Blocks()
+    found = engine(task, peak_tflops=1.0, checkpoint_activations=again)
+    found.step([(task.data(""), 32)], "step 1")
+    forward = [2 * 32 * inputs * outputs for inputs, outputs in ((4, 8), (8, 8), (8, 8), (8, 2))]
+    assert found.flops == 3 * sum(forward) - forward[0]  # nobody asks for the gradient of the examples
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 NVL", 835), ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989), ("NVIDIA GB200", 2500), ("NVIDIA B200", 2250), ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10", 0),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_whole_words_of_its_name(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == tflops * 1e12
+
+
+def test_several_ranks_on_one_named_gpu_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(
+        ConfigError, match=r"2 ranks of this machine can't share cuda:0.*train.device = cuda,"
+    ):
+        device_here("cuda:0")
+    assert device_here("cpu") == CPU
+
+
+@pytest.mark.parametrize(("device", "seeded"), [("cuda:1", 1), ("cuda", 2)])
+def test_seeds_are_those_of_the_device_that_trains(monkeypatch, device, seeded):
+    generators = [torch.Generator() for _ in range(3)]
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    before = [generator.initial_seed() for generator in generators]
+    seed_all(7, torch.device(device))
+    after = [generator.initial_seed() for generator in generators]
+    assert after == [7 if i == seeded else seed for i, seed in enumerate(before)]
 
 
 def test_a_rank_without_examples_in_its_first_step_says_what_to_change():

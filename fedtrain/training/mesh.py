@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config import ParallelConfig
 from ..errors import ConfigError
 from .elastic import Left, meet
+from .local import device_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -230,6 +231,13 @@ def device_here(name: str) -> torch.device:
                 f"train.device: rank {local} of this machine has no GPU, there are "
                 f"{torch.cuda.device_count()}. Start fewer ranks, or set train.device = cpu."
             )
-        torch.cuda.set_device(local)
-        return torch.device("cuda", local)
-    return torch.device(name)
+        name = f"cuda:{local}"
+    elif name.startswith("cuda:") and (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+        raise ConfigError(
+            f"train.device: {ranks} ranks of this machine can't share {name}, for NCCL wants a GPU for each. "
+            f"Set train.device = cuda, and each takes its own."
+        )
+    device = device_of(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

@@ -29,6 +29,7 @@ from ..mesh import Mesh, is_dtensor
 from ..task import Task, collate_of, folder_of, mean_and_weight, measured, user_code
 from .context import Gathered, context_parallel, part_of
 from .data import Share
+from .flops import Flops, peak_flops
 from .hooks import compress
 from .optimizer import optimizer_of, schedule_of
 from .plan import plan_of
@@ -37,8 +38,7 @@ from .wrap import Loss, check_compiler, data_parallel, is_fsdp, save_memory, spl
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
-# Dense bf16, from the makers' data sheets; MFU is against this whatever the precision.
-PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "B200": 2250}
+MAX_SKIPPED = 20  # steps in a row that may be left out
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class MeshEngine:
         self.train, self.parallel, self.run_seed = config.train, config.parallel, config.run.seed
         self.loss_scale = LossScale(self.train.precision)
         self._folder = folder_of(task)
-        self.flops: int | None = None  # of one step's arithmetic at this rank, where it was counted
+        self._flops = Flops()
+        self._skipped = 0  # steps left out since the last one taken
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
         self._pipeline: Pipeline | None = None
         self._autocast: AbstractContextManager[Any] = nullcontext()
@@ -107,7 +108,8 @@ class MeshEngine:
         config, mesh = self.parallel, self.mesh
         if config.compile:
             check_compiler(mesh.device)
-        again = partial(Gathered, mesh) if mesh.sizes.cp > 1 else None
+        # torch.compile can't see through what activations are computed again within.
+        again = self._again if mesh.sizes.cp > 1 or not config.compile else None
         if mesh.sizes.pp == 1:
             split_tensors(model, self.plan, config, mesh)
             units = self.plan.units(model)
@@ -140,6 +142,12 @@ class MeshEngine:
         parts = [stages[index] for index in sorted(stages)]
         return parts, parts
 
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """What activations are computed again within."""
+        with self._flops.again(), Gathered(self.mesh) if self.mesh.sizes.cp > 1 else nullcontext():
+            yield
+
     # --- one step
 
     def seed(self, *purpose: object) -> None:
@@ -167,17 +175,25 @@ class MeshEngine:
                 f"{doing}: the gradient is not finite (norm {float(norm)}). Lower train.lr or set "
                 f"train.clip_norm; parallel.nonfinite = skip leaves such steps out."
             )
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped == MAX_SKIPPED:
+            raise TaskError(
+                f"{doing}: the gradient was not finite in {MAX_SKIPPED} steps in a row, and none of them was "
+                f"taken. Look for NaN in the data and in loss(), lower train.lr, or set train.clip_norm."
+            )
         if finite:
             self._update(norm)
         return Step(loss, weight, total, norm, finite)
 
     @property
+    def flops(self) -> int | None:
+        """Of one step's arithmetic at this rank, where it was counted."""
+        return self._flops.of_step
+
+    @property
     def peak(self) -> float:
         """Operations a second that this rank's device could do; 0 where nobody knows."""
-        if self.parallel.peak_tflops or self.mesh.device.type != "cuda":
-            return self.parallel.peak_tflops * 1e12
-        name = torch.cuda.get_device_name(self.mesh.device)
-        return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), 0.0)
+        return self.parallel.peak_tflops * 1e12 or peak_flops(self.mesh.device)
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -186,11 +202,8 @@ class MeshEngine:
         if self.flops is not None or not self.peak or self.parallel.compile or self.mesh.sizes.tp > 1:
             yield
             return
-        from torch.utils.flop_counter import FlopCounterMode
-
-        with FlopCounterMode(display=False) as counter:
+        with self._flops.counted():
             yield
-        self.flops = counter.get_total_flops()
 
     def waiting_s(self) -> float | None:
         """Of a step, how long gradients were still under way when the backward pass had computed its last, as
