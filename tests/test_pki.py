@@ -27,10 +27,10 @@ openssl = pytest.mark.skipif(
 def made(tmp_path_factory):
     """A federation "ward" with an aggregator and two sites. Tests that write copy it first."""
     certs = tmp_path_factory.mktemp("pki") / "certs"
-    pki.init(certs, "ward")
-    pki.issue(certs, "aggregator")
+    pki.init(certs, "ward", now=NOW)
+    pki.issue(certs, "aggregator", now=NOW)
     for name in ("north", "south"):
-        pki.issue(certs, "site", name)
+        pki.issue(certs, "site", name, now=NOW)
     return certs
 
 
@@ -104,7 +104,7 @@ def test_the_issuing_ca_lives_a_year_at_most_and_signs_only_leaves_of_its_federa
 def test_a_second_init_changes_nothing_and_says_what_to_do(certs):
     before = files(certs)
     with pytest.raises(ConfigError, match=r"never overwritten.*certs issue NAME.*To renew"):
-        pki.init(certs, "ward")
+        pki.init(certs, "ward", now=NOW)
     assert files(certs) == before
 
 
@@ -112,7 +112,7 @@ def test_the_issuing_ca_is_renewed_under_the_same_root_and_old_leaves_stay_good(
     (certs / "ca" / "issuing.pem").unlink()
     (certs / "ca" / "issuing.key.pem").unlink()
     root = (certs / "ca" / "root.pem").read_bytes()
-    pki.init(certs, "ward")
+    pki.init(certs, "ward", now=NOW)
     pki.issue(certs, "site", "north")
     assert (certs / "ca" / "root.pem").read_bytes() == root
     for name in ("north", "south"):
@@ -124,7 +124,7 @@ def test_an_offline_root_is_asked_for_only_to_renew_the_issuing_ca(certs):
     pki.issue(certs, "site", "north")
     (certs / "ca" / "issuing.pem").unlink()
     with pytest.raises(ConfigError, match=r"bring root\.key\.pem back"):
-        pki.init(certs, "ward")
+        pki.init(certs, "ward", now=NOW)
 
 
 def test_s7_renewing_one_site_touches_no_other_file_and_gives_a_new_serial(certs):
@@ -178,7 +178,7 @@ def test_a_request_that_is_none_or_is_not_signed_by_its_own_key_is_refused(certs
 def test_a_name_that_is_no_dns_label_is_refused_before_anything_is_written(certs, name):
     before = files(certs)
     with pytest.raises(ConfigError, match=r"use 1 to 63|own name"):
-        pki.issue(certs, "site", name)
+        pki.issue(certs, "site", name, now=NOW)
     assert files(certs) == before
 
 

@@ -24,9 +24,9 @@ def certs(tmp_path_factory):
     """Two federations, "ward" and "isle", each with an aggregator and the site "north"."""
     folder = tmp_path_factory.mktemp("pki")
     for federation in ("ward", "isle"):
-        pki.init(folder / federation, federation)
-        pki.issue(folder / federation, "aggregator")
-        pki.issue(folder / federation, "site", "north")
+        pki.init(folder / federation, federation, now=NOW)
+        pki.issue(folder / federation, "aggregator", now=NOW)
+        pki.issue(folder / federation, "site", "north", now=NOW)
     return folder
 
 
