@@ -23,21 +23,32 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+SHOWN = 2  # calls of a traceback, at each end
+
 
 class FedtrainError(Exception):
     """Base of every error that fedtrain raises on purpose."""
 
 
 def story_of(error: BaseException) -> str:
-    """The traceback of what the user's code raised, from where that code begins; of another error, all."""
-    cause = error.__cause__ if isinstance(error, TaskError) and error.__cause__ else error
-    ours, trace = str(Path(__file__).parent), cause.__traceback__
+    """The traceback of what the user's code raised, from where that code begins, its middle left out where it
+    is long; nothing of an error of ours, for its line says all."""
+    while isinstance(error, FedtrainError):
+        if error.__cause__ is None:
+            return ""
+        error = error.__cause__
+    ours, trace = str(Path(__file__).parent), error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not (file.startswith(ours) or "site-packages" in file):
+        if not (file.startswith(ours) or "site-packages" in file or "importlib" in file):
             break
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(cause), cause, trace or cause.__traceback__))
+    calls = traceback.format_list(traceback.extract_tb(trace or error.__traceback__))
+    if left_out := max(0, len(calls) - 2 * SHOWN):
+        calls[SHOWN:-SHOWN] = [f"  … {left_out} more\n"]
+    last = traceback.format_exception_only(error)
+    before = f"{story_of(error.__cause__)}which was the cause of\n" if error.__cause__ else ""
+    return "".join([before, "Traceback (most recent call last):\n", *calls, *last])
 
 
 def reason_of(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from fedtrain import Arena, Task
 from fedtrain.config import Config, ParallelConfig, TrainConfig
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.training.batches import cut, examples_in, move
+from fedtrain.training.examples import examples_of
 from fedtrain.training.local import Engine
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel.data import Dealt
@@ -289,3 +290,24 @@ def test_a_lazy_model_that_has_seen_an_example_trains():
             return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     assert by_loop(Warm(), x_and_y(20)).data.any()
+
+
+class DataFrame:
+    iloc = None
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, column: str) -> None: ...
+
+
+@pytest.mark.parametrize("data", [DataFrame(), (torch.ones(3), DataFrame()), {"x": DataFrame()}])
+def test_a_table_is_refused_with_how_to_make_a_tensor_of_it(data):
+    with pytest.raises(TaskError, match=r"returned a DataFrame. Make a tensor of it: torch.tensor"):
+        examples_of(data)
+
+
+@pytest.mark.parametrize("examples", [[None, None], [torch.ones(2), torch.ones(3)]])
+def test_examples_that_no_batch_can_be_made_of_are_named(examples):
+    with pytest.raises(TaskError, match=rf"each a {type(examples[0]).__name__}: .* define Task.collate"):
+        list(examples_of(examples).batches(2, False, None))

@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from fedtrain.errors import ConfigError, TaskError
-from fedtrain.training.task import load_task, sources, task_digest, user_code
+from fedtrain.errors import ConfigError, TaskError, story_of
+from fedtrain.training.task import load_task, mean_and_weight, sources, task_digest, user_code
 
 TASK = """
 import fedtrain
@@ -190,3 +191,35 @@ def test_the_digest_covers_a_strategy_of_ones_own(tmp_path):
     before = task_digest("task:Heart", tmp_path, "mine:Half")
     (tmp_path / "mine.py").write_text("y = 2\n")
     assert task_digest("task:Heart", tmp_path, "mine:Half") != before
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (0.5, "loss() returned a float. Return a tensor"),
+        (None, "loss() returned a NoneType. Return a tensor"),
+        ((0.5, 3), "loss() returned a tuple. Return a tensor"),
+        (torch.ones(3), "loss() returned a tensor of shape [3]. Return its mean"),
+    ],
+)
+def test_a_loss_of_another_kind_is_refused_with_the_right_ones(loss, says):
+    with pytest.raises(TaskError, match=re.escape(says)):
+        mean_and_weight(loss, (torch.ones(3),))
+
+
+def test_a_loss_is_a_mean_or_a_sum_and_a_weight():
+    assert mean_and_weight(torch.tensor(2.0), (torch.ones(3),)) == (2.0, 3.0)
+    assert mean_and_weight((torch.tensor(6.0), 4), (torch.ones(3),)) == (1.5, 4.0)
+
+
+def test_the_traceback_for_people_begins_in_their_code_and_shows_little_of_others(tmp_path):
+    deep = "".join(f"def f{n}():\n    return f{n - 1}()\n" for n in range(1, 10))
+    write(tmp_path, task="import helper\nhelper.f9()\n", helper="def f0():\n    1 / 0\n" + deep)
+    with pytest.raises(TaskError) as caught:
+        load_task("task:Heart", tmp_path)
+    story = story_of(caught.value)
+    assert story.splitlines()[1].endswith('task.py", line 2, in <module>')
+    assert story.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert story.count("File") == 4
+    assert "… 7 more" in story
+    assert story_of(ConfigError("train.lr: as it is")) == ""

@@ -20,7 +20,6 @@ import struct
 import subprocess
 import sys
 import threading
-import traceback
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,7 +33,7 @@ import msgspec
 
 from .. import malloc
 from ..config import Config
-from ..errors import BadUpdate, ConfigError, StoreError, TaskError, reason_of
+from ..errors import BadUpdate, ConfigError, StoreError, TaskError, reason_of, story_of
 from ..store.memory import NEVER, SiteMemory
 from ..update import Arena, ArenaFile, Evaluation, Frozen, Metrics, Schema, SiteId, Update
 from . import compressed
@@ -824,9 +823,9 @@ def _new_file(schema: Schema, path: Path) -> Iterator[Arena]:
 def _failed(error: Exception) -> Failed:
     """One line for whoever asked, without data values; the whole story is for the people here, on stderr."""
     reason = reason_of(error)
-    if reason not in _told:
-        _told.add(reason)
-        traceback.print_exception(error)
+    if (story := story_of(error)) not in _told:
+        _told.add(story)
+        print(story, end="", file=sys.stderr, flush=True)
     return Failed(reason, isinstance(error, ConfigError))
 
 

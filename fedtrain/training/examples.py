@@ -72,7 +72,16 @@ class Items:
 
     def _batch(self, chosen: list[int]) -> Batch:
         fetch = getattr(self.dataset, "__getitems__", None)
-        return self.collate(fetch(chosen) if fetch else [self.dataset[i] for i in chosen])
+        examples = fetch(chosen) if fetch else [self.dataset[i] for i in chosen]
+        if self.collate is not default_collate:
+            return self.collate(examples)
+        try:
+            return default_collate(examples)
+        except (TypeError, RuntimeError) as e:
+            raise TaskError(
+                f"no batch can be made of data()'s examples, each a {type(examples[0]).__name__}: let them "
+                f"be tensors of equal shape, or tuples or dicts of such, or define Task.collate"
+            ) from e
 
 
 class Stream:
@@ -101,6 +110,9 @@ Examples = Tensors | Items | Stream
 def examples_of(data: Any, collate: Collate | None = None) -> Examples:
     """Look at what data() returned; nothing is read or copied yet. `collate`: the task's own, if it has one;
     then tensors are taken apart into examples for it, too."""
+    parts = [data, *(data if isinstance(data, tuple) else data.values() if isinstance(data, Mapping) else ())]
+    if table := next((type(part).__name__ for part in parts if hasattr(part, "iloc")), None):
+        raise TaskError(f"data() returned a {table}. Make a tensor of it: torch.tensor(table.to_numpy())")
     found = _tensors_of(data)
     if found is not None:
         return found if collate is None else Items(found, collate)

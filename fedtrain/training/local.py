@@ -344,6 +344,7 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f"train.device: {name!r} is not a device. Use auto, cpu, cuda or cuda:1.") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"train.device: {name} is not here; this machine has {torch.cuda.device_count()} GPUs."
+            f"train.device: {name} is not here; this machine has {torch.cuda.device_count()} GPUs. "
+            f"Set it to auto or cpu, or install a torch that sees the GPU."
         )
     return device

@@ -170,8 +170,13 @@ class SimulatedSites:
         self.task, self.simulate, self.seed = task, simulate, seed
         with user_code(folder_of(task), "sites()"):
             natural = task.sites()
-        if natural is not None and (not natural or len(set(natural)) < len(natural)):
-            raise TaskError("sites() must return at least one name, and each name once")
+        if natural is not None and not natural:
+            raise TaskError(
+                "sites() returned no name. Return one for each site, or None for one pool of data."
+            )
+        if natural is not None and len(set(natural)) < len(natural):
+            twice = next(site for site in natural if natural.count(site) > 1)
+            raise TaskError(f"sites() returned {twice!r} twice: return each name once.")
         self.natural = natural is not None
         self.names = sorted(natural) if natural is not None else site_names(simulate.sites)
 

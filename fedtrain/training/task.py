@@ -278,8 +278,16 @@ def collate_of(task: Task) -> Collate | None:
 
 def mean_and_weight(loss: Any, batch: Batch) -> tuple[torch.Tensor, float]:
     """What loss() returned, either form, as (mean, weight); a batch without weight has its sum for a mean."""
-    if isinstance(loss, tuple):
-        total, weight = loss[0], float(loss[1])
+    total = loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss
+    if not hasattr(total, "backward"):
+        raise TaskError(
+            f"loss() returned a {type(loss).__name__}. Return a tensor, without .item() or float(); "
+            f"or a tuple of two, (sum, weight)."
+        )
+    if total.numel() != 1:
+        raise TaskError(f"loss() returned a tensor of shape {list(total.shape)}. Return its mean, a scalar.")
+    if total is not loss:
+        weight = float(loss[1])
         return (total / weight if weight else total), weight
     from .batches import examples_in
 
