@@ -44,10 +44,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOME and name != "metrics":
         raise AttributeError(f"module 'fedtrain' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "metrics":  # all of a module, not a name in one
+        return import_module(".metrics", __name__)
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value

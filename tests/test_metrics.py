@@ -2,6 +2,8 @@
 
 import doctest
 import math
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -69,6 +71,14 @@ def test_counts_of_sites_give_scikit_learns_metrics_of_the_pooled_data(seed):
 
 def test_the_examples_in_the_docstrings_are_true():
     assert doctest.testmod(metrics) == (0, 5)
+
+
+def test_the_helpers_are_there_without_an_import_of_their_own():
+    code = (
+        "import fedtrain, sys; assert 'torch' not in sys.modules; print(fedtrain.metrics.macro_f1.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "macro_f1\n"
 
 
 def test_metrics_of_nothing_are_nan():

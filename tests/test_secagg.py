@@ -197,6 +197,25 @@ def test_sites_with_too_many_metrics_together_are_told_so():
         federation.sum()
 
 
+@pytest.mark.parametrize(
+    ("hostile", "says"),
+    [
+        (("loss", "tp[4]"), "it evaluates tp[4], most sites tp[3]"),
+        (("loss", "z[65534]"), "its metrics are 65535 numbers, 65536 are allowed together"),
+    ],
+)
+def test_a_site_whose_metrics_have_no_place_beside_the_others_is_blamed_and_the_sum_goes_on(hostile, says):
+    federation = Federation(5)
+    for member in federation.members.values():
+        member.names = ("loss", "tp[3]")
+    federation.members["c"].names = hostile
+    found = federation.sum()
+    assert found.sites == ("a", "b", "d", "e")
+    assert says in found.blamed["c"]
+    assert found.names == ("loss", "tp[3]")
+    assert np.array_equal(found.vector, federation.plain("abde", ("loss", "tp[3]")))
+
+
 @pytest.mark.parametrize("form", ["file", "torch"])
 def test_vectors_are_folded_from_wherever_they_lie(form, tmp_path):
     federation = Federation(3, length=300_000)  # more than one chunk

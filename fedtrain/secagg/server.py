@@ -123,17 +123,14 @@ async def secure_sum(
         with session.checking(site, "keys"):
             check_fresh(site, entries[site], used)
             keys[site] = entries[site]
-    for site, why in misfits({site: entry.names for site, entry in keys.items()}).items():
-        with session.checking(site, "keys"):
-            del keys[site]
-            raise SecAggError(why)
+    for site, why in unfitting({site: entry.names for site, entry in keys.items()}).items():
+        session.blame(site, f"keys: {why}")
+        del keys[site]
     session.need("keys", keys)
     sites = tuple(sorted(keys))
     names = tuple(sorted({name for entry in keys.values() for name in entry.names}))
     if len(names) > MAX_NAMES:
         raise SecAggError(f"the sites have {len(names)} metrics together, at most {MAX_NAMES} are allowed")
-    if (numbers := numbers_in(names) - len(names)) > MAX_SUMS:
-        raise SecAggError(f"the sites' metrics are {numbers} numbers, at most {MAX_SUMS} are allowed")
 
     # 1: shares -> U2
     lines = {site: entry_hash(site, keys[site]) for site in sites}
@@ -276,6 +273,21 @@ class Session:
 
 
 # --- 1
+
+
+def unfitting(names: Mapping[SiteId, tuple[str, ...]]) -> dict[SiteId, str]:
+    """Sites whose metrics have no place beside the others', and why: in another size than most have, or, of
+    too many numbers together, those with most."""
+    odd = misfits(names)
+    rest = {site: each for site, each in names.items() if site not in odd}
+
+    def sums(of: Collection[str]) -> int:
+        return numbers_in(of) - len(of)
+
+    while rest and sums(set().union(*rest.values())) > MAX_SUMS:
+        most = max(sorted(rest), key=lambda site: sums(rest[site]))
+        odd[most] = f"its metrics are {sums(rest.pop(most))} numbers, {MAX_SUMS} are allowed together"
+    return odd
 
 
 def rosters(
