@@ -166,6 +166,7 @@ class CompressionConfig:
     """What travels in fewer bytes; each is a compressor in one line, as in "quantize:8" or "topk:0.01"."""
 
     up: str = ""  # of updates; under masks a linear one: "randomk:0.1", "lowrank:4"
+    down: str = ""  # of what the model moves by in a round, with error feedback at the aggregator
     error_feedback: bool = True  # what a biased compressor left out is kept, and added to what comes next
 
 

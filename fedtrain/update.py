@@ -19,7 +19,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,7 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 ALIGN = 64  # bytes; each section starts on a cache line
 MAX_TENSORS = 100_000
 MAX_RANK = 16
+PATCHES = 16  # at most, that lead to a model one after the other
 MAX_SUMS = 65_536  # numbers in one evaluation, counts aside
 
 
@@ -258,6 +259,7 @@ class AnyArena:
 
     schema: Schema
     sent_bytes: int | None = None  # as which it travelled, where it was compressed
+    patches: tuple[Patch, ...] = ()  # ways to it from the models before it, the nearest last
 
     @property
     def digest(self) -> str:
@@ -283,6 +285,22 @@ class AnyArena:
     def load(self) -> Arena:
         """A copy in memory, the caller's own to change."""
         raise NotImplementedError("a subclass's")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What makes the next model out of one that whoever fetches may have."""
+
+    base: str  # the digest of that one
+    arena: AnyArena  # a compressed difference, see compression.DeltaCodec
+
+
+def patches_to(weights: AnyArena, has: Callable[[str], bool]) -> tuple[Patch, ...]:
+    """The fewest patches that lead to these weights from a model that is there; none when none do."""
+    for at in reversed(range(len(weights.patches))):
+        if has(weights.patches[at].base):
+            return weights.patches[at:]
+    return ()
 
 
 class Arena(AnyArena):

@@ -4,7 +4,10 @@ for the trainers, whose work is done here."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fedtrain.config import Config
@@ -79,17 +82,23 @@ async def serve_site(config: Config, name: str, emit: Events) -> str:
     return await site.run(config, name, emit=emit, start_trainer=start)
 
 
-def federation(config: Config, sites: list[str]) -> Events:
+def federation(
+    config: Config,
+    sites: list[str],
+    wire: Wire | None = None,
+    logs: Mapping[str, Events] = MappingProxyType({}),
+) -> Events:
     """A whole run; what the aggregator told."""
-    certify(config, sites)
+    if not (config.root / "certs").exists():
+        certify(config, sites)
     begin(config)
     events = Events()
 
     async def all_of_it() -> None:
-        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(WAIT_S), wire or Wire(), asyncio.TaskGroup() as group:
             group.create_task(federated.serve(config, emit=events))
             for name in sites:
-                group.create_task(serve_site(config, name, Events()))
+                group.create_task(serve_site(config, name, logs.get(name, Events())))
 
     asyncio.run(all_of_it())
     return events
@@ -115,6 +124,38 @@ def final(folder: Path) -> AnyArena:
     store.close()
     assert checkpoint is not None
     return checkpoint.weights
+
+
+class Wire:
+    """What stands between the sites and the aggregator, and counts the bytes of TCP that pass."""
+
+    def __init__(self, port: int = 0, to: int = 0) -> None:
+        self._port, self._to, self.nbytes = port, to, 0
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> None:
+        if self._port:
+            self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there = await asyncio.open_connection("127.0.0.1", self._to)
+        except OSError:  # the aggregator doesn't listen yet
+            writer.close()
+            return
+        await asyncio.gather(self._copy(reader, there[1]), self._copy(there[0], writer))
+
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await source.read(1 << 18):
+                self.nbytes += len(data)
+                sink.write(data)
+                await sink.drain()
+        sink.close()
 
 
 def with_port(table: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,9 @@
 """Updates that travel compressed: over mutual TLS as in a simulation, in as few bytes as was said."""
 
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,8 +11,11 @@ from fedtrain.compression import COMPRESSORS, DeltaCodec, parse
 from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError
 from fedtrain.runtime import checks, compressed
-from fedtrain.update import Arena, Schema, TensorSpec, Train, Update
-from tests.inprocess import federation, final, simulated, with_port
+from fedtrain.runtime.trainer import Apply, Saved, Workbench
+from fedtrain.store import Checkpoint, RunStore
+from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Train, Update
+from tests.inprocess import Events, Wire, federation, final, simulated, with_port
+from tests.ports import free_port
 
 SITES = ["a", "b", "c"]
 TASK = """
@@ -210,3 +217,153 @@ def test_a_site_whose_training_ends_in_nan_says_so_and_sends_nothing(tmp_path, m
 def test_a_compressor_that_makes_no_sense_is_refused_with_what_to_change(tmp_path, sections, said):
     with pytest.raises(ConfigError, match=said):
         compressed.check_config(config(tmp_path, "", **sections))
+
+
+# --- Down
+
+
+def both_ways(tmp_path, up, down, **sections):
+    return config(tmp_path, up, compression={"up": up, "down": down}, **sections)
+
+
+@pytest.mark.parametrize("down", UP.values(), ids=UP)
+def test_every_compressor_downwards_gives_the_bits_and_the_bytes_of_its_simulation(
+    tmp_path, monkeypatch, down
+):
+    cfg = both_ways(tmp_path, "quantize:8", down, evaluate={"every": 1}, rounds=4)
+    events, alike = federation(cfg, SITES), simulated(cfg, monkeypatch)
+    assert final(cfg.run_dir).digest == final(cfg.simulate_dir).digest
+    schema = final(cfg.run_dir).schema
+    patch = compressed.down_codec(cfg, schema).coded.nbytes
+    rounds = [r["bytes_out"] for r in events.of("round_committed")]
+    assert rounds == [r["bytes_out"] for r in alike.of("round_committed")]
+    assert sum(rounds) == 0, "the model was there: from model() first, then by the evaluation's patch"
+    assert patch < schema.nbytes
+    assert not [e for e in events.of("notice") if "whole model" in e["text"]]
+
+
+WIDE = """
+
+class Wide(Toy):
+    def model(self):
+        return nn.Linear(1000, 1000)
+
+    def data(self, site):
+        generator = torch.Generator().manual_seed(ord(site))
+        return torch.randn(8, 1000, generator=generator), torch.randn(8, 1000, generator=generator)
+
+    def loss(self, model, batch):
+        return ((model(batch[0]) - batch[1]) ** 2).mean()
+"""
+
+
+@pytest.mark.parametrize(("compressor", "times"), [("quantize:8", 3.9), ("topk:0.01", 40)])
+def test_so_many_times_fewer_bytes_pass_a_wire_of_mutual_tls(tmp_path, compressor, times):
+    """All that passes, handshakes and headers too. Without compression the model goes up and down in each
+    round; the first one does not travel here, for model() gives it, and is not counted there."""
+    rounds, port = 4, free_port()
+    cfg = both_ways(tmp_path, compressor, compressor, run={"task": "task:Wide", "rounds": rounds})
+    (tmp_path / "task.py").write_text(TASK + WIDE)
+    cfg = replace(cfg, network=replace(cfg.network, address=f"127.0.0.1:{port}"))
+    wire = Wire(port, int(cfg.network.listen.partition(":")[2]))
+    events = federation(cfg, SITES, wire)
+    whole = 4 * 1_001_000 * len(SITES) * (rounds + rounds - 1)
+    counted = sum(r["bytes_in"] + r["bytes_out"] for r in events.of("round_committed"))
+    assert whole / wire.nbytes >= times, f"{whole / wire.nbytes:.2f}"
+    assert counted <= wire.nbytes <= 1.03 * counted + 60_000
+
+
+def test_the_model_and_what_its_steps_left_out_are_together_where_whole_steps_lead():
+    """DoubleSqueeze: x + e moves by the step, whatever was sent of it."""
+    cfg = Config.of({"compression": {"down": "topk:0.05"}})
+    before = Checkpoint(0, drawn())
+    true = {s.dtype: before.weights.flat(s)[: s.trained].double() for s in SCHEMA.sections if s.trained}
+    for number in range(1, 5):
+        after = before.weights.load()
+        for section in SCHEMA.sections:
+            if section.dtype not in ("bool", "int64"):
+                after.flat(section).add_(drawn(number).flat(section), alpha=0.125)
+        moved = {d: after.flat(s)[: s.trained] for s in SCHEMA.sections if (d := s.dtype) in true}
+        steps = {
+            s.dtype: moved[s.dtype] - before.weights.flat(s)[: s.trained]
+            for s in SCHEMA.sections
+            if s.dtype in true
+        }
+        true = {dtype: true[dtype] + steps[dtype].double() for dtype in true}
+        codec = compressed.down_codec(cfg, SCHEMA)
+        committed = compressed.shortened(cfg, before, Checkpoint(number, after))
+        again = compressed.patched(cfg, codec, before.weights.load(), committed.patch)
+        assert again.digest == committed.weights.digest
+        assert torch.equal(committed.weights.views()["mean"], after.views()["mean"])
+        for section in SCHEMA.sections:
+            if section.trained:
+                there = committed.weights.flat(section)[: section.trained].double()
+                left = committed.state[f"down/{section.dtype}/residual"].double()
+                tolerance = 0.05 if section.dtype == "bfloat16" else 1e-5
+                assert torch.allclose(there + left, true[section.dtype], atol=tolerance)
+        before = committed
+
+
+def test_a_site_that_missed_rounds_takes_several_patches_and_a_new_one_the_whole_model(tmp_path):
+    cfg = both_ways(tmp_path, "", "topk:0.05", rounds=6, strategy={"min_sites": 1, "fraction": 0.34})
+    events = federation(cfg, SITES)
+    patch = compressed.down_codec(cfg, final(cfg.run_dir).schema).coded.nbytes
+    seen, expected = {}, []
+    for event in events.of("round_started"):
+        (site,) = event["sites"]
+        expected.append((event["round"] - 1 - seen.get(site, 0)) * patch)
+        seen[site] = event["round"] - 1
+    assert [r["bytes_out"] for r in events.of("round_committed")] == expected
+    assert max(expected) > patch
+    whole = final(cfg.run_dir).schema.nbytes
+    again = replace(cfg, run=replace(cfg.run, rounds=7), strategy=replace(cfg.strategy, min_sites=3))
+    for site in SITES:  # as on new disks; but their model() is the first one, so there are patches from it
+        shutil.rmtree(cfg.site_dir(site))
+    (first, *_) = RunStore(cfg.run_dir, read_only=True).rounds()
+    assert federation(again, SITES).of("round_committed")[0]["bytes_out"] == 3 * 6 * patch
+    assert first.round == 0
+    assert 6 * patch < whole
+
+
+def test_a_patch_that_gives_another_model_is_named_and_the_whole_model_is_fetched(tmp_path, monkeypatch):
+    cfg = both_ways(tmp_path, "quantize:8", "quantize:8")
+    real, logs = Workbench.answer, {site: Events() for site in SITES}
+
+    def wrong(bench, ask):
+        if isinstance(ask, Apply):
+            base = ArenaFile(bench.description.schema, Path(ask.base.path)).load()
+            Path(ask.out).write_bytes(base.payload)
+            return Saved(base.digest)
+        return real(bench, ask)
+
+    monkeypatch.setattr(Workbench, "answer", wrong)
+    events = federation(cfg, SITES, logs=logs)
+    monkeypatch.undo()
+    told = [e["text"] for e in logs["a"].of("notice") if "the whole model is fetched" in e["text"]]
+    assert len(told) == 2
+    schema = final(cfg.run_dir).schema
+    both = schema.nbytes + compressed.down_codec(cfg, schema).coded.nbytes
+    assert [r["bytes_out"] for r in events.of("round_committed")] == [0, 3 * both, 3 * both]
+    right = both_ways(tmp_path / "right", "quantize:8", "quantize:8")
+    federation(right, SITES)
+    assert final(cfg.run_dir).digest == final(right.run_dir).digest
+
+
+def test_under_masks_the_model_moves_by_patches_too(tmp_path, monkeypatch):
+    cfg = both_ways(tmp_path, "randomk:0.5", "sign:64", secagg={"enabled": True, "max_examples": 100})
+    events, alike = federation(cfg, SITES), simulated(cfg, monkeypatch)
+    assert final(cfg.run_dir).digest == final(cfg.simulate_dir).digest
+    patch = compressed.down_codec(cfg, final(cfg.run_dir).schema).coded.nbytes
+    assert [r["bytes_out"] for r in events.of("round_committed")] == [0, 3 * patch, 3 * patch]
+    assert len(alike.of("round_committed")) == 3
+
+
+def test_without_rounds_a_site_takes_the_patches_since_its_last_turn(tmp_path):
+    cfg = both_ways(
+        tmp_path, "quantize:8", "topk:0.05", rounds=9, asynchronous={"enabled": True, "buffer": 1}
+    )
+    events = federation(cfg, SITES)
+    codec = compressed.down_codec(cfg, final(cfg.run_dir).schema)
+    out = sum(r["bytes_out"] for r in events.of("round_committed"))
+    assert out % codec.coded.nbytes == 0
+    assert 0 < out < 9 * final(cfg.run_dir).schema.nbytes

@@ -211,7 +211,7 @@ def test_kill_9_of_the_aggregator_a_site_and_a_simulation_changes_no_bit_with_er
     def project(name, slow=0.0):
         p = Project(tmp_path / name, rounds=14, slow=slow)
         toml = p.root / "fedtrain.toml"
-        toml.write_text(toml.read_text() + '[compression]\nup = "topk:0.1"\n')
+        toml.write_text(toml.read_text() + '[compression]\nup = "topk:0.1"\ndown = "sign"\n')
         return p
 
     with project("whole") as p:

@@ -47,7 +47,7 @@ from ..update import (
     seed_of,
     summed,
 )
-from . import checks
+from . import checks, compressed
 from .answers import (
     InTheOpen,
     about,
@@ -325,6 +325,7 @@ class Loop:
             "staleness": sum(self._staleness(b.turn) for b in buffer) / len(buffer),
         }
         after = Checkpoint(before.round + 1, weights, state)
+        after = await aside(nbytes, compressed.shortened, self._config, before, after)
         prepared = await aside(nbytes, self._store.prepare, after)
         self._store.commit(after, record, prepared)
         self._newest, self._mark, self._attempt = self._store.on_disk(after), mark, 1

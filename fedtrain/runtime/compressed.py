@@ -1,8 +1,14 @@
-"""Updates that travel in fewer bytes: which compressor, under which seed, and the aggregator's end.
+"""What travels in fewer bytes: which compressor, under which seed, and both ends of either way.
 
-A site's trainer encodes what it found (`Workbench.train`), a `Decompressing` cohort makes it a whole update
-again before anybody looks at it: checks, rules, strategies and stores know of nothing. A simulation goes the
-same way, so it has the same bits.
+Up: a site's trainer encodes what it found (`Workbench.train`), a `Decompressing` cohort makes it a whole
+update again before anybody looks at it: checks, rules, strategies and stores know of nothing.
+
+Down: the committed model itself moves by a compressed step (`shortened`), and what was left out is part of
+the committed state, to be added to the next step (DoubleSqueeze, Tang et al. 2019, Algorithm 1). So a site
+that has the model of the round before fetches the step alone, a patch, and makes the very model that was
+committed (`patched`).
+
+A simulation goes the same way, so it has the same bits.
 """
 
 from __future__ import annotations
@@ -15,17 +21,34 @@ import msgspec
 
 from .. import compression
 from ..compression import Compressor, DeltaCodec, ErrorFeedback
+from ..compression.codec import UNMOVED
 from ..config import Config
 from ..errors import BadUpdate, ConfigError
 from ..exchange import Before, Cohort
-from ..update import AnyArena, Arena, Failure, Reply, Request, Schema, SiteId, Train, Update, seed_of
+from ..store import Checkpoint
+from ..update import (
+    FLOATS,
+    AnyArena,
+    Arena,
+    Failure,
+    Reply,
+    Request,
+    Schema,
+    SiteId,
+    Train,
+    Update,
+    seed_of,
+)
 from .answers import rule_of
 
+DOWN = "down/"  # in a checkpoint's state, before the names of what the codec keeps
 SPARSE = (compression.COMPRESSORS["topk"], compression.COMPRESSORS["randomk"])
 
 
 def check_config(config: Config) -> None:
     """ConfigError for a compressor that can't do here what was asked."""
+    if config.compression.down:
+        compression.parse(config.compression.down)
     if not config.compression.up:
         return
     found = compression.parse(config.compression.up)
@@ -52,6 +75,16 @@ def up_codec(config: Config, schema: Schema) -> DeltaCodec | None:
     return DeltaCodec(schema, _with_feedback(config, compression.parse(config.compression.up)))
 
 
+def down_codec(config: Config, schema: Schema) -> DeltaCodec | None:
+    """What the model's steps are encoded by; None where it moves freely."""
+    if not config.compression.down:
+        return None
+    found = compression.parse(config.compression.down)
+    if config.compression.error_feedback and not isinstance(found, ErrorFeedback):
+        found = ErrorFeedback(found)
+    return DeltaCodec(schema, found)
+
+
 def linear(config: Config) -> compression.Linear | None:
     """What masked sums are over, in place of the updates themselves."""
     check_config(config)
@@ -69,6 +102,38 @@ def _with_feedback(config: Config, compressor: Compressor) -> Compressor:
     if config.compression.error_feedback and compressor.needs_feedback:
         return ErrorFeedback(compressor)
     return compressor
+
+
+def shortened(config: Config, before: Checkpoint, after: Checkpoint) -> Checkpoint:
+    """The next round as it is committed: moved from the one before by what its patch tells of the step."""
+    codec = down_codec(config, before.weights.schema)
+    if codec is None:
+        return after
+    own = {name.removeprefix(DOWN): t for name, t in before.state.items() if name.startswith(DOWN)}
+    old, step = before.weights.load(), after.weights.load()  # what is not trained travels as it is now
+    for section in codec.schema.sections:
+        if section.dtype in FLOATS:
+            step.flat(section)[: section.trained] -= old.flat(section)[: section.trained]
+    patch, kept = codec.encode(step, _down_seed(config, old.digest), own or codec.init())
+    state = after.state | {f"{DOWN}{name}": tensor for name, tensor in kept.items()}
+    return Checkpoint(after.round, patched(config, codec, old, patch), state, patch)
+
+
+def patched(config: Config, codec: DeltaCodec, base: Arena, patch: AnyArena) -> Arena:
+    """The next model: `base`, changed in place, moved by a patch. BadUpdate for one that can't be."""
+    step = codec.decode(patch, _down_seed(config, base.digest))
+    for section in codec.schema.sections:
+        trained = section.trained if section.dtype in FLOATS else 0
+        vector, other = base.flat(section), step.flat(section)
+        vector[:trained] += other[:trained]
+        if section.dtype not in UNMOVED:
+            vector[trained:] = other[trained:]
+    base.changed()
+    return base
+
+
+def _down_seed(config: Config, base: str) -> int:
+    return seed_of(config.run.seed, "compression", "down", base)
 
 
 class Decompressing(Before):

@@ -60,8 +60,7 @@ async def run(
     `shown`: what the task makes of an evaluation.
     """
     checkpoint = begin(config, store, await answers.cohort.members(0), emit)
-    if store.durable:
-        checkpoint = store.on_disk(checkpoint)
+    checkpoint = at_hand(store, checkpoint)
     while True:
         if evaluation_is_due(config, store, checkpoint.round):
             await _evaluate(config, answers, store, checkpoint, emit, evaluate_at, shown)
@@ -113,13 +112,23 @@ async def _train(
                 raise
             plan = Plan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
-        prepared = await aside(after.weights.schema.nbytes, store.prepare, after)
+        nbytes = after.weights.schema.nbytes
+        after = await aside(nbytes, compressed.shortened, config, checkpoint, after)
+        prepared = await aside(nbytes, store.prepare, after)
         store.commit(after, record, prepared, inside)
         if store.durable:
-            after = store.on_disk(after)
             store.clear_inbox()
+        after = at_hand(store, after)
         emit("round_committed", round=after.round, **record)
         return after
+
+
+def at_hand(store: RunStore, checkpoint: Checkpoint) -> Checkpoint:
+    """A committed round as the next one starts from it; weights that stay are in their file."""
+    if store.durable:
+        return store.on_disk(checkpoint)
+    checkpoint.weights.patches = store.patches(checkpoint.round)
+    return checkpoint
 
 
 async def federated_round(

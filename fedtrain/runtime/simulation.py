@@ -45,6 +45,7 @@ from ..update import (
     Slab,
     Train,
     Update,
+    patches_to,
 )
 from . import asynchronous, compressed, secure
 from .answers import Answers, InTheOpen, kept
@@ -101,6 +102,8 @@ async def simulate(
                 store.keep_frozen((await pool.beginning(None))[1])
             if (kept := store.frozen_file()) is not None:
                 await pool.freeze(kept)
+            if config.compression.down:
+                await pool.keep_initial()
             cohort: Cohort = pool
             if debug is not None:
                 bench = Workbench(config, data_dir, simulated=True)
@@ -201,6 +204,7 @@ class PoolCohort:
         self.bytes_in = self.bytes_out = 0  # as they would travel in the open
         self._in_the_open = not config.secagg.enabled
         self._held: dict[SiteId, str] = {}  # the model that each site would have
+        self._known = ""  # and the one that it would have from the start
         self._replacing = asyncio.Lock()
         self._published: ArenaFile | None = None
         self._frozen: ArenaFile | None = None  # of the run, which every trainer has
@@ -249,6 +253,10 @@ class PoolCohort:
     async def initial(self) -> Arena:
         """The task's own model before round 0."""
         return (await self.beginning(None))[0]
+
+    async def keep_initial(self) -> None:
+        """As sites do that take patches."""
+        self._known = (await self.initial()).digest
 
     async def freeze(self, frozen: ArenaFile) -> None:
         """Have all trainers train with the run's frozen parameters."""
@@ -302,10 +310,12 @@ class PoolCohort:
 
     def _count(self, site: SiteId, request: Train | Evaluate, reply: Reply) -> None:
         if self._in_the_open:
-            model = request.weights.digest
-            if self._held.get(site) != model:
-                self.bytes_out += request.weights.schema.nbytes
-                self._held[site] = model
+            weights = request.weights
+            if (held := self._held.get(site, self._known)) != weights.digest:
+                patches = patches_to(weights, lambda base: base == held)
+                sent = [patch.arena for patch in patches] or [weights]
+                self.bytes_out += sum(arena.schema.nbytes for arena in sent)
+                self._held[site] = weights.digest
             if isinstance(reply, Update):
                 self.bytes_in += reply.delta.schema.nbytes
 

@@ -36,6 +36,7 @@ from ..update import (
     Found,
     Frozen,
     Metrics,
+    Patch,
     Reply,
     Request,
     Schema,
@@ -62,6 +63,7 @@ class Trains(Protocol):
     @property
     def description(self) -> Description: ...
     async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile: ...
+    async def apply(self, base: ArenaFile, patch: ArenaFile, out: Path) -> str: ...
     async def examples(self, site: SiteId) -> float | None: ...
     async def train(
         self, site: SiteId, round: int, weights: ArenaFile, out: Path, counted: int = NEVER
@@ -94,6 +96,9 @@ class Supervised:
     async def freeze(self, frozen: ArenaFile) -> None:
         self._frozen = frozen
         await self._ask(lambda trainer: trainer.freeze(frozen))
+
+    async def apply(self, base: ArenaFile, patch: ArenaFile, out: Path) -> str:
+        return await self._ask(lambda trainer: trainer.apply(base, patch, out))
 
     async def examples(self, site: SiteId) -> float | None:
         return await self._ask(lambda trainer: trainer.examples(site))
@@ -151,14 +156,16 @@ class Site:
         secure: SecureSite | None = None,
         spent: Spent | None = None,
         frozen: Frozen = Frozen(),
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`say` tells people what goes on. `frozen`: the frozen parameters of the task's own model().
+        """`say` tells people what goes on, `tell` what went wrong. `frozen`: the frozen parameters of the
+        task's own model().
 
         With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
         """
         self._secure, self._spent = secure, spent
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
-        self._say = say
+        self._say, self._tell = say, tell
         self._under_way: tuple[str, asyncio.Task[Found]] | None = None
         self._own, self._frozen = frozen, frozen  # frozen parameters of the task's model(), and of the run
         self._fetched: ArenaFile | None = None  # the run's, where they are others
@@ -175,6 +182,31 @@ class Site:
             self._fetched = ArenaFile(self._own.schema, self._ledger.inbox.path(frozen), frozen)
             self._frozen = Frozen(self._own.schema, frozen)
         return self._fetched
+
+    async def patched(self, patch: Patch, digest: str) -> bool:
+        """Make the model of this digest of a patch and its base, which are here; whether it could be made."""
+        inbox = self._ledger.inbox
+        assert isinstance(patch.arena, ArenaFile), patch
+        await self._stop_work()  # on a model that is passed
+        out = self._ledger.folder / "patched"
+        try:
+            base = ArenaFile(self._schema, inbox.path(patch.base), patch.base)
+            found = await self._trainer.apply(base, patch.arena, out)
+        except (TaskError, ConfigError) as e:
+            self._tell(f"a patch could not be used: {e}; the whole model is fetched")
+            return False
+        if found != digest:
+            self._tell(f"a patch gave {found[:12]}… here, not {digest[:12]}…; the whole model is fetched")
+            return False
+        os.replace(out, inbox.path(digest))
+        return True
+
+    async def keep_initial(self) -> None:
+        """Have the model before round 0, which the first patch may be for, unless there is a later one."""
+        out, inbox = self._ledger.folder / "patched", self._ledger.inbox
+        if not any(inbox.folder.iterdir()):
+            initial = await self._trainer.initial(out)
+            os.replace(out, inbox.path(initial.digest))
 
     async def answer(self, request: Request) -> Reply:
         """The reply to a request. The same question again, in another attempt say, gets the same reply; but
@@ -340,7 +372,9 @@ async def run(
         about = trainer.description
         secure = secure_site(config, name, credentials, ledger) if config.secagg.enabled else None
         spent = Spent(config.privacy, ledger.folder, emit)
-        site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen)
+        site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit))
+        if config.compression.down:
+            await site.keep_initial()
         hello = Hello(
             protocol=PROTOCOL,
             version=__version__,
@@ -351,7 +385,8 @@ async def run(
             examples=None if secure else await trainer.examples(name),  # under masks no count is in clear
         )
         try:
-            reason = await link.serve(hello, site.answer, site.welcomed)
+            patched = site.patched if config.compression.down else None
+            reason = await link.serve(hello, site.answer, site.welcomed, patched)
         finally:
             await site.close()
         emit("run_finished", round=None, reason=reason, model=None)

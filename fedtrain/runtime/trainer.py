@@ -82,6 +82,14 @@ class Initial(msgspec.Struct, tag=True, array_like=True):
     frozen: bool = False
 
 
+class Apply(msgspec.Struct, tag=True, array_like=True):
+    """Write the model that a patch makes of another."""
+
+    base: Place
+    patch: Place
+    out: str
+
+
 class Examples(msgspec.Struct, tag=True, array_like=True):
     site: SiteId
 
@@ -184,7 +192,7 @@ class Saved(msgspec.Struct, tag=True, array_like=True):
     digest: str
 
 
-Ask = Initial | Freeze | Examples | TrainOne | TrainMany | EvaluateMany | Show
+Ask = Initial | Freeze | Apply | Examples | TrainOne | TrainMany | EvaluateMany | Show
 Answer = Description | Failed | Dying | Done | Counted | Saved | Showing
 
 _encoder = msgspec.msgpack.Encoder()
@@ -329,6 +337,11 @@ class Trainer(asyncio.Protocol):
         if frozen.digest == self.description.frozen.digest:
             return
         await self._ask(Freeze(_place(frozen)))
+
+    async def apply(self, base: ArenaFile, patch: ArenaFile, out: Path) -> str:
+        """The digest of the model that a patch makes of another, written to `out`."""
+        saved: Saved = await self._ask(Apply(_place(base), _place(patch), str(out)))
+        return saved.digest
 
     async def examples(self, site: SiteId) -> float | None:
         """How many examples the site has; None where only its training can tell."""
@@ -663,6 +676,14 @@ class Workbench:
             case Freeze(place):
                 self.freeze(ArenaFile(self.description.frozen.schema, Path(place.path), place.digest))
                 return Saved(place.digest)
+            case Apply(base, patch, out):
+                codec = compressed.down_codec(self._config, self.description.schema)
+                assert codec is not None, "no patches come without compression.down"
+                model = ArenaFile(codec.schema, Path(base.path), base.digest).load()
+                change = ArenaFile(codec.coded, Path(patch.path), patch.digest)
+                with _new_file(codec.schema, Path(out)) as arena:
+                    arena.copy_(compressed.patched(self._config, codec, model, change))
+                    return Saved(arena.digest)
             case Examples(site):
                 return Counted(self.examples(site))
             case TrainOne(site, round, place, out, counted):

@@ -26,7 +26,18 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from ..errors import Damaged, StoreError
-from ..update import AnyArena, Arena, ArenaFile, Frozen, Metrics, Schema, SiteId, Update
+from ..update import (
+    PATCHES,
+    AnyArena,
+    Arena,
+    ArenaFile,
+    Frozen,
+    Metrics,
+    Patch,
+    Schema,
+    SiteId,
+    Update,
+)
 from .database import Database
 from .disk import Warn, explained, lock, refuse_network_disk, silent
 from .spool import Spool, damage, is_digest
@@ -49,11 +60,12 @@ CREATE TABLE IF NOT EXISTS turns (
 CREATE TABLE IF NOT EXISTS buffer (
   site TEXT NOT NULL, number INTEGER NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL,
   num_examples REAL NOT NULL, metrics BLOB NOT NULL, PRIMARY KEY (site, number));
+CREATE TABLE IF NOT EXISTS patches (round INTEGER PRIMARY KEY, digest TEXT NOT NULL, schema TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS counted (round INTEGER PRIMARY KEY, sites BLOB NOT NULL);
 """
 ANEW = "give the new run its own run.name, or (a simulation) start it with --fresh."  # of one that differs
 KEEP = 2  # newest rounds whose weights and plans stay, beside the best one's weights
-IN_A_COMMIT = 2  # blobs: the weights and the strategy's state
+IN_A_COMMIT = 3  # blobs: the weights, the strategy's state and a patch
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Checkpoint:
     round: int  # rounds done
     weights: AnyArena
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    patch: AnyArena | None = None  # what made the weights of those of the round before, if anything did
 
 
 @dataclass(frozen=True)
@@ -156,7 +169,7 @@ class RunStore:
     def _strangers(self) -> int:
         """Blobs that no round names: those of a commit that a process died in. More: run.db is an old one."""
         named = {digest for row in self._db.all("SELECT weights, state FROM rounds") for digest in row}
-        named.add(self.frozen.digest)
+        named |= {self.frozen.digest, *(digest for (digest,) in self._db.all("SELECT digest FROM patches"))}
         return sum(is_digest(path.name) and path.name not in named for path in self.blobs.iterdir())
 
     def inbox(self, site: SiteId) -> Spool:
@@ -271,6 +284,8 @@ class RunStore:
         packed = Arena.pack(checkpoint.state) if checkpoint.state else None
         if packed is not None:
             self._put(packed)
+        if checkpoint.patch is not None:
+            self._put(checkpoint.patch)
         return self._put(checkpoint.weights), packed
 
     def commit(
@@ -302,6 +317,14 @@ class RunStore:
                     (checkpoint.round, msgspec.msgpack.encode(counted)),
                 )
             self._db.change("DELETE FROM counted WHERE round <= ?", (checkpoint.round - KEEP,))
+            if (patch := checkpoint.patch) is not None:
+                most = min(PATCHES, checkpoint.weights.schema.nbytes // max(patch.schema.nbytes, 1))
+                schema = msgspec.json.encode(patch.schema).decode()
+                self._db.change(
+                    "INSERT OR REPLACE INTO patches VALUES (?, ?, ?)",
+                    (checkpoint.round, patch.digest, schema),
+                )
+                self._db.change("DELETE FROM patches WHERE round <= ?", (checkpoint.round - most,))
             self._db.change("DELETE FROM buffer")  # all of it is in this version
         self._sweep()
 
@@ -310,7 +333,23 @@ class RunStore:
         step, so that between rounds no model is held in memory."""
         digest = checkpoint.weights.digest
         weights = ArenaFile(checkpoint.weights.schema, self.blobs / digest, digest)
+        weights.patches = self.patches(checkpoint.round)
         return Checkpoint(checkpoint.round, weights, checkpoint.state)
+
+    def patches(self, number: int) -> tuple[Patch, ...]:
+        """Those that lead to the weights of a round, one after the other, as far as they are kept."""
+        rows = self._db.all(
+            "SELECT r.round, r.weights, p.digest, p.schema FROM patches p JOIN rounds r "
+            "ON r.round = p.round - 1 WHERE p.round <= ? ORDER BY p.round DESC",
+            (number,),
+        )
+        found: list[Patch] = []
+        for i, (before, base, digest, text) in enumerate(rows):
+            schema = msgspec.json.decode(text, type=Schema)
+            if before != number - 1 - i or not self._models.has(digest, schema.nbytes):
+                break
+            found.append(Patch(base, ArenaFile(schema, self.blobs / digest, digest)))
+        return tuple(reversed(found))
 
     def latest(self) -> Checkpoint | None:
         """The newest round whose bytes are whole; those after it are forgotten, and `warn` is told. None
@@ -349,6 +388,7 @@ class RunStore:
             self._db.change("DELETE FROM evaluations WHERE round > ?", (number,))
             self._db.change("DELETE FROM plan WHERE round > ?", (number,))
             self._db.change("DELETE FROM counted WHERE round > ?", (number,))
+            self._db.change("DELETE FROM patches WHERE round > ?", (number,))
             self._db.change("DELETE FROM buffer WHERE version > ?", (number,))
             self._db.change("UPDATE turns SET state = 'refused' WHERE version > ?", (number,))
 
@@ -358,7 +398,9 @@ class RunStore:
         if row is None:
             raise StoreError(f"{self.folder} has no round {number}.")
         self._check(row[0], self._schema.nbytes, number)
-        return ArenaFile(self._schema, self.blobs / row[0], row[0])
+        weights = ArenaFile(self._schema, self.blobs / row[0], row[0])
+        weights.patches = self.patches(number)
+        return weights
 
     def load(self, number: int) -> Checkpoint:
         """A committed round whose weights are still kept; its digests are checked."""
@@ -557,6 +599,7 @@ class RunStore:
         self._models.keep_only(
             {digest for number, *digests in rows if number in kept for digest in digests if digest}
             | {self.frozen.digest}
+            | {digest for (digest,) in self._db.all("SELECT digest FROM patches")}
         )
 
     def _transaction(self) -> AbstractContextManager[None]:

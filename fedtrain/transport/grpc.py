@@ -30,7 +30,7 @@ import grpc
 import grpc.aio
 
 from ..errors import BadUpdate, Broken, CertificateError, ConnectError, JoinRefused, StoreError, WireError
-from ..update import AnyArena, ArenaFile, Failure, Found, Reply, Request, SiteId
+from ..update import AnyArena, ArenaFile, Failure, Found, Patch, Reply, Request, SiteId, patches_to
 from ..wire.codec import arenas, decode, encode, fetch_list
 from ..wire.frames import (
     CHUNK_BYTES,
@@ -85,6 +85,7 @@ class Arriving(Protocol):
 class Inbox(Protocol):
     """Where received bytes are kept by their digest."""
 
+    def has(self, digest: str, nbytes: int) -> bool: ...
     def receive(self, digest: str, nbytes: int) -> Arriving: ...
 
 
@@ -392,8 +393,9 @@ class GrpcCohort:
         for (name, _), pending in self._pending.items():
             if name == site:
                 for arena in arenas(pending.request):
-                    if arena.digest == digest:
-                        return arena
+                    for offered in (arena, *(patch.arena for patch in arena.patches)):
+                        if offered.digest == digest:
+                            return offered
         return None
 
     async def _upload(self, _: object, context: grpc.aio.ServicerContext) -> None:
@@ -526,19 +528,24 @@ class SiteLink:
         self._broken: BaseException | None = None
 
     async def serve(
-        self, hello: Hello, answer: Answer, welcomed: Callable[[str], ArenaFile | None] = lambda frozen: None
+        self,
+        hello: Hello,
+        answer: Answer,
+        welcomed: Callable[[str], ArenaFile | None] = lambda frozen: None,
+        patched: Callable[[Patch, str], Awaitable[bool]] | None = None,
     ) -> str:
         """Answer requests until the aggregator says that the run is over; returns its reason.
 
         `welcomed` is told the digest of the run's frozen parameters, and returns them when they have to be
-        fetched before anything is answered.
+        fetched before anything is answered. `patched` makes the model of that digest, in the inbox, of a
+        patch that is here and its base, and says whether it could; without it models are fetched whole.
 
         JoinRefused when both ends disagree. Any other trouble is told once and tried again, after 0.2 s
         at first and then ever more slowly up to 15 s, with jitter, so that a restarted aggregator is not
         stormed.
         """
         wait_s, told = 0.2, ""
-        self._welcomed = welcomed
+        self._welcomed, self._patched = welcomed, patched
         try:
             while True:
                 self._joined = False
@@ -677,6 +684,18 @@ class SiteLink:
             wait_s = min(wait_s * 2, 5.0)
 
     async def _fetch(self, channel: grpc.aio.Channel, arena: ArenaFile) -> None:
+        """Bring an arena here: by patches from one that is here already, where those lead to it, or whole."""
+        if arena.patches and self._patched and not self._inbox.has(arena.digest, arena.schema.nbytes):
+            patches = patches_to(arena, lambda base: self._inbox.has(base, arena.schema.nbytes))
+            ends = [*(patch.base for patch in patches[1:]), arena.digest]
+            for patch, end in zip(patches, ends, strict=False):
+                assert isinstance(patch.arena, ArenaFile), patch
+                await self._download(channel, patch.arena)
+                if not await self._patched(patch, end):
+                    break
+        await self._download(channel, arena)
+
+    async def _download(self, channel: grpc.aio.Channel, arena: ArenaFile) -> None:
         async with opened(self._inbox, arena) as arriving:
             if not arriving.whole:
                 fetch = encode(Fetch(digest=arena.digest, offset=arriving.offset))

@@ -8,10 +8,19 @@ from typing import Any
 import msgspec
 
 from ..errors import BadUpdate, WireError
-from ..update import AnyArena, ArenaFile, Schema
+from ..update import PATCHES, AnyArena, ArenaFile, Patch, Schema
 from .frames import MESSAGE_BYTES
 
 UNFETCHED = Path()
+
+
+class Named(msgspec.Struct, frozen=True, array_like=True):
+    """An arena in a message's header."""
+
+    digest: str
+    schema: Schema
+    ways: tuple[tuple[str, str], ...] = ()  # of its patches: the base's digest, and the patch's
+    patch: Schema | None = None  # of each of them
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -46,13 +55,20 @@ def arenas(message: msgspec.Struct) -> list[AnyArena]:
 
 def _name_arena(value: object) -> object:
     if isinstance(value, AnyArena):
-        return (value.digest, value.schema)
+        ways = tuple((patch.base, patch.arena.digest) for patch in value.patches)
+        return Named(value.digest, value.schema, ways, value.patches[0].arena.schema if ways else None)
     raise TypeError(f"{type(value).__name__} cannot travel")
 
 
 def _see_arena(kind: type, value: Any) -> object:
     if kind is not AnyArena:
         raise TypeError(f"{kind.__name__} cannot travel")
-    digest, schema = msgspec.convert(value, tuple[str, Schema])
-    schema.check()
-    return ArenaFile(schema, UNFETCHED, digest)
+    named = msgspec.convert(value, Named)
+    named.schema.check()
+    arena = ArenaFile(named.schema, UNFETCHED, named.digest)
+    if named.patch is not None:
+        named.patch.check()
+        arena.patches = tuple(
+            Patch(base, ArenaFile(named.patch, UNFETCHED, digest)) for base, digest in named.ways[-PATCHES:]
+        )
+    return arena
