@@ -351,6 +351,7 @@ class Loop:
         worst = buffer[max(range(len(buffer)), key=list(sizes.values()).__getitem__)]
         self._store.discard(worst)
         self._buffer.remove(worst)
+        self._counted = self._store.counted()
         if self._turns[worst.site] == worst.turn:  # not asked again before there is a newer version
             self._set_turn(worst.site, replace(worst.turn, state=TurnState.REFUSED))
         self._emit("update_refused", round=number, site=worst.site, reason=str(error))
