@@ -218,6 +218,10 @@ class Frozen(Task):
         """Nothing."""
 
 
+MEDDLED = """
+        model[0][0].weight.data.mul_(0.5)"""
+
+
 class InPlace(Frozen):
     def meddle(self, weight):
         weight.data.mul_(0.5)
@@ -238,6 +242,14 @@ def trained(task):
     start = engine.initial()
     data = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
     return engine.train("a", data, 0, start, Arena.zeros(engine.schema))
+
+
+def test_a_datacenter_tells_of_a_frozen_parameter_that_changed(tmp_path):
+    loss = "    def loss(self, model, batch):"
+    task = TASK.replace(loss, loss + MEDDLED)
+    config = project(tmp_path, task, train={"local_steps": 2}, parallel={"timeout": "30s"})
+    with pytest.raises(TaskError, match=r"whose requires_grad is False.*register_buffer"):
+        datacenter.run(config, emit=lambda kind, **fields: None)
 
 
 @pytest.mark.parametrize("task", [InPlace(), Replaced()], ids=["in place", "replaced"])

@@ -263,6 +263,19 @@ def test_memory_is_what_the_mesh_leaves_of_the_model():
     assert whole.total == whole.parameters + whole.gradients + whole.optimizer + whole.activations
 
 
+def test_frozen_parameters_have_no_gradients_and_no_optimizer_state():
+    class Half(Rows):
+        def model(self):
+            model = super().model()
+            next(model.children()).requires_grad_(False)
+            return model
+
+    trained = (8 * 2 + 2) * 4
+    found = memory(4, Half())
+    assert (found.gradients, found.optimizer) == (trained, 2 * trained)
+    assert found.parameters == memory(4).parameters
+
+
 def test_activations_are_those_of_a_ranks_share_of_the_batch():
     assert memory(1).activations == 4 * memory(4).activations > 0
 

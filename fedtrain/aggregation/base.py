@@ -45,8 +45,8 @@ class Stack(Protocol[T_co]):
     def reduce(self, rule: Reduction, rest: Reduction | None = None) -> T_co:
         """One pass over all that a round can change: `rule` makes one coordinate of n.
 
-        `rest`, where it is given, does so for what is not trained: frozen parameters, BatchNorm's
-        statistics, integers. Integers are rounded to the nearest, halves to even.
+        `rest`, where it is given, does so for what is not trained: BatchNorm's statistics, integers. Integers
+        are rounded to the nearest, halves to even.
         """
 
 

@@ -35,7 +35,7 @@ def trained_part(arena: Arena) -> Vector:
 
 
 def other_parts(arena: Arena) -> dict[str, Vector]:
-    """What is averaged plainly, by dtype: buffers and frozen parameters. Booleans and bytes stay at home."""
+    """What is averaged plainly, by dtype: buffers. Booleans and bytes stay at home."""
     found = {}
     for section in arena.schema.sections:
         if section.dtype not in ("bool", "uint8") and section.numel > _first_other(section):

@@ -106,7 +106,7 @@ class Encoding:
 
     @cached_property
     def _rest(self) -> list[tuple[Section, int]]:
-        """(section, first coordinate) of what moves by the plain mean: buffers, integers, frozen weights."""
+        """(section, first coordinate) of what moves by the plain mean: buffers and integers."""
         moving = [s for s in self.schema.sections if s.dtype not in MOVING] if self.schema else []
         return [(s, s.trained if s.dtype in FLOATS else 0) for s in moving]
 

@@ -41,6 +41,11 @@ from .task import Task, collate_of, folder_of, mean_and_weight, measured, user_c
 # A strategy's site half, (gradient, weights, start) -> None: changes the gradient in place.
 Correct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
+INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
+FROZEN_CHANGED = (
+    "the task changed a parameter whose requires_grad is False, which is not sent back. "
+    "Make it a buffer (register_buffer): buffers travel"
+)
 MOVES = (*FLOATS, "int64", "int32", "int16", "int8")  # has differences; bool and uint8 stay as they are
 
 
@@ -71,7 +76,7 @@ class Engine:
         for arena in (self.local, self._frozen):
             arena.data = arena.data.to(self.device)
             arena.bind(self.model)
-        self._frozen_sum = checksum(self._frozen)
+        self._frozen_sum = checksum(self._frozen.data.view(torch.int64))
         self.model.train()
 
         self._folder, self._collate = folder_of(task), collate_of(task)
@@ -110,7 +115,7 @@ class Engine:
     def freeze(self, frozen: Arena) -> None:
         """Train with these frozen parameters from here on."""
         self._frozen.copy_(frozen)
-        self._frozen_sum = checksum(self._frozen)
+        self._frozen_sum = checksum(self._frozen.data.view(torch.int64))
 
     def train(self, site: SiteId, dataset: Any, round: int, weights: Arena, out: Arena) -> Update:
         """Train on the site's examples from the global `weights`; `out` receives local - global."""
@@ -279,11 +284,8 @@ class Engine:
             return
         tensors = unique_tensors(self.model)
         kept = all(tensors[name].data_ptr() == view.data_ptr() for name, view in views.items())
-        if not kept or checksum(self._frozen) != self._frozen_sum:
-            raise TaskError(
-                "the task changed a parameter whose requires_grad is False, which is not sent back. "
-                "Make it a buffer (register_buffer): buffers travel"
-            )
+        if not kept or checksum(self._frozen.data.view(torch.int64)) != self._frozen_sum:
+            raise TaskError(FROZEN_CHANGED)
 
     def _subtract(self, start: Arena, out: Arena) -> None:
         for section, local in zip(self.schema.sections, self._flats, strict=True):
@@ -301,9 +303,9 @@ def all_finite(tensors: list[torch.Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def checksum(arena: Arena) -> int:
-    """A sum of an arena's bytes that changes when one of them does, taken where they lie."""
-    return int(arena.data.view(torch.int64).sum())
+def checksum(tensor: torch.Tensor) -> int:
+    """A sum of a tensor's bits that changes when one of them does, taken where they lie."""
+    return int(tensor.contiguous().view(INTS[tensor.itemsize]).sum(dtype=torch.int64))
 
 
 def build_model(task: Task, run_seed: int, device: torch.device) -> nn.Module:

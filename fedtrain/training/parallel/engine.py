@@ -20,10 +20,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...config import Config
 from ...errors import ConfigError, TaskError
-from ...update import Arena, Digest, Metrics, Schema, TensorSpec, add_metrics, seed_of, unique_tensors
+from ...update import (
+    Arena,
+    Digest,
+    Metrics,
+    Schema,
+    TensorSpec,
+    add_metrics,
+    is_frozen,
+    seed_of,
+    unique_tensors,
+)
 from ..batches import Batch, cut, examples_in, move
 from ..examples import Stream, examples_of
-from ..local import Correct, build_model, seed_all
+from ..local import FROZEN_CHANGED, Correct, build_model, checksum, seed_all
 from ..loss_scale import LossScale
 from ..mesh import Mesh, is_dtensor
 from ..task import Task, collate_of, folder_of, mean_and_weight, measured, user_code
@@ -73,6 +83,7 @@ class MeshEngine:
         self._folder = folder_of(task)
         self._flops = Flops()
         self._skipped = 0  # steps left out since the last one taken
+        self._frozen_sums: dict[str, int] = {}  # when the round began
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
         self._pipeline: Pipeline | None = None
         self._autocast: AbstractContextManager[Any] = nullcontext()
@@ -316,6 +327,7 @@ class MeshEngine:
     def begin_round(self, *, afresh: bool) -> None:
         """Remember where the round began, for a strategy's site half. `afresh`: with a new optimizer, and the
         first loss scale."""
+        self._frozen_sums = self._sums_of_frozen()
         if self.correct is not None:
             self._start = [local(p.detach()).clone().view(-1) for p in self._parameters]
         if afresh:
@@ -440,6 +452,9 @@ class MeshEngine:
         """What is trained, and the buffers, or the frozen parameters: whole on rank 0, None on others. One
         tensor at a time: nobody holds a second model."""
         schema = self.frozen if frozen else self.schema
+        now = self._sums_of_frozen()
+        if any(value != now.get(name, value) for name, value in self._frozen_sums.items()):
+            raise TaskError(FROZEN_CHANGED)
         out = Arena.zeros(schema) if self.mesh.rank == 0 else None
         views = out.views() if out is not None else {}
         mine = {name: t for part in self.parts for name, t in unique_tensors(part).items()}
@@ -449,6 +464,16 @@ class MeshEngine:
                 if out is not None and whole is not None:
                     views[spec.name].copy_(whole)
         return out
+
+    def _sums_of_frozen(self) -> dict[str, int]:
+        """Of each frozen parameter, as it rests at this rank: in a shard, where it is sharded."""
+        sharded = any(is_fsdp(root) for root in self._roots)
+        return {
+            name: checksum(local(tensor.detach()))
+            for part in self.parts
+            for name, tensor in unique_tensors(part).items()
+            if is_frozen(tensor) and (is_dtensor(tensor) or not sharded)
+        }
 
     def _whole(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
         if is_dtensor(tensor):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...config import Config
-from ...update import unique_tensors
+from ...update import is_frozen, unique_tensors
 from ..batches import cut, examples_in
 from ..examples import Stream, examples_of
 from ..local import build_model
@@ -45,30 +45,31 @@ def estimate(task: Task, config: Config, ranks: int, data: Any) -> Memory:
     sizes, parallel, train = Sizes.of(config.parallel, ranks), config.parallel, config.train
     model = build_model(task, config.run.seed, torch.device("cpu"))
     plan = plan_of(task, model)
-    whole = _cut_bytes(model, plan, sizes, parallel.sp)
+    whole, trained = _cut_bytes(model, plan, sizes, parallel.sp)
     shards = sizes.dp_shard * sizes.cp if parallel.zero >= 2 else 1
     together = max(_units_bytes(model, plan, sizes)) if parallel.zero == 3 else 0  # gathered for its turn
     slots = SLOTS[train.optimizer] + (train.optimizer == "sgd" and train.momentum > 0)
     sharing = sizes.dp if parallel.zero == 1 else shards
-    state = slots * whole // sharing
+    state = slots * trained // sharing
     if parallel.offload in ("disk", "nvme"):  # what is read, stepped and written at a time
         state = min(state, 3 * slots * BUCKET_BYTES)
     width = 2 if train.precision != "fp32" and parallel.zero >= 2 else 4
     gathered = whole * width // 4 if parallel.zero == 2 else together * width // 4
     activations = _activations(model, plan, task, config, data, sizes)
-    return Memory(whole // shards + gathered, whole // shards, state, activations)
+    return Memory(whole // shards + gathered, trained // shards, state, activations)
 
 
-def _cut_bytes(model: nn.Module, plan: Plan, sizes: Sizes, sp: bool) -> int:
-    """Of the parameters of one rank before data-parallel shards: split by tp where the plan says so, by pp
-    in equal parts."""
+def _cut_bytes(model: nn.Module, plan: Plan, sizes: Sizes, sp: bool) -> tuple[int, int]:
+    """Of the model at one rank, and of what of it is trained, before data-parallel shards: split by tp where
+    the plan says so, by pp in equal parts."""
     split = tuple(plan.sequence if sp else plan.tensor)
-    total = 0
+    total = trained = 0
     for name, t in unique_tensors(model).items():
         module = name.rpartition(".")[0]
         ours = sizes.tp if any(fnmatch.fnmatch(module, pattern) for pattern in split) else 1
         total += t.nbytes // ours
-    return total // sizes.pp
+        trained += 0 if is_frozen(t) else t.nbytes // ours
+    return total // sizes.pp, trained // sizes.pp
 
 
 def _units_bytes(model: nn.Module, plan: Plan, sizes: Sizes) -> list[int]:
