@@ -34,6 +34,7 @@ import msgspec
 from .. import malloc
 from ..config import Config
 from ..errors import BadUpdate, ConfigError, StoreError, TaskError, reason_of, story_of
+from ..store.disk import explained
 from ..store.memory import NEVER, SiteMemory
 from ..update import Arena, ArenaFile, Evaluation, Frozen, Metrics, Schema, SiteId, Update
 from . import compressed
@@ -167,6 +168,7 @@ class Evaluated(msgspec.Struct, tag=True, array_like=True):
 class Failed(msgspec.Struct, tag=True, array_like=True):
     reason: str
     config: bool = False  # a ConfigError: the user's files, not the task's code
+    store: bool = False  # a StoreError: a full disk, say
 
 
 class Dying(msgspec.Struct, tag=True, array_like=True):
@@ -465,7 +467,8 @@ class Trainer(asyncio.Protocol):
         if asked.done():  # nobody waits for it any more
             return
         if isinstance(answer, Failed):
-            asked.set_exception((ConfigError if answer.config else TaskError)(answer.reason))
+            kind = ConfigError if answer.config else StoreError if answer.store else TaskError
+            asked.set_exception(kind(answer.reason))
         else:
             asked.set_result(answer)
 
@@ -717,7 +720,7 @@ class Workbench:
             updates = self._vmapped.train(pairs, round, weights, whole)
             for update, site, out, last in zip(updates, sites, outs, counted, strict=True):
                 self._compressed(update, site, round, out, last)
-        except (TaskError, BadUpdate, StoreError) as e:
+        except (TaskError, BadUpdate) as e:
             if len(sites) == 1:
                 return [_failed(e)]
             # One by one, so that only those fail whose fault it is.
@@ -733,7 +736,7 @@ class Workbench:
     ) -> Trained | Failed:
         try:
             update = self.train(site, round, weights, out, counted)
-        except (TaskError, BadUpdate, StoreError) as e:
+        except (TaskError, BadUpdate) as e:
             return _failed(e)
         return Trained(update.num_examples, update.metrics)
 
@@ -826,10 +829,15 @@ def _new_file(schema: Schema, path: Path) -> Iterator[Arena]:
     """
     partial = path.with_name(path.name + ".new")
     try:
-        if path.exists() and path.stat().st_size == schema.nbytes:
-            path.replace(partial)
-        with partial.open("r+b" if partial.exists() else "w+b") as f:
-            f.truncate(schema.nbytes)
+        with explained(path):
+            if path.exists() and path.stat().st_size == schema.nbytes:
+                path.replace(partial)
+            file = partial.open("r+b" if partial.exists() else "w+b")
+        with file as f:
+            with explained(path):
+                f.truncate(schema.nbytes)
+                if schema.nbytes:  # or a write to the map, on a disk that is full, ends the process
+                    os.posix_fallocate(f.fileno(), 0, schema.nbytes)
             yield (
                 Arena.wrap(schema, mmap.mmap(f.fileno(), schema.nbytes))
                 if schema.nbytes
@@ -847,7 +855,7 @@ def _failed(error: Exception) -> Failed:
     if (story := story_of(error)) not in _told:
         _told.add(story)
         print(story, end="", file=sys.stderr, flush=True)
-    return Failed(reason, isinstance(error, ConfigError))
+    return Failed(reason, isinstance(error, ConfigError), isinstance(error, StoreError))
 
 
 _told: set[str] = set()  # a thousand sites that fail alike are one traceback

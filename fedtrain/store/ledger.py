@@ -35,22 +35,25 @@ class Ledger:
     def __init__(self, folder: Path, warn: Warn = silent) -> None:
         """`warn` hears of what is damaged."""
         refuse_network_disk(folder)
-        self._lock = lock(folder)
-        self.folder = folder
-        self.inbox, self.outbox = Spool(folder / "inbox", warn), Spool(folder / "outbox", warn)
-        remedy = "Use another run.name: without it this site could give one update into two sums."
-        self._sums = Kept(folder / SUMS, Sums, remedy, warn)
+        self.folder, self._lock = folder, lock(folder)
         try:
-            self._db = self._open()
+            self.inbox, self.outbox = Spool(folder / "inbox", warn), Spool(folder / "outbox", warn)
+            remedy = "Use another run.name: without it this site could give one update into two sums."
+            self._sums = Kept(folder / SUMS, Sums, remedy, warn)
+            self._db = self._open(warn)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _open(self, warn: Warn) -> Database:
+        path, remedy = self.folder / DB, "What it knew is worked out again."
+        try:  # a power cut may lose the newest reply: it is then trained again, to the same bits
+            return Database(path, TABLE, sync="NORMAL", remedy=remedy)
         except Damaged as e:
             for name in LOG:
-                (folder / name).unlink(missing_ok=True)
-            warn(f"{e} {set_aside(folder / DB)}")
-            self._db = self._open()
-
-    def _open(self) -> Database:
-        # A power cut may lose the newest reply: it is then trained again, to the same bits.
-        return Database(self.folder / DB, TABLE, sync="NORMAL", remedy="What it knew is worked out again.")
+                (self.folder / name).unlink(missing_ok=True)
+            warn(f"{e} {set_aside(path)}")
+        return Database(path, TABLE, sync="NORMAL", remedy=remedy)
 
     def get(self, key: str) -> bytes | None:
         """The header of the finished reply, when the bytes it names are still here, and whole."""

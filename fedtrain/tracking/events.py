@@ -11,6 +11,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -245,7 +246,8 @@ class EventLog:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         # Those who follow the file learn why the run ended; our own terminal is told by whoever catches it.
         if isinstance(error, FedtrainError) and self._fd is not None:
-            self._record("notice", {"text": f"stopped: {error}"})
+            with suppress(OSError):  # a full disk is the reason, perhaps
+                self._record("notice", {"text": f"stopped: {error}"})
         self.close()
 
     def _record(self, kind: str, fields: dict[str, Any]) -> Event:

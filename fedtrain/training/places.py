@@ -100,6 +100,16 @@ class Folder:
             ) from e
 
     def read(self, path: str, ranges: Sequence[Range] | None = None) -> Iterator[memoryview]:
+        try:
+            yield from self._read(path, ranges)
+        except FileNotFoundError:
+            raise
+        except OSError as e:
+            raise StoreError(
+                f"{self.root / path} can't be read: {e.strerror} ({errno.errorcode[e.errno or 0]})."
+            ) from e
+
+    def _read(self, path: str, ranges: Sequence[Range] | None) -> Iterator[memoryview]:
         with (self.root / path).open("rb", buffering=0) as f:
             if ranges is None:
                 while block := f.read(BLOCK):

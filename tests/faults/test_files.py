@@ -2,16 +2,19 @@
 same model, bit for bit, or stops with a line that names the file. Which files there are, the folders say."""
 
 import asyncio
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from fedtrain.config import Config
+from fedtrain.errors import StoreError
 from fedtrain.runtime import datacenter, gossip_simulation, simulation
 from fedtrain.runtime.trainer import Workbench
-from fedtrain.store import RunStore
+from fedtrain.store import Ledger, RunStore
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.update import Arena, Train
 from tests.damage import DAMAGES, Image, Killed, Star, flip, flip_another, goes_on, star_image
@@ -233,3 +236,68 @@ def test_any_file_of_who_coordinates_alone(alone, room, damage):
     world, whole, image = alone
     assert len(image.files()) >= 6
     check(image, image.files(), damage, room, world, whole)
+
+
+# --- a disk that is full
+
+
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory):
+    """A disk of 4 MiB."""
+    folder = tmp_path_factory.mktemp("disk")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def on_full_disk(image, world, whole, disk, free_kib):
+    """Goes on where so much is free, and again with more; what was wrong with that, or \"\"."""
+    folder, ballast = disk / "run", disk / "ballast"
+    shutil.copytree(image.newer, folder)
+    runner = world(folder)
+    ballast.write_bytes(bytes(shutil.disk_usage(disk).free - (free_kib << 10)))
+    try:
+        digest = asyncio.run(runner.go())
+        said = "" if digest == whole else "another model"
+    except (StoreError, OSError) as e:
+        fine = str(disk) in str(e) and re.search("free|No space left", str(e)) and "\n" not in str(e)
+        said = "" if fine and "damaged" not in str(e) else f"{type(e).__name__}: {e}"
+    except BaseException as e:
+        said = f"{type(e).__name__}: {e}"
+    ballast.unlink()
+    try:
+        after = asyncio.run(world(folder).go())
+    except BaseException as e:
+        after = f"with space again: {type(e).__name__}: {e}"
+    shutil.rmtree(folder)
+    return [f"{free_kib} KiB: {what}" for what in (said, "" if after == whole else after) if what]
+
+
+def test_no_file_of_a_healthy_run_is_called_damaged_on_a_full_disk(small_disk):
+    """As when it was stopped and is started again: SQLite makes its log and its index anew."""
+    Star(small_disk, masks=False, rounds=2).config.run_dir.mkdir(parents=True)
+    whole = asyncio.run(Star(small_disk, masks=False, rounds=2).go())
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    for make in (lambda: RunStore(small_disk / "runs/r"), lambda: Ledger(small_disk / "runs/r@a")):
+        with pytest.raises(StoreError, match=r"\.db can't be read or written: .*; 0 bytes are free"):
+            make()
+    ballast.unlink()
+    assert asyncio.run(Star(small_disk, masks=False, rounds=2).go()) == whole
+    shutil.rmtree(small_disk / "runs")
+
+
+FREE_KIB = [0, 4, 12, 24, 36, 52, 72]
+
+
+def test_an_aggregator_and_its_sites_on_a_full_disk_say_so_and_go_on_when_there_is_space(star, small_disk):
+    masks, whole, image = star
+    world = lambda folder: Star(folder, masks=masks)
+    assert not [wrong for kib in FREE_KIB for wrong in on_full_disk(image, world, whole, small_disk, kib)]
+
+
+def test_who_coordinates_alone_on_a_full_disk_says_so_and_goes_on_when_there_is_space(alone, small_disk):
+    world, whole, image = alone
+    assert not [wrong for kib in FREE_KIB for wrong in on_full_disk(image, world, whole, small_disk, kib)]

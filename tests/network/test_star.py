@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedtrain.errors import JoinRefused
+from fedtrain.errors import JoinRefused, StoreError
 from fedtrain.exchange import gather
 from fedtrain.transport import grpc as star
 from fedtrain.transport.grpc import SERVICE, opened
@@ -157,3 +157,25 @@ def test_a_transfer_cancelled_while_its_file_is_opened_is_closed_all_the_same():
 
     asyncio.run(run())
     assert closed == [True]
+
+
+def test_an_aggregator_without_room_for_an_upload_ends_the_exchange_at_once_and_names_the_file(
+    certs, tmp_path
+):
+    weights = random_arena(1000, 99)
+    part = tmp_path / "inbox" / "a" / f"{random_arena(1000, 0).digest}.part"
+    part.parent.mkdir(parents=True)
+    part.symlink_to("/dev/full")  # a disk that is
+
+    async def main():
+        async with aggregator(certs, tmp_path, weights.schema) as agg:
+            links = {"a": link(certs, "a", agg.cohort.port, tmp_path)}
+            async with sites(links, weights.schema, lambda n: echo_plus(0)):
+                await agg.cohort.members(1)
+                request = Train(id="r/0/0/train", round=0, weights=weights)
+                with pytest.raises(
+                    StoreError, match=rf"no room for {part.with_suffix('')}: No space left.*free"
+                ):
+                    await gather(agg.cohort, {"a": request}, 3600)
+
+    bounded(main())
