@@ -587,7 +587,7 @@ def evaluate(
 ) -> None:
     """Measure a finished model on the test data that is here."""
     from .runtime import evaluation
-    from .tracking.export import EVALUATION
+    from .tracking.export import EVALUATION, SPLITS
     from .tracking.live import number
 
     source = _source(config, run) or _run_dir(config, None)
@@ -598,7 +598,7 @@ def evaluate(
         click.echo(msgspec.json.encode(found))
         return
     if found.data != "test_data":
-        click.echo(f"The task has no test_data(): this is its {found.data}().")
+        click.echo(f"The task has no test_data(): this is its {found.data}(), {SPLITS[found.data]} data.")
     names = [*found.metrics]
     rows = [(site, *(number(own.get(each)) for each in names)) for site, own in found.by_site.items()]
     if len(rows) > 1:

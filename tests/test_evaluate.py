@@ -112,13 +112,13 @@ def test_what_it_found_is_written_down_and_stands_in_the_model_card(project):
     assert "confusion" not in text
     found = json.loads((run / "evaluation.json").read_text())
     card = (run / "model" / "MODEL_CARD.md").read_text()
-    assert "## On test_data of a, b, c" in card
+    assert "## On the test data of a, b, c" in card
     assert f"| f1 | {found['metrics']['f1']:.4f} |" in card
     assert json.loads((run / "model" / "model.json").read_text())["test"]["metrics"] == found["metrics"]
     again = export(run, project / "again")
     assert (again / "MODEL_CARD.md").read_text() == card
     earlier = export(run, project / "earlier", 1)  # another model: nothing is known of it
-    assert "test_data" not in (earlier / "MODEL_CARD.md").read_text()
+    assert "test data" not in (earlier / "MODEL_CARD.md").read_text()
 
 
 def test_a_site_measures_an_export_on_its_own_data(project):
@@ -129,7 +129,7 @@ def test_a_site_measures_an_export_on_its_own_data(project):
     found = json.loads(evaluated("model", "--site", "b", "--data", "here", "--json"))
     assert found["by_site"] == {"b": found["metrics"]}
     assert (found["run"], found["round"]) == ("r", 2)
-    assert "## On test_data of b" in (exported / "MODEL_CARD.md").read_text()
+    assert "## On the test data of b" in (exported / "MODEL_CARD.md").read_text()
     assert json.loads((exported / "evaluation.json").read_text()) == found
 
 
@@ -143,7 +143,7 @@ def test_a_site_measures_an_export_on_its_own_data(project):
 )
 def test_without_test_data_it_says_what_it_measured_on(project, task, data, sites):
     text = evaluated("r+gossip", "--set", f"run.task=rows_task:{task}")
-    assert (f"The task has no test_data(): this is its {data}()." in text) == (data != "test_data")
+    assert (f"The task has no test_data(): this is its {data}()" in text) == (data != "test_data")
     assert (
         json.loads((project / "runs" / "r+gossip" / "evaluation.json").read_text())["by_site"].keys() == sites
     )

@@ -28,6 +28,7 @@ from .events import Averages
 from .live import number
 
 EVALUATION = "evaluation.json"
+SPLITS = {"test_data": "test", "eval_data": "evaluation", "data": "training"}  # by the task's method
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     round: int | None  # None of a file that doesn't say
     weights_digest: str | None
-    data: str  # the task's method that gave it: test_data, or eval_data or data where there is none
+    data: Literal["test_data", "eval_data", "data"]  # the task's method that gave it
     metrics: Averages
     by_site: dict[str, Averages]
     fedtrain: str  # version
@@ -228,9 +229,9 @@ def _card(about: dict[str, Any]) -> str:
     test = about.get("test")
     on_test = (
         f"""
-## On {test["data"]} of {", ".join(test["sites"])}
+## On the {SPLITS[test["data"]]} data of {", ".join(test["sites"])}
 
-{_table("metric", "", {k: number(v) for k, v in test["metrics"].items()})}
+{_table("metric", "value", {k: number(v) for k, v in test["metrics"].items()})}
 """
         if test
         else ""
@@ -244,7 +245,7 @@ Trained with fedtrain {about["fedtrain"]}: round {about["round"]}{best}; {update
 
 ## Evaluation at the sites
 
-{_table("metric", "average", {k: number(v) for k, v in about["metrics"].items()})}
+{_table("metric", "value", {k: number(v) for k, v in about["metrics"].items()})}
 {on_test}
 ## Load it
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..update import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
@@ -335,12 +335,11 @@ def _floats(total: Any) -> Sum:
     return float(total)
 
 
-def test_split(task: Task) -> str:
+def test_split(task: Task) -> Literal["test_data", "eval_data", "data"]:
     """Which of the task's methods test_data() comes down to."""
-    own = (
-        name for name in ("test_data", "eval_data") if getattr(type(task), name) is not getattr(Task, name)
-    )
-    return next(own, "data")
+    if type(task).test_data is not Task.test_data:
+        return "test_data"
+    return "eval_data" if type(task).eval_data is not Task.eval_data else "data"
 
 
 def derives(task: Task) -> bool:
