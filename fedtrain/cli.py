@@ -147,9 +147,13 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
     )  # fmt: skip
     @functools.wraps(command)
     def read_first(file: Path, sets: tuple[str, ...], **arguments: Any) -> None:
+        from . import modes
         from .config import Config
 
-        command(config=Config.load(file, sets), **arguments)
+        config = Config.load(file, sets)
+        if names := modes.names_of(command.__name__, config, arguments):
+            modes.check(config, *names)
+        command(config=config, **arguments)
 
     return read_first
 
@@ -450,6 +454,8 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
     """Estimate what a round, or a rank, will cost."""
     import msgspec
 
+    from . import modes
+
     if ranks is not None:
         from .runtime import datacenter
         from .tracking.live import size
@@ -460,6 +466,7 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
         else:
             click.echo(f"{ranks} ranks, mesh {mesh}; memory of the rank that has most:")
             _columns([(f"  {name}", size(nbytes)) for name, nbytes in memory.items()])
+            _row_of_the_table(config, *modes.names_of("datacenter", config, {}))
         return
     from .runtime.plan import round_plan
 
@@ -475,6 +482,15 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
     frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
     click.echo(f"{each}, {how}; {found.parameters:,} parameters{frozen}:")
     _columns([(f"  {name}", value) for name, value in _plan_lines(found, noun)])
+    _row_of_the_table(config, "simulate")
+
+
+def _row_of_the_table(config: Config, mode: str) -> None:
+    from . import modes
+
+    click.echo(f"{modes.MODES[mode].command} reads {modes.row(config, mode)}.")
+    if idle := modes.idle(config, mode):
+        click.echo(f"set for other modes: {', '.join(idle)}")
 
 
 def _plan_lines(found: RoundPlan, noun: str) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,8 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -22,7 +23,7 @@ import msgspec
 from .errors import ConfigError
 
 T = TypeVar("T")
-
+OWN = {"root", "given"}  # of a Config, and no sections
 
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
 
@@ -351,6 +352,17 @@ class CheckpointConfig:
         one_of("checkpoint.format", self.format, ("sharded", "full"))
 
 
+class Source(IntEnum):
+    """Who sets a key; the stronger is the larger."""
+
+    FILE = 0
+    ENVIRONMENT = 1
+    SET = 2
+
+    def __str__(self) -> str:
+        return ("in the file", "in the environment", "--set")[self]
+
+
 @dataclass(frozen=True)
 class Config:
     """All of fedtrain.toml. `root` is the folder that it lies in."""
@@ -371,6 +383,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     root: Path = Path()
+    given: Mapping[str, Source] = field(default_factory=dict, compare=False, repr=False)  # keys that are set
 
     @classmethod
     def load(
@@ -389,19 +402,27 @@ class Config:
             ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
             raise ConfigError(f"{path}: {e}") from None
+        stronger: dict[str, Source] = {}
         for name, value in (os.environ if env is None else env).items():
             if name.startswith("FEDTRAIN_") and "__" in name:
-                put(table, name.removeprefix("FEDTRAIN_").lower().replace("__", "."), value, name)
+                key = name.removeprefix("FEDTRAIN_").lower().replace("__", ".")
+                put(table, key, value, name)
+                stronger[key] = Source.ENVIRONMENT
         for item in sets:
             key, equals, value = item.partition("=")
             if not equals:
                 raise ConfigError(f"--set {item}: write --set section.key=value, as in --set train.lr=0.01")
             put(table, key.strip(), value.strip(), f"--set {item}")
-        return cls.of(table, root=path.resolve().parent)
+            stronger[key.strip()] = Source.SET
+        config = cls.of(table, root=path.resolve().parent)
+        return replace(config, given={**config.given, **stronger})
 
     @classmethod
     def of(cls, table: dict[str, Any], root: Path | str = ".") -> Config:
+        """From the file's table; what is in it counts as set in the file."""
         table = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in table.items()}
+        given = {f"{section}.{key}": Source.FILE
+                 for section, keys in table.items() if isinstance(keys, dict) for key in keys}  # fmt: skip
         for section, kind in (
             ("strategy", StrategyConfig), ("aggregation", AggregationConfig), ("gossip", GossipConfig)
         ):  # fmt: skip
@@ -409,9 +430,19 @@ class Config:
             if isinstance(keys, dict) and "options" not in keys:
                 own = {f.name for f in fields(kind)}
                 keys["options"] = {k: keys.pop(k) for k in list(keys) if k not in own}
-        if "root" in table:
-            raise ConfigError("root: unknown section; it is the folder of the file itself")
-        return build(cls, {**table, "root": str(Path(root).resolve())}, "")
+        for name in OWN & table.keys():
+            raise ConfigError(f"{name}: unknown section")
+        return replace(build(cls, {**table, "root": str(Path(root).resolve())}, ""), given=given)
+
+    def sections(self) -> dict[str, Any]:
+        """Name -> dataclass, in the order of the file."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in OWN}
+
+    def value(self, key: str) -> Any:
+        """Of "section.key", which may be one of the section's options."""
+        section, _, name = key.partition(".")
+        of = self.sections()[section]
+        return getattr(of, name) if hasattr(of, name) else of.options[name]
 
     def agreed(self) -> dict[str, str]:
         """What every participant must have alike for the numbers to mean the same: key -> value as text."""
@@ -428,6 +459,8 @@ class Config:
         pairs |= {"run.name": self.run.name, "run.seed": self.run.seed, "run.task": self.run.task,
                   "strategy.kind": self.strategy.kind,
                   "aggregation.rule": self.aggregation.rule}  # fmt: skip
+        if self.secagg.enabled:  # what the aggregator can't see, sites hold to
+            pairs |= {f"limits.{f.name}": getattr(self.limits, f.name) for f in fields(self.limits)}
         return {k: repr(v) for k, v in sorted(pairs.items())}
 
     def digest(self) -> str:
@@ -436,10 +469,9 @@ class Config:
 
     def table(self) -> dict[str, Any]:
         """Plain values of every section, defaults included, for the run directory."""
-        sections = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "root"}
         return {
             name: {f.name: _plain(getattr(section, f.name)) for f in fields(section)}
-            for name, section in sections.items()
+            for name, section in self.sections().items()
         }
 
     @property
@@ -492,7 +524,7 @@ def build(cls: type[T], table: object, where: str) -> T:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             what = "key" if where else "section"
             hint = f"Did you mean {where + '.' if where else ''}{near[0]}?" if near else (
-                f"Known here: {', '.join(n for n in known if n != 'root')}.")  # fmt: skip
+                f"Known here: {', '.join(n for n in known if n not in OWN)}.")  # fmt: skip
             raise ConfigError(f"{path}: unknown {what}. {hint}")
         if is_dataclass(types[key]):
             values[key] = build(types[key], value, path)

@@ -11,7 +11,7 @@ import pytest
 import fedtrain
 
 ROOT = Path(fedtrain.__file__).parent
-BOTTOM = {"update", "config", "errors", "exchange", "malloc"}
+BOTTOM = {"update", "config", "errors", "exchange", "malloc", "modes"}
 MATHS = {"strategies", "aggregation", "compression", "privacy", "secagg", "topology", "gossip"}
 EVERYTHING = {*BOTTOM, *MATHS, "training", "wire", "transport", "store", "pki", "tracking", "runtime"}
 OUTSIDE = {"grpc", "zmq", "asyncio", "socket", "threading", "time", "torch.distributed"}  # maths has no I/O

@@ -64,11 +64,12 @@ def run(
     """
     if config.privacy.noise_multiplier:
         raise ConfigError("privacy.noise_multiplier: a datacenter adds no noise. Set it to 0.")
-    own = [config.strategy.kind] if ":" in config.strategy.kind else []
+    islands = config.parallel.sync == "local"
+    own = [config.strategy.kind] if islands and ":" in config.strategy.kind else []
     digest = task_digest(config.run.task, config.root, *own)
     with joined(config.parallel, config.train.device, done) as device:
         sizes = Sizes.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
-        mesh = Mesh(sizes, device, islands=config.parallel.sync == "local")
+        mesh = Mesh(sizes, device, islands=islands)
         task = load_task(config.run.task, config.root, data_dir)
         if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             emit("notice", text="Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, ranks "
@@ -106,11 +107,12 @@ class Datacenter:
         """`store` is rank 0's. `leave`: what tells it to; None: nothing does."""
         self.config, self.mesh, self.store, self.emit = config, mesh, store, emit
         self.leave = leave or Leave()
-        strategy = build(config.strategy.kind, config.strategy.options, config.root)
         self.islands = config.parallel.sync == "local"
+        strategy = build(config.strategy.kind, config.strategy.options, config.root) if self.islands else None
+        self.correct = strategy.correct if strategy is not None and corrects(strategy) else None
         self.afresh = self.islands and not config.parallel.carry
         # An interrupted round is begun again, for where it began is not checkpointed.
-        self.from_the_start = self.afresh or (self.islands and corrects(strategy))
+        self.from_the_start = self.afresh or self.correct is not None
         self.sites = sites_of(task, config, mesh.islands)
         self.name, everything = data_of(self.sites, mesh) if self.islands else (POOL, pool_of(self.sites))
         self.data = Dealt(
@@ -119,11 +121,11 @@ class Datacenter:
         )  # fmt: skip
         self.engine = MeshEngine(
             task, config, mesh, steps=self._steps_in_all(), example=self.data.example(),
-            correct=strategy.correct if self.islands and corrects(strategy) else None,
+            correct=self.correct,
         )  # fmt: skip
         steps = self._steps_in_a_round()
         self.in_step = not self.islands or (mesh.alike(steps or 0) and steps is not None)
-        self.outer = self._outer(strategy) if self.islands else None
+        self.outer = None if strategy is None else self._outer(strategy)
         self.state = State(
             self.engine.parts, self.engine.optimizer, self.engine.schedule, self.data,
             self.outer, mesh.island if self.islands else None, self.engine.loss_scale,

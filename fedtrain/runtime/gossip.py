@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +80,13 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
             f'of each neighbour. Use one that stays, as "regular:4".'
         )
     return algorithm, graph
+
+
+def agreed(config: Config) -> dict[str, str]:
+    """What all peers must have alike: key -> value as text."""
+    own = {f"gossip.{f.name}": repr(getattr(config.gossip, f.name))
+           for f in fields(config.gossip) if f.name != "roster"}  # fmt: skip
+    return config.agreed() | own
 
 
 def check_masks(config: Config, algorithm: Algorithm) -> None:

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import fields
 from pathlib import Path
 
 from ..aggregation import WeightedMean
@@ -22,6 +21,7 @@ from ..transport.memory import LocalNetwork
 from ..update import Arena, Update, averages, summed
 from .asynchronous import paces
 from .gossip import Peer, Told, Train, algorithm_of, check_hearing
+from .gossip import agreed as agreed_of_peers
 from .parcels import trained_part
 from .privacy import Spent
 from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, noticed, reason_to_stop
@@ -44,9 +44,7 @@ async def simulate(
     check_hearing(algorithm, graph, about.sites, config.run.seed, config.gossip.masks)
     store = RunStore(config.gossip_dir, durable=False, warn=noticed(emit))
     try:
-        agreed = agreed_simulation(config) | {
-            f"gossip.{f.name}": repr(getattr(config.gossip, f.name)) for f in fields(config.gossip)
-        }
+        agreed = agreed_of_peers(config) | agreed_simulation(config)
         store.begin(
             about.schema, agreed, frozen=about.frozen.schema, run=config.run.name,
             task_digest=about.task_digest,
@@ -56,7 +54,7 @@ async def simulate(
         if (frozen := store.frozen_file()) is not None:
             bench.freeze(frozen)
         spent = Spent(config.privacy, store.folder, emit)
-        pace = paces(config, about.sites)
+        pace = dict.fromkeys(about.sites, 1.0) if algorithm.waits else paces(config, about.sites)
         fastest = min(about.sites, key=pace.__getitem__)  # who spends most of all
         async with AsyncExitStack() as stack:
             network = LocalNetwork(about.sites)

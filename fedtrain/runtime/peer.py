@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from statistics import median_high, median_low
@@ -42,6 +41,7 @@ from ..update import Arena, ArenaFile, Schema, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
 from .checks import flaw
 from .gossip import Peer, algorithm_of, check_hearing, fewest
+from .gossip import agreed as agreed_of_peers
 from .parcels import trained_part
 from .privacy import Spent
 from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, noticed, plain, reason_to_stop
@@ -87,10 +87,7 @@ async def run(
         trainer = await beside_torch(Supervised.begin(lambda: start(store.folder)))
         try:
             about = trainer.description
-            agreed = config.agreed() | {
-                f"gossip.{f.name}": repr(getattr(config.gossip, f.name))
-                for f in fields(config.gossip) if f.name != "roster"
-            }  # fmt: skip
+            agreed = agreed_of_peers(config)
             store.begin(
                 about.schema, agreed, frozen=about.frozen.schema, run=config.run.name,
                 task_digest=about.task_digest,

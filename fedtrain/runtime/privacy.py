@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
 
 from ..config import Config, PrivacyConfig
+from ..exchange import Before, Cohort
 from ..privacy import Gaussian, epsilon
 from ..store.sealed import Kept
-from ..update import Arena, SiteId, Update
+from ..update import Arena, Reply, Request, SiteId, Train, Update
 from .progress import Emit, noticed
 
 FILE = "releases"
@@ -63,3 +66,28 @@ class Spent:
             "privacy_spent", site=site, round=round + 1, releases=self.releases, epsilon=self.epsilon,
             delta=self._config.delta,
         )  # fmt: skip
+
+
+class Spending(Before):
+    """Simulated sites, of which the one that has given away most tells what it spent, as a real one does."""
+
+    def __init__(self, config: Config, others: Cohort, folder: Path, emit: Emit) -> None:
+        """`folder` keeps the count. A run that goes on takes it for every site's."""
+        super().__init__(others)
+        self._spent = Spent(config.privacy, folder, emit)
+        self._begun_with = self._spent.releases
+        self._rounds: dict[SiteId, set[int]] = {}  # for which each has given an update away since
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        async with aclosing(self._others.exchange(requests, deadline_s)) as replies:
+            async for site, reply in replies:
+                if isinstance(reply, Update):
+                    request = requests[site]
+                    assert isinstance(request, Train), request
+                    rounds = self._rounds.setdefault(site, set())
+                    rounds.add(request.round)  # tried again, it is the same update
+                    if self._begun_with + len(rounds) > self._spent.releases:
+                        self._spent.one_more(site, request.round)
+                yield site, reply

@@ -258,12 +258,15 @@ class SecureSite:
 
 def check_examples(config: Config, update: Update) -> None:
     """BadUpdate, without their number, which is nobody's business, for more examples than were agreed on."""
-    most = config.secagg.max_examples
-    if update.num_examples > most:
-        raise BadUpdate(
-            f"it trained on more examples than secagg.max_examples = {most:g}. Raise it at the aggregator "
-            f"and all sites, to what the largest site has"
-        )
+    for key, most in (
+        ("secagg.max_examples", config.secagg.max_examples),
+        ("limits.max_examples", config.limits.max_examples),
+    ):
+        if update.num_examples > most:
+            raise BadUpdate(
+                f"it trained on more examples than {key} = {most:g}. Raise it at the aggregator and all "
+                f"sites, to what the largest site has"
+            )
 
 
 def scale_of(config: Config, update: Update) -> float:
@@ -427,11 +430,12 @@ class UnderMasks:
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The sites that called since this process began, with their certificates' fingerprints. The others
         have the idle time to come; TooFewSites when too few are here then."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.network.idle):
-                while not self._fingerprints(sites).keys() >= set(sites):
-                    await self.cohort.newcomer(await self.cohort.members(0))
-        found = self._fingerprints(sites)
+        if not (found := self._fingerprints(sites)).keys() >= set(sites):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.network.idle):
+                    while not self._fingerprints(sites).keys() >= set(sites):
+                        await self.cohort.newcomer(await self.cohort.members(0))
+            found = self._fingerprints(sites)
         if len(found) < self._policy.min_sites:
             raise TooFewSites("secure sum", len(found), self._policy.min_sites)
         return {site: found[site] for site in sites if site in found}

@@ -50,6 +50,7 @@ from ..update import (
 from . import asynchronous, compressed, secure
 from .answers import Answers, InTheOpen, kept
 from .federated import run
+from .privacy import Spending
 from .progress import Averages, Emit, Result, finish, noticed, plain
 from .trainer import TRIES, Description, Failed, Trainer, TrainerDied, Workbench, beside_torch, unchanged
 
@@ -110,6 +111,8 @@ async def simulate(
                 if kept is not None:
                     bench.freeze(kept)
                 cohort = InlineCohort(debug, bench, pool)
+            if config.privacy.noise_multiplier:
+                cohort = Spending(config, cohort, store.folder, emit)
             cohort = compressed.decompressing(config, about.schema, cohort)
             if config.asynchronous.enabled:
                 clock = asynchronous.Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)

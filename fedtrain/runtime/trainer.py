@@ -566,7 +566,7 @@ class Workbench:
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
         correct = strategy.correct if strategies.corrects(strategy) else None
         self._team = None
-        if config.parallel.ranks > 1 and not simulated:
+        if not simulated and config.parallel.ranks > 1:
             from .ranks import gathered
 
             self._team = gathered(config, self._task, self._load, data_dir, tell)

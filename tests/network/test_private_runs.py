@@ -10,8 +10,8 @@ from tests.processes import Project
 
 pytestmark = pytest.mark.slow(20)  # two or three processes with a trainer each
 MULTIPLIER, CLIP, DELTA = 50.0, 0.2, 1e-5  # noise of 10 a coordinate, on models of numbers below 1
-PRIVACY = ("--set", f"privacy.noise_multiplier={MULTIPLIER}", "--set", f"privacy.clip={CLIP}",
-           "--set", "strategy.min_sites=2", "--set", "evaluate.every=0")  # fmt: skip
+PRIVACY = ("--set", f"privacy.noise_multiplier={MULTIPLIER}", "--set", f"privacy.clip={CLIP}")
+TWO = ("--set", "strategy.min_sites=2", "--set", "evaluate.every=0")
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def losses(project, run):
 
 
 def test_without_rounds_each_update_is_noised_and_paid_for(project):
-    sets = (*PRIVACY, "--set", "asynchronous.enabled=true", "--set", "asynchronous.buffer=2")
-    aggregator = project.start("aggregator", *sets)
-    sites = {name: project.start("site", name, *sets) for name in "ab"}
+    sets = ("--set", "asynchronous.enabled=true", "--set", "asynchronous.buffer=2")
+    aggregator = project.start("aggregator", *sets, *TWO)
+    sites = {name: project.start("site", name, *sets, *PRIVACY) for name in "ab"}
     assert aggregator.wait(120) == 0, project.log("aggregator")
     received = [e["site"] for e in project.events() if e["kind"] == "update_received"]
     assert project.count("round_committed") == 3
@@ -69,7 +69,7 @@ def test_without_rounds_each_update_is_noised_and_paid_for(project):
 
 def test_peers_tell_their_neighbours_noised_models_and_no_loss(project):
     peers = {
-        name: project.start("peer", name, "--set", f"network.listen=127.0.0.1:{free_port()}", *PRIVACY)
+        name: project.start("peer", name, "--set", f"network.listen=127.0.0.1:{free_port()}", *PRIVACY, *TWO)
         for name in "ab"
     }
     for name, peer in peers.items():

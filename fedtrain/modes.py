@@ -1,0 +1,246 @@
+"""Which keys of fedtrain.toml each command reads: one table. A key that is set and would change nothing is
+refused.
+
+What `--set` gives is meant for the command at hand, which must read it. In the file and the environment may
+also stand what other commands read; but a key that promises something (a robust rule, a bound, noise, fewer
+bytes, an end) is refused where the command at hand would not keep it.
+
+The environment is a machine's, so it may also name sections that the command at hand has nothing of; of
+those that it has, it must read the key. What a stronger setting has switched off may stand: with
+`--set evaluate.every=0` the file keeps its evaluate.patience.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .config import Config, Source
+from .errors import ConfigError
+
+EVERYWHERE = ("run", "train", "evaluate", "privacy")
+BOUNDS = ("aggregation.rule", "aggregation.options", "limits.max_norm", "limits.max_examples")
+NOISE = ("privacy.noise_multiplier", "privacy.clip")
+STAR = (*BOUNDS, "secagg.compression", "evaluate.patience")
+GOSSIP = (*BOUNDS, *NOISE, "secagg.enabled", "gossip.compressor", "gossip.clip", "evaluate.patience")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A row of the table."""
+
+    command: str  # as it is typed
+    reads: tuple[str, ...]  # sections, and single keys of others
+    but: tuple[str, ...] = ()  # keys of those sections that it does not read
+    keeps: tuple[str, ...] = ()  # promises that its user expects it to keep, whoever made them
+
+
+MODES: dict[str, Mode] = {
+    "simulate": Mode(
+        "simulate",
+        (*EVERYWHERE, "strategy", "aggregation", "asynchronous", "secagg", "limits", "simulate"),
+        keeps=(*STAR, *NOISE, "simulate.engine"),
+    ),
+    "gossip": Mode(
+        "simulate --mode gossip",
+        (*EVERYWHERE, "strategy.kind", "strategy.options", "gossip", "simulate"),
+        but=("gossip.roster", "simulate.workers", "simulate.engine"),
+        keeps=(*GOSSIP, "simulate.engine"),
+    ),
+    "aggregator": Mode(
+        "aggregator",
+        ("run", "train", "evaluate", "strategy", "aggregation", "asynchronous", "secagg", "limits",
+         "network"),
+        but=("train.device", "train.threads", "train.eval_batch_size", "network.address"),
+        keeps=STAR,
+    ),
+    "site": Mode(
+        "site",
+        ("run", "train", "privacy", "strategy.kind", "strategy.options", "strategy.min_sites", "aggregation",
+         "asynchronous", "secagg", "limits", "network", "parallel"),
+        but=("network.idle", "parallel.carry", "parallel.fragments", "parallel.overlap", "parallel.mix",
+             "parallel.log_every", "parallel.peak_tflops"),
+        keeps=(*NOISE, "secagg.compression"),
+    ),
+    "peer": Mode(
+        "peer",
+        (*EVERYWHERE, "strategy.kind", "strategy.options", "strategy.min_sites", "gossip", "network",
+         "parallel"),
+        but=("parallel.carry", "parallel.fragments", "parallel.overlap", "parallel.mix",
+             "parallel.log_every", "parallel.peak_tflops"),
+        keeps=GOSSIP,
+    ),
+    "datacenter": Mode(
+        "datacenter",
+        ("run", "train", "evaluate", "parallel", "checkpoint"),
+        but=("parallel.ranks", "parallel.carry", "parallel.fragments", "parallel.overlap", "parallel.mix"),
+        keeps=(*NOISE, "evaluate.patience"),
+    ),
+    "islands": Mode(
+        'datacenter with parallel.sync = "local"',
+        ("run", "train", "evaluate", "parallel", "checkpoint", "strategy.kind", "strategy.options",
+         "simulate.partition"),
+        but=("parallel.ranks",),
+        keeps=(*NOISE, *BOUNDS, "evaluate.patience"),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Only:
+    """Keys that are read only when other settings say so."""
+
+    keys: tuple[str, ...]  # or a whole section, less what decides
+    when: Callable[[Config], bool]
+    switch: str  # the key that decides
+    words: str  # how it has to be
+    modes: tuple[str, ...] = tuple(MODES)
+
+
+MASKS = "secagg.enabled = true"
+ROUNDS = "asynchronous.enabled = false"
+FEDERATED = ("simulate", "aggregator", "site")
+GRAPH = ("gossip", "peer")
+NEVER_WAIT, WITH_COMPRESSOR = ("swift",), ("choco",)  # gossip.algorithm
+ONLY = (
+    Only(("secagg",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS),
+    Only(("strategy.min_sites", "limits"), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("site",)),
+    Only(("simulate.masks",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("simulate",)),
+    Only(("asynchronous",), lambda c: c.asynchronous.enabled, "asynchronous.enabled",
+         "asynchronous.enabled = true"),
+    Only(("strategy.fraction",), lambda c: not c.asynchronous.enabled,
+         "asynchronous.enabled", ROUNDS, FEDERATED),
+    Only(("simulate.speeds",), lambda c: c.asynchronous.enabled, "asynchronous.enabled",
+         "asynchronous.enabled = true", ("simulate",)),
+    Only(("simulate.speeds",), lambda c: c.gossip.algorithm in NEVER_WAIT, "gossip.algorithm",
+         f"gossip.algorithm = {' or '.join(NEVER_WAIT)}, whose peers never wait", ("gossip",)),
+    Only(("gossip.round_deadline",), lambda c: c.gossip.algorithm not in NEVER_WAIT, "gossip.algorithm",
+         "a gossip.algorithm whose peers wait for each other", GRAPH),
+    Only(("gossip.compressor",), lambda c: c.gossip.algorithm in WITH_COMPRESSOR, "gossip.algorithm",
+         f"gossip.algorithm = {' or '.join(WITH_COMPRESSOR)}", GRAPH),
+    Only(("gossip.clip", "simulate.masks"), lambda c: c.gossip.masks, "gossip.masks",
+         "gossip.masks = true", GRAPH),
+    Only(("privacy",), lambda c: c.privacy.noise_multiplier > 0, "privacy.noise_multiplier",
+         "privacy.noise_multiplier above 0"),
+    Only(("evaluate",), lambda c: c.evaluate.every > 0, "evaluate.every", "evaluate.every above 0"),
+    Only(("train.eval_batch_size",), lambda c: c.evaluate.every > 0, "evaluate.every",
+         "evaluate.every above 0"),
+    Only(("train.momentum",), lambda c: c.train.optimizer == "sgd", "train.optimizer",
+         'train.optimizer = "sgd"'),
+    Only(("train.local_epochs",), lambda c: not c.train.local_steps, "train.local_steps",
+         "train.local_steps = 0"),
+    Only(("parallel",), lambda c: c.parallel.ranks > 1, "parallel.ranks", "parallel.ranks above 1",
+         ("site", "peer")),
+    Only(("parallel.comm_rank",), lambda c: c.parallel.comm_hook == "powersgd", "parallel.comm_hook",
+         'parallel.comm_hook = "powersgd"'),
+    Only(("parallel.comm_fraction",), lambda c: c.parallel.comm_hook == "topk", "parallel.comm_hook",
+         'parallel.comm_hook = "topk"'),
+    Only(("parallel.schedule", "parallel.microbatches"), lambda c: c.parallel.pp > 1, "parallel.pp",
+         "parallel.pp above 1"),
+    Only(("parallel.offload_dir",), lambda c: c.parallel.offload in ("disk", "nvme"), "parallel.offload",
+         'parallel.offload = "disk" or "nvme"'),
+)  # fmt: skip
+INSTEAD = {
+    "aggregation.rule": "gossip.rule",
+    "aggregation.options": "gossip.rule",
+    "secagg.enabled": "gossip.masks",
+    "strategy.round_deadline": "gossip.round_deadline",
+}  # of a graph
+NOTHING = {"secagg.enabled": False}  # what promises nothing, where that is not the default
+
+
+def keys() -> dict[str, Any]:
+    """Every key of fedtrain.toml, with its value when nobody sets it."""
+    default = Config()
+    return {f"{name}.{f.name}": getattr(section, f.name)
+            for name, section in default.sections().items() for f in fields(section)}  # fmt: skip
+
+
+def reads(config: Config, name: str) -> frozenset[str]:
+    """The keys that this mode reads with these settings."""
+    mode = MODES[name]
+    return frozenset(key for key in keys() if _in(key, mode.reads) and key not in mode.but
+                     and not _off(config, name, key))  # fmt: skip
+
+
+def check(config: Config, *names: str) -> None:
+    """ConfigError for a key that is set, and that none of these modes reads, as the module's docstring says.
+    It says where the key is read."""
+    known, seen = keys(), frozenset[str]().union(*(reads(config, name) for name in names))
+    for given, source in config.given.items():
+        key, value = _key(given), config.value(given)
+        if key in seen or (key == given and value == NOTHING.get(key, known[key])):
+            continue
+        if source is Source.SET or all(_refused(config, mode, key, source) for mode in names):
+            raise ConfigError(f"{given} = {value!r} ({source}): {_why(config, names, key)}")
+
+
+def idle(config: Config, name: str) -> list[str]:
+    """Keys that are set, for other modes."""
+    seen = reads(config, name)
+    return [given for given in config.given if _key(given) not in seen]
+
+
+def row(config: Config, name: str) -> str:
+    """What a mode reads, in short: sections, and of those that it reads in part the keys."""
+    seen, words = reads(config, name), []
+    for section in dict.fromkeys(key.partition(".")[0] for key in keys()):
+        own = [key.partition(".")[2] for key in keys() if _in(key, (section,))]
+        here = [key for key in own if f"{section}.{key}" in seen]
+        if here:
+            words.append(section if here == own else f"{section} ({', '.join(here)})")
+    return ", ".join(words)
+
+
+def _in(key: str, some: tuple[str, ...]) -> bool:
+    return key in some or key.partition(".")[0] in some
+
+
+def _off(config: Config, name: str, key: str) -> list[Only]:
+    """Why these settings keep a mode from reading a key that it reads with others."""
+    return [only for only in ONLY if name in only.modes and key != only.switch and _in(key, only.keys)
+            and not only.when(config)]  # fmt: skip
+
+
+def _refused(config: Config, name: str, key: str, source: Source) -> bool:
+    """Whether a mode that doesn't read a key refuses it in the file or the environment."""
+    mode = MODES[name]
+    if key in INSTEAD and name in GRAPH and INSTEAD[key] in config.given:
+        return False
+    off = _off(config, name, key)
+    if any(config.given.get(only.switch, Source.FILE) > source for only in off):
+        return False
+    of_a_section = any(_in(other, (key.partition(".")[0],)) for other in reads(config, name))
+    return key in mode.keeps or (source is Source.ENVIRONMENT and of_a_section)
+
+
+def _why(config: Config, names: tuple[str, ...], key: str) -> str:
+    here = " and ".join(MODES[name].command for name in names)
+    for name in names:
+        mode = MODES[name]
+        if _in(key, mode.reads) and key not in mode.but and (off := _off(config, name, key)):
+            return f"{here} reads it only with {' and '.join(only.words for only in off)}."
+    readers = [mode.command for mode in MODES.values() if _in(key, mode.reads) and key not in mode.but]
+    instead = f" Here {INSTEAD[key]} decides." if key in INSTEAD and set(names) & set(GRAPH) else ""
+    return f"{here} does not read it; it is read by {', '.join(readers)}.{instead}"
+
+
+def _key(given: str) -> str:
+    """The key that a setting is of: a strategy's own mu is one of strategy.options."""
+    return given if given in keys() else f"{given.partition('.')[0]}.options"
+
+
+def names_of(command: str, config: Config, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modes that a command works in, or plans; none for one that only looks at runs."""
+    datacenter = "islands" if config.parallel.sync == "local" else "datacenter"
+    match command:
+        case "simulate":
+            return ("gossip",) if arguments["mode"] == "gossip" else ("simulate",)
+        case "aggregator" | "site" | "peer":
+            return (command,)
+        case "datacenter":
+            return (datacenter,)
+        case "plan":
+            return FEDERATED if arguments["ranks"] is None else (datacenter,)
+    return ()

@@ -1,0 +1,427 @@
+"""The table of modes is what the code does: real tiny runs of every mode record which keys they read."""
+
+import asyncio
+import re
+import sys
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import fedtrain
+from fedtrain import pki
+from fedtrain.cli import cli
+from fedtrain.config import Config, Source
+from fedtrain.errors import ConfigError
+from fedtrain.gossip import ALGORITHMS
+from fedtrain.modes import MODES, NEVER_WAIT, NOTHING, WITH_COMPRESSOR, check, idle, keys, names_of, reads
+from fedtrain.runtime import datacenter, federated, gossip_simulation, peer, simulation, site
+from fedtrain.runtime.trainer import Failed, Trainer, Workbench
+from tests.ports import free_port
+
+TASK = """
+import torch
+import fedtrain
+
+class Task(fedtrain.Task):
+    def model(self):
+        return torch.nn.Linear(4, 2)
+
+    def data(self, site):
+        x = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+        return x, (x.sum(1) > 0).long()
+
+    def loss(self, model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+SITES = ("a", "b", "c")
+
+# --- a configuration that remembers which keys are read of it
+
+COMPARES = {"agreed", "table", "_environment", "__post_init__"}  # read all keys, or only to refuse some
+DATACLASSES = "dataclasses.py"
+
+
+def recording(config: Config) -> tuple[Config, set[str]]:
+    seen: set[str] = set()
+
+    def recorder(name, section):
+        own = {f.name for f in fields(section)}
+
+        class Recording(type(section)):
+            def __getattribute__(self, key):
+                if key in own and not counted_out():
+                    seen.add(f"{name}.{key}")
+                return super().__getattribute__(key)
+
+        Recording.__name__ = type(section).__name__
+        copy = object.__new__(Recording)
+        copy.__dict__.update(section.__dict__)
+        return copy
+
+    return replace(config, **{n: recorder(n, s) for n, s in config.sections().items()}), seen
+
+
+def counted_out() -> bool:
+    """Whether the reader only compares, copies or refuses."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name.startswith("<"):  # a comprehension
+        frame = frame.f_back
+    return frame.f_code.co_name in COMPARES or frame.f_code.co_filename.endswith(DATACLASSES)
+
+
+class Inline(Trainer):
+    """A trainer in this process, so that what it reads is seen; asked and answered as the real one is."""
+
+    backlog = 0
+    plain = False  # whether nothing that it reads counts: an aggregator's only makes the initial model
+
+    def __init__(self, bench):
+        self.bench, self.description = bench, bench.description
+
+    @classmethod
+    async def start(cls, config, *, data_dir=None, scratch, log=None, simulated=False, pass_fds=()):
+        if cls.plain:
+            config = Config.of(config.table(), config.root)
+        return cls(Workbench(config, data_dir, simulated=simulated))
+
+    async def _ask(self, message):
+        answer = self.bench.answer(message)
+        assert not isinstance(answer, Failed), answer
+        return answer
+
+    async def close(self):
+        """Nothing runs."""
+
+
+@contextmanager
+def inline(patch):
+    with patch.context() as p:
+        p.setattr(Trainer, "start", Inline.start)
+        yield
+
+
+# --- one real run of each mode
+
+
+def quiet(kind, **what):
+    pass
+
+
+def simulate(root, config):
+    asyncio.run(simulation.simulate(config, emit=quiet))
+
+
+def gossip(root, config):
+    asyncio.run(gossip_simulation.simulate(config, emit=quiet))
+
+
+def in_a_datacenter(root, config):
+    datacenter.run(config, emit=datacenter.silent)
+
+
+def certified(root, *names):
+    if not (root / "certs").exists():
+        pki.init(root / "certs")
+        for name in names:
+            pki.issue(root / "certs", *(("aggregator",) if name == "aggregator" else ("site", name)))
+
+
+def federation(root, config, plain, recorded):
+    """Aggregator and three sites over mutual TLS; one of the ends has the recording configuration."""
+    certified(root, "aggregator", *SITES)
+    Inline.plain = recorded == "aggregator"
+
+    async def main():
+        ends = [
+            asyncio.create_task(federated.serve(config if recorded == "aggregator" else plain, emit=quiet))
+        ]
+        for name in SITES:
+            own = config if (recorded, name) == ("site", "a") else plain
+            ends.append(asyncio.create_task(site.run(own, name, emit=quiet)))
+        await asyncio.wait_for(asyncio.gather(*ends), 60)
+
+    try:
+        asyncio.run(main())
+    finally:
+        Inline.plain = False
+
+
+def peers(root, config, plain):
+    certified(root, *SITES)
+
+    async def main():
+        ends = []
+        for name in SITES:
+            network = replace(config.network, listen=f"127.0.0.1:{free_port()}") if name != "a" else None
+            own = config if name == "a" else replace(plain, network=network)
+            ends.append(asyncio.create_task(peer.run(own, name, emit=quiet)))
+        await asyncio.wait_for(asyncio.gather(*ends), 60)
+
+    asyncio.run(main())
+
+
+RUNS = {
+    "simulate": lambda root, config, plain: simulate(root, config),
+    "gossip": lambda root, config, plain: gossip(root, config),
+    "aggregator": lambda root, config, plain: federation(root, config, plain, "aggregator"),
+    "site": lambda root, config, plain: federation(root, config, plain, "site"),
+    "peer": peers,
+    "datacenter": lambda root, config, plain: in_a_datacenter(root, config),
+    "islands": lambda root, config, plain: in_a_datacenter(root, config),
+}
+OPEN = {"secagg": {"enabled": False}}
+ASYNCHRONOUS = OPEN | {"asynchronous": {"enabled": True}}
+NOISE = {"privacy": {"noise_multiplier": 0.1}}
+NEVER = {"evaluate": {"every": 0}}
+STEPS = {"train": {"local_steps": 2, "optimizer": "adam"}}
+SWIFT, CHOCO = {"gossip": {"algorithm": "swift"}}, {"gossip": {"algorithm": "choco", "topology": "ring"}}
+VARIANTS = [
+    *(
+        ("simulate", c)
+        for c in ({}, {"simulate": {"masks": True}}, ASYNCHRONOUS | NOISE, OPEN | NEVER | STEPS)
+    ),
+    *(("gossip", c) for c in ({}, NOISE | STEPS, SWIFT | NEVER, CHOCO, {"gossip": {"masks": True}})),
+    *((end, c) for end in ("aggregator", "site") for c in ({}, ASYNCHRONOUS, OPEN | NOISE | STEPS | NEVER)),
+    *(("peer", c) for c in ({}, NOISE | NEVER)),
+    *(("datacenter", c) for c in ({}, STEPS | NEVER)),
+    ("islands", {"parallel": {"sync": "local"}}),
+]
+# Read where it changes nothing: handed on to what does not use it, or looked at beside what decides.
+IN_VAIN = {"gossip.clip", "gossip.round_deadline", "simulate.engine", "strategy.fraction",
+           "evaluate.patience", "train.eval_batch_size", "parallel.offload_dir"}  # fmt: skip
+# A datacenter refuses noise, and sets how many sites its islands are.
+ITS_OWN = {name: {"privacy.noise_multiplier", "simulate.sites"} for name in ("datacenter", "islands")}
+
+
+def configured(root, changes):
+    (root / "task.py").write_text(TASK)
+    table = {
+        "run": {"rounds": 2},
+        "strategy": {"min_sites": 3},
+        "simulate": {"sites": 4, "workers": 1},
+        "gossip": {"topology": "complete"},
+        "network": {"listen": f"127.0.0.1:{free_port()}", "heartbeat": "1s"},
+    }
+    for name, own in changes.items():
+        table[name] = table.get(name, {}) | own
+    return Config.of(table, root)
+
+
+@pytest.mark.parametrize(("mode", "changes"), VARIANTS, ids=lambda v: v if isinstance(v, str) else None)
+def test_a_mode_reads_just_the_keys_that_its_row_says(tmp_path, monkeypatch, mode, changes):
+    plain = configured(tmp_path, changes)
+    config, seen = recording(plain)
+    with inline(monkeypatch):
+        RUNS[mode](tmp_path, config, plain)
+    told = reads(plain, mode)
+    if mode in ("aggregator", "site"):
+        seen |= {key for key in plain.agreed() if key in told} | {"strategy.options", "aggregation.options"}
+    more, less = seen - told - IN_VAIN - ITS_OWN.get(mode, set()), told - seen
+    assert not more, f"{mode} reads {sorted(more)}, which fedtrain/modes.py does not say"
+    less = {key for key in less if not only_over_ranks(key) and key != "strategy.attempts"}  # of failures
+    assert not less, f"{mode} does not read {sorted(less)}, as fedtrain/modes.py says"
+
+
+def only_over_ranks(key):
+    """Whether the key is read where models are spread over several ranks, which one process has not."""
+    section, _, name = key.partition(".")
+    if section not in ("parallel", "checkpoint"):
+        return False
+    folder = Path(fedtrain.__file__).parent
+    files = [*(folder / "training").rglob("*.py"), folder / "runtime" / "ranks.py"]
+    return any(re.search(rf"\b(config|parallel)\.{name}\b", file.read_text()) for file in files)
+
+
+# --- what is refused
+
+
+def test_every_key_is_read_by_some_mode():
+    switched_on = Config.of(
+        {
+            "asynchronous": {"enabled": False}, "privacy": {"noise_multiplier": 1.0},
+            "gossip": {"algorithm": "choco", "masks": True},
+            "parallel": {"ranks": 2, "sync": "local", "comm_hook": "topk", "pp": 2, "zero": 2,
+                         "offload": "disk", "offload_dir": "x"},
+        }
+    )  # fmt: skip
+    without_rounds = Config.of(
+        {
+            "asynchronous": {"enabled": True},
+            "gossip": {"algorithm": "swift"},
+            "parallel": {"comm_hook": "powersgd"},
+        }
+    )
+    read = {key for config in (switched_on, without_rounds) for mode in MODES for key in reads(config, mode)}
+    assert keys().keys() - read == set(), "name the mode that reads it in fedtrain/modes.py"
+
+
+def test_what_the_table_says_of_gossip_algorithms_is_so():
+    assert {name for name, kind in ALGORITHMS.items() if not kind.waits} == set(NEVER_WAIT)
+    takes = {name for name, kind in ALGORITHMS.items() if "compressor" in {f.name for f in fields(kind)}}
+    assert takes == set(WITH_COMPRESSOR)
+
+
+def given(key, value, source=Source.SET, **others):
+    """Defaults but for one key, of any value; `others`: sections of a file beneath it."""
+    config = Config.of(others)
+    section, _, name = key.partition(".")
+    changed = object.__new__(type(getattr(config, section)))
+    changed.__dict__.update(getattr(config, section).__dict__ | {name: value})
+    return replace(config, **{section: changed}, given={**config.given, key: source})
+
+
+def another(value):
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, dict):
+        return {"f": 1}
+    return value + 1 if isinstance(value, int | float) else "another"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("key", keys())
+def test_a_key_of_set_is_read_or_refused_with_where_it_is_read(key, mode):
+    """Every key in every mode."""
+    config = given(key, True if key in NOTHING else another(keys()[key]))
+    if key in reads(config, mode):
+        check(config, mode)
+        return
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .* \(--set\): ") as refused:
+        check(config, mode)
+    where = str(refused.value).partition("(--set): ")[2]
+    assert where.startswith(MODES[mode].command)
+    assert " it is read by " in where or " reads it only with " in where
+    assert "\n" not in where
+
+
+PROJECTS = [
+    path for path in Path(fedtrain.__file__).parents[1].rglob("*.toml")
+    if path.name in ("fedtrain.toml", "gossip.toml") and ".venv" not in path.parts
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_file_serves_every_mode(mode):
+    """The template's, each example's, and one with a section of every mode."""
+    assert len(PROJECTS) >= 6
+    for path in PROJECTS:
+        check(Config.load(path, env={}), mode)
+    check(
+        Config.of(
+            {
+                "strategy": {"kind": "fedprox", "mu": 0.1, "round_deadline": "5s", "fraction": 0.5},
+                "secagg": {"max_examples": 100, "clip": 2.0},
+                "gossip": {"algorithm": "choco", "topology": "ring", "compressor": "topk:0.1"},
+                "parallel": {"zero": 3, "ranks": 2}, "checkpoint": {"every": 5},
+                "simulate": {"sites": 4, "workers": 2}, "network": {"address": "h:1"},
+                "aggregation": {"rule": "median"} if mode not in ("gossip", "peer", "islands") else {},
+            }
+        ),
+        mode,
+    )  # fmt: skip
+
+
+NOISY = {"privacy": {"noise_multiplier": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("mode", "file", "message"),
+    [
+        ("gossip", {"aggregation": {"rule": "krum"}}, "aggregation.rule = 'krum'.*Here gossip.rule decides"),
+        ("peer", {"aggregation": {"rule": "trimmed_mean", "f": 2}}, "gossip.rule decides"),
+        ("peer", {"limits": {"max_norm": 1.0}}, "limits.max_norm = 1.0 .in the file.: peer does not read it"),
+        ("gossip", {"secagg": {"enabled": True}}, "Here gossip.masks decides"),
+        ("gossip", {"simulate": {"engine": "vmap"}}, "it is read by simulate"),
+        ("gossip", {"gossip": {"compressor": "topk:0.1"}}, "only with gossip.algorithm = choco"),
+        ("datacenter", NOISY, "privacy.noise_multiplier = 1.0.*read by simulate, .*site, peer"),
+        ("islands", {"aggregation": {"rule": "median"}}, "aggregation.rule = 'median'"),
+        ("islands", {"limits": {"max_norm": 1.0}}, "limits.max_norm"),
+        ("site", {"privacy": {"clip": 0.5}}, "reads it only with privacy.noise_multiplier above 0"),
+        ("simulate", {"evaluate": {"every": 0, "patience": 3}}, "only with evaluate.every above 0"),
+        ("aggregator", {"secagg": {"enabled": False, "compression": "randomk:0.1"}}, "secagg.enabled = true"),
+    ],
+)  # fmt: skip
+def test_a_promise_of_the_file_that_would_not_be_kept_is_refused(mode, file, message):
+    with pytest.raises(ConfigError, match=message):
+        check(Config.of(file), mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "file", "sets"),
+    [
+        (
+            "datacenter",
+            {"aggregation": {"rule": "median"}},
+            [],
+        ),  # all data is one pool: there is nobody to rule
+        ("gossip", {"aggregation": {"rule": "krum"}, "gossip": {"rule": "self_clip:f=1"}}, []),
+        ("peer", {"secagg": {"enabled": True}, "gossip": {"masks": False}}, []),
+        ("peer", {"limits": {"max_norm": 1.0}}, ["limits.max_norm=0"]),
+        ("simulate", {"evaluate": {"patience": 3}}, ["evaluate.every=0"]),
+        (
+            "simulate",
+            {"secagg": {"compression": "randomk:0.1", "max_examples": 50}},
+            ["secagg.enabled=false"],
+        ),
+        (
+            "site",
+            {"evaluate": {"every": 0, "patience": 3, "metric": "f1"}},
+            [],
+        ),  # the aggregator's own affair
+        ("aggregator", NOISY, []),  # and the sites'
+        ("gossip", {}, ["simulate.engine=loop", "aggregation.rule=mean"]),  # as it is without
+    ],
+)
+def test_what_another_mode_keeps_or_a_stronger_setting_switched_off_may_stand(tmp_path, mode, file, sets):
+    text = "".join(f"[{name}]\n" + "".join(f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}\n"
+                                           for k, v in of.items()) for name, of in file.items())  # fmt: skip
+    (tmp_path / "fedtrain.toml").write_text(text)
+    check(Config.load(tmp_path / "fedtrain.toml", sets, env={}), mode)
+
+
+def test_the_environment_may_name_what_a_machine_has_and_not_what_this_mode_leaves_unread(tmp_path):
+    (tmp_path / "fedtrain.toml").write_text("")
+    load = lambda **env: Config.load(tmp_path / "fedtrain.toml", env=env)
+    check(load(FEDTRAIN_NETWORK__CERTS="/certs", FEDTRAIN_RUN__DIR="/runs"), "simulate")
+    with pytest.raises(ConfigError, match=r"simulate.workers = 8 \(in the environment\)"):
+        check(load(FEDTRAIN_SIMULATE__WORKERS="8"), "gossip")
+
+
+# --- the commands
+
+
+def test_each_command_checks_its_own_mode_as_it_begins(tmp_path, monkeypatch):
+    certified(tmp_path, "aggregator", "a")
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "fedtrain.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for command, key in {
+        "simulate": "network.listen=h:1", "simulate --mode gossip": "limits.max_norm=1",
+        "aggregator": "train.device=cpu:0", "site a": "strategy.fraction=0.5",
+        "peer a": "aggregation.rule=krum",
+        "datacenter": "aggregation.rule=median", "plan": "gossip.rule=median",
+        "plan --ranks 2": "strategy.kind=diloco",
+    }.items():  # fmt: skip
+        result = CliRunner().invoke(cli, [*command.split(), "--set", key])
+        assert result.exit_code == 1, result.output
+        assert result.stderr.startswith(f"fedtrain: {key.partition('=')[0]} = "), result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert names_of("datacenter", Config.of({"parallel": {"sync": "local"}}), {}) == ("islands",)
+    assert CliRunner().invoke(cli, ["runs", "--set", "train.lr=1"]).exit_code == 0  # looks at runs only
+
+
+def test_plan_prints_the_row_and_what_is_for_other_modes(tmp_path, monkeypatch):
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "fedtrain.toml").write_text('[gossip]\ntopology = "ring"\n[secagg]\nenabled = false\n')
+    monkeypatch.chdir(tmp_path)
+    assert idle(Config.load(env={}), "simulate") == ["gossip.topology"]
+    lines = CliRunner().invoke(cli, ["plan"]).output.splitlines()
+    (row,) = (line for line in lines if line.startswith("simulate reads "))
+    assert "strategy" in row
+    assert "secagg (enabled)" in row
+    assert "set for other modes: gossip.topology" in lines
+    islands = CliRunner().invoke(cli, ["plan", "--ranks", "2", "--set", "parallel.sync=local"]).output
+    assert "strategy (kind, options)" in islands
