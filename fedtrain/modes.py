@@ -22,7 +22,7 @@ from .errors import ConfigError
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
 BOUNDS = ("aggregation.rule", "aggregation.options", "limits.max_norm", "limits.max_examples")
 NOISE = ("privacy.noise_multiplier", "privacy.clip")
-STAR = (*BOUNDS, "secagg.compression", "evaluate.patience")
+STAR = (*BOUNDS, "compression.up", "evaluate.patience")
 GOSSIP = (*BOUNDS, *NOISE, "secagg.enabled", "gossip.compressor", "gossip.clip", "evaluate.patience")
 
 
@@ -39,7 +39,8 @@ class Mode:
 MODES: dict[str, Mode] = {
     "simulate": Mode(
         "simulate",
-        (*EVERYWHERE, "strategy", "aggregation", "asynchronous", "secagg", "limits", "simulate"),
+        (*EVERYWHERE, "strategy", "aggregation", "asynchronous", "secagg", "compression", "limits",
+         "simulate"),
         keeps=(*STAR, *NOISE, "simulate.engine"),
     ),
     "gossip": Mode(
@@ -50,18 +51,19 @@ MODES: dict[str, Mode] = {
     ),
     "aggregator": Mode(
         "aggregator",
-        ("run", "train", "evaluate", "strategy", "aggregation", "asynchronous", "secagg", "limits",
-         "network"),
+        ("run", "train", "evaluate", "strategy", "aggregation", "asynchronous", "secagg", "compression",
+         "limits", "network"),
         but=("train.device", "train.threads", "train.eval_batch_size", "network.address"),
         keeps=STAR,
     ),
     "site": Mode(
         "site",
-        ("run", "train", "privacy", "strategy.kind", "strategy.options", "strategy.min_sites", "aggregation",
-         "asynchronous", "secagg", "limits", "network", "parallel"),
+        ("run", "train", "privacy", "evaluate.every", "strategy.kind", "strategy.options",
+         "strategy.min_sites", "aggregation", "asynchronous", "secagg", "compression", "limits", "network",
+         "parallel"),
         but=("network.idle", "parallel.carry", "parallel.fragments", "parallel.overlap", "parallel.mix",
              "parallel.log_every", "parallel.peak_tflops"),
-        keeps=(*NOISE, "secagg.compression"),
+        keeps=NOISE,
     ),
     "peer": Mode(
         "peer",
@@ -121,6 +123,10 @@ ONLY = (
          f"gossip.algorithm = {' or '.join(WITH_COMPRESSOR)}", GRAPH),
     Only(("gossip.clip", "simulate.masks"), lambda c: c.gossip.masks, "gossip.masks",
          "gossip.masks = true", GRAPH),
+    Only(("compression.error_feedback",), lambda c: bool(c.compression.up), "compression.up",
+         "compression.up"),
+    Only(("compression.error_feedback",), lambda c: not c.secagg.enabled, "secagg.enabled",
+         "secagg.enabled = false"),
     Only(("privacy",), lambda c: c.privacy.noise_multiplier > 0, "privacy.noise_multiplier",
          "privacy.noise_multiplier above 0"),
     Only(("evaluate",), lambda c: c.evaluate.every > 0, "evaluate.every", "evaluate.every above 0"),

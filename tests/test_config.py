@@ -220,7 +220,7 @@ def test_a_wrong_variable_is_named(tmp_path):
         load(tmp_path, env={"FEDTRAIN_TRAIN__LRR": "3"})
 
 
-SECTIONS = [f.name for f in dataclasses.fields(Config) if f.name != "root"]
+SECTIONS = list(Config().sections())
 KEYS = [f"{s}.{f.name}" for s in SECTIONS for f in dataclasses.fields(getattr(Config(), s))]
 
 

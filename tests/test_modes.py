@@ -177,14 +177,19 @@ ASYNCHRONOUS = OPEN | {"asynchronous": {"enabled": True}}
 NOISE = {"privacy": {"noise_multiplier": 0.1}}
 NEVER = {"evaluate": {"every": 0}}
 STEPS = {"train": {"local_steps": 2, "optimizer": "adam"}}
+SMALL = {"compression": {"up": "topk:0.5"}}
 SWIFT, CHOCO = {"gossip": {"algorithm": "swift"}}, {"gossip": {"algorithm": "choco", "topology": "ring"}}
 VARIANTS = [
     *(
         ("simulate", c)
-        for c in ({}, {"simulate": {"masks": True}}, ASYNCHRONOUS | NOISE, OPEN | NEVER | STEPS)
+        for c in ({}, {"simulate": {"masks": True}}, ASYNCHRONOUS | NOISE, OPEN | NEVER | STEPS, OPEN | SMALL)
     ),
     *(("gossip", c) for c in ({}, NOISE | STEPS, SWIFT | NEVER, CHOCO, {"gossip": {"masks": True}})),
-    *((end, c) for end in ("aggregator", "site") for c in ({}, ASYNCHRONOUS, OPEN | NOISE | STEPS | NEVER)),
+    *(
+        (end, c)
+        for end in ("aggregator", "site")
+        for c in ({}, ASYNCHRONOUS, OPEN | NOISE | STEPS | NEVER | SMALL)
+    ),
     *(("peer", c) for c in ({}, NOISE | NEVER)),
     *(("datacenter", c) for c in ({}, STEPS | NEVER)),
     ("islands", {"parallel": {"sync": "local"}}),
@@ -341,7 +346,7 @@ NOISY = {"privacy": {"noise_multiplier": 1.0}}
         ("islands", {"limits": {"max_norm": 1.0}}, "limits.max_norm"),
         ("site", {"privacy": {"clip": 0.5}}, "reads it only with privacy.noise_multiplier above 0"),
         ("simulate", {"evaluate": {"every": 0, "patience": 3}}, "only with evaluate.every above 0"),
-        ("aggregator", {"secagg": {"enabled": False, "compression": "randomk:0.1"}}, "secagg.enabled = true"),
+        ("peer", {"gossip": {"clip": 4.0}}, "gossip.masks = true"),
     ],
 )  # fmt: skip
 def test_a_promise_of_the_file_that_would_not_be_kept_is_refused(mode, file, message):

@@ -61,11 +61,13 @@ from .answers import (
 )
 from .progress import (
     Emit,
+    Evaluators,
     Result,
     Shown,
     begin,
     check_failures,
     evaluation_is_due,
+    everyone,
     keep_evaluation,
     plain,
     reason_to_stop,
@@ -104,7 +106,7 @@ async def run(
     emit: Emit,
     *,
     asks: Asks | None = None,
-    evaluate_at: Sequence[SiteId] | None = None,
+    evaluate_at: Evaluators = everyone,
     shown: Shown = plain,
 ) -> Result:
     """Versions until config.run.rounds or an early stop; RoundError when no site gives anything of use.
@@ -141,7 +143,7 @@ class Loop:
         strategy: Strategy,
         emit: Emit,
         asks: Asks,
-        evaluate_at: Sequence[SiteId] | None,
+        evaluate_at: Evaluators,
         shown: Shown,
     ) -> None:
         self._config, self._cohort, self._answers = config, cohort, InTheOpen(config, cohort, emit)
@@ -179,9 +181,11 @@ class Loop:
         """Give all who are free something to do: an evaluation that waits for them, else a turn."""
         asks, number = self._asks, self._newest.round
         if self._evaluating is None and evaluation_is_due(self._config, self._store, number):
-            asked = list(self._evaluate_at or members)
-            self._evaluating = Evaluating(number, self._newest.weights, asked, list(asked))
-            self._store.evaluating = number
+            if asked := self._evaluate_at(number, members):
+                self._evaluating = Evaluating(number, self._newest.weights, asked, list(asked))
+                self._store.evaluating = number
+            else:
+                keep_evaluation(self._config, self._store, number, {}, {}, self._emit)
         if (evaluating := self._evaluating) is not None:
             for site in evaluating.waiting:
                 if site not in asks.under_way:
@@ -294,11 +298,11 @@ class Loop:
     async def _evaluate_last(self) -> None:
         """The model of the last version, at all sites at once: they have nothing else to do."""
         number = self._newest.round
-        if number >= self._config.run.rounds and evaluation_is_due(self._config, self._store, number):
-            sites = list(self._evaluate_at or await self._cohort.members(1))
-            await self._keep_evaluation(
-                number, *await self._answers.evaluate(number, sites, self._newest.weights)
-            )
+        if number < self._config.run.rounds or not evaluation_is_due(self._config, self._store, number):
+            return
+        if sites := self._evaluate_at(number, await self._cohort.members(1)):
+            found = await self._answers.evaluate(number, sites, self._newest.weights)
+            await self._keep_evaluation(number, *found)
 
     async def _keep_evaluation(self, number: int, total: Metrics, by_site: dict[SiteId, Metrics]) -> None:
         keep_evaluation(self._config, self._store, number, *await self._shown(total, by_site), self._emit)

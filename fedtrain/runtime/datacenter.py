@@ -38,7 +38,7 @@ from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
 from ..training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
 from ..update import SiteId, summed
-from .progress import Result, check_metric, keep_evaluation, noticed
+from .progress import Result, check_metric, is_evaluated, keep_evaluation, noticed
 
 if TYPE_CHECKING:
     from ..training.checkpoint import Checkpoints
@@ -330,8 +330,7 @@ class Datacenter:
         return metrics
 
     def _evaluation_is_due(self) -> bool:
-        every, number = self.config.evaluate.every, self.state.round
-        return bool(every) and (number % every == 0 or number >= self.config.run.rounds)
+        return is_evaluated(self.config, self.state.round)
 
     def _reason_to_stop(self) -> str | None:
         """Rank 0 has the evaluations, and all must agree."""

@@ -24,16 +24,19 @@ from ..malloc import keep_freed
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
 from ..update import Found, Metrics, Reply, Request, Schema, SiteId, seed_of
-from ..wire.frames import PROTOCOL, Hello
+from ..wire.frames import PROTOCOL, Bounds, Hello
 from . import asynchronous, checks, compressed
 from .answers import Answers, InTheOpen, aside
 from .progress import (
     Averages,
     Emit,
+    Evaluators,
     Result,
     Shown,
     begin,
+    bounds_of,
     evaluation_is_due,
+    everyone,
     finish,
     keep_evaluation,
     noticed,
@@ -51,12 +54,12 @@ async def run(
     strategy: Strategy,
     emit: Emit,
     *,
-    evaluate_at: Sequence[SiteId] | None = None,
+    evaluate_at: Evaluators = everyone,
     shown: Shown = plain,
 ) -> Result:
     """Rounds until config.run.rounds, an early stop, or TooFewSites; `store` holds the initial model.
 
-    `evaluate_at`: who evaluates, when it is not every member (a simulation evaluates pooled data once).
+    `evaluate_at`: who evaluates (a simulation evaluates pooled data once).
     `shown`: what the task makes of an evaluation.
     """
     checkpoint = begin(config, store, await answers.cohort.members(0), emit)
@@ -162,14 +165,14 @@ async def _evaluate(
     store: RunStore,
     checkpoint: Checkpoint,
     emit: Emit,
-    evaluate_at: Sequence[SiteId] | None,
+    evaluate_at: Evaluators,
     shown: Shown,
 ) -> None:
     """Ask for sums over the sites; what they show decides which model is the best and when to stop early."""
     number = checkpoint.round
-    sites = list(evaluate_at or await answers.cohort.members(config.strategy.min_sites))
-    metrics, by_site = await shown(*await answers.evaluate(number, sites, checkpoint.weights))
-    keep_evaluation(config, store, number, metrics, by_site, emit)
+    sites = evaluate_at(number, await answers.cohort.members(config.strategy.min_sites))
+    found = await shown(*await answers.evaluate(number, sites, checkpoint.weights)) if sites else ({}, {})
+    keep_evaluation(config, store, number, *found, emit)
 
 
 def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:
@@ -217,9 +220,18 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
             else:
                 checks.admit(request, reply, due, config.limits, store.joined().get(site))
 
+        bounds: dict[SiteId, Bounds] = {}
+
         def welcome(site: SiteId, hello: Hello) -> None:
             agree(site, hello, config, schema, task_digest, frozen.schema)
             store.join(site, hello.examples)
+            if hello.bounds is not None and bounds.get(site) != hello.bounds:
+                bounds[site] = hello.bounds
+                for why in differences(hello.bounds, bounds_of(config)):
+                    emit("notice", text=f"{site}: {why}")
+
+        def evaluators(number: int, members: Sequence[SiteId]) -> list[SiteId]:
+            return [site for site in members if site not in bounds or not bounds[site].evaluation(number)]
 
         cohort = GrpcCohort(
             listen=config.network.listen,
@@ -258,9 +270,13 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         try:
             async with shown_by_task(config, store, task_digest) as shown:
                 if config.asynchronous.enabled:
-                    result = await asynchronous.run(config, sites, store, strategy, emit, shown=shown)
+                    result = await asynchronous.run(
+                        config, sites, store, strategy, emit, evaluate_at=evaluators, shown=shown
+                    )
                 else:
-                    result = await run(config, answers, store, strategy, emit, shown=shown)
+                    result = await run(
+                        config, answers, store, strategy, emit, evaluate_at=evaluators, shown=shown
+                    )
             finish(store, result.rounds, result.reason, emit)
             over = result.reason
             return result
@@ -326,6 +342,13 @@ async def shown_by_task(config: Config, store: RunStore, task_digest: str) -> As
     finally:
         if process is not None:
             await process.close()
+
+
+def differences(site: Bounds, run: Bounds) -> list[str]:
+    """Where a site lets itself be asked less than this run asks: first why it sits evaluations out."""
+    evaluated = [number for number in range(1, min(run.rounds, 1000) + 1) if not run.evaluation(number)]
+    refused = filter(None, (site.evaluation(number) for number in evaluated))
+    return [*list(refused)[:1], *filter(None, [site.training(run.trainings - 1)])]
 
 
 def agree(

@@ -4,7 +4,7 @@ when it is over."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,10 @@ from ..config import Config
 from ..errors import ConfigError, TaskError
 from ..store import Checkpoint, RunStore
 from ..update import Metrics, SiteId, averages
+from ..wire.frames import Bounds
 
 Emit = Callable[..., None]
+Evaluators = Callable[[int, Sequence[SiteId]], list[SiteId]]  # who of the members evaluates in a round
 Averages = dict[str, float]
 # (sums over all sites, each site's own) -> what people are shown of both
 Shown = Callable[[Metrics, Mapping[SiteId, Metrics]], Awaitable[tuple[Averages, dict[SiteId, Averages]]]]
@@ -108,10 +110,25 @@ def check_failures(number: int, asked: Collection[SiteId], failed: Mapping[SiteI
 
 def evaluation_is_due(config: Config, store: RunStore, number: int) -> bool:
     """Whether the model after `number` rounds should be evaluated now."""
-    every = config.evaluate.every
-    if number == 0 or not every or (number % every and number < config.run.rounds):
-        return False
-    return store.evaluation(number) is None
+    return number > 0 and is_evaluated(config, number) and store.evaluation(number) is None
+
+
+def is_evaluated(config: Config, number: int) -> bool:
+    """Whether the model after `number` rounds is one of those that evaluate.every means."""
+    return not Bounds(trainings=0, rounds=config.run.rounds, every=config.evaluate.every).evaluation(number)
+
+
+def everyone(number: int, members: Sequence[SiteId]) -> list[SiteId]:
+    """Evaluators: all members."""
+    return list(members)
+
+
+def bounds_of(config: Config) -> Bounds:
+    """What these settings allow a site to be asked."""
+    rounds, asynchronous = config.run.rounds, config.asynchronous
+    # A version takes asynchronous.buffer updates, which may all be one site's, and has it refused once.
+    turns = rounds * (asynchronous.buffer + 1) if asynchronous.enabled else rounds
+    return Bounds(trainings=turns, rounds=rounds, every=config.evaluate.every)
 
 
 def reason_to_stop(config: Config, store: RunStore, number: int) -> str | None:

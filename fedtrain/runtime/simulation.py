@@ -105,6 +105,7 @@ async def simulate(
                 await pool.freeze(kept)
             if config.compression.down:
                 await pool.keep_initial()
+            evaluators = lambda number, members: about.evaluators
             cohort: Cohort = pool
             if debug is not None:
                 bench = Workbench(config, data_dir, simulated=True)
@@ -118,12 +119,12 @@ async def simulate(
                 clock = asynchronous.Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
                 result = await asynchronous.run(
                     config, cohort, store, strategy, emit,
-                    asks=clock, evaluate_at=about.evaluators, shown=pool.shown,
+                    asks=clock, evaluate_at=evaluators, shown=pool.shown,
                 )  # fmt: skip
             else:
                 result = await run(
                     config, answers(config, cohort, emit), store, strategy, emit,
-                    evaluate_at=about.evaluators, shown=pool.shown,
+                    evaluate_at=evaluators, shown=pool.shown,
                 )  # fmt: skip
         finish(store, result.rounds, result.reason, emit)
         return result

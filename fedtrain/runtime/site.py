@@ -46,9 +46,9 @@ from ..update import (
 )
 from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
-from ..wire.frames import Hello
+from ..wire.frames import Bounds, Hello
 from .privacy import Spent
-from .progress import Averages, noticed
+from .progress import Averages, bounds_of, noticed
 from .secure import REQUESTS as SECURE_REQUESTS
 from .secure import SecureSite, check_config, hash_of, spread
 from .trainer import TRIES, Description, Trainer, TrainerDied, unchanged
@@ -157,13 +157,14 @@ class Site:
         spent: Spent | None = None,
         frozen: Frozen = Frozen(),
         tell: Callable[[str], None] = lambda line: None,
+        bounds: Bounds | None = None,
     ) -> None:
         """`say` tells people what goes on, `tell` what went wrong. `frozen`: the frozen parameters of the
-        task's own model().
+        task's own model(). `bounds`: what is answered at all; None: everything.
 
         With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
         """
-        self._secure, self._spent = secure, spent
+        self._secure, self._spent, self._bounds = secure, spent, bounds
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
         self._say, self._tell = say, tell
         self._under_way: tuple[str, asyncio.Task[Found]] | None = None
@@ -211,6 +212,8 @@ class Site:
     async def answer(self, request: Request) -> Reply:
         """The reply to a request. The same question again, in another attempt say, gets the same reply; but
         a failure is no reply to another attempt, which has the work done anew."""
+        if why := self._refusal(request):
+            return Failure(reason=f"{self._name} refuses: {why}")
         match request, self._secure:
             case Train() | Evaluate(), None:
                 return await self._result(request, request.weights.digest + self._frozen.digest)
@@ -224,6 +227,15 @@ class Site:
             case Share() | Mask() | Agree() | Unmask(), SecureSite():
                 return await asyncio.to_thread(self._secure.answer, request)
         return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
+
+    def _refusal(self, request: Request) -> str:
+        """What this site's own settings have against a request."""
+        match request, self._bounds:
+            case Train(), Bounds():
+                return self._bounds.training(request.round)
+            case Evaluate(), Bounds():
+                return self._bounds.evaluation(request.round)
+        return ""
 
     async def _result(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, worked out once; `model` tells its weights from others."""
@@ -372,7 +384,10 @@ async def run(
         about = trainer.description
         secure = secure_site(config, name, credentials, ledger) if config.secagg.enabled else None
         spent = Spent(config.privacy, ledger.folder, emit)
-        site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit))
+        site = Site(
+            name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),
+            bounds := bounds_of(config),
+        )  # fmt: skip
         if config.compression.down:
             await site.keep_initial()
         hello = Hello(
@@ -383,6 +398,7 @@ async def run(
             frozen=about.frozen.schema,
             agreed=config.agreed(),
             examples=None if secure else await trainer.examples(name),  # under masks no count is in clear
+            bounds=bounds,
         )
         try:
             patched = site.patched if config.compression.down else None

@@ -16,13 +16,40 @@ import msgspec
 
 from ..update import Schema
 
-PROTOCOL = 2  # both ends must say the same
+PROTOCOL = 3  # both ends must say the same
 CHUNK_BYTES = 1 << 20
 MESSAGE_BYTES = 4 << 20  # no frame or chunk is larger; gRPC refuses it before reading it
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of what a session carries."""
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What a site lets itself be asked, by its own fedtrain.toml. It refuses the rest, whoever asks; told at
+    joining, an aggregator asks for less."""
+
+    trainings: int  # in the run: its rounds, or where there are none the turns that they may take
+    rounds: int  # run.rounds
+    every: int  # evaluate.every
+
+    def training(self, round: int) -> str:
+        """Why it does not train in this round (0 first); nothing when it does."""
+        if round < self.trainings:
+            return ""
+        most = f"at most {self.trainings} times in this run (its own run.rounds)"
+        return f"it trains {most}, and this is time {round + 1}"
+
+    def evaluation(self, number: int) -> str:
+        """Why it does not evaluate the model after so many rounds; nothing when it does."""
+        if not self.every:
+            return "it never evaluates (its own evaluate.every = 0)"
+        if number > self.rounds or (number % self.every and number < self.rounds):
+            return (
+                f"it evaluates every {self.every} rounds and after round {self.rounds} (its own "
+                f"evaluate.every and run.rounds), not after round {number}"
+            )
+        return ""
 
 
 class Hello(Frame, frozen=True, kw_only=True, tag=True):
@@ -35,6 +62,7 @@ class Hello(Frame, frozen=True, kw_only=True, tag=True):
     agreed: dict[str, str]  # Config.agreed()
     frozen: Schema = Schema(())  # of the parameters that training leaves alone
     examples: float | None = None  # of the site's data; later claims may not exceed it
+    bounds: Bounds | None = None  # None: it answers whatever is asked
 
 
 class Status(Frame, frozen=True, kw_only=True, tag=True):

@@ -1,0 +1,151 @@
+"""What a site's own file says holds at the site, and the aggregator makes do with the others."""
+
+import asyncio
+
+import pytest
+
+from fedtrain.config import Config
+from fedtrain.errors import RoundError, TooFewSites
+from fedtrain.runtime import federated, site
+from fedtrain.runtime.progress import bounds_of
+from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation
+from fedtrain.store import Ledger
+from fedtrain.update import Arena, Evaluate, Failure, Train
+from fedtrain.wire.frames import Bounds
+from tests.ports import free_port
+from tests.test_federated import SCHEMA, Events
+from tests.test_modes import TASK, certified, inline
+
+
+def own(**bounds):
+    return Bounds(**{"trainings": 4, "rounds": 4, "every": 1} | bounds)
+
+
+@pytest.mark.parametrize(
+    ("every", "allowed"), [(0, set()), (1, {1, 2, 3, 4, 5, 6, 7}), (3, {3, 6, 7}), (10, {7})]
+)
+def test_a_site_evaluates_the_rounds_of_its_own_file(every, allowed):
+    config = Config.of({"run": {"rounds": 7}, "evaluate": {"every": every}})
+    assert {n for n in range(1, 12) if not bounds_of(config).evaluation(n)} == allowed
+
+
+def test_without_rounds_a_site_trains_as_often_as_its_runs_versions_can_take():
+    """One site alone may fill every buffer, and be refused once for each version."""
+    config = Config.of(
+        {"run": {"rounds": 5}, "asynchronous": {"enabled": True, "buffer": 3}, "secagg": {"enabled": False}}
+    )
+    assert bounds_of(config).trainings == 20
+
+
+class Idle:
+    """A trainer that nobody may ask."""
+
+    async def close(self):
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "round", "bounds", "why"),
+    [
+        (Evaluate, 1, own(every=0), "it never evaluates .its own evaluate.every = 0"),
+        (AdvertiseEvaluation, 1, own(every=0), "never evaluates"),
+        (Evaluate, 3, own(every=2), "it evaluates every 2 rounds and after round 4 .*, not after round 3"),
+        (Evaluate, 5, own(), "not after round 5"),
+        (Train, 4, own(), "it trains at most 4 times in this run .its own run.rounds., and this is time 5"),
+        (Advertise, 10**9, own(), "this is time 1000000001"),
+    ],
+)
+def test_a_site_refuses_what_its_own_file_does_not_allow_before_any_work(tmp_path, kind, round, bounds, why):
+    ledger = Ledger(tmp_path / "ledger")
+    worker = site.Site("a", SCHEMA, ledger, Idle(), bounds=bounds)
+    fields = {"terms": None} if kind in (Advertise, AdvertiseEvaluation) else {}
+    request = kind(id="x", round=round, weights=Arena.zeros(SCHEMA), **fields)
+    reply = asyncio.run(worker.answer(request))
+    assert isinstance(reply, Failure)
+    assert reply.reason.startswith("a refuses: ")
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(reply.reason)
+    ledger.close()
+
+
+def federation(root, names, changes, **common):
+    """(the aggregator's events, what it ended with): real sites over mutual TLS, each with its own file."""
+    certified(root, "aggregator", *names)
+    (root / "task.py").write_text(TASK)
+    table = {"run": {"rounds": 2}, "network": {"listen": f"127.0.0.1:{free_port()}", "heartbeat": "1s"}}
+    for name, keys in common.items():
+        table[name] = table.get(name, {}) | keys
+    events = Events()
+
+    def config_of(name):
+        return Config.of({s: table.get(s, {}) | changes.get(name, {}).get(s, {})
+                          for s in {*table, *changes.get(name, {})}}, root)  # fmt: skip
+
+    async def main():
+        serving = asyncio.create_task(federated.serve(config_of("aggregator"), emit=events))
+        ends = [serving]
+        try:
+            async with asyncio.timeout(60):
+                for name in names:  # the first is there before the others
+                    ends.append(asyncio.create_task(site.run(config_of(name), name, emit=Events())))
+                    while not (events.of("site_joined") or serving.done()):  # noqa: ASYNC110  # no event tells it
+                        await asyncio.sleep(0.01)
+                return await serving
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    try:
+        return events, asyncio.run(main())
+    except RoundError as e:
+        return events, e
+
+
+NEVER = {"evaluate": {"every": 0}}
+OPEN = {"secagg": {"enabled": False}}
+
+
+def notices(events):
+    return [e["text"] for e in events.of("notice")]
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_site_that_never_evaluates_is_told_of_at_joining_and_the_others_are_asked(
+    tmp_path, monkeypatch, masks
+):
+    """Noise and no evaluation: nothing of its data leaves it in the clear."""
+    private = {"privacy": {"noise_multiplier": 1.0}} | NEVER
+    with inline(monkeypatch):
+        events, result = federation(tmp_path, "abcd", {"a": private}, secagg={"enabled": masks})
+    assert result.rounds == 2
+    assert [e["round"] for e in events.of("evaluated")] == [1, 2]
+    if not masks:
+        assert all(set(e["by_site"]) == {"b", "c", "d"} for e in events.of("evaluated"))
+    assert "a: it never evaluates (its own evaluate.every = 0)" in notices(events)
+    assert events.of("update_refused") == []
+    assert {"site": "a"} in [{"site": e["site"]} for e in events.of("update_received")]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_where_no_site_evaluates_the_run_goes_on_without(tmp_path, monkeypatch, asynchronous):
+    changes = dict.fromkeys("abc", NEVER)
+    with inline(monkeypatch):
+        events, result = federation(
+            tmp_path, "abc", changes, asynchronous={"enabled": asynchronous}, **OPEN, evaluate={"patience": 1}
+        )
+    assert (result.rounds, result.reason) == (2, "rounds done")
+    assert events.of("evaluated") == []
+    assert "round 1: nobody evaluated the model" in notices(events)
+
+
+def test_a_site_trains_in_no_more_rounds_than_its_own_file_says(tmp_path, monkeypatch):
+    with inline(monkeypatch):
+        events, result = federation(
+            tmp_path, "abc", {"a": {"run": {"rounds": 1}}}, **OPEN, strategy={"attempts": 1}
+        )
+    assert isinstance(result, TooFewSites)
+    why = "it trains at most 1 times in this run (its own run.rounds), and this is time 2"
+    assert f"a: {why}" in notices(events)
+    assert [e["sites"] for e in events.of("round_committed")] == [3]
+    assert [e["reason"] for e in events.of("update_refused")] == [f"a refuses: {why}"]
