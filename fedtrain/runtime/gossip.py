@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import aggregation, compression, topology
-from ..config import Config
+from ..config import CompressionConfig, Config
 from ..errors import BadUpdate, ConfigError, SecAggError, TaskError
 from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId
 from ..gossip import (
@@ -87,6 +87,11 @@ def agreed(config: Config) -> dict[str, str]:
     own = {f"gossip.{f.name}": repr(getattr(config.gossip, f.name))
            for f in fields(config.gossip) if f.name != "roster"}  # fmt: skip
     return config.agreed() | own
+
+
+def of_a_peer(config: Config) -> Config:
+    """The settings of a peer's trainer: [compression] is of updates, and peers exchange models."""
+    return replace(config, compression=CompressionConfig())
 
 
 def check_masks(config: Config, algorithm: Algorithm) -> None:

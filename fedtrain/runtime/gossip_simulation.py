@@ -20,7 +20,7 @@ from ..topology import Topology
 from ..transport.memory import LocalNetwork
 from ..update import Arena, Update, averages, summed
 from .asynchronous import paces
-from .gossip import Peer, Told, Train, algorithm_of, check_hearing
+from .gossip import Peer, Told, Train, algorithm_of, check_hearing, of_a_peer
 from .gossip import agreed as agreed_of_peers
 from .parcels import trained_part
 from .privacy import Spent
@@ -38,7 +38,7 @@ async def simulate(
     algorithm, graph = algorithm_of(config)
     if fresh:
         forget(config.gossip_dir)
-    bench = Workbench(config, data_dir, simulated=True)
+    bench = Workbench(of_a_peer(config), data_dir, simulated=True)
     about = bench.description
     graph.check(about.sites, config.run.seed)
     check_hearing(algorithm, graph, about.sites, config.run.seed, config.gossip.masks)

@@ -40,7 +40,7 @@ from ..transport.zmq import ZmqNeighbors
 from ..update import Arena, ArenaFile, Schema, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
 from .checks import flaw
-from .gossip import Peer, algorithm_of, check_hearing, fewest
+from .gossip import Peer, algorithm_of, check_hearing, fewest, of_a_peer
 from .gossip import agreed as agreed_of_peers
 from .parcels import trained_part
 from .privacy import Spent
@@ -83,7 +83,9 @@ async def run(
         raise CertificateError(f"the certificate in {folder} is {credentials.identity.name}'s, not {name}'s")
     store = RunStore(config.peer_dir(name), warn=noticed(emit))
     try:
-        start = start_trainer or (lambda scratch: Trainer.start(config, data_dir=data_dir, scratch=scratch))
+        start = start_trainer or (
+            lambda scratch: Trainer.start(of_a_peer(config), data_dir=data_dir, scratch=scratch)
+        )
         trainer = await beside_torch(Supervised.begin(lambda: start(store.folder)))
         try:
             about = trainer.description
