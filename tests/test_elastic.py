@@ -6,8 +6,10 @@ import os
 import signal
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from fedtrain.training.elastic import LEFT, MAX_STEPS, Leave, Left, shares_store
+from fedtrain.training.elastic import LEFT, MAX_STEPS, Leave, Left, failed_first, shares_store
 from tests.worlds import world
 
 
@@ -89,3 +91,20 @@ def test_a_rank_that_waits_for_the_others_leaves_when_one_of_them_is_told(tmp_pa
     assert (left["0-0"], left["0-1"]) == (0, 0), "nobody was told: they met"
     assert left["3-0"] == -1, "while it waited"
     assert 3 <= left["3-1"] < 9, "in the middle of its steps"
+
+
+def fail_in_turn(rank, ranks, folder):
+    """Rank 1 first; what each is told."""
+    if rank == 0:
+        dist.recv(torch.zeros(1), 1)
+    first = failed_first()
+    if rank == 1:
+        dist.send(torch.zeros(1), 0)
+    (folder / f"{rank}").write_text(str(first))
+
+
+@pytest.mark.slow
+def test_one_rank_is_the_first_to_fail(tmp_path):
+    assert failed_first(), "alone"
+    world(2, fail_in_turn, tmp_path)
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["False", "True"]

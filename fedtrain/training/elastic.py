@@ -32,6 +32,7 @@ from ..errors import FedtrainError, story_of
 EVERY_S = 0.25  # ranks ask each other whether one was told to leave
 MAX_STEPS = 20  # between two such questions, for a run that becomes slow
 STUCK_S = 4.0  # after SIGTERM a step that lasts longer, and three times as long as any before, won't end
+STORE_S = 2.0  # for the store that ranks share to answer one that fails
 LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: not done, and no failure; start it again
 
 
@@ -177,10 +178,18 @@ def failed_first() -> bool:
     """Whether no other of the ranks that met has failed before; those that fail later do so because of it."""
     if not dist.is_initialized():
         return True
-    try:
-        return bool(dist.distributed_c10d._get_default_store().add("failed", 1) == 1)
-    except RuntimeError:  # it was in the process of one that has ended
-        return False
+    failed: list[int] = []
+
+    def ask() -> None:
+        try:
+            failed.append(dist.distributed_c10d._get_default_store().add("failed", 1))
+        except RuntimeError:  # the store was in the process of one that has ended
+            failed.append(2)
+
+    asking = threading.Thread(target=ask, daemon=True)  # the store's machine may be gone
+    asking.start()
+    asking.join(STORE_S)
+    return failed in ([], [1])
 
 
 def fail(error: Exception, line: str) -> NoReturn:
