@@ -26,10 +26,16 @@ from fedtrain.training.local import Engine, build_model
 from fedtrain.training.task import Task, load_task
 from fedtrain.update import Arena, Schema
 from fedtrain.wire.gossip import Greeting
-from tests.inline import SITES, TASK, federation, final, project, simulation
+from tests.inline import SITES, TASK, Inline, federation, final, project, simulation
 from tests.ports import free_port
 
 FROZEN_BYTES = 4 * (6 * 400 + 400 + 400 * 8 + 8)
+
+
+def own_model(config):
+    """What the task's model() gives, by names."""
+    task = load_task(config.run.task, config.root)
+    return build_model(task, config.run.seed, torch.device("cpu")).state_dict()
 
 
 @pytest.mark.parametrize("masks", [True, False], ids=["masks", "open"])
@@ -56,8 +62,7 @@ def test_frozen_parameters_of_the_tasks_own_model_never_travel_and_both_modes_gi
 @pytest.mark.parametrize("masks", [True, False], ids=["masks", "open"])
 def test_frozen_parameters_of_another_model_travel_once_to_each_site(tmp_path, inline, masks):
     config = project(tmp_path, secagg={"enabled": masks})
-    asyncio.run(simulation(config))
-    base = load_file(export(config.simulate_dir, tmp_path / "base") / "model.safetensors")
+    base = own_model(config)
     base["0.2.weight"] += 0.25
     save_file(base, tmp_path / "base.safetensors")
     committed = asyncio.run(federation(config, start=tmp_path / "base.safetensors"))
@@ -74,8 +79,7 @@ def test_frozen_parameters_of_another_model_travel_once_to_each_site(tmp_path, i
 
 def test_whoever_was_killed_does_not_fetch_frozen_parameters_again(tmp_path, inline):
     config = project(tmp_path)
-    asyncio.run(simulation(config))
-    base = load_file(export(config.simulate_dir, tmp_path / "base") / "model.safetensors")
+    base = own_model(config)
     base["0.2.weight"] += 0.25
     save_file(base, tmp_path / "base.safetensors")
     two = replace(config, run=replace(config.run, rounds=2))
@@ -83,6 +87,32 @@ def test_whoever_was_killed_does_not_fetch_frozen_parameters_again(tmp_path, inl
     committed = asyncio.run(federation(config))  # other processes for all that they know
     assert [record["round"] for record in committed] == [3]
     assert committed[0]["bytes_out"] < len(SITES) * FROZEN_BYTES / 10
+    asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))
+    assert final(config.run_dir, tmp_path / "f") == final(config.simulate_dir, tmp_path / "s")
+
+
+@pytest.mark.parametrize("masks", [True, False], ids=["masks", "open"])
+def test_frozen_parameters_that_are_damaged_at_a_site_while_it_runs_are_fetched_again(
+    tmp_path, inline, masks, monkeypatch
+):
+    config = project(tmp_path, secagg={"enabled": masks}, run={"rounds": 2})
+    base = own_model(config)
+    base["0.2.weight"] += 0.25
+    save_file(base, tmp_path / "base.safetensors")
+    freeze, damaged = Inline.freeze, []
+
+    async def flip(trainer, frozen):
+        if not damaged and not trainer.description.sites:  # a site's, and not the simulation's
+            damaged.append(frozen.path)
+            whole = bytearray(frozen.path.read_bytes())
+            whole[99] ^= 1
+            frozen.path.write_bytes(whole)
+        await freeze(trainer, frozen)
+
+    monkeypatch.setattr(Inline, "freeze", flip)
+    committed = asyncio.run(federation(config, start=tmp_path / "base.safetensors"))
+    assert damaged
+    assert len(committed) == 2
     asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))
     assert final(config.run_dir, tmp_path / "f") == final(config.simulate_dir, tmp_path / "s")
 
@@ -188,8 +218,7 @@ def test_sites_with_different_frozen_parameters_are_in_no_secure_sum_together():
 @pytest.mark.parametrize("start", [False, True], ids=["own", "another model's"])
 def test_a_datacenter_keeps_frozen_parameters_once_and_exports_the_whole_model(tmp_path, start):
     config = project(tmp_path, run={"rounds": 2}, train={"local_steps": 2}, parallel={"timeout": "30s"})
-    model = build_model(load_task(config.run.task, tmp_path), config.run.seed, torch.device("cpu"))
-    base = dict(model.state_dict())
+    base = own_model(config)
     if start:
         base["0.2.weight"] = base["0.2.weight"] + 0.25
     save_file(base, tmp_path / "base.safetensors")
@@ -300,8 +329,7 @@ def test_damaged_frozen_parameters_of_a_run_are_made_again_or_named(tmp_path, in
 
 def test_frozen_parameters_that_are_gone_and_that_the_task_does_not_give_end_the_run(tmp_path, inline):
     config = project(tmp_path, run={"rounds": 1})
-    asyncio.run(simulation(config))
-    base = load_file(export(config.simulate_dir, tmp_path / "base") / "model.safetensors")
+    base = own_model(config)
     base["0.2.weight"] += 0.25
     save_file(base, tmp_path / "base.safetensors")
     asyncio.run(simulation(config, start=tmp_path / "base.safetensors"))

@@ -18,7 +18,7 @@ import msgspec
 
 from .. import __version__
 from ..config import Config
-from ..errors import CertificateError, ConfigError, JoinRefused, TaskError
+from ..errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
 from ..malloc import keep_freed
 from ..pki import Credentials, Revoked, aggregator_target
 from ..pki.revocation import LIST
@@ -280,6 +280,11 @@ class Site:
                 self._given = True
             return await self._ask_trainer(key, request, weights)
         except (TaskError, ConfigError) as e:  # the latter of a trainer that had to be started again
+            frozen = self._frozen
+            if self._fetched is not None and not self._ledger.inbox.has(
+                frozen.digest, frozen.schema.nbytes, again=True
+            ):
+                raise WireError("the frozen parameters were damaged here: they are fetched again") from e
             return Failure(reason=str(e))
 
     async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Found:

@@ -600,8 +600,7 @@ class Workbench:
         found = frozen.load()
         if found.digest != frozen.digest:
             raise BadUpdate(
-                f"{frozen.path}, the frozen parameters, is damaged: it is not {frozen.digest[:12]}…. "
-                f"Remove the file and start again."
+                f"{frozen.path}, the frozen parameters, is damaged: it is not {frozen.digest[:12]}…"
             )
         (self._team or self._engine).freeze(found)
 

@@ -518,9 +518,7 @@ class SiteLink:
         `requests` the message types that this site takes."""
         self._address, self._tls, self._target, self._inbox = address, tls, target, inbox
         self._requests, self._heartbeat_s, self._emit = requests, heartbeat_s, emit
-        self._missing: ArenaFile | None = (
-            None  # frozen parameters that are to be fetched before anything else
-        )
+        self._frozen: ArenaFile | None = None  # what is fetched before anything is answered
         self._sleep, self._jitter = sleep, jitter
         self._work: tuple[str, asyncio.Task[None]] | None = None
         self._call: Any = None
@@ -587,7 +585,7 @@ class SiteLink:
                     frame: FromAggregator = decode(_bytes(data), FromAggregator)
                     match frame:
                         case Welcome(frozen=frozen):
-                            self._missing = self._welcomed(frozen)
+                            self._frozen = self._welcomed(frozen)
                             self._joined, self._call = True, call
                             writing = asyncio.create_task(self._write(call))
                             self._emit("site_joined", site="aggregator")
@@ -664,9 +662,8 @@ class SiteLink:
         wait_s = 0.1
         while True:
             try:
-                if self._missing is not None:
-                    await self._fetch(channel, self._missing)
-                    self._missing = None
+                if self._frozen is not None:
+                    await self._fetch(channel, self._frozen)
                 for arena in fetch_list(request):
                     await self._fetch(channel, arena)
                 reply = await answer(request)
