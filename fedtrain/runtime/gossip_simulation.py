@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..aggregation import WeightedMean
 from ..config import Config
+from ..errors import ConfigError, nearest
 from ..exchange import PeerId
 from ..secagg.circle import Circles
 from ..secagg.keys import KeyPair
@@ -40,6 +41,10 @@ async def simulate(
         forget(config.gossip_dir)
     bench = Workbench(of_a_peer(config), data_dir, simulated=True)
     about = bench.description
+    if strangers := graph.strangers(about.sites):
+        raise ConfigError(
+            f"gossip.topology: {graph} names {strangers[0]}.{nearest(strangers[0], about.sites)}"
+        )
     graph.check(about.sites, config.run.seed)
     check_hearing(algorithm, graph, about.sites, config.run.seed, config.gossip.masks)
     store = RunStore(config.gossip_dir, durable=False, warn=noticed(emit))

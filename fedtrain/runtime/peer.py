@@ -470,7 +470,7 @@ def _training(
             except TaskError as e:
                 if not left:
                     raise
-                emit("notice", text=f"round {round + 1}: training failed: {e}. It is tried again.")
+                emit("notice", text=f"round {round + 1}: training failed and is tried again: {e}")
         spent.one_more(name, round)
         delta.copy_(update.delta.load())
         return update

@@ -122,6 +122,12 @@ class Topology:
                 f"{teller}, so they can't agree. Add edges, or choose another kind."
             )
 
+    def strangers(self, members: Members) -> list[PeerId]:
+        """Whom a graph from a file names and who is no member, sorted."""
+        if self.kind != "file":
+            return []
+        return sorted({name for edge in read(Path(self.argument)) for name in edge} - set(members))
+
     def near(self, members: Members, seed: int = 0, epoch: int = 0) -> tuple[Topology, str]:
         """This one and "", or where these members can't have it the nearest that they can, and why: peers
         come and go while a run goes on."""
