@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from . import __version__
-from .errors import ConfigError, FedtrainError, writing
+from .errors import ConfigError, FedtrainError, TaskError, story_of, writing
 
 if TYPE_CHECKING:
     from .config import Config
@@ -71,6 +71,8 @@ class Command(click.Command):
         except (FedtrainError, OSError) as e:
             if traceback:
                 raise
+            if isinstance(e, TaskError) and e.__cause__ is not None:
+                click.echo(story_of(e), nl=False, err=True)
             click.secho(f"fedtrain: {_line(e)}", fg="red", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:

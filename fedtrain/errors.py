@@ -18,10 +18,12 @@ FedtrainError
     Broken           a transfer ended early, or what was kept of it is damaged; the same again may go well
 """
 
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 SHOWN = 2  # calls of a traceback, at each end
 
@@ -91,14 +93,47 @@ class RoundError(FedtrainError):
     """A round could not be finished; the global weights are unchanged."""
 
 
+LESS = "Lower strategy.min_sites, raise strategy.round_deadline, or start more sites."
+MEND = "Mend that, or lower strategy.min_sites; the same command goes on from the last round."
+
+
+def grouped(reasons: Mapping[str, str]) -> str:
+    """Site -> why, as sentences: each reason once, with the sites that it is of; of many the first three."""
+    sites_of: dict[str, list[str]] = {}
+    for site in sorted(reasons):
+        own = rf"site {re.escape(site)}, |{re.escape(repr(site))}"  # what TaskErrors say of their site
+        sites_of.setdefault(re.sub(own, "", reasons[site]), []).append(site)
+    lines = [
+        f"{some(sites)}: {reasons[sites[0]] if len(sites) == 1 else reason}."
+        for reason, sites in sites_of.items()
+    ]
+    return " ".join(lines[:3])
+
+
+def some(sites: Sequence[str]) -> str:
+    return ", ".join(sites[:5]) + (f" and {len(sites) - 5} more" if sites[5:] else "")
+
+
 class TooFewSites(RoundError):
     """Fewer valid replies than a round needs."""
 
-    def __init__(self, stage: str, have: int, need: int) -> None:
-        super().__init__(
-            f"{stage}: {have} sites replied, {need} are needed. "
-            f"Lower strategy.min_sites, raise strategy.round_deadline, or start more sites."
-        )
+    def __init__(
+        self,
+        stage: str,
+        have: int,
+        need: int,
+        failed: Mapping[str, str] = MappingProxyType({}),
+        silent: Sequence[str] = (),
+    ) -> None:
+        """`failed`: site -> why what it gave can't be used; `silent`: who gave nothing in time."""
+        if not failed:
+            what = f"{have} sites replied, {need} are needed."
+        else:
+            asked = have + len(failed) + len(silent)
+            what = f"{have} of {asked} sites gave what can be used, {need} are needed. {grouped(failed)}"
+        if failed and silent:
+            what += f" No reply in time: {some(silent)}."
+        super().__init__(f"{stage}: {what} {LESS if silent or not failed else MEND}")
         self.have, self.need = have, need
 
 
@@ -118,11 +153,11 @@ class Unfinished(TooFewSites):
     ) -> None:
         """`dropped`, `blamed`: site -> what happened; `survivors`: over whom the sum may have been opened;
         `failed`: of those that dropped out, who said why."""
-        first = [f" {site}: {reason}." for site, reason in sorted({**dropped, **blamed}.items())[:3]]
+        known = {**(failed or {}), **blamed}
+        advice = MEND if known.keys() >= dropped.keys() and known else LESS
+        reasons = grouped({**dropped, **blamed})
         Exception.__init__(
-            self,
-            f"secure sum, {what}: {have}, and {need} are needed.{''.join(first)} "
-            f"Lower strategy.min_sites, raise strategy.round_deadline, or start more sites.",
+            self, f"secure sum, {what}: {have}, and {need} are needed. {reasons}{' ' * bool(reasons)}{advice}"
         )
         self.have, self.need, self.survivors = have, need, tuple(survivors)
         self.dropped, self.blamed, self.failed = dict(dropped), dict(blamed), dict(failed or {})

@@ -97,9 +97,10 @@ class InTheOpen:
         requests = train_requests(config, plan, weights)
         trained: dict[SiteId, Metrics] = {}
         sizes: dict[SiteId, float] = {}
+        failed: dict[SiteId, str] = {}
         spooled: list[Update] = []
         mean: WeightedMean | None = None
-        async with aclosing(in_order(self._checked(requests, sizes), plan.sites)) as ordered:
+        async with aclosing(in_order(self._checked(requests, sizes, failed), plan.sites)) as ordered:
             async for site, reply in ordered:
                 assert isinstance(reply, Update), reply
                 trained[site] = reply.metrics
@@ -111,7 +112,10 @@ class InTheOpen:
                     mean = mean or WeightedMean(schema)
                     mean.add(reply)  # in shared memory that is needed again: folded now
         if len(trained) < config.strategy.min_sites:
-            raise TooFewSites(f"round {plan.round + 1}", len(trained), config.strategy.min_sites)
+            silent = [site for site in plan.sites if site not in {*trained, *failed}]
+            raise TooFewSites(
+                f"round {plan.round + 1}", len(trained), config.strategy.min_sites, failed, silent
+            )
         if mean is None:
             delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled)
         else:
@@ -119,10 +123,10 @@ class InTheOpen:
         return Mean(delta, averages(trained), list(trained), sizes)
 
     async def _checked(
-        self, requests: Mapping[SiteId, Train], sizes: dict[SiteId, float]
+        self, requests: Mapping[SiteId, Train], sizes: dict[SiteId, float], failed: dict[SiteId, str]
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        """The good updates, as they come, and their `sizes`. A bad one is named here and at its site, and the
-        round goes on."""
+        """The good updates, as they come, and their `sizes`. A bad one is named here, in `failed` and at its
+        site, and the round goes on."""
         config, cohort, emit = self._config, self.cohort, self._emit
         replies = cohort.exchange(requests, config.strategy.round_deadline)
         async with aclosing(replies):
@@ -133,6 +137,7 @@ class InTheOpen:
                 except BadUpdate as e:
                     emit("update_refused", round=request.round + 1, site=site, reason=str(e))
                     cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
+                    failed[site] = str(e)
                     continue
                 emit("update_received", round=request.round + 1, site=site, **about(update))
                 sizes[site] = norm * update.num_examples

@@ -477,6 +477,7 @@ class FixedPointSums:
         sums = [PlainSum(self._config, plan.round, weights.schema, len(sites)) for sites in groups]
         sum_of = {site: each for each, sites in zip(sums, groups, strict=True) for site in sites}
         requests, inside = train_requests(self._config, plan, weights), list[SiteId]()
+        failed: dict[SiteId, str] = {}
         replies = self.cohort.exchange(requests, self._config.strategy.round_deadline)
         async with aclosing(replies):
             async for site, reply in replies:
@@ -486,13 +487,15 @@ class FixedPointSums:
                     sum_of[site].add(reply, round_seed(self._config, plan.round, site))
                 except (BadUpdate, SecAggError) as e:
                     self._emit("update_refused", round=plan.round + 1, site=site, reason=str(e))
+                    failed[site] = str(e)
                     continue
                 inside.append(site)
                 self._emit("update_received", round=plan.round + 1, site=site, nbytes=sum_of[site].nbytes)
         enough = [s for s, sites in zip(sums, groups, strict=True) if s.sites >= self._quorum(len(sites))]
-        inside = [site for site in inside if sum_of[site] in enough]
+        good, inside = inside, [site for site in inside if sum_of[site] in enough]
         if not enough or len(inside) < self._config.strategy.min_sites:
-            raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
+            need = max(self._config.strategy.min_sites, self._quorum(len(groups[0])) if not enough else 0)
+            raise TooFewSites(f"round {plan.round + 1}", len(inside or good), need, failed)
         return one_of_groups(self._config, weights.schema, [each.total() for each in enough], inside)
 
     async def evaluate(

@@ -15,7 +15,16 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +34,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..config import Config
-from ..errors import CertificateError, ConfigError, Damaged, nearest
+from ..errors import CertificateError, ConfigError, Damaged, TaskError, nearest
 from ..exchange import Before, Cohort
 from ..secagg.messages import Advertise, AdvertiseEvaluation
 from ..store import Checkpoint, RunStore
@@ -37,7 +46,6 @@ from ..update import (
     ArenaFile,
     Evaluate,
     Evaluation,
-    Failure,
     Metrics,
     Reply,
     Request,
@@ -305,7 +313,7 @@ class PoolCohort:
                 for site, reply in zip(sites, replies, strict=True):
                     self._count(site, request, reply)
                     yield site, reply
-        except asyncio.CancelledError:  # the whole run stops
+        except (asyncio.CancelledError, TaskError, ConfigError):  # the whole run stops
             for _, task in under_way:
                 task.cancel()
             raise
@@ -353,18 +361,13 @@ class PoolCohort:
         deltas = torch.frombuffer(block, dtype=torch.uint8, count=len(sites) * schema.nbytes)
         rows = Slab(schema, deltas.view(len(sites), schema.nbytes)).arenas()
         return [
-            Failure(reason=r.reason)
-            if isinstance(r, Failed)
-            else Update(delta=row, num_examples=r.num_examples, metrics=r.metrics)
-            for r, row in zip(results, rows, strict=True)
+            Update(delta=row, num_examples=r.num_examples, metrics=r.metrics)
+            for r, row in zip(all_good(results), rows, strict=True)
         ]
 
     async def _evaluate(self, sites: list[SiteId], round: int, weights: ArenaFile) -> list[Reply]:
         results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights))
-        return [
-            Failure(reason=r.reason) if isinstance(r, Failed) else Evaluation(metrics=r.metrics)
-            for r in results
-        ]
+        return [Evaluation(metrics=r.metrics) for r in all_good(results)]
 
     async def shown(
         self, total: Metrics, by_site: Mapping[SiteId, Metrics]
@@ -390,6 +393,14 @@ class PoolCohort:
                         if self._frozen is not None:
                             await another.freeze(self._frozen)
         raise AssertionError("unreachable")
+
+
+def all_good(results: Sequence[T | Failed]) -> Iterator[T]:
+    """TaskError for the first that failed, which ends the run: the same machine would try again."""
+    for result in results:
+        if isinstance(result, Failed):
+            raise result.error()
+        yield result
 
 
 class InlineCohort(Before):

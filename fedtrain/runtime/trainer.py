@@ -33,7 +33,7 @@ import msgspec
 
 from .. import malloc
 from ..config import Config
-from ..errors import BadUpdate, ConfigError, StoreError, TaskError, reason_of, story_of
+from ..errors import BadUpdate, ConfigError, FedtrainError, StoreError, TaskError, reason_of, story_of
 from ..store.disk import explained
 from ..store.memory import NEVER, SiteMemory
 from ..update import Arena, ArenaFile, Evaluation, Frozen, Metrics, Schema, SiteId, Update
@@ -169,6 +169,10 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     reason: str
     config: bool = False  # a ConfigError: the user's files, not the task's code
     store: bool = False  # a StoreError: a full disk, say
+    story: str = ""  # its traceback, for the people here; it may quote data, and goes no further
+
+    def error(self) -> FedtrainError:
+        return (ConfigError if self.config else StoreError if self.store else TaskError)(self.reason)
 
 
 class Dying(msgspec.Struct, tag=True, array_like=True):
@@ -219,8 +223,8 @@ class Trainer(asyncio.Protocol):
 
     description: Description
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, log: Path | None) -> None:
+        self._process, self._log = process, log
         self._received = bytearray()
         self._waiting: deque[asyncio.Future[Any]] = deque()
         self._ended: TrainerDied | None = None
@@ -279,7 +283,7 @@ class Trainer(asyncio.Protocol):
             theirs.close()
             if output is not None:
                 output.close()
-        trainer = cls(process)
+        trainer = cls(process, log)
         await asyncio.get_running_loop().create_connection(lambda: trainer, sock=ours)
         table = {name: keys for name, keys in config.table().items() if name in SECTIONS}
         start = Start(
@@ -463,14 +467,28 @@ class Trainer(asyncio.Protocol):
         if isinstance(answer, Dying):
             self._reason = answer.reason
             return
+        for failed in answer.results if isinstance(answer, Done) else [answer]:
+            if isinstance(failed, Failed):
+                self._tell(failed)
         asked = self._waiting.popleft()
         if asked.done():  # nobody waits for it any more
             return
         if isinstance(answer, Failed):
-            kind = ConfigError if answer.config else StoreError if answer.store else TaskError
-            asked.set_exception(kind(answer.reason))
+            asked.set_exception(answer.error())
         else:
             asked.set_result(answer)
+
+    def _tell(self, failed: Failed) -> None:
+        """The people here where and why the task failed; once, however many sites fail there."""
+        place = str(self._log), failed.reason.partition(", in ")[0]
+        if not failed.story or place in _told:
+            return
+        _told.add(place)
+        if self._log is None:
+            print(failed.story, end="", file=sys.stderr, flush=True)
+        else:
+            with self._log.open("a") as log:
+                log.write(failed.story)
 
     async def _watch(self) -> None:
         """When the process ends, end what it started, and say so to everyone who still waits."""
@@ -849,15 +867,12 @@ def _new_file(schema: Schema, path: Path) -> Iterator[Arena]:
 
 
 def _failed(error: Exception) -> Failed:
-    """One line for whoever asked, without data values; the whole story is for the people here, on stderr."""
-    reason = reason_of(error)
-    if (story := story_of(error)) not in _told:
-        _told.add(story)
-        print(story, end="", file=sys.stderr, flush=True)
-    return Failed(reason, isinstance(error, ConfigError), isinstance(error, StoreError))
+    """One line for whoever asked, without data values, and the story for the people here."""
+    config, store = isinstance(error, ConfigError), isinstance(error, StoreError)
+    return Failed(reason_of(error), config, store, story_of(error))
 
 
-_told: set[str] = set()  # a thousand sites that fail alike are one traceback
+_told: set[tuple[str, str]] = set()  # a thousand sites that fail alike are one traceback
 
 
 def _serve(channel: socket.socket) -> None:
@@ -876,7 +891,7 @@ def _serve(channel: socket.socket) -> None:
     saying = threading.Lock()
 
     def say(answer: Answer) -> None:
-        with saying:
+        with saying, suppress(BrokenPipeError):  # nobody is there any more, and this process ends
             stream.write(_frame(answer))
             stream.flush()
 

@@ -226,6 +226,11 @@ class Engine:
                 mean, weight = mean_and_weight(self.task.loss(self.model, batch), batch)
             means.append(mean.detach())
             weights.append(weight)
+            if self._weights and not mean.requires_grad:
+                raise TaskError(
+                    "loss() returned a tensor that no gradient leads back from: leave out detach(), "
+                    "torch.no_grad() and the way through numpy"
+                )
             if self._weights:
                 objective = mean if len(group) == 1 else mean * weight
                 (objective if scale == 1.0 else objective * scale).backward()  # type: ignore[no-untyped-call]
