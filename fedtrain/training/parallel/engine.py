@@ -7,7 +7,7 @@ What a step does is what local.Engine does with the same batch on one process: t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,20 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...config import Config
 from ...errors import ConfigError, TaskError
-from ...update import (
-    Arena,
-    Digest,
-    Metrics,
-    Schema,
-    TensorSpec,
-    add_metrics,
-    is_frozen,
-    seed_of,
-    unique_tensors,
-)
+from ...update import Metrics, Schema, add_metrics, seed_of, unique_tensors
 from ..batches import Batch, cut, examples_in, move
 from ..examples import Stream, examples_of
-from ..local import FROZEN_CHANGED, Correct, build_model, checksum, seed_all
+from ..local import Correct, build_model, seed_all
 from ..loss_scale import LossScale
 from ..mesh import Mesh, is_dtensor
 from ..task import Task, collate_of, folder_of, mean_and_weight, measured, user_code
@@ -43,7 +33,8 @@ from .flops import Flops, peak_flops
 from .hooks import compress
 from .optimizer import optimizer_of, schedule_of
 from .plan import plan_of
-from .wrap import Loss, check_compiler, data_parallel, is_fsdp, save_memory, split_tensors
+from .sharded import ShardedModel, digest_of_model, local, pieces
+from .wrap import Loss, check_compiler, data_parallel, is_fsdp, save_memory, split_tensors, with_autocast
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -62,7 +53,7 @@ class Step:
     taken: bool  # by all ranks or by none
 
 
-class MeshEngine:
+class MeshEngine(ShardedModel):
     """One model over the ranks of a mesh. Made, and called, alike on every rank."""
 
     def __init__(
@@ -83,7 +74,6 @@ class MeshEngine:
         self._folder = folder_of(task)
         self._flops = Flops()
         self._skipped = 0  # steps left out since the last one taken
-        self._frozen_sums: dict[str, int] = {}  # when the round began
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
         self._pipeline: Pipeline | None = None
         self._autocast: AbstractContextManager[Any] = nullcontext()
@@ -91,16 +81,16 @@ class MeshEngine:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.train.precision]
             self._autocast = torch.autocast(mesh.device.type, dtype=dtype)
         model = build_model(task, self.run_seed, mesh.device)
-        # of the whole model, as a federation knows it
-        self.schema, self.frozen = Schema.of(model), Schema.of(model, frozen=True)
-        if not mesh.alike(digest_of(model)):
+        schema, frozen = Schema.of(model), Schema.of(model, frozen=True)
+        if not mesh.alike(digest_of_model(model)):
             raise TaskError(
                 "model() builds other weights on one rank than on another. It may draw from torch's, numpy's "
                 "and random's generators, which are seeded; not from os.urandom, the clock or the rank."
             )
         model = model.to(mesh.device)
         self.plan = plan_of(task, model)
-        self.parts, self._roots = self._parallel(model, example)
+        parts, self._roots = self._parallel(model, example)
+        super().__init__(mesh, parts, schema, frozen, sharded=any(map(is_fsdp, self._roots)))
         for part in self.parts:
             part.train()
         named = [pair for part in self.parts for pair in unique_tensors(part).items()]
@@ -298,11 +288,11 @@ class MeshEngine:
         finite. Without shards every rank has all of it, and nothing is sent."""
         mesh = self.mesh
         named = [p.grad for p in self._parameters if p.grad is not None]
-        cut = mesh.sizes.pp > 1 or any(_pieces(gradient) > 1 for gradient in named)
+        cut = mesh.sizes.pp > 1 or any(pieces(gradient) > 1 for gradient in named)
         island = math.prod(getattr(mesh.sizes, axis) for axis in mesh.model_axes if axis != "pp")
         owned: dict[int, list[torch.Tensor]] = {}  # how many ranks' sums a piece will be in -> pieces
         for gradient in named:
-            owned.setdefault(island // _pieces(gradient) if cut else 1, []).append(local(gradient))
+            owned.setdefault(island // pieces(gradient) if cut else 1, []).append(local(gradient))
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for copies, gradients in owned.items():
             norms = torch.stack(torch._foreach_norm(gradients))
@@ -327,7 +317,7 @@ class MeshEngine:
     def begin_round(self, *, afresh: bool) -> None:
         """Remember where the round began, for a strategy's site half. `afresh`: with a new optimizer, and the
         first loss scale."""
-        self._frozen_sums = self._sums_of_frozen()
+        self.note_frozen()
         if self.correct is not None:
             self._start = [local(p.detach()).clone().view(-1) for p in self._parameters]
         if afresh:
@@ -445,150 +435,3 @@ class MeshEngine:
         for one in everyone:
             add_metrics(total, one)
         return total
-
-    # --- the model, whole and in shards
-
-    def gather(self, *, frozen: bool = False) -> Arena | None:
-        """What is trained, and the buffers, or the frozen parameters: whole on rank 0, None on others. One
-        tensor at a time: nobody holds a second model."""
-        schema = self.frozen if frozen else self.schema
-        now = self._sums_of_frozen()
-        if any(value != now.get(name, value) for name, value in self._frozen_sums.items()):
-            raise TaskError(FROZEN_CHANGED)
-        out = Arena.zeros(schema) if self.mesh.rank == 0 else None
-        views = out.views() if out is not None else {}
-        mine = {name: t for part in self.parts for name, t in unique_tensors(part).items()}
-        with torch.no_grad():
-            for spec in schema.tensors:
-                whole = self._whole(spec, mine.get(spec.name))
-                if out is not None and whole is not None:
-                    views[spec.name].copy_(whole)
-        return out
-
-    def _sums_of_frozen(self) -> dict[str, int]:
-        """Of each frozen parameter, as it rests at this rank: in a shard, where it is sharded."""
-        sharded = any(is_fsdp(root) for root in self._roots)
-        return {
-            name: checksum(local(tensor.detach()))
-            for part in self.parts
-            for name, tensor in unique_tensors(part).items()
-            if is_frozen(tensor) and (is_dtensor(tensor) or not sharded)
-        }
-
-    def _whole(self, spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if is_dtensor(tensor):
-            tensor = tensor.full_tensor()
-        if self.mesh.sizes.pp == 1:
-            return tensor
-        # A pipeline's ranks have different tensors: the one that has it shows it to the others.
-        group = self.mesh["pp"].get_group()
-        owner = torch.tensor(self.mesh.rank if tensor is not None else -1, device=self.mesh.device)
-        dist.all_reduce(owner, op=dist.ReduceOp.MAX, group=group)
-        if int(owner) < 0:
-            raise TaskError(f"{spec.name} is in no stage of the pipeline; is it shared between stages?")
-        if tensor is None:
-            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.mesh.device)
-        else:
-            tensor = tensor.detach().contiguous()
-        dist.broadcast(tensor, int(owner), group=group)
-        return tensor
-
-    def install(self, weights: Arena | None, *, frozen: bool = False) -> None:
-        """What is trained, and the buffers, or the frozen parameters, as rank 0 has them, into every rank's
-        part of the model, one tensor at a time."""
-        views = weights.views() if weights is not None else {}
-        mine = {name: t for part in self.parts for name, t in unique_tensors(part).items()}
-        with torch.no_grad():
-            for spec in (self.frozen if frozen else self.schema).tensors:
-                if spec.name in views and self.mesh.rank == 0:
-                    whole = views[spec.name].to(self.mesh.device).clone()
-                else:
-                    whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.mesh.device)
-                if dist.is_initialized():
-                    dist.broadcast(whole, 0)
-                target = mine.get(spec.name)
-                if is_dtensor(target):
-                    from torch.distributed.tensor import distribute_tensor
-
-                    source = distribute_tensor(
-                        whole, target.device_mesh, target.placements, src_data_rank=None
-                    )
-                    local(target).copy_(local(source))
-                elif target is not None:
-                    target.copy_(whole)
-
-    def shards(self) -> Arena:
-        """A copy of this rank's own part of what moves, as an arena: all of it where nothing is sharded."""
-        arena = Arena.zeros(self._shard_schema(), str(self.mesh.device))
-        tensors = self._local_tensors()
-        with torch.no_grad():
-            for name, view in arena.views().items():
-                view.copy_(tensors[name])
-        return arena
-
-    def load_shards(self, arena: Arena) -> None:
-        """What `shards` gave, changed, back into the model."""
-        tensors = self._local_tensors()
-        with torch.no_grad():
-            for name, view in arena.views().items():
-                tensors[name].copy_(view)
-
-    def as_shard(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """A tensor that belongs to this rank's part of the one of that name, as a part of such a whole."""
-        like = next(t for part in self.parts for n, t in unique_tensors(part).items() if n == name)
-        if not is_dtensor(like):
-            return piece
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            piece, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-
-    def _local_tensors(self) -> dict[str, torch.Tensor]:
-        return {name: local(t.detach()) for part in self.parts for name, t in unique_tensors(part).items()}
-
-    def _shard_schema(self) -> Schema:
-        mine = self._local_tensors()
-        specs = [
-            TensorSpec(spec.name, tuple(mine[spec.name].shape), spec.dtype, spec.trained)
-            for spec in self.schema.tensors
-            if spec.name in mine
-        ]
-        return Schema(tuple(specs))
-
-
-def digest_of(model: nn.Module) -> int:
-    """Of all weights and buffers that travel, tensor by tensor: nobody holds a second model."""
-    digest = Digest()
-    for tensor in unique_tensors(model).values():
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return seed_of(digest.hexdigest())
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def _pieces(tensor: torch.Tensor) -> int:
-    """Into how many different pieces a tensor is cut over the ranks."""
-    if not is_dtensor(tensor):
-        return 1
-    return math.prod(
-        tensor.device_mesh.size(i)
-        for i, place in enumerate(tensor.placements)
-        if not (place.is_replicate() or place.is_partial())  # a strided shard is not is_shard()
-    )
-
-
-def with_autocast(module: nn.Module, autocast: AbstractContextManager[Any]) -> None:
-    """A stage's forward in narrower floats; its backward follows."""
-    if isinstance(autocast, nullcontext):
-        return
-    forward: Callable[..., Any] = module.forward
-
-    def narrow(*args: Any, **kwargs: Any) -> Any:
-        with autocast:
-            return forward(*args, **kwargs)
-
-    module.forward = narrow

@@ -124,6 +124,19 @@ def _again(forward: Callable[..., Any], within: Within | None) -> Callable[..., 
     return checkpointed
 
 
+def with_autocast(module: nn.Module, autocast: AbstractContextManager[Any]) -> None:
+    """A stage's forward in narrower floats; its backward follows."""
+    if isinstance(autocast, nullcontext):
+        return
+    forward: Callable[..., Any] = module.forward
+
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        with autocast:
+            return forward(*args, **kwargs)
+
+    module.forward = narrow
+
+
 def data_parallel(
     root: nn.Module, units: list[nn.Module], config: ParallelConfig, mesh: Mesh, precision: str
 ) -> nn.Module:
