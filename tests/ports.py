@@ -1,9 +1,13 @@
-"""Ports for processes that have to be told theirs before they are started."""
+"""Ports for processes that have to be told theirs before they are started, and other services on them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import socketserver
+import threading
+from collections.abc import Iterator
 from itertools import count
 
 FIRST, COUNT = 12_000, 20_000  # all below those that a system gives to whoever asks for any
@@ -22,3 +26,16 @@ def free_port() -> int:
                 continue
         return port
     raise AssertionError("all ports are in use")
+
+
+@contextlib.contextmanager
+def serving(server: socketserver.BaseServer) -> Iterator[str]:
+    """Its address, while it answers."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -3,6 +3,7 @@ this process; tests/network/test_peer.py has processes."""
 
 import asyncio
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fedtrain.update import Arena
 
 from .limits import bounded
 from .peers import SCHEMA, village
+from .ports import serving
 
 torch.set_num_threads(1)
 
@@ -44,6 +46,25 @@ def test_whoever_comes_or_goes_peers_go_on_with_the_graph_nearest_to_theirs(tmp_
             assert any("it is regular:2" in each["text"] for each in v.of("a", "notice"))
             at = v.rounds_of("a")
             await v.until(lambda: v.rounds_of("a") > at + 3)
+
+    bounded(main())
+
+
+def test_a_peer_that_waits_says_who_is_missing_and_what_answers_in_their_place(tmp_path):
+    async def main():
+        async with village(tmp_path, "abc") as v:
+            roster = v.config().root / v.config().gossip.roster
+            for name in "bc":
+                v.start(name)
+            await v.until(lambda: len([*roster.glob("*.peer")]) == 2)
+            for name in "bc":
+                await v.stop(name)
+            with serving(HTTPServer(("127.0.0.1", v.ports["b"]), BaseHTTPRequestHandler)):
+                v.start("a")
+                await v.until(lambda: any("not here yet" in each["text"] for each in v.of("a", "notice")))
+            (line,) = [each["text"] for each in v.of("a", "notice") if "not here yet" in each["text"]]
+            assert f"b (127.0.0.1:{v.ports['b']}: what answers there is no fedtrain peer" in line
+            assert f"c (127.0.0.1:{v.ports['c']}: nothing listens there yet)" in line
 
     bounded(main())
 

@@ -50,6 +50,8 @@ from .site import Supervised, Trains
 from .trainer import TRIES, Trainer, beside_torch
 
 RELOAD_S = 2.0  # between looks at the roster's folder
+ANSWERS = 4  # heartbeats within which whoever is called has answered, or shown that it is no peer
+NAMED = 3  # of those who are not here
 POLL_S = 0.1  # between looks at who is there
 PULL_S = 60.0  # for a state to come
 JOIN_S = 60.0  # for the peer that has invited us to answer
@@ -255,7 +257,7 @@ async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: R
     """Wait for the whole roster, and their keys where there are masks; after the idle time, for as many as a
     round needs."""
     need = max(2, config.strategy.min_sites, fewest(peer.algorithm, config.gossip.masks))
-    began, told = time.monotonic(), -1
+    began, told, named = time.monotonic(), -1, False
 
     def here() -> int:
         alive = neighbors.view().alive
@@ -267,7 +269,19 @@ async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: R
         if have != told:
             emit("waiting", need=max(need, len(roster.peers())), have=have)
             told = have
+        if not named and time.monotonic() > began + ANSWERS * config.network.heartbeat:
+            emit("notice", text=f"not here yet: {_who_is_missing(peer, neighbors, roster)}")
+            named = True
         await asyncio.sleep(POLL_S)
+
+
+def _who_is_missing(peer: Peer, neighbors: ZmqNeighbors, roster: Roster) -> str:
+    """The first few who are not connected, and why; or how many more have to be on the roster."""
+    away = sorted({*roster.peers()} - {peer.name, *neighbors.connected()})
+    if not away:
+        return f"the roster has {len(roster.peers())} peers. Enrol others, or look at gossip.roster"
+    more = f" and {len(away) - NAMED} more" if len(away) > NAMED else ""
+    return f"{', '.join(map(neighbors.trouble, away[:NAMED]))}{more}. Check their network.listen and address"
 
 
 def most_are_done(neighbors: ZmqNeighbors, roster: Roster, rounds: int) -> bool:

@@ -58,6 +58,7 @@ class Link:
     rejected: bool = False  # it did not take our Hello,
     refused: str = ""  # and why we did not take its
     met: bool = False  # both, at least once
+    trouble: str = ""  # what became of our last call, where nobody answered it
     boot: bytes = b""  # which start of its process that was
     hello_s: float = -math.inf  # when we last said Hello
     down_s: float = 0.0  # since when there is no connection
@@ -191,7 +192,12 @@ class Links:
         dealer.routing_id = b"\x01" + secrets.token_bytes(16)
         self._curve.call(dealer, key)
         link.monitor = dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_CLOSED
         )
         self._by_dealer[dealer] = link
         self._poller.register(dealer, POLLIN)
@@ -316,10 +322,14 @@ class Links:
             while link.monitor is not None:
                 match parse_monitor_message(link.monitor.recv_multipart(NOBLOCK))["event"]:
                     case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        link.calling = True
+                        link.calling, link.trouble = True, ""
                         self._opened(link)
                     case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                         self._refused(link)
+                    case zmq.EVENT_CLOSED:
+                        link.trouble = "nothing listens there yet"
+                    case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                        link.trouble = "what answers there is no fedtrain peer, or stands still"
                     case zmq.EVENT_DISCONNECTED if link.calling:
                         link.calling = False
                         link.queue.clear()

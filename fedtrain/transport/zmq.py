@@ -146,6 +146,13 @@ class ZmqNeighbors:
         """The peers with whom we agree and are connected, sorted."""
         return sorted(link.peer for link in self._links if link.agreed)
 
+    def trouble(self, peer: PeerId) -> str:
+        """Why there is no connection with this peer, and where it was called."""
+        link = self._links.get(peer)
+        if link is None or link.contact is None or link.contact.address is None:
+            return f"{peer} has to call us"
+        return f"{peer} ({link.contact.address}: {link.trouble or 'no answer yet'})"
+
     def view(self) -> View:
         """Who is there, as SWIM sees it; the same for all peers, but for the moments in which it changes."""
         return self._view

@@ -20,8 +20,7 @@ import pytest
 from fedtrain import pki
 from tests.limits import WAIT_S
 from tests.mistakes.commands import Shell, wait_for
-from tests.network.test_who_answers import serving
-from tests.ports import free_port
+from tests.ports import free_port, serving
 
 LINES = 24
 TASK = """

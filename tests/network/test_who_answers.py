@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import socketserver
 import ssl
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import zmq
 from fedtrain import pki
 from tests.federation import certificates, hello, link, random_arena
 from tests.limits import WAIT_S
-from tests.ports import free_port
+from tests.ports import free_port, serving
 
 SCHEMA = random_arena(3, 1).schema
 
@@ -42,18 +41,6 @@ def told(certs: Path, folder: Path, address: str) -> str:
             work.cancel()
 
     return asyncio.run(main())
-
-
-@contextlib.contextmanager
-def serving(server: socketserver.BaseServer) -> Iterator[str]:
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def service(handle: Callable[[socketserver.BaseRequestHandler], None]) -> socketserver.TCPServer:
