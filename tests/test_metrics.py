@@ -1,25 +1,29 @@
 """Metrics that are no averages: counts of sites, and what scikit-learn says of the pooled data."""
 
+import asyncio
 import doctest
 import math
-import subprocess
 import sys
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 
+import fedtrain
 from fedtrain import Task, metrics
-from fedtrain.config import LimitsConfig, TrainConfig
+from fedtrain.config import Config, LimitsConfig, TrainConfig
 from fedtrain.errors import BadUpdate, SecAggError, TaskError
-from fedtrain.runtime import checks
+from fedtrain.runtime import checks, federated
 from fedtrain.runtime.secure import exact_sums
+from fedtrain.runtime.trainer import digest_of
 from fedtrain.secagg.encoding import Encoding
 from fedtrain.secagg.fixedpoint import FixedPoint
 from fedtrain.secagg.roster import check_names
+from fedtrain.store import RunStore
 from fedtrain.training.local import Engine
 from fedtrain.training.task import measured, shown
 from fedtrain.update import (
@@ -73,12 +77,9 @@ def test_the_examples_in_the_docstrings_are_true():
     assert doctest.testmod(metrics) == (0, 5)
 
 
-def test_the_helpers_are_there_without_an_import_of_their_own():
-    code = (
-        "import fedtrain, sys; assert 'torch' not in sys.modules; print(fedtrain.metrics.macro_f1.__name__)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "macro_f1\n"
+def test_the_helpers_are_there_without_an_import_of_their_own(monkeypatch):
+    monkeypatch.delattr(fedtrain, "metrics")
+    assert fedtrain.metrics is metrics
 
 
 def test_metrics_of_nothing_are_nan():
@@ -263,3 +264,45 @@ def test_replaced_counts_do_not_change_what_was_given():
     mine = {"a": {"tp": ([1.0, 2.0], 1.0)}, "b": {"tp": ([1.0, 1.0], 1.0)}}
     summed(mine)
     assert mine["a"] == {"tp": ([1.0, 2.0], 1.0)}
+
+
+# --- At the aggregator
+
+SCORED = """
+import fedtrain
+
+class Scored(fedtrain.Task):
+    def model(self): ...
+    def data(self, site): ...
+    def loss(self, model, batch): ...
+    def metrics(self, sums):
+        return {"recall": sums["hits"][0][1] / sums["hits"][1]}
+"""
+
+
+@pytest.mark.slow(3)
+def test_an_aggregator_never_runs_metrics_itself_but_asks_a_process_from_the_first_evaluation_on(tmp_path):
+    def trainers():
+        children = psutil.Process().children()
+        return [c for c in children if "fedtrain.runtime.trainer" in " ".join(c.cmdline())]
+
+    async def main():
+        async with federated.shown_by_task(config, store, digest_of(config)) as shown_there:
+            assert await shown_there({}, {}) == ({}, {})  # nobody evaluated
+            assert trainers() == []
+            sums = {"hits": ([1.0, 3.0], 4.0), "loss": (1.0, 2.0)}
+            assert await shown_there(sums, {"a": sums}) == (
+                {"loss": 0.5, "recall": 0.75}, {"a": {"loss": 0.5, "recall": 0.75}},
+            )  # fmt: skip
+            assert len(trainers()) == 1
+        assert trainers() == []
+
+    (tmp_path / "scored_task.py").write_text(SCORED)
+    config = Config.of({"run": {"task": "scored_task:Scored"}}, tmp_path)
+    store = RunStore(tmp_path / "run")  # of a run that is gone on with: no process has loaded the task yet
+    store.begin(Schema(()), {}, run="r", task_digest=digest_of(config), derives=True)
+    try:
+        asyncio.run(main())
+    finally:
+        store.close()
+    assert "scored_task" not in sys.modules
