@@ -121,9 +121,15 @@ async def _rounds(
         checkpoint = _checkpoint(number, peers)
         sent = sum(peer.bytes_out for peer in peers.values()) - bytes_out
         trained = averages({f"{i:09}": told.metrics for i, (_, told) in enumerate(steps)})
+        clipped = float(sum(told.clipped for _, told in steps))
+        for name, told in steps:
+            for other, why in told.missing.items():
+                emit("update_refused", site=other, round=number, reason=f"at {name}: {why}")
         record = {
             "loss": trained.get("loss"),
-            "metrics": trained | {"disagreement": disagreement(peers, checkpoint)},
+            "metrics": trained
+            | ({"clipped": clipped} if clipped else {})
+            | {"disagreement": disagreement(peers, checkpoint)},
             "sites": len({name for name, _ in steps}),
             "seconds": time.monotonic() - began,
             "bytes_in": sent,

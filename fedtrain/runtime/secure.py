@@ -157,6 +157,16 @@ def one_of_groups(config: Config, schema: Schema, totals: Sequence[Total], sites
     return Mean(aggregate(rule, schema, updates), metrics, sites)
 
 
+def tell_clipped(emit: Emit, plan: Plan, totals: Sequence[Total]) -> None:
+    """A step can be far off that way."""
+    if clipped := sum(total.clipped for total in totals):
+        emit("notice", text=f"round {plan.round + 1}: {clipped:g} values were clipped to secagg.clip")
+
+
+def tell_failed(emit: Emit, plan: Plan, error: BaseException) -> None:
+    emit("notice", text=f"round {plan.round + 1}: a group's sum failed: {error}")
+
+
 @cache
 def spread() -> Spread:
     """Work on masks and signatures, over all cores."""
@@ -362,15 +372,12 @@ class UnderMasks:
             if isinstance(error, BaseException) and (alone or not isinstance(error, RoundError)):
                 raise error
             if isinstance(error, BaseException):
-                self._emit("notice", text=f"round {plan.round + 1}: a group's sum failed: {error}")
+                tell_failed(self._emit, plan, error)
         totals = [s for s in sums if not isinstance(s, BaseException)]
         inside = sorted(site for _, sites in totals for site in sites)
         if len(inside) < self._config.strategy.min_sites:
             raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
-        if clipped := sum(total.clipped for total, _ in totals):
-            self._emit(
-                "notice", text=f"round {plan.round + 1}: {clipped:g} values were clipped to secagg.clip"
-            )
+        tell_clipped(self._emit, plan, [total for total, _ in totals])
         return await asyncio.to_thread(
             one_of_groups, self._config, weights.schema, [total for total, _ in totals], inside
         )
@@ -409,18 +416,22 @@ class UnderMasks:
             round=plan.round, weights=weights, terms=terms,
         )  # fmt: skip
         deadline_s = self._config.strategy.round_deadline
-        found = await secure_sum(
-            Unhurried(self.cohort),
-            terms,
-            await asyncio.to_thread(hash_of, weights, self._spread, self._frozen),
-            request,
-            self._verify,
-            deadline_s=deadline_s,
-            step_deadline_s=deadline_s,
-            agreed=agreed,
-            aside=in_thread,
-            spread=self._spread,
-        )
+        try:
+            found = await secure_sum(
+                Unhurried(self.cohort),
+                terms,
+                await asyncio.to_thread(hash_of, weights, self._spread, self._frozen),
+                request,
+                self._verify,
+                deadline_s=deadline_s,
+                step_deadline_s=deadline_s,
+                agreed=agreed,
+                aside=in_thread,
+                spread=self._spread,
+            )
+        except Unfinished as e:
+            self._tell_dropped(plan.round + (ask is Advertise), e.dropped)
+            raise
         self._tell(plan, found, training=ask is Advertise)
         total = await asyncio.to_thread(
             encoding.decode, found.vector, len(found.sites), found.names, self._spread
@@ -454,11 +465,14 @@ class UnderMasks:
         if training:
             for site in found.sites:
                 self._emit("update_received", round=number, site=site, nbytes=found.vector.nbytes)
-        for site, reason in sorted(found.dropped.items()):
-            self._emit("update_refused", round=number, site=site, reason=reason)
-            self.cohort.tell(site, f"round {number}: this site is not in the sum: {reason}")
+        self._tell_dropped(number, found.dropped)
         for site in sorted(found.blamed.keys() & set(found.sites)):
             self._emit("notice", text=f"round {number}: {site} is in the sum, but {found.blamed[site]}")
+
+    def _tell_dropped(self, number: int, dropped: Mapping[SiteId, str]) -> None:
+        for site, reason in sorted(dropped.items()):
+            self._emit("update_refused", round=number, site=site, reason=reason)
+            self.cohort.tell(site, f"round {number}: this site is not in the sum: {reason}")
 
 
 # --- A simulation's
@@ -491,17 +505,28 @@ class FixedPointSums:
                     continue
                 inside.append(site)
                 self._emit("update_received", round=plan.round + 1, site=site, nbytes=sum_of[site].nbytes)
-        enough = [s for s, sites in zip(sums, groups, strict=True) if s.sites >= self._quorum(len(sites))]
+        enough = list[PlainSum]()
+        for one, sites in zip(sums, groups, strict=True):
+            if one.sites >= (quorum := self._quorum(len(sites))):
+                enough.append(one)
+            elif len(sums) > 1:
+                tell_failed(self._emit, plan, TooFewSites("secure sum", one.sites, quorum))
         good, inside = inside, [site for site in inside if sum_of[site] in enough]
         if not enough or len(inside) < self._config.strategy.min_sites:
             need = max(self._config.strategy.min_sites, self._quorum(len(groups[0])) if not enough else 0)
             raise TooFewSites(f"round {plan.round + 1}", len(inside or good), need, failed)
-        return one_of_groups(self._config, weights.schema, [each.total() for each in enough], inside)
+        totals = [each.total() for each in enough]
+        tell_clipped(self._emit, plan, totals)
+        return one_of_groups(self._config, weights.schema, totals, inside)
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit)
+        if len(sites) > 1 and len(by_site) < (quorum := self._quorum(len(sites))):
+            failed = TooFewSites("secure sum", len(by_site), quorum)
+            self._emit("notice", text=f"round {number}, evaluation, attempt 1: {failed}")
+            return {}, {}
         return exact_sums(by_site.values()), by_site
 
     def _quorum(self, sites: int) -> int:
