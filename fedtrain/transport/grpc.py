@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
@@ -28,6 +29,7 @@ from weakref import WeakSet
 
 import grpc
 import grpc.aio
+import msgspec
 
 from ..errors import BadUpdate, Broken, CertificateError, ConnectError, JoinRefused, StoreError, WireError
 from ..update import AnyArena, ArenaFile, Failure, Found, Patch, Reply, Request, SiteId, patches_to
@@ -58,6 +60,7 @@ from .tls import Tls, explain, first_words
 SERVICE = "fedtrain.Star"
 LEAVE_S = 2.0  # for the other end to hear a last word
 HELLO_S = 10.0  # a connection that has not said Hello by then is closed
+REPLACED = 8  # processes remembered that another one of their name took the place of
 MOOT = 4096  # requests remembered that nobody waits for, though their deadline hasn't passed
 END = grpc.aio.EOF
 CLOSED = (
@@ -112,6 +115,7 @@ def channel_options(heartbeat_s: float) -> list[tuple[str, int]]:
 class Session:
     """One joined site's open stream. None in the outbox closes it."""
 
+    process: str  # as in Hello
     outbox: asyncio.Queue[FromAggregator | None] = field(default_factory=asyncio.Queue)
 
 
@@ -158,6 +162,8 @@ class GrpcCohort:
         self._moot: deque[tuple[SiteId, str]] = deque(maxlen=MOOT)
         self._transfers: dict[SiteId, WeakSet[asyncio.Task[Any]]] = {}
         self._giving_up: dict[SiteId, asyncio.TimerHandle] = {}  # of each site that is away
+        self._replaced: dict[SiteId, deque[str]] = {}  # processes of each
+        self._told_of = set[SiteId]()  # that two processes are it
         self._joined = asyncio.Condition()
         self._finished: str | None = None
         self._untold: set[SiteId] = set()  # who has yet to hear that the run is finished
@@ -328,9 +334,9 @@ class GrpcCohort:
                 self._untold.discard(site)
                 self._look_around()
             return
-        session = Session()
-        if before := self._sessions.get(site):  # it came back before its loss was noticed
-            before.outbox.put_nowait(None)
+        session = Session(hello.process)
+        if before := self._sessions.get(site):  # it came back before its loss was noticed; or is another one
+            self._replace(site, before, hello.process)
         self._sessions[site] = session
         self._wait_for(site)
         self._look_around()
@@ -355,6 +361,21 @@ class GrpcCohort:
                 self._look_around()
                 self._give_up_later(site)
                 self._emit("site_lost", site=site, reason="disconnected")
+
+    def _replace(self, site: SiteId, before: Session, process: str) -> None:
+        """End a session for a newer one of the same name. People are told once of two processes that do so
+        in turns: a restarted one is never there again."""
+        if before.process != process:
+            mend = f"Stop one; if there is but one at {site}, its key was copied: revoke its certificate"
+            line = f"another process has joined as {site}, with the same certificate. {mend}."
+            before.outbox.put_nowait(Refused(reason=line))
+            replaced = self._replaced.setdefault(site, deque(maxlen=REPLACED))
+            if process in replaced and site not in self._told_of:
+                self._told_of.add(site)
+                text = f"{site}: two processes join with one certificate and take each other's place. {mend}"
+                self._emit("notice", text=f"{text} (fedtrain certs revoke {site}).")
+            replaced.append(before.process)
+        before.outbox.put_nowait(None)
 
     async def _read(self, site: SiteId, session: Session, context: grpc.aio.ServicerContext) -> None:
         """What a site says on its own; the end of its stream ends the session."""
@@ -522,7 +543,8 @@ class SiteLink:
         self._sleep, self._jitter = sleep, jitter
         self._work: tuple[str, asyncio.Task[None]] | None = None
         self._call: Any = None
-        self._joined = False
+        self._joined = self._refused = False
+        self._process = secrets.token_hex(8)
         self._broken: BaseException | None = None
 
     async def serve(
@@ -546,7 +568,7 @@ class SiteLink:
         self._welcomed, self._patched = welcomed, patched
         try:
             while True:
-                self._joined = False
+                self._joined = self._refused = False
                 try:
                     return await self._session(hello, answer)
                 except ConnectError as e:
@@ -554,7 +576,7 @@ class SiteLink:
                         raise self._broken from None
                     if isinstance(e, JoinRefused):
                         raise
-                    if self._joined:
+                    if self._joined and not self._refused:  # else another process has our name
                         wait_s, told = 0.2, ""
                     if str(e) != told:
                         self._emit("site_lost", site="aggregator", reason=str(e))
@@ -580,7 +602,7 @@ class SiteLink:
             self._outbox: asyncio.Queue[FromSite] = asyncio.Queue()
             writing: asyncio.Task[None] | None = None
             try:
-                await call.write(encode(hello))
+                await call.write(encode(msgspec.structs.replace(hello, process=self._process)))
                 while (data := await call.read()) is not END:
                     frame: FromAggregator = decode(_bytes(data), FromAggregator)
                     match frame:
@@ -600,6 +622,7 @@ class SiteLink:
                             await self._leave(call)
                             return reason
                         case Refused(reason=reason, final=final):
+                            self._refused = True
                             raise (JoinRefused if final else ConnectError)(reason)
                 raise ConnectError(explain("socket closed", self._address, self._joined))
             except grpc.aio.AioRpcError as e:

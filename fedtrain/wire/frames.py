@@ -63,6 +63,9 @@ class Hello(Frame, frozen=True, kw_only=True, tag=True):
     frozen: Schema = Schema(())  # of the parameters that training leaves alone
     examples: float | None = None  # of the site's data; later claims may not exceed it
     bounds: Bounds | None = None  # None: it answers whatever is asked
+    process: str = (
+        ""  # drawn as it starts: one that reconnects is known from another with the same certificate
+    )
 
 
 class Status(Frame, frozen=True, kw_only=True, tag=True):

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from fedtrain.errors import JoinRefused, StoreError
 from fedtrain.exchange import gather
@@ -179,3 +180,70 @@ def test_an_aggregator_without_room_for_an_upload_ends_the_exchange_at_once_and_
                     await gather(agg.cohort, {"a": request}, 3600)
 
     bounded(main())
+
+
+def test_two_processes_with_one_certificate_are_told_so_once_and_slow_down(certs, tmp_path):
+    weights, waits, told = random_arena(10, 1), {1: [], 2: []}, []
+
+    async def main():
+        async with aggregator(certs, tmp_path, weights.schema) as agg:
+
+            def one(number):
+                async def sleep(seconds):
+                    waits[number].append(seconds)
+                    if len(waits[number]) == 6:
+                        done[number].set()
+                        await asyncio.Event().wait()
+
+                emit = lambda kind, **fields: told.append((number, kind, fields.get("reason")))
+                return link(
+                    certs,
+                    "a",
+                    agg.cohort.port,
+                    tmp_path / str(number),
+                    sleep=sleep,
+                    jitter=lambda: 0.5,
+                    emit=emit,
+                )
+
+            done = {number: asyncio.Event() for number in waits}
+            first = asyncio.create_task(one(1).serve(hello(weights.schema), echo_plus(0)))
+            second = asyncio.create_task(one(2).serve(hello(weights.schema), echo_plus(0)))
+            await asyncio.wait(
+                [asyncio.create_task(each.wait()) for each in done.values()],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for task in first, second:
+                task.cancel()
+            await asyncio.gather(first, second, return_exceptions=True)
+            return agg.of("notice")
+
+    notices = [n["text"] for n in bounded(main()) if "certificate" in n["text"]]
+    assert len(notices) == 1
+    assert notices[0].startswith("a: two processes join with one certificate")
+    assert "fedtrain certs revoke a" in notices[0]
+    longest = max(waits.values(), key=len)
+    assert longest == pytest.approx([0.2 * 1.7**i for i in range(6)]), (
+        "each waits longer than the time before"
+    )
+    lost = [(number, reason) for number, kind, reason in told if kind == "site_lost"]
+    assert len(lost) == len(set(lost)) <= 2
+    assert all(
+        "another process has joined as a, with the same certificate. Stop one" in why for _, why in lost
+    )
+
+
+def test_a_site_that_reconnects_before_its_loss_is_noticed_is_no_second_process(certs, tmp_path):
+    weights = random_arena(10, 1)
+
+    async def main():
+        async with aggregator(certs, tmp_path, weights.schema) as agg:
+            said = encode(structs.replace(hello(weights.schema), process="one"))
+            async with raw_channel(certs, agg.cohort.port) as channel:
+                for _ in range(4):
+                    call = channel.stream_stream(f"/{SERVICE}/Session")()
+                    await call.write(said)
+                    assert isinstance(decode(await call.read(), FromAggregator), Welcome)
+            return agg.of("notice")
+
+    assert bounded(main()) == []
