@@ -559,6 +559,23 @@ def test_a_damaged_version_is_passed_over_with_all_that_was_trained_from_it(tmp_
     store.close()
 
 
+def test_a_turn_from_an_older_version_that_is_damaged_is_given_up_and_its_site_gets_another(tmp_path):
+    cfg, lines = config(tmp_path), []
+    store, _ = begun(cfg)
+    store.set_turn("a", Turn(0, 0))
+    for number in (1, 2, 3):
+        store.commit(Checkpoint(number, arena(*[float(number)] * 8), {}), {})
+    path = store.weights(0).path  # which is here for a's sake
+    store.close()
+    path.write_bytes(b"damaged")
+    store = RunStore(cfg.run_dir, warn=lines.append)
+    assert store.latest().round == 3
+    assert store.turns()["a"].state == TurnState.REFUSED
+    assert f"{path} is damaged" in lines[0]
+    assert "another turn" in lines[0]
+    store.close()
+
+
 @pytest.mark.parametrize("buffer", [1, 4])
 def test_the_plan_of_a_version_is_that_of_a_full_buffer_however_many_sites_there_are(folder, buffer):
     cfg = configured(folder, task="Natural", rounds=20)

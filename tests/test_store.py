@@ -1,6 +1,7 @@
 """What survives: rounds whole or not at all, transfers that go on, disks that are refused."""
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -139,6 +140,42 @@ def test_a_database_that_lost_its_rounds_is_no_new_run(store, tmp_path):
     for _ in range(2):
         with pytest.raises(StoreError, match=r"run\.db knows of no round, though .*has 4 files.*Restore it"):
             RunStore(tmp_path / "run")
+
+
+def test_any_bit_of_a_database_or_its_log_that_changed_is_found_or_changes_nothing(store, tmp_path):
+    """As kill -9 left it, and as it lies after an orderly end."""
+    commit(store, 0, 1, 2)
+    store.evaluated(2, {"loss": 0.5}, best=True)
+    store.set_plan(Plan(2, 0, ["alice", "bob"]))
+    shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    store.close()
+    shutil.copytree(tmp_path / "run", tmp_path / "ended")
+
+    def read(folder):
+        found = RunStore(folder)
+        try:
+            last = found.latest()
+            rows = [(r.round, r.weights, r.record, r.metrics, r.best) for r in found.rounds()]
+            return last.weights.digest, last.state["float32/m"].tolist(), rows, found.plan(2), found.meta()
+        finally:
+            found.close()
+
+    whole, draw, named = read(tmp_path / "run"), random.Random(7), 0
+    for folder, file in (("killed", "run.db"), ("killed", "run.db-wal"), ("ended", "run.db")):
+        data = (tmp_path / folder / file).read_bytes()
+        for i in range(60):
+            copy = tmp_path / f"{folder}-{file}-{i}"
+            shutil.copytree(tmp_path / folder, copy)
+            bit = draw.randrange(8 * len(data))
+            changed = bytearray(data)
+            changed[bit // 8] ^= 1 << bit % 8
+            (copy / file).write_bytes(changed)
+            try:
+                assert read(copy) == whole, (file, bit)
+            except StoreError as e:
+                named += 1
+                assert re.search(r"run\.db.*(Restore|Close|Free)", str(e)), e  # noqa: PT017
+    assert named > 5
 
 
 def test_a_changed_number_in_the_database_is_found(store, tmp_path):

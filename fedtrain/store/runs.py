@@ -372,6 +372,8 @@ class RunStore:
                     f"{self.folder / 'run.db'} may be an old copy: {strangers} files in {self.blobs} are of "
                     f"none of its rounds. The run goes on after round {number}."
                 )
+            if self._lock is not None:
+                self._forget_owed()
             return checkpoint
         if damaged and rounds != [0]:
             old = f"{self.folder / 'run.db'} may be an old copy. " if self._strangers() > IN_A_COMMIT else ""
@@ -391,6 +393,18 @@ class RunStore:
             self._db.change("DELETE FROM patches WHERE round > ?", (number,))
             self._db.change("DELETE FROM buffer WHERE version > ?", (number,))
             self._db.change("UPDATE turns SET state = 'refused' WHERE version > ?", (number,))
+
+    def _forget_owed(self) -> None:
+        """A turn whose version's weights are damaged can't be had any more; its site gets another one."""
+        for (version,) in self._db.all("SELECT DISTINCT version FROM turns WHERE state = 'owed'"):
+            try:
+                self.weights(version)
+            except StoreError as e:
+                self._warn(f"{e} Who was training from it begins another turn.")
+                with self._transaction():
+                    self._db.change(
+                        "UPDATE turns SET state = 'refused' WHERE state = 'owed' AND version = ?", (version,)
+                    )
 
     def weights(self, number: int) -> ArenaFile:
         """The weights of a committed round that are still kept, left in their file."""
