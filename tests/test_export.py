@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from fedtrain import Config
-from fedtrain.errors import StoreError
+from fedtrain.errors import Damaged, StoreError
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.tracking.export import beginning, export
 from fedtrain.update import Arena, Schema
@@ -170,6 +171,22 @@ def test_a_run_begins_with_another_runs_last_model_or_its_export_to_the_last_bit
         store.close()
     found = beginning(where, *schemas(Tied(0)))
     assert [arena.digest for arena in found] == [last.digest, frozen.digest]
+
+
+@pytest.mark.parametrize("source", ["run", "folder", "file"])
+def test_a_run_begins_with_no_damaged_model_nor_with_an_older_one_in_its_place(run_dir, tmp_path, source):
+    run_dir = shutil.copytree(run_dir, tmp_path / "heart")
+    folder = export(run_dir, tmp_path / "out")
+    file = folder / "model.safetensors"
+    if source == "run":
+        store = RunStore(run_dir, read_only=True)
+        file = store.blobs / store.rounds()[-1].weights
+        store.close()
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(Damaged, match=f"{file.name}.*(is damaged|its digest)"):
+        beginning({"run": run_dir, "folder": folder, "file": file}[source], *schemas(Tied(0)))
 
 
 def test_what_another_run_froze_may_be_trained_here_and_the_other_way_round(run_dir):

@@ -582,11 +582,10 @@ class RunStore:
         """StoreError unless a round's blob is there and whole; `again`: as in Spool."""
         path = self.blobs / digest
         if path.exists():
-            wrong = (
-                self._models.wrong(digest, nbytes, again=again)
-                if self._lock
-                else damage(path, digest, nbytes)
-            )
+            if self._lock is not None:
+                wrong = self._models.wrong(digest, nbytes, again=again)
+            elif wrong := damage(path, digest, nbytes):
+                wrong = f"{path}: {wrong}."
         elif number in self._kept():
             wrong = f"{path} is gone."
         else:

@@ -21,13 +21,13 @@ from typing import Any, Literal
 import msgspec
 
 from .. import __version__
-from ..errors import StoreError, writing
+from ..errors import Damaged, StoreError, writing
 from ..store import RunStore
 from ..update import Arena, Schema
 from .events import Averages
 from .live import number
 
-EVALUATION = "evaluation.json"
+MODEL, EVALUATION = "model.safetensors", "evaluation.json"
 SPLITS = {"test_data": "test", "eval_data": "evaluation", "data": "training"}  # by the task's method
 
 
@@ -58,7 +58,7 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         store.close()
     assert isinstance(weights, Arena), "a loaded round is in memory"
     out.mkdir(parents=True, exist_ok=True)
-    sha256 = _replace(out / "model.safetensors", lambda path: _save(path, weights.views() | frozen.views()))
+    sha256 = _replace(out / MODEL, lambda path: _save(path, weights.views() | frozen.views()))
     agreed: dict[str, str] = meta.get("agreed", {})
     about = {
         "run": meta.get("run", run_dir.name),
@@ -125,12 +125,12 @@ def model_of(source: Path, round: int | Literal["best"] | None) -> tuple[dict[st
             store.close()
     if round is not None:
         raise StoreError(f"{source} is no run directory: it has one model. Leave --round out.")
-    if source.is_dir() and not (source / "model.safetensors").exists():
+    if source.is_dir() and not (source / MODEL).exists():
         raise StoreError(
             f"{source} holds no model. Name a run that has one (an aggregator's, a simulation's, a peer's), "
             f"or what `fedtrain export` wrote."
         )
-    file = source / "model.safetensors" if source.is_dir() else source
+    file = source / MODEL if source.is_dir() else source
     tensors, about = _read(file), {"run": file.stem, "round": None, "weights_digest": None}
     if (known := file.with_name("model.json")).exists():
         about |= msgspec.json.decode(known.read_bytes())
@@ -150,7 +150,7 @@ def beginning(source: Path, schema: Schema, frozen: Schema) -> tuple[Arena, Aren
         if last is None:
             raise StoreError(f"{source} has no model yet. Let that run finish its first round.")
         return filled(source, last.weights.load().views() | rest.views(), schema, frozen)
-    file = source / "model.safetensors" if source.is_dir() else source
+    file = source / MODEL if source.is_dir() else source
     return filled(file, _read(file), schema, frozen)
 
 
@@ -159,11 +159,30 @@ def _read(file: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     try:
+        _check(file)
         return load_file(file)
     except FileNotFoundError:
         raise StoreError(f"{file} does not exist. Name a run, or what `fedtrain export` wrote.") from None
     except SafetensorError as e:
         raise StoreError(f"{file} is not a safetensors file: {e}.") from None
+
+
+def _check(file: Path) -> None:
+    """Damaged unless an export is what its model.json says; a file without one is anybody's."""
+    about = file.with_name("model.json")
+    if file.name != MODEL or not about.exists():
+        return
+    with file.open("rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    try:
+        expected = msgspec.json.decode(about.read_bytes(), type=dict).get("sha256")
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise Damaged(f"{about} is damaged: {e}. Export the model again, or remove this file.") from None
+    if digest != expected:
+        raise Damaged(
+            f"{file} is damaged: its SHA-256 is not the one in {about.name}. Export it again; or remove "
+            f"{about.name}, when it is to be another model."
+        )
 
 
 def filled(source: Path, tensors: dict[str, Any], schema: Schema, frozen: Schema) -> tuple[Arena, Arena]:

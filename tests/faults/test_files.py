@@ -5,6 +5,7 @@ import asyncio
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,8 +18,21 @@ from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import Ledger, RunStore
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.update import Arena, Train
-from tests.damage import DAMAGES, Image, Killed, Star, flip, flip_another, goes_on, star_image
+from tests.damage import (
+    DAMAGES,
+    Image,
+    Killed,
+    Star,
+    flip,
+    flip_another,
+    goes_on,
+    is_named,
+    remove,
+    star_image,
+)
 from tests.equivalence.tiny import case, project
+from tests.limits import bounded
+from tests.peers import village
 
 MODES = [
     "simulate", "simulate masks", "compressed", "asynchronous", "gossip", "gossip masks", "datacenter",
@@ -236,6 +250,51 @@ def test_any_file_of_who_coordinates_alone(alone, room, damage):
     world, whole, image = alone
     assert len(image.files()) >= 6
     check(image, image.files(), damage, room, world, whole)
+
+
+# --- peers
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize(("masks", "damage"), [(False, flip), (True, flip), (True, remove)])
+def test_any_file_of_a_peer(room, masks, damage):
+    """Nobody else has a peer's own model, and the others don't go back with it: where it has to go on from
+    the round before, it says so, and they take each other's models as after any absence."""
+    names = "abcd"
+
+    async def all_of(v, **options):
+        tasks = {name: v.start(name, strategy={"min_sites": 4}, **options) for name in names}
+        await asyncio.gather(*tasks.values())
+        return [v.model(name).tolist() for name in names]
+
+    async def main():
+        options = {"rounds": 8, "topology": "complete", "masks": masks}
+        async with village(room / "whole", names, **options) as v:
+            whole = await all_of(v)
+        async with village(room / "killed", names, **options) as v:
+            for name in names:
+                v.start(name, pace_s=0.05, strategy={"min_sites": 4})
+            await v.until(lambda: min(map(v.rounds_of, names)) >= 4)
+            shutil.copytree(v.root / "runs", room / "image")
+            for name in names:
+                await v.stop(name)
+            image = Image(room / "image", room / "image")
+            for file in (file for file in image.files() if file.parts[0].endswith("@b")):
+                shutil.rmtree(v.root / "runs")
+                image.damaged(file, damage, v.root / "runs")
+                before = len(v.of("b", "notice"))
+                try:
+                    models = await all_of(v)
+                except StoreError as e:
+                    assert is_named(str(e), file), (file, e)  # noqa: PT017
+                    for name in names:
+                        with suppress(StoreError):
+                            await v.stop(name)
+                    continue
+                told = [each["text"] for each in v.of("b", "notice")[before:]]
+                assert models == whole or any(is_named(line, file) for line in told), (file, told)
+
+    bounded(main())
 
 
 # --- a disk that is full
