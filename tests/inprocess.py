@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -131,31 +130,41 @@ class Wire:
 
     def __init__(self, port: int = 0, to: int = 0) -> None:
         self._port, self._to, self.nbytes = port, to, 0
-        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> None:
         if self._port:
             self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
 
     async def __aexit__(self, *_: object) -> None:
-        if self._server is not None:
+        if self._port:
             self._server.close()
+            for connection in self._connections:
+                connection.cancel()
+            await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        sinks = [writer]
         try:
             there = await asyncio.open_connection("127.0.0.1", self._to)
-        except OSError:  # the aggregator doesn't listen yet
-            writer.close()
-            return
-        await asyncio.gather(self._copy(reader, there[1]), self._copy(there[0], writer))
+            sinks.append(there[1])
+            await asyncio.gather(self._copy(reader, there[1]), self._copy(there[0], writer))
+        except (OSError, asyncio.CancelledError):  # the aggregator doesn't listen yet, or all is over
+            pass
+        finally:
+            for sink in sinks:
+                sink.transport.abort()
+            self._connections.discard(task)
 
     async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError):
-            while data := await source.read(1 << 18):
-                self.nbytes += len(data)
-                sink.write(data)
-                await sink.drain()
-        sink.close()
+        while data := await source.read(1 << 18):
+            self.nbytes += len(data)
+            sink.write(data)
+            await sink.drain()
+        sink.write_eof()
 
 
 def with_port(table: dict[str, Any]) -> dict[str, Any]:
