@@ -1,21 +1,34 @@
 """What it costs to compress: 10M normal float32, in one thread, beside a copy of them in memory.
 
     python benchmarks/compression.py [--json] [--values 10000000] [--only quantize:8 topk:0.01]
+    python benchmarks/compression.py --federation [--json] [--data FOLDER] [--rounds 40] [--task Small]
 
 `encode_ms` and `decode_ms` are CPU time, the best of a few; `..._ratio` is over the copy, measured in turns
 with them. Decoding is into memory that is kept, as a neighbour's accumulator is; encoding pays for its fresh
 bytes.
+
+With --federation: Fashion-MNIST by Dirichlet(0.3) at ten sites, all of them in each round, a small model
+(784-64-10; --task FashionMNIST: the CNN), trained by the code of `fedtrain simulate`. Bytes are those of all
+models, updates and patches, both ways, as they would travel over a network; the first model does not travel
+where `down` is set, for model() gives it, and is counted where it is not.
 """
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import common
 import torch
 
 from fedtrain.compression import parse
+from fedtrain.config import Config
+from fedtrain.runtime.simulation import simulate
 
 CASES = [
     "float16", "bfloat16", "quantize:8", "quantize:8,unbiased=false", "quantize:4", "sign", "topk:0.01",
@@ -52,12 +65,55 @@ def measure(case: str, vector: torch.Tensor, room: torch.Tensor) -> None:
     common.emit("compression", case, "error", error, "of the norm")
 
 
+WAYS = [("", ""), ("quantize:8", "quantize:8"), ("topk:0.01", "topk:0.01"), ("topk:0.005", "topk:0.005")]
+
+
+def federate(folder: Path, task: str, up: str, down: str, rounds: int) -> tuple[float, int]:
+    """(accuracy of the last model, bytes that it took)."""
+    root = Path(__file__).parents[1] / "examples" / "fashion_mnist"
+    with tempfile.TemporaryDirectory() as scratch:
+        for file in (root / "task.py", root / "fedtrain.toml"):
+            shutil.copy(file, scratch)
+        sets = [
+            f"run.rounds={rounds}", f"run.task=task:{task}", "simulate.sites=10", "strategy.fraction=1",
+            "secagg.enabled=false", f"evaluate.every={rounds}", f"compression.up={up!r}", f"compression.down={down!r}",
+        ]  # fmt: skip
+        config, nbytes, accuracy = Config.load(Path(scratch) / "fedtrain.toml", sets), 0, float("nan")
+
+        def emit(kind: str, **fields: Any) -> None:
+            nonlocal nbytes, accuracy
+            if kind == "round_committed":
+                nbytes += fields["bytes_in"] + fields["bytes_out"]
+            if kind == "evaluated":
+                accuracy = fields["metrics"]["accuracy"]
+
+        asyncio.run(simulate(config, emit=emit, data_dir=folder))
+        return accuracy, nbytes
+
+
+def federations(folder: Path, task: str, rounds: int) -> None:
+    dense = 0
+    for up, down in WAYS:
+        accuracy, nbytes = federate(folder, task, up, down, rounds)
+        dense, case = dense or nbytes, f"{up or 'none'} up, {down or 'none'} down"
+        common.emit("compression", case, "accuracy", 100 * accuracy, "%")
+        common.emit("compression", case, "megabytes", nbytes / 1e6, "MB")
+        common.emit("compression", case, "fewer", dense / nbytes, "times")
+
+
 def main() -> None:
     parser = common.arguments(__doc__.splitlines()[0])
     parser.add_argument("--values", type=int, default=10_000_000)
     parser.add_argument("--only", nargs="*", default=CASES, help="compressors, as in topk:0.01")
+    parser.add_argument("--federation", action="store_true", help="accuracy at so many bytes instead")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="the folder of Fashion-MNIST's files")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--task", default="Small", help="of examples/fashion_mnist/task.py")
     args = parser.parse_args()
     common.begin(args)
+    if args.federation:
+        federations(args.data.resolve(), args.task, args.rounds)
+        return
     torch.set_num_threads(1)
     vector = torch.randn(args.values, generator=torch.Generator().manual_seed(0))
     room = torch.zeros(args.values)
