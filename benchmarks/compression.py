@@ -65,7 +65,7 @@ def measure(case: str, vector: torch.Tensor, room: torch.Tensor) -> None:
     common.emit("compression", case, "error", error, "of the norm")
 
 
-WAYS = [("", ""), ("quantize:8", "quantize:8"), ("topk:0.01", "topk:0.01"), ("topk:0.005", "topk:0.005")]
+WAYS = [("", ""), ("powersgd:1", "powersgd:1"), ("topk:0.01", "topk:0.01"), ("sign", "sign")]
 
 
 def federate(folder: Path, task: str, up: str, down: str, rounds: int) -> tuple[float, int]:
@@ -76,7 +76,8 @@ def federate(folder: Path, task: str, up: str, down: str, rounds: int) -> tuple[
             shutil.copy(file, scratch)
         sets = [
             f"run.rounds={rounds}", f"run.task=task:{task}", "simulate.sites=10", "strategy.fraction=1",
-            "secagg.enabled=false", f"evaluate.every={rounds}", f"compression.up={up!r}", f"compression.down={down!r}",
+            "secagg.enabled=false", f"evaluate.every={rounds}", f"compression.up={up!r}",
+            f"compression.down={down!r}", "train.lr=0.01",
         ]  # fmt: skip
         config, nbytes, accuracy = Config.load(Path(scratch) / "fedtrain.toml", sets), 0, float("nan")
 

@@ -22,7 +22,7 @@ from .errors import ConfigError
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
 BOUNDS = ("aggregation.rule", "aggregation.options", "limits.max_norm", "limits.max_examples")
 NOISE = ("privacy.noise_multiplier", "privacy.clip")
-STAR = (*BOUNDS, "compression.up", "evaluate.patience")
+STAR = (*BOUNDS, "compression.up", "compression.down", "evaluate.patience")
 GOSSIP = (*BOUNDS, *NOISE, "secagg.enabled", "gossip.compressor", "gossip.clip", "evaluate.patience")
 
 
@@ -123,10 +123,10 @@ ONLY = (
          f"gossip.algorithm = {' or '.join(WITH_COMPRESSOR)}", GRAPH),
     Only(("gossip.clip", "simulate.masks"), lambda c: c.gossip.masks, "gossip.masks",
          "gossip.masks = true", GRAPH),
-    Only(("compression.error_feedback",), lambda c: bool(c.compression.up), "compression.up",
-         "compression.up"),
-    Only(("compression.error_feedback",), lambda c: not c.secagg.enabled, "secagg.enabled",
-         "secagg.enabled = false"),
+    Only(("compression.error_feedback",), lambda c: bool(c.compression.up or c.compression.down),
+         "compression.up", "compression.up or compression.down"),
+    Only(("compression.error_feedback",), lambda c: bool(c.compression.down) or not c.secagg.enabled,
+         "secagg.enabled", "secagg.enabled = false, or compression.down"),
     Only(("privacy",), lambda c: c.privacy.noise_multiplier > 0, "privacy.noise_multiplier",
          "privacy.noise_multiplier above 0"),
     Only(("evaluate",), lambda c: c.evaluate.every > 0, "evaluate.every", "evaluate.every above 0"),

@@ -365,3 +365,13 @@ def test_without_rounds_a_site_takes_the_patches_since_its_last_turn(tmp_path):
     out = sum(r["bytes_out"] for r in events.of("round_committed"))
     assert out % codec.coded.nbytes == 0
     assert 0 < out < 9 * final(cfg.run_dir).schema.nbytes
+
+
+def test_the_plan_tells_what_travels_compressed(tmp_path):
+    from fedtrain.runtime.plan import round_plan
+
+    cfg = both_ways(tmp_path, "quantize:8", "topk:0.05")
+    plan = round_plan(cfg)
+    schema = Workbench(cfg, simulated=False).description.schema
+    assert plan.up_bytes == compressed.up_codec(cfg, schema).coded.nbytes
+    assert plan.down_bytes == compressed.down_codec(cfg, schema).coded.nbytes < schema.nbytes

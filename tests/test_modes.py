@@ -177,7 +177,7 @@ ASYNCHRONOUS = OPEN | {"asynchronous": {"enabled": True}}
 NOISE = {"privacy": {"noise_multiplier": 0.1}}
 NEVER = {"evaluate": {"every": 0}}
 STEPS = {"train": {"local_steps": 2, "optimizer": "adam"}}
-SMALL = {"compression": {"up": "topk:0.5"}}
+SMALL = {"compression": {"up": "topk:0.5", "down": "sign"}}
 SWIFT, CHOCO = {"gossip": {"algorithm": "swift"}}, {"gossip": {"algorithm": "choco", "topology": "ring"}}
 VARIANTS = [
     *(

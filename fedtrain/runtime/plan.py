@@ -18,7 +18,7 @@ from ..secagg.masking import KEY_BYTES, add_masks
 from ..training.local import build_model
 from ..training.task import load_task
 from ..update import Schema
-from . import asynchronous, secure
+from . import asynchronous, compressed, secure
 
 MASKS, MASKED_BYTES, TRIES = 8, 8 << 20, 5  # of the measurement: some tens of milliseconds
 ROUNDED = 1 << 20  # coordinates
@@ -75,8 +75,12 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
     if config.asynchronous.enabled:
         asynchronous.check_config(config)
         updates = config.asynchronous.buffer
+    compressed.check_config(config)
+    up, down = compressed.up_codec(config, schema), compressed.down_codec(config, schema)
+    down_bytes = down.coded.nbytes if down else schema.nbytes  # to a site that has the model before
     if not config.secagg.enabled:
-        return RoundPlan(rounds, sites, updates, parameters, frozen, schema.nbytes, schema.nbytes, None)
+        up_bytes = up.coded.nbytes if up else schema.nbytes
+        return RoundPlan(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, None)
     secure.check_config(config)
     each = max(sites // config.secagg.groups, 1)
     encoding = secure.encoding_of(config, 0, each, schema)
@@ -97,7 +101,7 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
         aggregator_s=config.secagg.groups * (folded_s + each * mask_s),
         aggregator_worst_s=config.secagg.groups * (folded_s + (each - drop) * mask_s + lost_s),
     )
-    return RoundPlan(rounds, sites, updates, parameters, frozen, schema.nbytes, up_bytes, masks)
+    return RoundPlan(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, masks)
 
 
 def _mask_s(nbytes: int) -> float:
