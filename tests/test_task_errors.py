@@ -9,7 +9,7 @@ from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import TaskError, TooFewSites, Unfinished
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.secure import FixedPointSums
-from fedtrain.runtime.simulation import PoolCohort, all_good
+from fedtrain.runtime.simulation import PoolCohort, good
 from fedtrain.runtime.trainer import Failed, Trained, Trainer
 from fedtrain.store import Plan
 from fedtrain.training.local import Engine
@@ -132,7 +132,7 @@ def test_in_a_simulation_the_first_task_error_ends_the_run_with_that_error(tmp_p
 
     with pytest.raises(TaskError, match=r"ValueError in task\.py:9, in loss, site a"):
         asyncio.run(ask())
-    assert list(all_good([Trained(1.0, {})])) == [Trained(1.0, {})]
+    assert good(Trained(1.0, {})) == Trained(1.0, {})
 
 
 TASK = """

@@ -21,7 +21,6 @@ from collections.abc import (
     Callable,
     Collection,
     Coroutine,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -46,6 +45,7 @@ from ..update import (
     ArenaFile,
     Evaluate,
     Evaluation,
+    Failure,
     Metrics,
     Reply,
     Request,
@@ -361,13 +361,15 @@ class PoolCohort:
         deltas = torch.frombuffer(block, dtype=torch.uint8, count=len(sites) * schema.nbytes)
         rows = Slab(schema, deltas.view(len(sites), schema.nbytes)).arenas()
         return [
-            Update(delta=row, num_examples=r.num_examples, metrics=r.metrics)
-            for r, row in zip(all_good(results), rows, strict=True)
+            Failure(reason=r.reason)
+            if isinstance(r, Failed) and r.update
+            else Update(delta=row, num_examples=good(r).num_examples, metrics=good(r).metrics)
+            for r, row in zip(results, rows, strict=True)
         ]
 
     async def _evaluate(self, sites: list[SiteId], round: int, weights: ArenaFile) -> list[Reply]:
         results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights))
-        return [Evaluation(metrics=r.metrics) for r in all_good(results)]
+        return [Evaluation(metrics=good(r).metrics) for r in results]
 
     async def shown(
         self, total: Metrics, by_site: Mapping[SiteId, Metrics]
@@ -395,12 +397,11 @@ class PoolCohort:
         raise AssertionError("unreachable")
 
 
-def all_good(results: Sequence[T | Failed]) -> Iterator[T]:
-    """TaskError for the first that failed, which ends the run: the same machine would try again."""
-    for result in results:
-        if isinstance(result, Failed):
-            raise result.error()
-        yield result
+def good(result: T | Failed) -> T:
+    """TaskError for one that failed, which ends the run: the same machine would try again."""
+    if isinstance(result, Failed):
+        raise result.error()
+    return result
 
 
 class InlineCohort(Before):

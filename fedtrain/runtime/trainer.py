@@ -170,6 +170,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     config: bool = False  # a ConfigError: the user's files, not the task's code
     store: bool = False  # a StoreError: a full disk, say
     story: str = ""  # its traceback, for the people here; it may quote data, and goes no further
+    update: bool = False  # a BadUpdate: what was found can't be used; another site's may
 
     def error(self) -> FedtrainError:
         return (ConfigError if self.config else StoreError if self.store else TaskError)(self.reason)
@@ -869,7 +870,7 @@ def _new_file(schema: Schema, path: Path) -> Iterator[Arena]:
 def _failed(error: Exception) -> Failed:
     """One line for whoever asked, without data values, and the story for the people here."""
     config, store = isinstance(error, ConfigError), isinstance(error, StoreError)
-    return Failed(reason_of(error), config, store, story_of(error))
+    return Failed(reason_of(error), config, store, story_of(error), isinstance(error, BadUpdate))
 
 
 _told: set[tuple[str, str]] = set()  # a thousand sites that fail alike are one traceback
