@@ -194,8 +194,12 @@ def row(config: Config, name: str) -> str:
     for section in dict.fromkeys(key.partition(".")[0] for key in keys()):
         own = [key.partition(".")[2] for key in keys() if _in(key, (section,))]
         here = [key for key in own if f"{section}.{key}" in seen]
-        if here:
-            words.append(section if here == own else f"{section} ({', '.join(here)})")
+        left = [key for key in own if key not in here]
+        if here and left:
+            words.append(section + (f" ({', '.join(here)})" if len(here) <= len(left)
+                                    else f" (without {', '.join(left)})"))  # fmt: skip
+        elif here:
+            words.append(section)
     return ", ".join(words)
 
 
