@@ -11,9 +11,11 @@ from click.testing import CliRunner
 
 from fedtrain.cli import cli
 from fedtrain.config import Config
-from fedtrain.errors import ConfigError, StoreError
+from fedtrain.errors import ConfigError, RoundError, StoreError
 from fedtrain.runtime import datacenter
 from fedtrain.store import RunStore
+from fedtrain.strategies import build, server_step, state_init
+from fedtrain.update import Arena, Schema, TensorSpec
 from tests.equivalence.tiny import case, project
 
 
@@ -147,3 +149,17 @@ def test_more_islands_than_sites_are_refused(folder):
     sites = datacenter.sites_of(datacenter.load_task(config.run.task, folder), replace(config), 3)
     with pytest.raises(ConfigError, match="3 islands, but the task has 2 sites"):
         datacenter.data_of(sites, mesh)
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "fedadam", "diloco"])
+def test_islands_never_move_to_a_model_that_can_not_be_trained_further(kind):
+    schema = Schema((TensorSpec("w", (8,), "float32", True),))
+    weights, mean, strategy = Arena.zeros(schema), Arena.zeros(schema), build(kind, {})
+    mean.views()["w"].fill_(0.1)
+    state = state_init(strategy, weights)
+    new, after = datacenter.sound_step(strategy, weights, state, mean)
+    expected, _ = server_step(strategy, weights, state, mean)
+    assert new.digest == expected.digest
+    mean.views()["w"].fill_(3e38)
+    with pytest.raises(RoundError, match=r"the islands' new model is of no use .*lower train\.lr"):
+        datacenter.sound_step(strategy, new, after, mean)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, RoundError
 from ..store import Checkpoint, RunStore
 from ..strategies import Strategy, build, corrects, server_step, state_init
 from ..tracking.export import beginning
@@ -37,7 +37,8 @@ from ..training.parallel.outer import Outer
 from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
 from ..training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
-from ..update import SiteId, summed
+from ..update import Arena, SiteId, summed
+from .checks import flaw
 from .progress import Result, check_metric, is_evaluated, keep_evaluation, noticed
 
 if TYPE_CHECKING:
@@ -90,6 +91,19 @@ def plan(config: Config, ranks: int, data_dir: Path | None = None) -> tuple[str,
     sites = sites_of(task, config, 1)
     memory = estimate(task, config, ranks, sites.data(sites.names[0]))
     return str(Sizes.of(config.parallel, ranks)), {**asdict(memory), "total": memory.total}
+
+
+def sound_step(
+    strategy: Strategy, weights: Arena, state: dict[str, torch.Tensor], mean: Arena
+) -> tuple[Arena, dict[str, torch.Tensor]]:
+    """What islands move to by the mean of what they moved. RoundError where that could not be trained on."""
+    new, after = server_step(strategy, weights, state, mean)
+    if problem := flaw(new, after):
+        raise RoundError(
+            f"the islands' new model is of no use and is not kept: {problem}. Training diverges: lower "
+            f"train.lr or the strategy's server_lr, or set train.clip_norm."
+        )
+    return new, after
 
 
 class Datacenter:
@@ -225,7 +239,7 @@ class Datacenter:
         parallel = self.config.parallel
         return Outer(
             self.engine, self.mesh,
-            lambda weights, state, mean: server_step(strategy, weights, state, mean),
+            lambda weights, state, mean: sound_step(strategy, weights, state, mean),
             lambda weights: state_init(strategy, weights),
             size=lambda: self.data.examples.count,
             fragments=parallel.fragments, overlap=parallel.overlap, mix=parallel.mix, meet=self._meet,

@@ -159,13 +159,14 @@ def project(folder: Path, rounds: int, *, secagg: bool = False, **sections: dict
 
 async def run(
     folder: Path,
-    faults: Sequence[Fault],
+    faults: Sequence[Fault | Sequence[Fault]],
     *,
     secagg: bool = False,
     at: Mapping[str, dict[str, Any]] = {},  # never written to
     **sections: dict[str, Any],
 ) -> Outcome:
-    """As many rounds as there are faults, the n-th of which happens in the n-th round or its evaluation.
+    """As many rounds as there are faults, the n-th of which happens in the n-th round or its evaluation; or
+    the n-th of which all happen there.
 
     `sections` are of everybody's fedtrain.toml; those `at` a site are its own: {"c": {"parallel": {…}}}.
     """
@@ -176,9 +177,10 @@ async def run(
         outcome.events.append((kind, fields))
         due = {"round_started": "train", "round_committed": "evaluate"}.get(kind)
         if due and fields.get("attempt", 1) == 1 and (number := fields["round"]) <= len(faults):
-            fault = faults[number - 1]
-            if fault.work == due:
-                (folder / "faults" / fault.file).write_text(f"{fault.how} {fault.batches}")
+            happen = faults[number - 1]
+            for fault in [happen] if isinstance(happen, Fault) else happen:
+                if fault.work == due:
+                    (folder / "faults" / fault.file).write_text(f"{fault.how} {fault.batches}")
 
     def of(name: str) -> Config:
         table = {section: dict(keys) for section, keys in config.table().items()}
@@ -219,7 +221,7 @@ async def undisturbed(outcome: Outcome) -> Outcome:
     return whole
 
 
-def check(outcome: Outcome, faults: Sequence[Fault]) -> None:
+def check(outcome: Outcome, faults: Sequence[Fault | Sequence[Fault]]) -> None:
     """Every fault fired, every round was committed with all sites in it, and all ended well."""
     assert outcome.error is None, outcome.error
     assert not list((outcome.config.root / "faults").iterdir()), "every fault fired"

@@ -15,6 +15,17 @@ def impatient(monkeypatch):
     monkeypatch.setattr("fedtrain.runtime.trainer.LOOK_S", 0.1)
 
 
+def test_two_faults_at_once_in_each_of_three_rounds_cost_no_round(tmp_path):
+    """An attempt may fail at two sites, and a second attempt at the same site: there is a third."""
+    both = [
+        (faults.Fault("a", "train", "exception"), faults.Fault("b", "train", "cuda", 2)),
+        (faults.Fault("b", "evaluate", "memory"), faults.Fault("c", "train", "kill", 1)),
+        (faults.Fault("c", "evaluate", "kill"), faults.Fault("a", "evaluate", "exception")),
+    ]
+    outcome = bounded(faults.run(tmp_path, both))
+    faults.check(outcome, both)
+
+
 @pytest.mark.parametrize("secagg", [False, True], ids=["open", "masks"])
 def test_each_fault_in_training_or_evaluation_ends_in_a_committed_round(tmp_path, secagg):
     """Each kind of fault, in a training and in an evaluation, is the next round's, at a seeded site."""
