@@ -104,7 +104,7 @@ def grouped(reasons: Mapping[str, str]) -> str:
         own = rf"site {re.escape(site)}, |{re.escape(repr(site))}"  # what TaskErrors say of their site
         sites_of.setdefault(re.sub(own, "", reasons[site]), []).append(site)
     lines = [
-        f"{some(sites)}: {reasons[sites[0]] if len(sites) == 1 else reason}."
+        f"{some(sites)}: {(reasons[sites[0]] if len(sites) == 1 else reason).rstrip('.')}."
         for reason, sites in sites_of.items()
     ]
     return " ".join(lines[:3])

@@ -413,6 +413,13 @@ def test_a_site_tells_of_its_aggregator_and_its_own_work():
     ]
 
 
+def test_plain_text_tells_a_refusal_once_a_round_however_often_it_is_tried():
+    refused = ("update_refused", {"round": 1, "site": "bern", "reason": "NaN"})
+    later = ("update_refused", {"round": 2, "site": "bern", "reason": "NaN"})
+    other = ("update_refused", {"round": 2, "site": "bern", "reason": "too large"})
+    assert len(text_of([STORY[0], refused, refused, later, later, other]).splitlines()) == 1 + 3
+
+
 def test_plain_text_counts_updates_instead_of_listing_a_hundred():
     sites = [f"site-{i}" for i in range(100)]
     story = [STORY[0], ("round_started", {"round": 1, "sites": sites})]

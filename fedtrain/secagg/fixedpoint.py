@@ -184,7 +184,10 @@ class FixedPoint:
         least, most = x.min(axis=1).astype(kind) * scales, x.max(axis=1).astype(kind) * scales
         for i in np.flatnonzero(~((least >= -limit) & (most <= limit))):
             if not np.isfinite(x[i]).all():
-                raise SecAggError("an update with values that are not finite can't be summed")
+                raise SecAggError(
+                    "an update with values that are not finite can't be summed: look for NaN in the data, or "
+                    "lower train.lr"
+                )
             beyond = limit + (1 << bits) / 2  # not those just beside ±c
             clipped[i] = np.count_nonzero(np.abs(y[i]) > beyond)
             np.clip(y[i], -limit, limit, out=y[i])

@@ -67,9 +67,14 @@ class Plain(Screen):
 
     def __init__(self, out: IO[str]) -> None:
         self._out, self._board = out, Board()
+        self._refused: dict[SiteId, tuple[int | None, str]] = {}  # round and reason, as they were told last
 
     def __call__(self, event: Event) -> None:
         self._board.add(event)
+        if isinstance(event, e.UpdateRefused):  # each attempt may fail alike
+            told, self._refused[event.site] = self._refused.get(event.site), (event.round, event.reason)
+            if told == (event.round, event.reason):
+                return
         if text := line(event, self._board):
             clock = time.strftime("%H:%M:%S", time.localtime(event.time))
             print(f"{clock}  {printable(text)}", file=self._out, flush=True)

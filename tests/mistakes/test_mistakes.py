@@ -88,6 +88,7 @@ class Mistake:
     make: Callable[[Path], Any] | None = None  # anything else, in the project's folder
     before: tuple[str, ...] = ()  # commands that were run to their end before, without the mistake
     beside: tuple[str, ...] = ()  # commands that run meanwhile; the first one is ready when it listens
+    too: tuple[str, ...] = ()  # commands that make the same mistake meanwhile
     waits: bool = False  # it says so and tries again, until it is stopped
 
 
@@ -131,6 +132,8 @@ def attempt(mistake: Mistake, root: Path, certs: Path) -> tuple[int, list[str]]:
         made = mistake.make(folder) if mistake.make else None
         if isinstance(made, contextlib.AbstractContextManager):
             stack.enter_context(made)
+        for line in mistake.too:
+            shell.start(line)
         command, log = shell.start(mistake.command)
         if mistake.waits:
             wait_for(log, mistake.says[0], command)
@@ -217,6 +220,29 @@ TASKS = [
             task=("import torch\n", "import torch, pandsa\n")),
     Mistake("no loss", "simulate", ("run.task", "does not define loss()"), task=("def loss(", "def lose(")),
     Mistake("a model that is not returned", "simulate", ("model()", "None"), task=(MODEL, MODEL[7:])),
+    Mistake("a loss that is a float", "simulate", ("loss()", "float", "a tensor"),
+            task=(LOSS, LOSS + ".item()")),
+    Mistake("shapes that do not fit", "simulate", ("RuntimeError in task.py:22",), task=("(4, 2,", "(5, 2,")),
+    Mistake("labels of the wrong type", "simulate", ("RuntimeError in task.py:22",),
+            task=(").long()", ").int()")),
+    Mistake("no data", "simulate", ("data('a')", "no examples"),
+            task=(DATA, "        return x[:0], x[:0, 0].long()\n")),
+    Mistake("data with NaN", "simulate", ("not finite", "data", "train.lr"),
+            task=(DATA, "        x[0] = float('nan')\n" + DATA)),
+    Mistake("examples of no kind", "simulate", ("data()", "Task.collate"),
+            task=(DATA, "        return [None] * 20\n")),
+    Mistake("a table for data", "simulate", ("data()", "DataFrame"),
+            task=(DATA, "        import table\n        return table.DataFrame()\n"),
+            make=lambda folder: (folder / "table.py").write_text("class DataFrame:\n    iloc = None\n")),
+    Mistake("inputs and labels of different length", "simulate", ("data()", "20", "19"),
+            task=("return x, (x[:, 0]", "return x, (x[1:, 0]")),
+    Mistake("a file that is not there", "simulate", ("FileNotFoundError in task.py",),
+            task=(DATA, "        return torch.load(self.data_dir / 'x.pt')\n")),
+    Mistake("metrics as plain means", "simulate", ("evaluate()", "sums and counts"),
+            task=(METRICS, '{"accuracy": 1.0}')),
+    Mistake("a setting of another mode", "simulate --mode gossip --set aggregation.rule=krum",
+            ("aggregation.rule", "gossip.rule")),
+    Mistake("lazy layers", "simulate", ("LazyLinear",), task=(MODEL, "return nn.LazyLinear(2)")),
     Mistake("more sites wanted than there are", "simulate --set strategy.min_sites=5",
             ("strategy.min_sites: 5", "3 sites", "Lower it")),
     Mistake("two sites of one name", "simulate", ("sites()", "'b'", "twice"),
@@ -264,6 +290,8 @@ OVER_TLS = [
             beside=("aggregator",), task=(LOSS, LOSS + " * 2")),
     Mistake("another model at a site", "site a", ("different models", "Make model() the same at both"),
             beside=("aggregator",), make=lambda folder: (folder / "flat").touch()),
+    Mistake("a loss that is a float, at all sites", "aggregator", ("a, b, c: ", "loss() returned a float"),
+            task=(LOSS, LOSS + ".item()"), too=("site a", "site b", "site c")),
     Mistake("two processes of one site", "site a", ("is in use by process", "runs/r@a"),
             beside=("aggregator", "site a")),
 ]  # fmt: skip
