@@ -65,7 +65,13 @@ def measure(case: str, vector: torch.Tensor, room: torch.Tensor) -> None:
     common.emit("compression", case, "error", error, "of the norm")
 
 
-WAYS = [("", ""), ("powersgd:1", "powersgd:1"), ("topk:0.01", "topk:0.01"), ("sign", "sign")]
+WAYS = [
+    ("", ""),
+    ("quantize:8", "quantize:8"),
+    ("sign", "sign"),
+    ("topk:0.01", "topk:0.01"),
+    ("topk:0.004", "sign"),
+]
 
 
 def federate(folder: Path, task: str, up: str, down: str, rounds: int) -> tuple[float, int]:
