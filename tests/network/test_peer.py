@@ -29,11 +29,11 @@ def models(project, run):
         store.close()
 
 
-def ends_as_simulated(project, names, *sets):
+def ends_as_simulated(project, names, *sets, of_peers=()):
     """Peers as processes end with the models, bit for bit, of a simulation with the same settings."""
     simulated = project.start("simulate", "--mode", "gossip", *sets)
     assert simulated.wait(240) == 0, project.log("simulate-gossip")
-    for name, process in start_peers(project, *sets, names=names).items():
+    for name, process in start_peers(project, *sets, *of_peers, names=names).items():
         assert process.wait(240) == 0, project.log(f"peer-{name}")
     rounds, expected = models(project, "r+gossip")
     for name in names:
@@ -123,5 +123,5 @@ def test_masked_peers_over_zeromq_end_with_the_bits_of_their_simulation(tmp_path
         (project.root / "task.py").write_text(task)
         ends_as_simulated(
             project, four, "--set", "gossip.masks=true", "--set", "gossip.topology=complete",
-            "--set", "strategy.min_sites=4",
+            of_peers=("--set", "strategy.min_sites=4"),
         )  # fmt: skip
