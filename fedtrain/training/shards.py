@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch.utils.data import Dataset
 
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, StoreError, TaskError
 from .examples import Stream, examples_of
 from .places import BLOCK, Folder, Place, place_of
 
@@ -106,8 +106,8 @@ def _batches(data: Any) -> Iterator[Any]:
     size = 256 if isinstance(examples, Stream) else min(256, examples.count)
     try:
         yield from examples.batches(size, False, None)
-    except (RuntimeError, TypeError) as e:  # of collating examples that don't go together
-        raise ConfigError(f"examples differ: {e}. Pad or cut them to the same shapes.") from e
+    except TaskError as e:  # of collating examples that don't go together
+        raise ConfigError(f"examples differ: {e.__cause__}. Pad or cut them to the same shapes.") from e
 
 
 def _columns(batch: Any) -> tuple[Kind, Columns]:
