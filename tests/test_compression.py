@@ -1,5 +1,6 @@
 """Compressors: what they promise about size, error and sums, and what they refuse."""
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -22,7 +23,8 @@ TEXTS = [
     "float16", "bfloat16", "quantize:8", "quantize:4,block=64", "quantize:2,block=8",
     "quantize:8,unbiased=false",
     "sign", "sign:64", "topk:0.01", "topk:0.3", "randomk:0.1", "randomk:0.3,unbiased=false", "lowrank:2",
-    "lowrank:2,unbiased=false", "powersgd:1", "error_feedback:topk:0.1", "error_feedback:quantize:4",
+    "lowrank:2,unbiased=false", "powersgd:1", "topk:0.02,values=bfloat16",
+    "error_feedback:topk:0.1", "error_feedback:quantize:4",
     "error_feedback:powersgd:2",
 ]  # fmt: skip
 LINEAR = ["float16", "bfloat16", "randomk:0.1", "randomk:0.37", "lowrank:2", "lowrank:3"]
@@ -76,12 +78,17 @@ def test_a_payload_is_as_long_as_was_said_and_a_vector_comes_back_as_long_as_it_
         ("quantize:4,block=64", 1001, 501 + 4 * 16),
         ("quantize:2", 1000, 250 + 4),
         ("sign", 1_000_000, 125_000 + 4 * 245),
-        ("topk:0.01", 1_000_000, 8 * 10_000),  # places as numbers
-        ("topk:0.1", 1_000_000, 4 * 100_000 + 125_000),  # as bits
+        (
+            "topk:0.01",
+            1_000_000,
+            4 * 10_000 + 6 * 1250 + (10_000 + 999_999 // 64 + 7) // 8,
+        ),  # 8.6 bits a place
+        ("topk:0.01,values=bfloat16", 1_000_000, 2 * 10_000 + 6 * 1250 + (10_000 + 999_999 // 64 + 7) // 8),
+        ("topk:0.6", 1000, 4 * 600 + 200),  # a bit for each value, and one for each that is kept
         ("randomk:0.1", 1_000_000, 4 * 100_000),
         ("lowrank:4", 1_000_000, 4 * 4 * 1000),
         ("powersgd:4", 1_000_000, 4 * 4 * 2000),
-        ("error_feedback:topk:0.01", 1_000_000, 8 * 10_000),
+        ("error_feedback:topk:0.01", 1_000_000, parse("topk:0.01").bytes_for(1_000_000)),
     ],
 )
 def test_sizes_by_hand(text, n, nbytes):
@@ -306,7 +313,7 @@ def test_what_is_encoded_is_the_projection_and_what_is_decoded_is_it_lifted(text
 @pytest.mark.parametrize("text", [t for t in TEXTS if t.split(":")[0] not in ("randomk", "lowrank")])
 def test_under_masks_16_bit_floats_are_the_identity_and_the_others_do_not_go(text):
     compressor, vector = parse(text), drawn(10).numpy()
-    assert compressor.linear == ("float16" in text)
+    assert compressor.linear == (text in ("float16", "bfloat16"))
     if compressor.linear:
         assert compressor.project(vector, 1) is vector
         assert compressor.lift(vector, 1, 10) is vector
@@ -439,17 +446,44 @@ def test_top_k_keeps_the_values_themselves_at_their_places(fraction):
     assert vector[kept].abs().min() >= vector[~kept].abs().max()
 
 
-@pytest.mark.parametrize("places", [[-1, 5], [5, 1000], [7, 7], [9, 3]])
-def test_places_that_cannot_be_are_refused(places):
-    values = torch.tensor([1.0, 2.0]).view(torch.uint8)
-    payload = torch.cat([values, torch.tensor(places, dtype=torch.int32).view(torch.uint8)])
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_rising_numbers_come_back_in_few_bits(data):
+    n = data.draw(st.integers(1, 5000))
+    numbers = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1)))
+    places = topk.Places.of(n, len(numbers))
+    payload = places.encode(np.array(numbers))
+    assert len(payload) == places.nbytes
+    assert 8 * len(payload) <= len(numbers) * (3 + places.low) + 8 * (1 + places.low)
+    assert places.decode(payload).tolist() == numbers
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 400), st.floats(0.01, 1), st.binary(min_size=900, max_size=900))
+def test_bytes_that_are_no_places_are_refused_and_others_are_rising_numbers(n, fraction, drawn):
+    places = topk.Places.of(n, math.ceil(fraction * n))
+    data = np.frombuffer(drawn, np.uint8)[: places.nbytes]
+    with contextlib.suppress(BadUpdate):
+        found = places.decode(data).tolist()
+        assert found == sorted(set(found))
+        assert 0 <= found[0] <= found[-1] < n
+        assert len(found) == places.k
+
+
+@pytest.mark.parametrize("numbers", [[5, 1000], [7, 7], [9, 3]])
+def test_places_that_cannot_be_are_refused(numbers):
+    payload = parse("topk:0.002").encode(drawn(1000), 0, {})[0]
+    low, row = np.array([i & 255 for i in numbers], np.uint8), np.zeros(5, bool)  # 8 bits of each, then 2 + 3
+    row[[(numbers[0] >> 8), (numbers[1] >> 8) + 1]] = True
+    places = np.concatenate([*(np.packbits(low >> bit & 1) for bit in range(8)), np.packbits(row)])
+    payload[8:] = torch.from_numpy(places)
     with pytest.raises(BadUpdate, match="not 2 rising numbers below 1000"):
         parse("topk:0.002").decode(payload, 0, 1000)
 
 
 def test_bits_that_name_another_number_of_places_are_refused():
     _, payload, _ = there_and_back(parse("topk:0.5"), drawn(100))
-    payload[-1] ^= 0b10000  # the last of 100 bits
+    payload[-2] ^= 0b10000
     with pytest.raises(BadUpdate, match="not 50 rising numbers below 100"):
         parse("topk:0.5").decode(payload, 0, 100)
 
@@ -541,7 +575,7 @@ def test_a_line_says_a_compressor():
         ("topq:0.1", "'topq' is not one of .* Did you mean 'topk'"),
         ("topk:2", r"compression.fraction: 2.0 must be in \(0, 1\]"),
         ("topk:a", "compression.fraction = 'a'"),
-        ("topk:0.1,0.2", "has more options than topk, which has fraction"),
+        ("topk:0.1,float32,2", "has more options than topk, which has fraction, values"),
         ("topk:fractoin=1", "topk has no such option. Did you mean fraction"),
         ("float16:3", "has more options than float16, which has none"),
         ("quantize:3", "compression.bits: 3 must be 2, 4 or 8"),

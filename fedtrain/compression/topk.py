@@ -6,15 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import require
+from ..config import one_of, require
 from ..errors import BadUpdate
 from .base import Compressor, checked, room, sized
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     from .base import Array, Payload, State, Vector
 
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 CHUNK = 1 << 16  # values looked at at a time, so that they stay in a core's cache
@@ -26,61 +28,108 @@ class TopK(Compressor):
     """x̂ = x at the k = ⌈fraction·n⌉ largest |x|, 0 elsewhere; of equal ones the first (Stich et al. 2018).
 
     Biased: use it with error feedback, never on parameters themselves. A contraction with δ ≥ k/n.
-    Payload: k float32, then their places, as int32 or as one bit for each of n, whichever is less.
+    Payload: the k values, as float32 or bfloat16, then their places (see Places). With feedback what bfloat16
+    rounds off is left for the next time, as the smaller values are.
     """
 
     fraction: float = 0.01
+    values: str = "float32"
 
     def __post_init__(self) -> None:
         require(0 < self.fraction <= 1, "compression.fraction", f"{self.fraction} must be in (0, 1]")
+        one_of("compression.values", self.values, ("float32", "bfloat16"))
 
     @property
     def needs_feedback(self) -> bool:
         return True
 
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
-        import numpy as np
         import torch
 
-        values = checked(vector).numpy()
-        n, k = len(values), self.count(len(values))
-        places = largest(values, k)
-        payload = np.empty(self.bytes_for(n), dtype=np.uint8)
-        payload[: 4 * k].view(np.float32)[:] = values[places]
-        if self._by_bits(n):
-            there = np.zeros(n, dtype=bool)
-            there[places] = True
-            payload[4 * k :] = np.packbits(there)
-        else:
-            payload[4 * k :].view(np.int32)[:] = places
-        return torch.from_numpy(payload), state
+        vector = checked(vector)
+        n, k = len(vector), self.count(len(vector))
+        places, split = largest(vector.numpy(), k), k * self._dtype.itemsize
+        payload = torch.empty(self.bytes_for(n), dtype=torch.uint8)
+        payload[:split].view(self._dtype).copy_(torch.from_numpy(vector.numpy()[places]))
+        payload[split:].copy_(torch.from_numpy(Places.of(n, k).encode(places)))
+        return payload, state
 
     def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
-        import numpy as np
-
-        k, data = self.count(n), sized(payload, self, n).numpy()
-        if self._by_bits(n):
-            places = np.flatnonzero(np.unpackbits(data[4 * k :], count=n))
-            good = len(places) == k
-        else:
-            places = data[4 * k :].view(np.int32)
-            good = not k or (places[0] >= 0 and places[-1] < n and bool((places[1:] > places[:-1]).all()))
-        if not good:
-            raise BadUpdate(f"the places of the {k} largest values are not {k} rising numbers below {n}")
+        k = self.count(n)
+        data, split = sized(payload, self, n), k * self._dtype.itemsize
+        places = Places.of(n, k).decode(data[split:].numpy())
         vector = room(n, out).zero_()
-        vector.numpy()[places] = data[: 4 * k].view(np.float32)
+        vector.numpy()[places] = data[:split].view(self._dtype).float().numpy()
         return vector
 
     def bytes_for(self, n: int) -> int:
         k = self.count(n)
-        return 4 * k + (-(-n // 8) if self._by_bits(n) else 4 * k)
+        return k * self._dtype.itemsize + Places.of(n, k).nbytes
 
     def count(self, n: int) -> int:
         """k: at least 1, where there is one."""
         return min(n, math.ceil(self.fraction * n - 1e-9) or 1)
 
-    def _by_bits(self, n: int) -> bool:
-        return -(-n // 8) < 4 * self.count(n) or n >= 2**31
+    @property
+    def _dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.bfloat16 if self.values == "bfloat16" else torch.float32
+
+
+@dataclass(frozen=True)
+class Places:
+    """k rising numbers below n in about k·(2 + log₂ n/k) bits, as many for any such numbers (Elias 1974).
+
+    The `low` lowest bits of each number stand as they are: all first bits, then all second ones. The rest,
+    which rises slowly, is a row of bits in which that of the i-th number stands at rest + i.
+    """
+
+    n: int
+    k: int
+    low: int
+
+    @classmethod
+    def of(cls, n: int, k: int) -> Places:
+        return cls(n, k, (n // k).bit_length() - 1) if k else cls(n, 0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.low * self._plane + -(-self._row // 8)
+
+    @property
+    def _plane(self) -> int:
+        """Bytes of one bit of each number."""
+        return -(-self.k // 8)
+
+    @property
+    def _row(self) -> int:
+        """Bits of the row."""
+        return self.k + ((self.n - 1) >> self.low) if self.k else 0
+
+    def encode(self, places: Indices) -> Bytes:
+        import numpy as np
+
+        row = np.zeros(self._row, dtype=bool)
+        row[(places >> self.low) + np.arange(self.k)] = True
+        planes = [np.packbits((places & (1 << bit)) != 0) for bit in range(self.low)]
+        return np.concatenate([*planes, np.packbits(row)])
+
+    def decode(self, data: Bytes) -> Indices:
+        """BadUpdate unless the bytes are k rising numbers below n."""
+        import numpy as np
+
+        row = np.flatnonzero(np.unpackbits(data[self.low * self._plane :], count=self._row))
+        if len(row) == self.k:
+            places: Indices = (row - np.arange(self.k)) << self.low
+            for bit in range(self.low):
+                plane = data[bit * self._plane : (bit + 1) * self._plane]
+                places |= np.unpackbits(plane, count=self.k).astype(np.int64) << bit
+            if not self.k or (places[-1] < self.n and bool((places[1:] > places[:-1]).all())):
+                return places
+        raise BadUpdate(
+            f"the places of the {self.k} largest values are not {self.k} rising numbers below {self.n}"
+        )
 
 
 def largest(values: Array, k: int) -> Indices:
