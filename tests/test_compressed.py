@@ -13,6 +13,7 @@ from fedtrain.errors import BadUpdate, ConfigError
 from fedtrain.runtime import checks, compressed
 from fedtrain.runtime.trainer import Apply, Saved, Workbench
 from fedtrain.store import Checkpoint
+from fedtrain.transport.grpc import GrpcCohort
 from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Train, Update
 from tests.inprocess import Events, Wire, federation, final, simulated, with_port
 from tests.ports import free_port
@@ -304,8 +305,12 @@ def test_the_model_and_what_its_steps_left_out_are_together_where_whole_steps_le
         before = committed
 
 
-def test_a_site_that_missed_rounds_takes_several_patches_and_a_new_one_the_whole_model(tmp_path):
-    cfg = both_ways(tmp_path, "", "topk:0.05", rounds=6, strategy={"min_sites": 1, "fraction": 0.34})
+def test_a_site_that_missed_rounds_takes_several_patches_and_a_new_one_the_whole_model(tmp_path, monkeypatch):
+    cfg = both_ways(tmp_path, "", "topk:0.05", rounds=8, strategy={"min_sites": 1, "fraction": 0.34})
+    members = (
+        GrpcCohort.members
+    )  # one site a round, drawn from all three: no round begins before they are here
+    monkeypatch.setattr(GrpcCohort, "members", lambda cohort, at_least: members(cohort, len(SITES)))
     events = federation(cfg, SITES)
     patch = compressed.down_codec(cfg, final(cfg.run_dir).schema).coded.nbytes
     seen, expected = {}, []
@@ -316,10 +321,10 @@ def test_a_site_that_missed_rounds_takes_several_patches_and_a_new_one_the_whole
     assert [r["bytes_out"] for r in events.of("round_committed")] == expected
     assert max(expected) > patch
     whole = final(cfg.run_dir).schema.nbytes
-    again = replace(cfg, run=replace(cfg.run, rounds=7), strategy=replace(cfg.strategy, min_sites=3))
+    again = replace(cfg, run=replace(cfg.run, rounds=9), strategy=replace(cfg.strategy, min_sites=3))
     for site in SITES:  # new disks: they have the model of model() alone
         shutil.rmtree(cfg.site_dir(site))
-    assert 6 * patch > whole
+    assert 8 * patch > whole
     assert federation(again, SITES).of("round_committed")[0]["bytes_out"] == 3 * whole
 
 
