@@ -323,7 +323,10 @@ class GrpcCohort:
         site = await self._peer(context)
         try:
             async with asyncio.timeout(HELLO_S):
-                hello = decode(_bytes(await context.read()), Hello)
+                first = await context.read()
+            if first is END:  # the site left as it came
+                return
+            hello = decode(first, Hello)
             self._welcome(site, hello)
         except (TimeoutError, WireError, BadUpdate, JoinRefused) as e:
             reason = str(e) or f"no Hello within {HELLO_S:g} s"
@@ -381,7 +384,7 @@ class GrpcCohort:
         """What a site says on its own; the end of its stream ends the session."""
         try:
             while (data := await context.read()) is not END:
-                frame: FromSite = decode(_bytes(data), FromSite)
+                frame: FromSite = decode(data, FromSite)
                 if isinstance(frame, Status):
                     self._emit("site_state", site=site, state=frame.state[:64])
                 elif isinstance(frame, Leaving):
@@ -421,8 +424,11 @@ class GrpcCohort:
 
     async def _upload(self, _: object, context: grpc.aio.ServicerContext) -> None:
         site = await self._transferring(context)
+        first = await context.read()
+        if first is END:  # the site was told to drop the request when it had just opened this stream
+            return
         try:
-            offer = decode(_bytes(await context.read()), Offer)
+            offer = decode(first, Offer)
         except WireError as e:
             self._emit("update_refused", site=site, round=None, reason=str(e))
             await context.write(encode(Refused(reason=str(e))))
@@ -469,7 +475,7 @@ class GrpcCohort:
                 chunk = await context.read()
                 if chunk is END:
                     raise Broken(f"{arriving.offset} of {arriving.nbytes} bytes arrived")
-                self.bytes_in += len(_bytes(chunk))
+                self.bytes_in += len(chunk)
                 arriving.write(chunk)
             arena.path = await asyncio.to_thread(arriving.finish)
 
@@ -493,12 +499,6 @@ async def opened(inbox: Inbox, arena: ArenaFile) -> AsyncIterator[Arriving]:
         yield arriving
     finally:
         arriving.close()
-
-
-def _bytes(data: Any) -> bytes:
-    if not isinstance(data, bytes):
-        raise WireError("the stream ended before it said what it wants")
-    return data
 
 
 def read_chunk(arena: AnyArena, offset: int) -> bytes:
@@ -604,7 +604,7 @@ class SiteLink:
             try:
                 await call.write(encode(msgspec.structs.replace(hello, process=self._process)))
                 while (data := await call.read()) is not END:
-                    frame: FromAggregator = decode(_bytes(data), FromAggregator)
+                    frame: FromAggregator = decode(data, FromAggregator)
                     match frame:
                         case Welcome(frozen=frozen):
                             self._frozen = self._welcomed(frozen)
@@ -731,7 +731,7 @@ class SiteLink:
             data = await call.read()
             if data is END:
                 raise Broken("the upload ended without an answer")
-            answer: UploadAnswer = decode(_bytes(data), UploadAnswer)
+            answer: UploadAnswer = decode(data, UploadAnswer)
             match answer:
                 case Resume(digest=digest, offset=offset):
                     arena = offered[digest]

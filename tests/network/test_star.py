@@ -4,6 +4,8 @@ import asyncio
 import threading
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 from msgspec import structs
 
@@ -126,6 +128,25 @@ def test_a_site_that_no_longer_fits_when_it_comes_back_is_not_waited_for(certs, 
             await stopping
 
     bounded(main())
+
+
+@pytest.mark.parametrize("method", ["Session", "Upload"])
+def test_a_stream_that_ends_before_its_first_word_is_no_refusal(certs, tmp_path, method):
+    """A request that is cancelled between the opening of its upload and the offer ends so."""
+    weights = random_arena(10, 1)
+
+    async def main():
+        async with (
+            aggregator(certs, tmp_path, weights.schema) as agg,
+            raw_channel(certs, agg.cohort.port) as channel,
+        ):
+            call = channel.stream_stream(f"/{SERVICE}/{method}")()
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+            assert await call.code() is grpc.StatusCode.OK
+            return agg.events
+
+    assert bounded(main()) == []
 
 
 def test_a_transfer_cancelled_while_its_file_is_opened_is_closed_all_the_same():
