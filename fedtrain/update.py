@@ -133,16 +133,25 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Section:
-    """All coordinates of one dtype: `trained` of them first, then the rest."""
+    """All coordinates of one dtype: the trained ones first, then the others."""
 
     dtype: str
     offset: int  # bytes from the start of the arena
     numel: int
-    trained: int
+    trained: int  # coordinates; 0 unless `floating`
 
     @property
     def nbytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype in FLOATS
+
+    @property
+    def moves(self) -> bool:
+        """Whether a round can change the values: booleans and bytes have no differences, so they stay."""
+        return self.dtype not in ("bool", "uint8")
 
 
 class Schema(msgspec.Struct, frozen=True, dict=True):
@@ -187,9 +196,15 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         sections, offset = [], 0
         for dtype, specs in found.items():
             numel = sum(s.numel for s in specs)
-            sections.append(Section(dtype, offset, numel, sum(s.numel for s in specs if s.trained)))
+            trained = sum(s.numel for s in specs if s.trained) if dtype in FLOATS else 0
+            sections.append(Section(dtype, offset, numel, trained))
             offset += -(-numel * ITEM_BYTES[dtype] // ALIGN) * ALIGN
         return tuple(sections)
+
+    @property
+    def moving(self) -> list[Section]:
+        """The sections that a round can change."""
+        return [section for section in self.sections if section.moves]
 
     @cached_property
     def nbytes(self) -> int:
@@ -373,6 +388,15 @@ class Arena(AnyArena):
         flat = self.flat(section)
         return flat if stop - start == section.numel else flat[start:stop]
 
+    def trained(self) -> dict[str, torch.Tensor]:
+        """dtype -> all trained coordinates of that dtype, 1-D; views, no copy."""
+        return {s.dtype: self.flat(s)[: s.trained] for s in self.schema.sections if s.trained}
+
+    def others(self) -> dict[str, torch.Tensor]:
+        """dtype -> all that moves without being trained (buffers, integers), 1-D; views, no copy."""
+        found = ((s, self.flat(s)[s.trained :]) for s in self.schema.sections if s.moves)
+        return {section.dtype: vector for section, vector in found if len(vector)}
+
     def views(self) -> dict[str, torch.Tensor]:
         """Every tensor by name, in its shape; views, no copy."""
         found, at = {}, {s.dtype: 0 for s in self.schema.sections}
@@ -448,7 +472,7 @@ class Slab:
         """Each row's L2 norm over its floats; NaN or Inf where a value is, or where float32 overflows."""
         import torch
 
-        floats = [self.flat(s) for s in self.schema.sections if s.dtype in FLOATS]
+        floats = [self.flat(s) for s in self.schema.sections if s.floating]
         squares = sum(torch.linalg.vector_norm(rows, dim=1).double().square() for rows in floats)
         norms: list[float] = squares.sqrt().tolist() if floats else [0.0] * self.rows
         return norms
@@ -537,6 +561,33 @@ class Frozen(msgspec.Struct, frozen=True):
         if not arena.schema.tensors:
             return cls()
         return cls(arena.schema, arena.digest, hashlib.sha256(arena.payload).hexdigest())
+
+
+def subtract(local: Arena, start: Arena, out: Arena) -> None:
+    """out = local - start, on whatever device each of them lies; 0 for what has no differences."""
+    import torch
+
+    for section in local.schema.sections:
+        now, delta = local.flat(section), out.flat(section)
+        if not section.moves:
+            delta.zero_()
+        elif delta.device == now.device:
+            torch.sub(now, start.flat(section), out=delta)
+        else:
+            delta.copy_(now - start.flat(section))
+    out.changed()
+
+
+def widened(vector: torch.Tensor) -> torch.Tensor:
+    """The vector itself where it is float32 or float64; 16-bit floats as float32, integers as float64."""
+    if not vector.is_floating_point():
+        return vector.double()
+    return vector if vector.element_size() >= 4 else vector.float()
+
+
+def narrow_into(out: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values into a tensor of a narrower dtype; integers become the nearest, halves the even one."""
+    out.copy_(values if out.is_floating_point() else values.round())
 
 
 def chunks(section: Section, size: int = 1 << 18) -> Iterator[tuple[int, int]]:

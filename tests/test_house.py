@@ -13,7 +13,7 @@ PACKAGE_LINES = 30_771  # of fedtrain/ when the house was last redrawn
 LONG_FILE, LONG_FILES = 450, 16
 RUNTIME_FILE, RUNTIME_FILES = 350, 10
 NAMES_WITH_TWO_MEANINGS = 29
-DTYPES_WITHOUT_DIFFERENCES = 7  # places that spell them
+DTYPES_WITHOUT_DIFFERENCES = 1  # places that spell them
 CIRCLES = 2
 # Where a run's own events are emitted: {event: places}. All others of them: one place.
 PLACES_OF_RUN_EVENTS = {

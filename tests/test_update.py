@@ -24,7 +24,10 @@ from fedtrain.update import (
     averages,
     chunks,
     digest_of,
+    narrow_into,
     seed_of,
+    subtract,
+    widened,
 )
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -72,6 +75,30 @@ def test_trained_coordinates_come_first_in_their_section_and_sections_are_aligne
         assert [s.trained for s in specs] == sorted((s.trained for s in specs), reverse=True)
         assert section.trained == sum(s.numel for s in specs if s.trained)
         assert arena.flat(section).numel() == section.numel == sum(s.numel for s in specs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(TENSORS)
+def test_what_is_trained_and_what_else_moves_are_all_that_a_round_can_change(tensors):
+    arena = Arena.of(Bag(tensors, 0))
+    for vector in (*arena.trained().values(), *arena.others().values()):
+        vector.fill_(3)  # they are views
+    for spec in arena.schema.tensors:
+        moves = spec.dtype not in {"bool", "uint8"}
+        assert bool((arena.views()[spec.name] == 3).all()) or (not moves) or not spec.numel
+        assert spec.trained or spec.dtype in arena.others() or not moves or not spec.numel
+    assert all(widened(vector).dtype in {torch.float32, torch.float64} for vector in arena.others().values())
+
+
+def test_what_is_subtracted_and_written_back_is_exact_or_the_nearest_integer():
+    start, local = (
+        {"w": torch.ones(2), "n": torch.tensor([7, n]), "on": torch.tensor(n > 8)} for n in (8, 9)
+    )
+    packed, out = Arena.pack(start), Arena.pack(local)
+    subtract(Arena.pack(local), packed, out)
+    assert {k: v.tolist() for k, v in out.views().items()} == {"w": [0, 0], "n": [0, 1], "on": False}
+    narrow_into(counts := torch.zeros(3, dtype=torch.int64), torch.tensor([0.5, 1.5, -0.6]))
+    assert counts.tolist() == [0, 2, -1]
 
 
 @settings(max_examples=20, deadline=None)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..errors import RoundError
-from ..update import FLOATS, Arena, Schema, Section, Update
+from ..update import Arena, Schema, Section, Update, narrow_into
 
 if TYPE_CHECKING:
     import torch
@@ -94,16 +94,16 @@ class Updates:
 
     def trained(self) -> Iterator[Rows]:
         for section in self._schema.sections:
-            for _, _, rows in self._chunks(section, 0, _trained(section)):
+            for _, _, rows in self._chunks(section, 0, section.trained):
                 yield rows
 
     def reduce(self, rule: Reduction, rest: Reduction | None = None) -> Arena:
         result = Arena.zeros(self._schema)
-        for section in moving(self._schema):
-            edge = _trained(section)
+        for section in self._schema.moving:
+            edge = section.trained
             for first, end, make in (0, edge, rule), (edge, section.numel, rest or rule):
                 for start, stop, rows in self._chunks(section, first, end):
-                    rounded(make(rows), result.chunk(section, start, stop))
+                    narrow_into(result.chunk(section, start, stop), make(rows))
         return result
 
     def _chunks(self, section: Section, first: int, end: int) -> Iterator[tuple[int, int, Rows]]:
@@ -134,7 +134,7 @@ class Vectors:
     def reduce(self, rule: Reduction, rest: Reduction | None = None) -> Vector:
         result = self._rows.new_empty(self._rows.shape[1])
         for start, rows in self._chunks():
-            rounded(rule(rows), result[start : start + rows.shape[1]])
+            narrow_into(result[start : start + rows.shape[1]], rule(rows))
         return result
 
     def _chunks(self) -> Iterator[tuple[int, Rows]]:
@@ -143,20 +143,6 @@ class Vectors:
         size = max(1, VALUES // self.count)
         for start in range(0, self._rows.shape[1], size):
             yield start, self._rows[:, start : start + size].to(torch.float64, copy=True)
-
-
-def moving(schema: Schema) -> list[Section]:
-    """The sections that a round can change: booleans and bytes have no differences, so their deltas are 0."""
-    return [s for s in schema.sections if s.dtype not in ("bool", "uint8")]
-
-
-def _trained(section: Section) -> int:
-    return section.trained if section.dtype in FLOATS else 0
-
-
-def rounded(values: Vector, out: Vector) -> None:
-    """Into the dtype of `out`; integers to the nearest, halves to even. `values` is overwritten."""
-    out.copy_(values if out.is_floating_point() else values.round_())
 
 
 def weighted_sum(rows: Rows, weights: Iterable[float]) -> Vector:

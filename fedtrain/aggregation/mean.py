@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ..errors import RoundError
-from ..update import Arena, Row, Schema, Update, chunks
-from .base import Rule, Stack, moving, rounded, weighted_sum
+from ..update import Arena, Row, Schema, Update, chunks, narrow_into
+from .base import Rule, Stack, weighted_sum
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class WeightedMean:
         self._rows: list[Update] = []  # neighbours in a slab, not folded yet
         scratch = torch.empty(max(_longest(schema), PRODUCTS), dtype=torch.float64)
         self._parts = []  # (section, start, stop, the sum there, scratch of its size)
-        for section in moving(schema):
+        for section in schema.moving:
             total = torch.zeros(section.numel, dtype=torch.float64)
             for start, stop in chunks(section):
                 self._parts.append((section, start, stop, total[start:stop], scratch[: stop - start]))
@@ -92,7 +92,7 @@ class WeightedMean:
         check_total(self._total, self._folded)
         mean = Arena.zeros(self._schema)
         for section, start, stop, total, scratch in self._parts:
-            rounded(scratch.copy_(total).div_(self._total), mean.chunk(section, start, stop))
+            narrow_into(mean.chunk(section, start, stop), scratch.copy_(total).div_(self._total))
         return mean
 
     @staticmethod
@@ -106,12 +106,12 @@ class WeightedMean:
         check_total(total, len(updates))
         mean, size = Arena.zeros(schema), _longest(schema)
         sums, scratch = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
-        for section in moving(schema):
+        for section in schema.moving:
             for start, stop in chunks(section):
                 part, room = sums[: stop - start].zero_(), scratch[: stop - start]
                 for update in updates:
                     _fold(part, update.delta.chunk(section, start, stop), update.num_examples, room)
-                rounded(part.div_(total), mean.chunk(section, start, stop))
+                narrow_into(mean.chunk(section, start, stop), part.div_(total))
         return mean
 
 

@@ -8,13 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import BadUpdate
-from ..update import FLOATS, AnyArena, Arena, Schema, Section, TensorSpec
+from ..update import AnyArena, Arena, Schema, Section, TensorSpec
 from .base import Compressor
 
 if TYPE_CHECKING:
     from .base import State
-
-UNMOVED = ("bool", "uint8")  # have no differences, and don't travel
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,12 @@ class DeltaCodec:
 
     def _trained(self) -> Iterator[tuple[Section, Compressor]]:
         for section in self.schema.sections:
-            if section.dtype in FLOATS and section.trained:
+            if section.trained:
                 shapes = [s.shape for s in self.schema.tensors if s.dtype == section.dtype and s.trained]
                 yield section, self.compressor.shaped(shapes)
 
     def _rest(self) -> Iterator[tuple[Section, int]]:
         """(section, from which coordinate on) of what is not compressed."""
         for section in self.schema.sections:
-            at = section.trained if section.dtype in FLOATS else 0
-            if section.dtype not in UNMOVED and at < section.numel:
-                yield section, at
+            if section.moves and section.trained < section.numel:
+                yield section, section.trained

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadUpdate, ConfigError
-from ..update import FLOATS, Arena
+from ..update import Arena
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
     Normals = NDArray[np.float64]  # 1-D
@@ -44,7 +43,7 @@ class Gaussian:
         BadUpdate for an update that isn't finite, ConfigError for a model whose buffers move.
         """
         self._check_rest(delta)
-        parts = [t[i : i + PIECE] for t in _trained(delta) for i in range(0, len(t), PIECE)]
+        parts = [t[i : i + PIECE] for t in delta.trained().values() for i in range(0, len(t), PIECE)]
         norm = math.sqrt(math.fsum(float(part.double().square().sum()) for part in parts))
         if not math.isfinite(norm):
             raise BadUpdate("its update has NaN or infinite values, so it can't be clipped")
@@ -59,17 +58,11 @@ class Gaussian:
         return norm
 
     def _check_rest(self, delta: Arena) -> None:
-        for section in delta.schema.sections:
-            trained = section.trained if section.dtype in FLOATS else 0
-            if section.dtype not in ("bool", "uint8") and bool(delta.flat(section)[trained:].any()):
-                raise ConfigError(
-                    "privacy: training moves buffers of the model (BatchNorm's statistics?), and noise would "
-                    "spoil them. Use GroupNorm or LayerNorm, or leave [privacy] out."
-                )
-
-
-def _trained(delta: Arena) -> list[torch.Tensor]:
-    return [delta.flat(s)[: s.trained] for s in delta.schema.sections if s.dtype in FLOATS and s.trained]
+        if any(bool(vector.any()) for vector in delta.others().values()):
+            raise ConfigError(
+                "privacy: training moves buffers of the model (BatchNorm's statistics?), and noise would "
+                "spoil them. Use GroupNorm or LayerNorm, or leave [privacy] out."
+            )
 
 
 def normals(key: bytes, sizes: list[int]) -> Iterator[Normals]:

@@ -89,7 +89,7 @@ def _norm(update: Update, limits: LimitsConfig) -> float:
             return norm
     square = 0.0
     for section in update.delta.schema.sections:
-        if section.dtype in FLOATS:
+        if section.floating:
             for start, stop in chunks(section):
                 part = _sum_of_squares(update.delta, section, start, stop)
                 if not math.isfinite(part):
@@ -108,7 +108,7 @@ def flaw(weights: AnyArena, state: Mapping[str, torch.Tensor]) -> str | None:
     narrower ones): a loss, weight decay or an optimizer that squares them would be Inf at the next step.
     """
     for section in weights.schema.sections:
-        if section.dtype in FLOATS:
+        if section.floating:
             square = sum(_sum_of_squares(weights, section, *part) for part in chunks(section))
             if not math.isfinite(square):
                 return _name_bad_tensor(weights)

@@ -21,13 +21,11 @@ import msgspec
 
 from .. import compression
 from ..compression import Compressor, DeltaCodec, ErrorFeedback
-from ..compression.codec import UNMOVED
 from ..config import Config
 from ..errors import BadUpdate, ConfigError
 from ..exchange import Before, Cohort
 from ..store import Checkpoint
 from ..update import (
-    FLOATS,
     AnyArena,
     Arena,
     Failure,
@@ -111,9 +109,8 @@ def shortened(config: Config, before: Checkpoint, after: Checkpoint) -> Checkpoi
         return after
     own = {name.removeprefix(DOWN): t for name, t in before.state.items() if name.startswith(DOWN)}
     old, step = before.weights.load(), after.weights.load()  # what is not trained travels as it is now
-    for section in codec.schema.sections:
-        if section.dtype in FLOATS:
-            step.flat(section)[: section.trained] -= old.flat(section)[: section.trained]
+    for vector, start in zip(step.trained().values(), old.trained().values(), strict=True):
+        vector -= start
     patch, kept = codec.encode(step, _down_seed(config, old.digest), own or codec.init())
     state = after.state | {f"{DOWN}{name}": tensor for name, tensor in kept.items()}
     return Checkpoint(after.round, patched(config, codec, old, patch), state, patch)
@@ -122,12 +119,10 @@ def shortened(config: Config, before: Checkpoint, after: Checkpoint) -> Checkpoi
 def patched(config: Config, codec: DeltaCodec, base: Arena, patch: AnyArena) -> Arena:
     """The next model: `base`, changed in place, moved by a patch. BadUpdate for one that can't be."""
     step = codec.decode(patch, _down_seed(config, base.digest))
-    for section in codec.schema.sections:
-        trained = section.trained if section.dtype in FLOATS else 0
-        vector, other = base.flat(section), step.flat(section)
-        vector[:trained] += other[:trained]
-        if section.dtype not in UNMOVED:
-            vector[trained:] = other[trained:]
+    for vector, moved in zip(base.trained().values(), step.trained().values(), strict=True):
+        vector += moved
+    for vector, present in zip(base.others().values(), step.others().values(), strict=True):
+        vector.copy_(present)
     base.changed()
     return base
 

@@ -223,7 +223,7 @@ def _checkpoint(number: int, peers: Mapping[PeerId, Peer]) -> Checkpoint:
         mean.add(Update(delta=peers[name].model, num_examples=1.0))
     weights = mean.result()
     for section in first.schema.sections:
-        if section.dtype in ("bool", "uint8"):
+        if not section.moves:
             weights.flat(section).copy_(first.flat(section))
     state = {f"{name}/{key}": value for name, peer in peers.items() for key, value in peer.kept().items()}
     return Checkpoint(number, weights, state)

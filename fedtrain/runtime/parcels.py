@@ -15,7 +15,7 @@ import msgspec
 from ..errors import BadUpdate, ConfigError, WireError
 from ..exchange import Offer, PeerId, Share
 from ..gossip import Blend, Fold, Parcel
-from ..update import ALIGN, FLOATS, Arena, Schema, Section
+from ..update import ALIGN, FLOATS, Arena, narrow_into, widened
 from ..wire.codec import decode
 from .checks import finite
 
@@ -30,45 +30,26 @@ MOST_MASS = 1e4  # of one peer in push-sum; all peers together have as much as t
 
 def trained_part(arena: Arena) -> Vector:
     """All trained coordinates as one vector, float32 or float64; a view where they lie in one piece."""
-    parts = [_wide(arena.flat(s)[: s.trained]) for s in _trained(arena.schema)]
+    parts = [widened(vector) for vector in arena.trained().values()]
     return parts[0] if len(parts) == 1 else _joined(parts)
 
 
 def other_parts(arena: Arena) -> dict[str, Vector]:
     """What is averaged plainly, by dtype: buffers. Booleans and bytes stay at home."""
-    found = {}
-    for section in arena.schema.sections:
-        if section.dtype not in ("bool", "uint8") and section.numel > _first_other(section):
-            found[f"other/{section.dtype}"] = _wide(arena.flat(section)[_first_other(section) :])
-    return found
+    return {f"other/{dtype}": widened(vector) for dtype, vector in arena.others().items()}
 
 
 def write(arena: Arena, trained: Vector, others: Mapping[str, Vector]) -> Arena:
     """Put both back, each rounded once to its own dtype."""
     at = 0
-    for section in _trained(arena.schema):
-        arena.flat(section)[: section.trained].copy_(trained[at : at + section.trained])
-        at += section.trained
-    for section in arena.schema.sections:
-        if (other := others.get(f"other/{section.dtype}")) is not None:
-            into = arena.flat(section)[_first_other(section) :]
-            into.copy_(other if section.dtype in FLOATS else other.round())
+    for vector in arena.trained().values():
+        vector.copy_(trained[at : at + len(vector)])
+        at += len(vector)
+    for dtype, vector in arena.others().items():
+        if (other := others.get(f"other/{dtype}")) is not None:
+            narrow_into(vector, other)
     arena.changed()
     return arena
-
-
-def _trained(schema: Schema) -> list[Section]:
-    return [s for s in schema.sections if s.dtype in FLOATS and s.trained]
-
-
-def _first_other(section: Section) -> int:
-    return section.trained if section.dtype in FLOATS else 0
-
-
-def _wide(vector: Vector) -> Vector:
-    if not vector.is_floating_point():
-        return vector.double()
-    return vector if vector.element_size() >= 4 else vector.float()
 
 
 def _joined(parts: list[Vector]) -> Vector:
@@ -202,7 +183,7 @@ def good(values: torch.Tensor) -> bool:
     """Whether the values are finite, and their squares, as in checks.flaw; what is not floats always is."""
     if not values.is_floating_point():
         return True
-    wide = _wide(values)
+    wide = widened(values)
     return math.isfinite(float(wide.dot(wide)))
 
 

@@ -32,12 +32,12 @@ from .. import strategies
 from ..config import Config
 from ..errors import ConfigError, TaskError, reason_of, story_of
 from ..training.examples import examples_of
-from ..training.local import MOVES, Correct, build_model
+from ..training.local import Correct, build_model
 from ..training.mesh import Mesh, Sizes, device_here
 from ..training.parallel.data import Dealt
 from ..training.parallel.engine import MeshEngine
 from ..training.task import Task, collate_of, folder_of, load_task, user_code
-from ..update import Arena, Frozen, Metrics, Schema, SiteId, Update
+from ..update import Arena, Frozen, Metrics, Schema, SiteId, Update, subtract
 from .processes import ending, is_stopped, signalled_when_parent_ends
 
 Fetch = Callable[[str, SiteId], Any]  # ("data" or "eval_data", site) -> what the task has
@@ -361,16 +361,6 @@ def gathered(config: Config, task: Task, fetch: Fetch, data_dir: Path | None, te
         watch.raised(e)
     watch.asked = False
     return team
-
-
-def subtract(local: Arena, start: Arena, out: Arena) -> None:
-    """How far the weights moved: local - start."""
-    for section in local.schema.sections:
-        if section.dtype in MOVES:
-            torch.sub(local.flat(section), start.flat(section), out=out.flat(section))
-        else:
-            out.flat(section).zero_()
-    out.changed()
 
 
 def main() -> None:

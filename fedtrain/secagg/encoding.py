@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RoundError, SecAggError
-from ..update import FLOATS, AnyArena, Metrics, Row, Schema, Section, Update, name_and_size, numbers_in
+from ..update import AnyArena, Metrics, Row, Schema, Section, Update, name_and_size, numbers_in
 from .fixedpoint import PER_BLOCK, FixedPoint, Floats, Read, held
 from .masking import Buffers, RingVector, Spread
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 19  # coordinates read at a time where one thread reads
 STACKED = PER_BLOCK // 16  # coordinates at most of a model that is encoded with others
-MOVING = ("bool", "uint8")  # have no differences: their deltas are 0
 
 
 def rounding_seed(*parts: object) -> bytes:
@@ -88,7 +87,7 @@ class Encoding:
 
     @cached_property
     def _trained(self) -> list[Section]:
-        return [s for s in self.schema.sections if s.dtype in FLOATS and s.trained] if self.schema else []
+        return [s for s in self.schema.sections if s.trained] if self.schema else []
 
     @cached_property
     def _coordinates(self) -> int:
@@ -107,8 +106,7 @@ class Encoding:
     @cached_property
     def _rest(self) -> list[tuple[Section, int]]:
         """(section, first coordinate) of what moves by the plain mean: buffers and integers."""
-        moving = [s for s in self.schema.sections if s.dtype not in MOVING] if self.schema else []
-        return [(s, s.trained if s.dtype in FLOATS else 0) for s in moving]
+        return [(s, s.trained) for s in self.schema.moving] if self.schema else []
 
     @cached_property
     def _exact(self) -> int:
@@ -196,7 +194,7 @@ class Encoding:
         for section, first in self._rest:
             for start in range(first, section.numel, CHUNK):
                 values = numbers(delta, section, start, min(start + CHUNK, section.numel))
-                factor = weight * scale if section.dtype in FLOATS else weight
+                factor = weight * scale if section.floating else weight
                 found += (values.astype(np.float64) * factor).tolist()
         return found
 
@@ -241,7 +239,7 @@ class Encoding:
     ) -> Arena:
         import torch
 
-        from ..update import Arena
+        from ..update import Arena, narrow_into
 
         assert self.schema is not None
         mean, at = Arena.empty(self.schema), 0
@@ -258,11 +256,10 @@ class Encoding:
         at = 0
         for section, first in self._rest:
             values = rest[at : at + section.numel - first]
-            out = mean.flat(section)[first:]
-            out.copy_(torch.from_numpy(values if section.dtype in FLOATS else values.round()))
+            narrow_into(mean.flat(section)[first:], torch.from_numpy(values))
             at += section.numel - first
         for section in self.schema.sections:
-            if section.dtype in MOVING:
+            if not section.moves:
                 mean.flat(section).zero_()
         return mean
 
@@ -296,7 +293,7 @@ def norm_of(arena: AnyArena) -> float:
     """L2 norm over all floats, summed in float64; NaN or infinite where a value is."""
     squares = 0.0
     for section in arena.schema.sections:
-        if section.dtype in FLOATS:
+        if section.floating:
             for start in range(0, section.numel, CHUNK):
                 values = numbers(arena, section, start, min(start + CHUNK, section.numel)).astype(np.float64)
                 squares += float(np.dot(values, values))

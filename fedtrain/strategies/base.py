@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..update import FLOATS, AnyArena, Arena
+from ..update import AnyArena, Arena, widened
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +56,9 @@ def corrects(strategy: Strategy) -> bool:
 def state_init(strategy: Strategy, weights: Arena) -> State:
     """The whole model's state before round 0: the strategy's own, named "<dtype>/<name>"."""
     return {
-        f"{section.dtype}/{name}": tensor
-        for section in weights.schema.sections
-        if section.trained
-        for name, tensor in strategy.init(_wide(weights.flat(section)[: section.trained])).items()
+        f"{dtype}/{name}": tensor
+        for dtype, vector in weights.trained().items()
+        for name, tensor in strategy.init(widened(vector)).items()
     }
 
 
@@ -71,23 +70,14 @@ def server_step(strategy: Strategy, weights: AnyArena, state: State, mean: Arena
     which have no differences, stay as they are.
     """
     new, new_state = weights.load(), dict[str, "torch.Tensor"]()
-    for section in weights.schema.sections:
-        if section.dtype in ("bool", "uint8"):
-            continue
-        vector, delta = new.flat(section), mean.flat(section)
-        trained = section.trained if section.dtype in FLOATS else 0
-        vector[trained:].add_(delta[trained:])
-        if not trained:
-            continue
-        own = f"{section.dtype}/"
+    for vector, delta in zip(new.others().values(), mean.others().values(), strict=True):
+        vector.add_(delta)
+    deltas = mean.trained()
+    for dtype, vector in new.trained().items():
+        own = f"{dtype}/"
         before = {name.removeprefix(own): t for name, t in state.items() if name.startswith(own)}
-        stepped, after = strategy.step(_wide(vector[:trained]), before, _wide(delta[:trained]))
+        stepped, after = strategy.step(widened(vector), before, widened(deltas[dtype]))
         if stepped.data_ptr() != vector.data_ptr():
-            vector[:trained].copy_(stepped)
+            vector.copy_(stepped)
         new_state |= {own + name: t for name, t in after.items()}
     return new, new_state
-
-
-def _wide(vector: Vector) -> Vector:
-    """The vector itself where it is float32 or float64, a float32 copy where it is narrower."""
-    return vector if vector.element_size() >= 4 else vector.float()

@@ -21,7 +21,6 @@ from torch import nn
 from ..config import TrainConfig
 from ..errors import ConfigError, TaskError
 from ..update import (
-    FLOATS,
     Arena,
     Frozen,
     Metrics,
@@ -30,6 +29,7 @@ from ..update import (
     Update,
     add_metrics,
     seed_of,
+    subtract,
     unique_tensors,
 )
 from .batches import Batch, examples_in, move
@@ -46,7 +46,6 @@ FROZEN_CHANGED = (
     "the task changed a parameter whose requires_grad is False, which is not sent back. "
     "Make it a buffer (register_buffer): buffers travel"
 )
-MOVES = (*FLOATS, "int64", "int32", "int16", "int8")  # has differences; bool and uint8 stay as they are
 
 
 class _Buffer(NamedTuple):
@@ -84,11 +83,9 @@ class Engine:
         if config.precision != "fp32":
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
             self._autocast = torch.autocast(self.device.type, dtype=dtype)
-        self._sections = [s for s in self.schema.sections if s.dtype in FLOATS and s.trained]
-        self._flats = [self.local.flat(s) for s in self.schema.sections]
-        self._weights = self._trained(self.local)
+        self._weights = list(self.local.trained().values())  # one vector for each float dtype
         slope = Arena.zeros(self.schema, str(self.device))
-        self._gradients = self._trained(slope)
+        self._gradients = list(slope.trained().values())
         # Each parameter's .grad is a piece of the flat gradient, for backward() to add into.
         named, pieces = unique_tensors(self.model), slope.views()
         self._lent = {name: pieces[name] for name, p in named.items() if p.requires_grad}
@@ -124,12 +121,12 @@ class Engine:
         start = weights if weights.data.device == self.local.data.device else self.local.load()
         with user_code(self._folder, f"site {site}, round {round}"):
             examples = examples_of(dataset, self._collate)
-            loss, weight, seen = self._steps(examples, self._trained(start) if self.correct else [])
+            loss, weight, seen = self._steps(examples, [*start.trained().values()] if self.correct else [])
         if not seen:
             raise TaskError(f"site {site} has no examples: data({site!r}) is empty")
         self._check_frozen()
         self._gather_buffers()
-        self._subtract(start, out)
+        subtract(self.local, start, out)
         # The size of the dataset, in units of the loss's weight: not how often it was passed over.
         num_examples = examples.count * (weight / seen)
         return Update(delta=out, num_examples=num_examples, metrics={"loss": (loss, weight)})
@@ -261,10 +258,6 @@ class Engine:
     def _here(self, batch: Batch) -> Batch:
         return batch if self.device.type == "cpu" else move(batch, self.device)
 
-    def _trained(self, arena: Arena) -> list[torch.Tensor]:
-        """All trained coordinates, one vector per float dtype; views."""
-        return [arena.flat(section)[: section.trained] for section in self._sections]
-
     def load(self, weights: Arena, *, training: bool) -> None:
         """The global weights, and buffers as the model was built with: nothing of an earlier site stays."""
         self.local.copy_(weights)
@@ -291,17 +284,6 @@ class Engine:
         kept = all(tensors[name].data_ptr() == view.data_ptr() for name, view in views.items())
         if not kept or checksum(self._frozen.data.view(torch.int64)) != self._frozen_sum:
             raise TaskError(FROZEN_CHANGED)
-
-    def _subtract(self, start: Arena, out: Arena) -> None:
-        for section, local in zip(self.schema.sections, self._flats, strict=True):
-            delta = out.flat(section)
-            if section.dtype not in MOVES:
-                delta.zero_()
-            elif delta.device == local.device:
-                torch.sub(local, start.flat(section), out=delta)
-            else:
-                delta.copy_(local - start.flat(section))
-        out.changed()
 
 
 def all_finite(tensors: list[torch.Tensor]) -> bool:

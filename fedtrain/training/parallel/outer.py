@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...update import FLOATS, Arena, Schema
-from ..local import MOVES
+from ...update import Arena, Schema, narrow_into, widened
 from ..mesh import AXES, Mesh
 from .engine import MeshEngine
 
@@ -182,13 +181,9 @@ class Outer:
         fragment.weight, fragment.examples, fragment.sent, fragment.aloft = 0.0, 0, True, True
         sums, works = [], []
         group = self.mesh.group(BETWEEN) if self.mesh.islands > 1 else None
-        for section in fragment.schema.sections:
-            if section.dtype not in MOVES:
-                continue
-            flat = delta.flat(section)
-            wide = flat.dtype if section.dtype in ("float32", "float64") else torch.float32
-            wide = torch.float64 if section.dtype not in FLOATS else wide
-            moved = (flat.to(wide) - fragment.shared.flat(section).to(wide)).mul_(share)
+        for section in fragment.schema.moving:
+            moved = widened(delta.flat(section)) - widened(fragment.shared.flat(section))
+            moved.mul_(share)
             if group is not None:
                 works.append(dist.all_reduce(moved, group=group, async_op=True))
             sums.append(moved)
@@ -199,10 +194,8 @@ class Outer:
             return
         for work in fragment.flight.works:
             work.wait()
-        moving = (s for s in fragment.schema.sections if s.dtype in MOVES)
-        for section, summed in zip(moving, fragment.flight.sums, strict=True):
-            whole = summed if section.dtype in FLOATS else summed.round_()
-            fragment.mean.flat(section).copy_(whole)
+        for section, summed in zip(fragment.schema.moving, fragment.flight.sums, strict=True):
+            narrow_into(fragment.mean.flat(section), summed)
         fragment.flight = None
 
     def _land(self, fragment: Fragment) -> None:
