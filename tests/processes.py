@@ -149,7 +149,7 @@ class Project:
         return self.final("r+simulate")
 
     def log(self, name: str) -> str:
-        return (self.root / f"{name}.log").read_text()[-4000:]
+        return (self.root / f"{name}.log").read_text()
 
     def final(self, run: str = "r") -> str:
         store = RunStore(self.root / "runs" / run, read_only=True)

@@ -97,10 +97,8 @@ class Cluster:
         return None
 
     def log(self) -> str:
-        """The ends of what the agents and ranks wrote, for a failed assertion."""
-        return "\n".join(
-            p.read_text(errors="replace")[-3000:] for p in sorted(self.folder.glob("agent-*.log"))
-        )
+        """All that the agents and ranks wrote."""
+        return "\n".join(p.read_text(errors="replace") for p in sorted(self.folder.glob("agent-*.log")))
 
     def wait_for(self, condition: Callable[[], Any], timeout_s: float = 200) -> Any:
         """Until `condition()` is true, for a bounded time."""

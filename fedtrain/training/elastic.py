@@ -195,13 +195,13 @@ def failed_first() -> bool:
 def fail(error: Exception, line: str) -> NoReturn:
     """End this rank at once, with what people see of its error: to leave its group in good order it would
     wait for the others. `line` says what happened; torchrun shows the first rank's at the end."""
-    first, rank = failed_first(), os.environ["RANK"]
-    if first and (error.__cause__ is not None or not isinstance(error, FedtrainError | OSError)):
-        print(story_of(error), end="", file=sys.stderr)
+    began, first, rank = int(time.time()), failed_first(), os.environ["RANK"]
+    ours = error.__cause__ is None and isinstance(error, FedtrainError | OSError)
     line = f"rank {rank}: {line}" if first else f"rank {rank} ends, for another one has failed"
-    print(f"fedtrain: {line}", file=sys.stderr)
+    story = story_of(error) if first and not ours else ""
+    os.write(2, f"{story}fedtrain: {line}\n".encode())  # at once: other ranks write to the same file
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        at = int(time.time()) + (not first)
+        at = began if first else int(time.time()) + 1  # the first rank asked whether it is after it began
         told = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(at)}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": told}))
