@@ -27,9 +27,10 @@ from pathlib import Path
 import common
 from deployed_round import SITES, Idle, project
 
+from fedtrain.arena import ArenaFile
 from fedtrain.config import Config
+from fedtrain.messages import Update
 from fedtrain.runtime import site as runtime_site
-from fedtrain.update import ArenaFile, Update
 
 PARAMETERS = 10_000
 BUFFER = len(SITES)

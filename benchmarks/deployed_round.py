@@ -30,14 +30,17 @@ import grpc.aio
 import numpy as np
 import psutil
 
+from fedtrain.arena import ArenaFile
 from fedtrain.config import Config
+from fedtrain.digest import Digest
+from fedtrain.messages import Evaluation, Update
 from fedtrain.pki import Credentials, aggregator_target, init, issue
 from fedtrain.runtime import site as runtime_site
 from fedtrain.runtime.trainer import Description
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training.task import task_digest
 from fedtrain.transport.grpc import channel_options
 from fedtrain.transport.tls import Tls
-from fedtrain.update import ArenaFile, Digest, Evaluation, Schema, TensorSpec, Update
 from fedtrain.wire import CHUNK_BYTES
 
 CASES = {"1k": 1_000, "1M": 1_000_000, "10M": 10_000_000, "50M": 50_000_000}

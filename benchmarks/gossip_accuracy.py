@@ -27,11 +27,12 @@ from typing import Any
 import common
 import torch
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config
+from fedtrain.messages import averages
 from fedtrain.runtime import gossip_simulation, simulation
 from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import RunStore
-from fedtrain.update import Arena, averages
 
 ROOT = Path(__file__).parents[1]
 CASES: dict[str, dict[str, Any]] = {

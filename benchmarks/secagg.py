@@ -34,8 +34,11 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedtrain import pki
+from fedtrain.arena import Arena
 from fedtrain.malloc import keep_freed
+from fedtrain.messages import Reply, Request, Update
 from fedtrain.runtime.crew import Crew
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.client import Client, Policy
 from fedtrain.secagg.encoding import Encoding, rounding_seed
 from fedtrain.secagg.fixedpoint import FixedPoint
@@ -43,7 +46,6 @@ from fedtrain.secagg.masking import BLOCK_BYTES, TAG_BYTES, ZEROS, Spread, count
 from fedtrain.secagg.messages import Advertise, Mask, Terms
 from fedtrain.secagg.server import secure_sum
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, Reply, Request, Schema, TensorSpec, Update
 from fedtrain.wire import codec
 
 BLOCKS = 50  # of keystream in one trial of its rate

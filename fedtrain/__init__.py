@@ -7,24 +7,26 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .arena import Arena
     from .config import Config
     from .errors import FedtrainError
+    from .messages import Update
+    from .schema import Schema
     from .training.parallel.plan import Plan
     from .training.partition import partition
     from .training.shards import ShardedDataset, write_shards
     from .training.task import Task
-    from .update import Arena, Schema, Update
 
 # Loaded on first use, so that `import fedtrain` takes milliseconds and pulls in neither torch nor grpc.
 _HOME = {
-    "Arena": "update",
+    "Arena": "arena",
     "Config": "config",
     "FedtrainError": "errors",
     "Plan": "training.parallel.plan",
-    "Schema": "update",
+    "Schema": "schema",
     "ShardedDataset": "training.shards",
     "Task": "training.task",
-    "Update": "update",
+    "Update": "messages",
     "partition": "training.partition",
     "write_shards": "training.shards",
 }

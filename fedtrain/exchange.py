@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .update import Reply, Request, SiteId
+from .messages import Reply, Request, SiteId
 
 
 class Cohort(Protocol):

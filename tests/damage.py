@@ -14,35 +14,23 @@ from typing import Any
 
 import torch
 
+from fedtrain.arena import AnyArena, Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import Broken, FedtrainError, WireError
+from fedtrain.messages import Evaluate, Evaluation, Failure, Found, Reply, Request, Train, Update
 from fedtrain.runtime import federated, secure
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.privacy import Spent
 from fedtrain.runtime.progress import finish
 from fedtrain.runtime.simulation import SimulatedKeys
 from fedtrain.runtime.site import Site
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, Ledger, RunStore, Spool
 from fedtrain.store.disk import write_whole
 from fedtrain.store.memory import NEVER
 from fedtrain.strategies import build, state_init
 from fedtrain.transport.grpc import read_chunk
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import (
-    AnyArena,
-    Arena,
-    ArenaFile,
-    Evaluate,
-    Evaluation,
-    Failure,
-    Found,
-    Reply,
-    Request,
-    Schema,
-    TensorSpec,
-    Train,
-    Update,
-)
 from fedtrain.wire.codec import arenas, decode, encode, fetch_list
 
 SCHEMA = Schema((TensorSpec("w", (200,), "float32", True),))

@@ -12,13 +12,15 @@ from typing import Any
 import grpc
 import torch
 
+from fedtrain.arena import Arena
 from fedtrain.config import LimitsConfig
+from fedtrain.messages import Evaluate, Reply, Request, Train, Update
 from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issue
 from fedtrain.runtime import checks
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Spool
 from fedtrain.transport.grpc import GrpcCohort, SiteLink, channel_options
 from fedtrain.transport.tls import Tls
-from fedtrain.update import Arena, Evaluate, Reply, Request, Schema, TensorSpec, Train, Update
 from fedtrain.wire.frames import PROTOCOL, Hello
 
 REQUESTS = Train | Evaluate

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fedtrain.arena import AnyArena
 from fedtrain.config import Config
 from fedtrain.errors import TaskError
 from fedtrain.pki import init, issue
@@ -16,7 +17,6 @@ from fedtrain.runtime import federated, simulation, site
 from fedtrain.runtime.trainer import Failed, Trainer, Workbench, _failed, digest_of
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build, state_init
-from fedtrain.update import AnyArena
 from tests.ports import free_port
 
 WAIT_S = 60.0

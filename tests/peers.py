@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from fedtrain import pki
+from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
+from fedtrain.messages import Evaluation, Update
 from fedtrain.pki.invitation import Invitation
 from fedtrain.runtime import peer
 from fedtrain.runtime.parcels import trained_part
 from fedtrain.runtime.trainer import Description
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
-from fedtrain.update import Arena, ArenaFile, Evaluation, Schema, TensorSpec, Update
 from tests.limits import WAIT_S
 from tests.ports import free_port
 

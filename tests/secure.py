@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from fedtrain.digest import seed_of
 from fedtrain.errors import CertificateError
+from fedtrain.messages import Failure, Request
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.client import Client, Policy
 from fedtrain.secagg.messages import Advertise, RingArena, Terms
 from fedtrain.secagg.server import SecureSum, secure_sum
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Failure, Request, Schema, TensorSpec, seed_of
 
 MODEL = hashlib.sha256(b"the global model").digest()
 NO_WEIGHTS = RingArena(Schema((TensorSpec("none", (1,), "int16", False),)))  # these sites train on nothing

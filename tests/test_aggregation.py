@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedtrain import update as update_module
+from fedtrain import schema as schema_module
 from fedtrain.aggregation import Mean, WeightedMean, aggregate
 from fedtrain.aggregation import mean as mean_module
+from fedtrain.arena import Arena, ArenaFile, Slab
 from fedtrain.errors import RoundError
 from fedtrain.exchange import in_order
-from fedtrain.update import Arena, ArenaFile, Schema, Slab, TensorSpec, Update
+from fedtrain.messages import Update
+from fedtrain.schema import Schema, TensorSpec
 
 SCHEMA = Schema(
     (
@@ -95,7 +97,7 @@ def test_the_order_of_arrival_changes_no_bit(arrival):
 def test_files_give_the_bits_that_memory_gives_whatever_the_chunks(size, tmp_path, monkeypatch):
     updates = some_updates()
     expected = folded(updates)
-    monkeypatch.setattr(mean_module, "chunks", lambda section: update_module.chunks(section, size))
+    monkeypatch.setattr(mean_module, "chunks", lambda section: schema_module.chunks(section, size))
     assert aggregate(Mean(), SCHEMA, in_files(updates, tmp_path)).digest == expected.digest
     assert folded(updates).digest == expected.digest
 

@@ -12,9 +12,11 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
+from fedtrain.arena import Arena
 from fedtrain.cli import cli
 from fedtrain.config import AsynchronousConfig, Config, EvaluateConfig, SecAggConfig
 from fedtrain.errors import ConfigError, RoundError
+from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.runtime import asynchronous, federated
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.plan import round_plan
@@ -25,7 +27,6 @@ from fedtrain.strategies import STRATEGIES, build, state_init
 from fedtrain.tracking import Board, EventLog
 from fedtrain.tracking.live import line, table
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, Evaluate, Evaluation, Failure, Train, Update
 from tests.federation import aggregator, certificates, link, random_arena, sites
 from tests.limits import bounded
 from tests.processes import Project, kill_at_seeded_moments

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedtrain import Arena, Task
 from fedtrain.config import Config, ParallelConfig, TrainConfig
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.schema import Schema
 from fedtrain.training.batches import cut, examples_in, move
 from fedtrain.training.examples import examples_of
 from fedtrain.training.local import Engine
@@ -19,7 +20,6 @@ from fedtrain.training.parallel.data import Dealt
 from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.task import collate_of
 from fedtrain.training.vmapped import Vmapped
-from fedtrain.update import Schema
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 Pair = namedtuple("Pair", "x y")

@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.errors import RoundError, TooFewSites
+from fedtrain.messages import Evaluate, Failure, Train
 from fedtrain.runtime import federated, site
 from fedtrain.runtime.progress import bounds_of
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation
 from fedtrain.store import Ledger
-from fedtrain.update import Arena, Evaluate, Failure, Train
 from fedtrain.wire.frames import Bounds
 from tests.ports import free_port
 from tests.test_federated import SCHEMA, Events

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedtrain.arena import Arena, ArenaFile
 from fedtrain.compression import COMPRESSORS, DeltaCodec, parse
 from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError
+from fedtrain.messages import Train, Update
 from fedtrain.runtime import checks, compressed
 from fedtrain.runtime.trainer import Apply, Saved, Workbench
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint
 from fedtrain.transport.grpc import GrpcCohort
-from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Train, Update
 from tests.inprocess import Events, Wire, federation, final, simulated, with_port
 from tests.ports import free_port
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from fedtrain.arena import Arena
 from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, RoundError, StoreError
 from fedtrain.runtime import datacenter
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from fedtrain.strategies import build, server_step, state_init
-from fedtrain.update import Arena, Schema, TensorSpec
 from tests.equivalence.tiny import case, project
 
 

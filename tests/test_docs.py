@@ -111,9 +111,9 @@ def test_every_toml_block_is_a_configuration(page):
 def test_the_readme_shows_a_whole_task_in_fifteen_lines_that_trains(tmp_path):
     import torch
 
+    from fedtrain.arena import Arena
     from fedtrain.config import Config
     from fedtrain.runtime.trainer import Workbench
-    from fedtrain.update import Arena
 
     (block,) = [b for language, b in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]
     assert len(block.splitlines()) <= 15

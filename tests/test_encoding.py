@@ -11,10 +11,12 @@ from torch import nn
 
 from fedtrain import compression
 from fedtrain.aggregation import WeightedMean
+from fedtrain.arena import Arena, ArenaFile, Slab
 from fedtrain.errors import RoundError, SecAggError
+from fedtrain.messages import Update
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.encoding import Encoding, norm_of, rounding_seed
 from fedtrain.secagg.fixedpoint import PER_BLOCK, FixedPoint
-from fedtrain.update import Arena, ArenaFile, Schema, Slab, TensorSpec, Update
 
 SITES = 4
 MODEL = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))

@@ -5,13 +5,14 @@ import asyncio
 import pytest
 from click.testing import CliRunner
 
+from fedtrain.arena import Arena
 from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.messages import Evaluate, Evaluation, Failure
 from fedtrain.runtime import asynchronous, datacenter, gossip_simulation, peer, secure, simulation
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, Evaluate, Evaluation, Failure
 from tests.peers import Toy
 from tests.peers import village as peers_of
 from tests.test_asynchronous import begun

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.store import RunStore
 from fedtrain.strategies import Strategy
 from fedtrain.training.local import Engine
 from fedtrain.training.task import load_task
-from fedtrain.update import Arena
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROJECTS = sorted(path.parent.name for path in EXAMPLES.glob("*/fedtrain.toml"))

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from fedtrain import Config
+from fedtrain.arena import Arena
 from fedtrain.errors import Damaged, StoreError
+from fedtrain.schema import Schema
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.tracking.export import beginning, export
-from fedtrain.update import Arena, Schema
 
 CONFIG = Config.of({"run": {"name": "heart"}, "train": {"lr": 0.5}})
 

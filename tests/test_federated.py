@@ -8,25 +8,17 @@ import pytest
 import torch
 from msgspec import structs
 
+from fedtrain.arena import Arena, Slab
 from fedtrain.config import Config, LimitsConfig
+from fedtrain.digest import seed_of
 from fedtrain.errors import BadUpdate, ConfigError, Diverged, StoreError, TooFewSites
+from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.runtime import checks, federated
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build, state_init
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import (
-    Arena,
-    Evaluate,
-    Evaluation,
-    Failure,
-    Schema,
-    Slab,
-    TensorSpec,
-    Train,
-    Update,
-    seed_of,
-)
 
 SCHEMA = Schema((TensorSpec("w", (6,), "float32", True), TensorSpec("seen", (2,), "float32", False)))
 SITES = ["a", "b", "c", "d", "e"]

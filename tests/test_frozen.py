@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fedtrain.arena import Arena
 from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, JoinRefused, StoreError, TaskError
 from fedtrain.runtime import datacenter, gossip_simulation, peer
@@ -20,11 +21,11 @@ from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.secure import hash_of
 from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.trainer import Freeze
+from fedtrain.schema import Schema
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export
 from fedtrain.training.local import Engine, build_model
 from fedtrain.training.task import Task, load_task
-from fedtrain.update import Arena, Schema
 from fedtrain.wire.gossip import Greeting
 from tests.inline import SITES, TASK, Inline, federation, final, project, simulation
 from tests.ports import free_port

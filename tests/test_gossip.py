@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from fedtrain import compression, strategies
 from fedtrain.aggregation import WeightedMean
+from fedtrain.arena import Arena
 from fedtrain.errors import ConfigError
 from fedtrain.exchange import Neighborhood
 from fedtrain.gossip import ALGORITHMS, Blend, LocalSteps, Mailbox, Receive, build, step
 from fedtrain.gossip.adpsgd import meet
+from fedtrain.messages import Update
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.topology import names, parse
 from fedtrain.topology.analysis import deviation, left, product
-from fedtrain.update import Arena, Schema, TensorSpec, Update
 
 from .test_topology import CASES, SIZES
 

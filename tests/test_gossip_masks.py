@@ -14,11 +14,11 @@ from fedtrain.errors import ConfigError, JoinRefused, SecAggError
 from fedtrain.runtime.gossip import Peer, algorithm_of, check_hearing
 from fedtrain.runtime.parcels import Inbox, other_parts, trained_part
 from fedtrain.runtime.peer import fits
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.circle import Circles, Layout
 from fedtrain.secagg.keys import KeyPair
 from fedtrain.topology import names, parse
 from fedtrain.transport.memory import Faults
-from fedtrain.update import Schema, TensorSpec
 from fedtrain.wire.gossip import Greeting
 
 from .gossip import party

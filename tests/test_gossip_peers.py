@@ -11,18 +11,20 @@ import torch
 from click.testing import CliRunner
 
 from fedtrain import compression, gossip, topology
+from fedtrain.arena import Arena
 from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError, TaskError
 from fedtrain.exchange import Exchanged, Letter, Offer, Share
 from fedtrain.gossip import Blend, Heard, Parcel
+from fedtrain.messages import Update
 from fedtrain.runtime import gossip_simulation, simulation
 from fedtrain.runtime.gossip import Peer, algorithm_of
 from fedtrain.runtime.parcels import Inbox, Note, other_parts, share_of, trained_part, write
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from fedtrain.topology import names, parse
 from fedtrain.transport.memory import Faults, LocalNeighbors, LocalNetwork
-from fedtrain.update import Arena, Schema, TensorSpec, Update
 
 torch.set_num_threads(1)
 

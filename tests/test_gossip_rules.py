@@ -15,8 +15,8 @@ from fedtrain.exchange import Neighborhood
 from fedtrain.gossip import Algorithm, Blend, LocalSteps, Parcel, Receive, Send, rules
 from fedtrain.runtime.gossip import algorithm_of, check_hearing
 from fedtrain.runtime.parcels import trained_part
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.topology import names, parse
-from fedtrain.update import Schema, TensorSpec
 
 from .equivalence.test_gossip_over_zeromq import over_sockets
 from .limits import bounded

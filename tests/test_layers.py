@@ -11,7 +11,7 @@ import pytest
 import fedtrain
 
 ROOT = Path(fedtrain.__file__).parent
-BOTTOM = {"update", "config", "errors", "exchange", "malloc", "modes"}
+BOTTOM = {"arena", "config", "digest", "errors", "exchange", "malloc", "messages", "modes", "schema"}
 MATHS = {"strategies", "aggregation", "compression", "privacy", "secagg", "topology", "gossip"}
 EVERYTHING = {*BOTTOM, *MATHS, "training", "wire", "transport", "store", "pki", "tracking", "runtime"}
 OUTSIDE = {"grpc", "zmq", "asyncio", "socket", "threading", "time", "torch.distributed"}  # maths has no I/O
@@ -108,7 +108,7 @@ def test_every_module_lies_in_a_layer_of_the_table():
         ("transport", "if True:\n    from ..store import log"),
         ("store", "from ..pki import issue"),
         ("runtime", "from ..cli import main"),
-        ("update", "from .strategies import base"),
+        ("arena", "from .strategies import base"),
     ],
 )
 def test_a_forbidden_import_is_seen_in_each_of_its_forms(layer, line):
@@ -117,9 +117,7 @@ def test_a_forbidden_import_is_seen_in_each_of_its_forms(layer, line):
 
 
 def test_what_is_below_or_at_home_may_be_imported():
-    source = (
-        "from ..update import Arena\nfrom .base import Strategy\nfrom .. import __version__\nimport torch"
-    )
+    source = "from ..arena import Arena\nfrom .base import Strategy\nfrom .. import __version__\nimport torch"
     assert list(breaches(source, "strategies", ["fedtrain", "strategies"])) == []
 
 
@@ -139,7 +137,7 @@ def test_every_public_name_can_be_had():
     ("module", "heavy"),
     [
         ("fedtrain", {"torch", "numpy", "grpc", "zmq", "cryptography", "rich", "click", "msgspec"}),
-        ("fedtrain.update", {"torch", "numpy", "grpc", "cryptography", "rich", "click"}),
+        ("fedtrain.messages", {"torch", "numpy", "grpc", "cryptography", "rich", "click"}),
         ("fedtrain.config", {"torch", "numpy", "grpc", "cryptography", "rich", "click"}),
     ],
 )

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from fedtrain import Arena, Task
 from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.messages import averages
 from fedtrain.training.local import Engine
 from fedtrain.training.task import load_task
-from fedtrain.update import averages
 
 CONFIG = TrainConfig(lr=0.1, batch_size=8)
 

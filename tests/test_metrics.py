@@ -15,28 +15,20 @@ from torch.nn import functional as F
 
 import fedtrain
 from fedtrain import Task, metrics
+from fedtrain.arena import Arena
 from fedtrain.config import Config, LimitsConfig, TrainConfig
 from fedtrain.errors import BadUpdate, SecAggError, TaskError
+from fedtrain.messages import MAX_SUMS, Evaluate, Evaluation, averages, misfits, sized_names, summed
 from fedtrain.runtime import checks, federated
 from fedtrain.runtime.secure import exact_sums
 from fedtrain.runtime.trainer import digest_of
+from fedtrain.schema import Schema
 from fedtrain.secagg.encoding import Encoding
 from fedtrain.secagg.fixedpoint import FixedPoint
 from fedtrain.secagg.roster import check_names
 from fedtrain.store import RunStore
 from fedtrain.training.local import Engine
 from fedtrain.training.task import measured, shown
-from fedtrain.update import (
-    MAX_SUMS,
-    Arena,
-    Evaluate,
-    Evaluation,
-    Schema,
-    averages,
-    misfits,
-    sized_names,
-    summed,
-)
 
 BINS = 101
 EXACT = 1e-12

@@ -9,12 +9,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from fedtrain.arena import Slab
 from fedtrain.errors import FedtrainError, RoundError
+from fedtrain.messages import Evaluate, Evaluation, Failure, Update
 from fedtrain.runtime import gossip_simulation, secure
 from fedtrain.runtime.simulation import UnderMasks, simulate
 from fedtrain.store import Plan
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Evaluate, Evaluation, Failure, Slab, Update
 from tests.test_gossip_peers import Log
 from tests.test_gossip_peers import config as gossip_config
 from tests.test_privacy import private

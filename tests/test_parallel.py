@@ -13,6 +13,7 @@ from torch import nn
 
 from fedtrain.config import Config, ParallelConfig, TrainConfig
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training.local import seed_all
 from fedtrain.training.mesh import Mesh, Sizes, device_here
 from fedtrain.training.parallel.engine import MAX_SKIPPED, MeshEngine
@@ -23,7 +24,6 @@ from fedtrain.training.parallel.outer import split
 from fedtrain.training.parallel.pipeline import Replay, even_cuts, inputs_of
 from fedtrain.training.parallel.plan import KNOWN, Plan, plan_of
 from fedtrain.training.task import Task
-from fedtrain.update import Schema, TensorSpec
 
 CPU = torch.device("cpu")
 

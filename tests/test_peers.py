@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fedtrain import gossip, topology
+from fedtrain.arena import Arena
 from fedtrain.errors import ConfigError
 from fedtrain.exchange import Share
 from fedtrain.runtime.gossip import Peer
 from fedtrain.runtime.parcels import trained_part
 from fedtrain.runtime.peer import Shape, _catch_up, called_at, invite
 from fedtrain.transport.memory import LocalNetwork
-from fedtrain.update import Arena
 
 from .limits import bounded
 from .peers import SCHEMA, village

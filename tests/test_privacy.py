@@ -11,16 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError
+from fedtrain.messages import Train, Update
 from fedtrain.privacy import Gaussian, epsilon
 from fedtrain.privacy.gaussian import normals
 from fedtrain.runtime import datacenter
 from fedtrain.runtime.privacy import Spent, noised
 from fedtrain.runtime.site import Site
 from fedtrain.runtime.trainer import Workbench
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Ledger
-from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Train, Update
 
 from .test_gossip_peers import PLAIN, Log, arena, config, simulated
 

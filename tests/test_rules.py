@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from fedtrain import aggregation
 from fedtrain.aggregation import RULES, Mean, Rule, aggregate, base, build
+from fedtrain.arena import Arena, ArenaFile
 from fedtrain.errors import ConfigError, RoundError
-from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Update
+from fedtrain.messages import Update
+from fedtrain.schema import Schema, TensorSpec
 
 from .test_aggregation import SCHEMA, in_files, some_updates
 

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fedtrain import pki
+from fedtrain.arena import Arena, ArenaFile
+from fedtrain.digest import digest_of
 from fedtrain.errors import BadUpdate, SecAggError, TooFewSites, Unfinished
+from fedtrain.messages import Evaluation
 from fedtrain.secagg import client, keys
 from fedtrain.secagg.client import Client
 from fedtrain.secagg.masking import BLOCK_BYTES, RINGS
@@ -32,7 +35,6 @@ from fedtrain.secagg.messages import (
 )
 from fedtrain.secagg.server import Session, fold, leave_out_lonely
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, ArenaFile, Evaluation, digest_of
 from fedtrain.wire import encode
 
 from .secure import MODEL, NO_WEIGHTS, STEPS, Federation, losing

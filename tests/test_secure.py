@@ -11,31 +11,22 @@ import torch
 from msgspec.structs import replace
 
 from fedtrain import compression
+from fedtrain.arena import Arena, ArenaFile, Slab
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, Diverged, TooFewSites
+from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.pki import Credentials, revoke
 from fedtrain.pki.signing import Verifier, fingerprint
 from fedtrain.runtime import federated, secure
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.simulation import MaskedCohort, UnderMasks
 from fedtrain.runtime.site import Site, secure_site
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
 from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
 from fedtrain.strategies import build, state_init
 from fedtrain.transport.grpc import GrpcCohort, SiteLink
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import (
-    Arena,
-    ArenaFile,
-    Evaluate,
-    Evaluation,
-    Failure,
-    Schema,
-    Slab,
-    TensorSpec,
-    Train,
-    Update,
-)
 
 from .federation import certificates, hello, tls
 

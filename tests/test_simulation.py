@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from fedtrain.aggregation import WeightedMean
+from fedtrain.arena import Arena
 from fedtrain.config import Config, EvaluateConfig
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.messages import Train, averages
 from fedtrain.runtime.simulation import TOLD_SITES, Memory, PoolCohort, simulate
 from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import RunStore
 from fedtrain.strategies import build, server_step, state_init
-from fedtrain.update import Arena, Train, averages
 
 TASK = """
 import os, signal

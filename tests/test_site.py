@@ -6,15 +6,17 @@ import asyncio
 import pytest
 import torch
 
+from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.runtime.secure import ECDSA, SecureSite, encoding_of, policy
 from fedtrain.runtime.simulation import PoolCohort, SimulatedKeys
 from fedtrain.runtime.site import Site, Supervised
 from fedtrain.runtime.trainer import Description, Evaluated, TrainerDied
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, Keys, Terms
 from fedtrain.store import Ledger
-from fedtrain.update import Arena, ArenaFile, Evaluate, Evaluation, Failure, Schema, TensorSpec, Train, Update
 
 SCHEMA = Schema((TensorSpec("w", (64,), "float32", True),))
 ABOUT = Description(SCHEMA, "digest")

@@ -7,11 +7,14 @@ import time
 import pytest
 import torch
 
+from fedtrain.arena import Arena
 from fedtrain.compression import parse
 from fedtrain.compression.codec import DeltaCodec
 from fedtrain.config import Config
+from fedtrain.digest import seed_of
 from fedtrain.errors import StoreError, TooFewSites
 from fedtrain.exchange import Before
+from fedtrain.messages import Train
 from fedtrain.runtime import compressed, federated
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.simulation import Memory, PoolCohort
@@ -19,7 +22,6 @@ from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import Checkpoint, Plan, RunStore
 from fedtrain.store.memory import NEVER, SiteMemory
 from fedtrain.strategies import build
-from fedtrain.update import Arena, Train, seed_of
 from tests.inprocess import Events, InProcess, begin
 from tests.processes import Project
 from tests.test_compressed import SITES, config, one_thread  # noqa: F401  # a fixture

@@ -10,10 +10,12 @@ import subprocess
 import pytest
 import torch
 
+from fedtrain.arena import Arena
+from fedtrain.digest import digest_of
 from fedtrain.errors import Broken, Damaged, StoreError, WireError
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
 from fedtrain.store.disk import refuse_network_disk
-from fedtrain.update import Arena, Schema, TensorSpec, digest_of
 from tests.worlds import FORKED
 
 SCHEMA = Schema((TensorSpec("w", (100,), "float32", True),))

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fedtrain import strategies
+from fedtrain.arena import Arena
 from fedtrain.errors import ConfigError
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.strategies import STRATEGIES, build, corrects, server_step, state_init
-from fedtrain.update import Arena, Schema, TensorSpec
 
 MIXED = Schema(
     (

@@ -5,17 +5,19 @@ import asyncio
 import pytest
 import torch
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import TaskError, TooFewSites, Unfinished
+from fedtrain.messages import Failure, Update
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.secure import FixedPointSums
 from fedtrain.runtime.simulation import PoolCohort, good
 from fedtrain.runtime.trainer import Failed, Trained, Trainer
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Plan
 from fedtrain.training.local import Engine
 from fedtrain.training.task import Task
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, Failure, Schema, TensorSpec, Update
 
 SCHEMA = Schema((TensorSpec("w", (4,), "float32", True),))
 SITES = ["a", "b", "c"]
@@ -120,8 +122,9 @@ def test_in_a_simulation_the_first_task_error_ends_the_run_with_that_error(tmp_p
         async def evaluate_many(self, sites, round, weights):
             return [Failed(f"ValueError in task.py:9, in loss, site {site}, round 0") for site in sites]
 
+    from fedtrain.arena import ArenaFile
+    from fedtrain.messages import Evaluate
     from fedtrain.runtime.trainer import Description
-    from fedtrain.update import ArenaFile, Evaluate
 
     async def ask():
         worker = Worker()

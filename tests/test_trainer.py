@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.runtime.trainer import Trainer, TrainerDied, Workbench
-from fedtrain.update import Arena, ArenaFile
 
 TASK = """
 import json, os, subprocess, sys, time
@@ -199,7 +199,7 @@ def test_a_request_nobody_waits_for_does_not_keep_the_trainer_for_ever(config, t
 
 def test_an_arena_larger_than_a_page_and_empty_sections_travel_by_file(tmp_path):
     from fedtrain.runtime.trainer import _new_file
-    from fedtrain.update import Schema, TensorSpec
+    from fedtrain.schema import Schema, TensorSpec
 
     schema = Schema((TensorSpec("w", (5000,), "float32", True), TensorSpec("none", (0,), "int64", False)))
     with _new_file(schema, tmp_path / "whole") as arena:

@@ -11,24 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedtrain.arena import Arena, ArenaFile, narrow_into, subtract, widened
+from fedtrain.digest import PiecewiseDigest, digest_of, seed_of
 from fedtrain.errors import BadUpdate, ConfigError
-from fedtrain.update import (
-    ALIGN,
-    FLOATS,
-    ITEM_BYTES,
-    Arena,
-    ArenaFile,
-    PiecewiseDigest,
-    Schema,
-    TensorSpec,
-    averages,
-    chunks,
-    digest_of,
-    narrow_into,
-    seed_of,
-    subtract,
-    widened,
-)
+from fedtrain.messages import averages
+from fedtrain.schema import ALIGN, FLOATS, ITEM_BYTES, Schema, TensorSpec, chunks
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 TENSORS = st.lists(

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.store import RunStore
-from fedtrain.update import Arena
 from tests.equivalence.ranks import run_case
 from tests.worlds import world
 

@@ -15,11 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.store import RunStore
 from fedtrain.training.local import Engine
 from fedtrain.training.task import load_task
-from fedtrain.update import Arena
 
 HEART = Path(__file__).resolve().parents[1] / "heart"
 CONFIG = HEART / "gossip.toml"

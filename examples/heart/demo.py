@@ -23,10 +23,10 @@ from rich.table import Table
 from safetensors.torch import load_model
 from task import HOSPITALS
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.training.local import Engine
 from fedtrain.training.task import load_task
-from fedtrain.update import Arena
 
 HERE = Path(__file__).parent
 SITE_DATA = HERE / "site-data"  # one folder a hospital, as if each were on its own machine

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import config
+from ..arena import Arena
 from ..errors import ConfigError
-from ..update import Arena, Schema, Update
+from ..messages import Update
+from ..schema import Schema
 from .base import Rule, Stack
 from .centered_clip import CenteredClip
 from .geometric_median import GeometricMedian

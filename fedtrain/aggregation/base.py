@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from ..arena import Arena, narrow_into
 from ..errors import RoundError
-from ..update import Arena, Schema, Section, Update, narrow_into
+from ..messages import Update
+from ..schema import Schema, Section
 
 if TYPE_CHECKING:
     import torch

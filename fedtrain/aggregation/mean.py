@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from ..arena import Arena, Row, narrow_into
 from ..errors import RoundError
-from ..update import Arena, Row, Schema, Update, chunks, narrow_into
+from ..messages import Update
+from ..schema import Schema, chunks
 from .base import Rule, Stack, weighted_sum
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ..arena import AnyArena, Arena
 from ..errors import BadUpdate
-from ..update import AnyArena, Arena, Schema, Section, TensorSpec
+from ..schema import Schema, Section, TensorSpec
 from .base import Compressor
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..config import require
+from ..digest import seed_of
 from ..errors import BadUpdate
-from ..update import seed_of
 from .base import Algorithm, LocalSteps, Parcel, Receive, Send
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import CertificateError, ConfigError
-from ..update import SiteId
+from ..messages import SiteId
 from .authority import write
 from .identity import check_label
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from ..errors import CertificateError
-from ..update import SiteId
+from ..messages import SiteId
 from .signing import Signed, Signer, Verifier, claimed
 
 CONTEXT = b"fedtrain mask key 1\0"  # what is signed begins with this, and so is no other statement

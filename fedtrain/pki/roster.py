@@ -24,7 +24,7 @@ import msgspec
 
 from ..errors import CertificateError, ConfigError, writing
 from ..exchange import Contact
-from ..update import SiteId
+from ..messages import SiteId
 from .invitation import Guestbook
 from .mask_keys import PREFIX as MASK
 from .mask_keys import MaskKeys

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from ..errors import CertificateError
-from ..update import SiteId
+from ..messages import SiteId
 from .identity import Credentials, Identity, certificates, identity_of
 
 ECDSA = ec.ECDSA(hashes.SHA256())

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..arena import Arena
 from ..errors import BadUpdate, ConfigError
-from ..update import Arena
 
 if TYPE_CHECKING:
     import numpy as np

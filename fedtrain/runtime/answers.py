@@ -14,14 +14,11 @@ import msgspec
 
 from .. import aggregation
 from ..aggregation import Rule, WeightedMean, aggregate
+from ..arena import AnyArena, Arena, ArenaFile
 from ..config import Config
 from ..errors import BadUpdate, TooFewSites
 from ..exchange import Cohort, in_order
-from ..store import Plan
-from ..update import (
-    AnyArena,
-    Arena,
-    ArenaFile,
+from ..messages import (
     Evaluate,
     Evaluation,
     Failure,
@@ -35,6 +32,7 @@ from ..update import (
     sized_names,
     summed,
 )
+from ..store import Plan
 from . import checks
 from .progress import Averages, Emit, check_failures
 

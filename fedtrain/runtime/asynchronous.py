@@ -28,25 +28,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..aggregation import aggregate
+from ..arena import AnyArena
 from ..config import Config
+from ..digest import seed_of
 from ..errors import BadUpdate, ConfigError, Diverged, RoundError
 from ..exchange import Cohort
+from ..messages import Evaluate, Failure, Metrics, Reply, SiteId, Train, Update, averages, summed
+from ..schema import Section
 from ..store import Buffered, Checkpoint, Plan, RunStore, Turn, TurnState
 from ..strategies import Strategy, server_step
-from ..update import (
-    AnyArena,
-    Evaluate,
-    Failure,
-    Metrics,
-    Reply,
-    Section,
-    SiteId,
-    Train,
-    Update,
-    averages,
-    seed_of,
-    summed,
-)
 from . import checks, compressed
 from .answers import (
     InTheOpen,

@@ -12,9 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import CertificateError
+from ..messages import SiteId
 from ..pki import Credentials, Identity, Revoked, fingerprint, identity_of
 from ..pki.revocation import LIST
-from ..update import SiteId
 from .progress import Emit
 
 RELOAD_S = 2.0  # between looks at the list

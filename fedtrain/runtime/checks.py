@@ -11,25 +11,11 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..arena import AnyArena, Row
 from ..config import LimitsConfig
 from ..errors import BadUpdate
-from ..update import (
-    FLOATS,
-    MAX_SUMS,
-    AnyArena,
-    Evaluate,
-    Evaluation,
-    Failure,
-    Metrics,
-    Reply,
-    Request,
-    Row,
-    Schema,
-    Section,
-    Train,
-    Update,
-    chunks,
-)
+from ..messages import MAX_SUMS, Evaluate, Evaluation, Failure, Metrics, Reply, Request, Train, Update
+from ..schema import FLOATS, Schema, Section, chunks
 
 if TYPE_CHECKING:
     import torch

@@ -20,23 +20,15 @@ from contextlib import aclosing
 import msgspec
 
 from .. import compression
+from ..arena import AnyArena, Arena
 from ..compression import Compressor, DeltaCodec, ErrorFeedback
 from ..config import Config
+from ..digest import seed_of
 from ..errors import BadUpdate, ConfigError
 from ..exchange import Before, Cohort
+from ..messages import Failure, Reply, Request, SiteId, Train, Update
+from ..schema import Schema
 from ..store import Checkpoint
-from ..update import (
-    AnyArena,
-    Arena,
-    Failure,
-    Reply,
-    Request,
-    Schema,
-    SiteId,
-    Train,
-    Update,
-    seed_of,
-)
 from .answers import rule_of
 
 DOWN = "down/"  # in a checkpoint's state, before the names of what the codec keeps

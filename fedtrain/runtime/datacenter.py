@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ..arena import Arena
 from ..config import Config
 from ..errors import ConfigError, RoundError
+from ..messages import SiteId, summed
 from ..store import Checkpoint, RunStore
 from ..strategies import Strategy, build, corrects, server_step, state_init
 from ..tracking.export import beginning
@@ -37,7 +39,6 @@ from ..training.parallel.outer import Outer
 from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
 from ..training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
-from ..update import Arena, SiteId, summed
 from .checks import flaw
 from .progress import Result, check_metric, is_evaluated, keep_evaluation, noticed
 

@@ -11,11 +11,11 @@ from typing import Literal
 
 from .. import __version__
 from ..config import Config
+from ..messages import SiteId, summed
 from ..tracking.export import Evaluated, filled, keep_evaluated, model_of
 from ..training.local import Engine
 from ..training.partition import SimulatedSites
 from ..training.task import folder_of, load_task, shown, test_split, user_code
-from ..update import SiteId, summed
 
 
 def evaluate(

@@ -19,11 +19,13 @@ from typing import Any
 
 from .. import __version__
 from ..config import Config
+from ..digest import seed_of
 from ..errors import Diverged, JoinRefused, SecAggError, TooFewSites
 from ..malloc import keep_freed
+from ..messages import Found, Metrics, Reply, Request, SiteId
+from ..schema import Schema
 from ..store import Checkpoint, Plan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
-from ..update import Found, Metrics, Reply, Request, Schema, SiteId, seed_of
 from ..wire.frames import PROTOCOL, Bounds, Hello
 from . import asynchronous, checks, compressed
 from .answers import Answers, InTheOpen, aside

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import aggregation, compression, topology
+from ..arena import Arena
 from ..config import CompressionConfig, Config
 from ..errors import BadUpdate, ConfigError, SecAggError, TaskError
 from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId
@@ -32,10 +33,10 @@ from ..gossip import (
     build,
     rules,
 )
+from ..messages import Metrics, Update, averages
 from ..secagg.circle import LEAST, Circles, Layout, Session, Sum
 from ..store import Checkpoint
 from ..topology import Topology
-from ..update import Arena, Metrics, Update, averages
 from .parcels import Inbox, good, other_parts, share_of, trained_part, write
 
 if TYPE_CHECKING:

@@ -11,15 +11,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from ..aggregation import WeightedMean
+from ..arena import Arena
 from ..config import Config
 from ..errors import ConfigError, nearest
 from ..exchange import PeerId
+from ..messages import Update, averages, summed
 from ..secagg.circle import Circles
 from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.memory import LocalNetwork
-from ..update import Arena, Update, averages, summed
 from .asynchronous import paces
 from .gossip import Peer, Told, Train, algorithm_of, check_hearing, of_a_peer
 from .gossip import agreed as agreed_of_peers

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..arena import Arena, narrow_into, widened
 from ..errors import BadUpdate, ConfigError, WireError
 from ..exchange import Offer, PeerId, Share
 from ..gossip import Blend, Fold, Parcel
-from ..update import ALIGN, FLOATS, Arena, narrow_into, widened
+from ..schema import ALIGN, FLOATS
 from ..wire.codec import decode
 from .checks import finite
 

@@ -20,16 +20,20 @@ from statistics import median_high, median_low
 import zmq
 
 from .. import __version__
+from ..arena import Arena, ArenaFile
 from ..config import Config
+from ..digest import digest_of
 from ..errors import BadUpdate, CertificateError, ConfigError, JoinRefused, SecAggError, TaskError
 from ..exchange import Contact, Letter, Neighborhood, PeerId, Share
 from ..gossip import Algorithm
+from ..messages import Update, averages
 from ..pki import Credentials, Revoked
 from ..pki.invitation import Guestbook, Invitation
 from ..pki.mask_keys import MaskKey, MaskKeys, state
 from ..pki.revocation import LIST
 from ..pki.roster import Claim, Roster, check, enrol, is_address, own_curve, save
 from ..pki.signing import Signer, Verifier
+from ..schema import Schema
 from ..secagg.circle import Circles
 from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
@@ -37,7 +41,6 @@ from ..topology import Topology
 from ..transport.admission import FAST, Curve, curve_speed, join
 from ..transport.courier import Limits
 from ..transport.zmq import ZmqNeighbors
-from ..update import Arena, ArenaFile, Schema, Update, averages, digest_of
 from ..wire.gossip import Greeting, Stamp
 from .checks import flaw
 from .gossip import Peer, algorithm_of, check_hearing, fewest, of_a_peer

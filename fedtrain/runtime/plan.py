@@ -13,11 +13,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from ..config import Config
+from ..schema import Schema
 from ..secagg.fixedpoint import FixedPoint, held
 from ..secagg.masking import KEY_BYTES, add_masks
 from ..training.local import build_model
 from ..training.task import load_task
-from ..update import Schema
 from . import asynchronous, compressed, secure
 
 MASKS, MASKED_BYTES, TRIES = 8, 8 << 20, 5  # of the measurement: some tens of milliseconds

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import msgspec
 
+from ..arena import Arena
 from ..config import Config, PrivacyConfig
 from ..exchange import Before, Cohort
+from ..messages import Reply, Request, SiteId, Train, Update
 from ..privacy import Gaussian, epsilon
 from ..store.sealed import Kept
-from ..update import Arena, Reply, Request, SiteId, Train, Update
 from .progress import Emit, noticed
 
 FILE = "releases"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ..config import Config
 from ..errors import ConfigError, TaskError
+from ..messages import Metrics, SiteId, averages
 from ..store import Checkpoint, RunStore
-from ..update import Metrics, SiteId, averages
 from ..wire.frames import Bounds
 
 Emit = Callable[..., None]

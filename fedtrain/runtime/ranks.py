@@ -29,15 +29,17 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
 from .. import strategies
+from ..arena import Arena, Frozen, subtract
 from ..config import Config
 from ..errors import ConfigError, TaskError, reason_of, story_of
+from ..messages import Metrics, SiteId, Update
+from ..schema import Schema
 from ..training.examples import examples_of
 from ..training.local import Correct, build_model
 from ..training.mesh import Mesh, Sizes, device_here
 from ..training.parallel.data import Dealt
 from ..training.parallel.engine import MeshEngine
 from ..training.task import Task, collate_of, folder_of, load_task, user_code
-from ..update import Arena, Frozen, Metrics, Schema, SiteId, Update, subtract
 from .processes import ending, is_stopped, signalled_when_parent_ends
 
 Fetch = Callable[[str, SiteId], Any]  # ("data" or "eval_data", site) -> what the task has

@@ -23,9 +23,24 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ..aggregation import aggregate
+from ..arena import AnyArena
 from ..config import Config
+from ..digest import seed_of
 from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites, Unfinished
 from ..exchange import Before, Cohort
+from ..messages import (
+    MAX_SUMS,
+    Evaluation,
+    Failure,
+    Metrics,
+    Reply,
+    Request,
+    SiteId,
+    Update,
+    averages,
+    sized_names,
+)
+from ..schema import Schema, chunks_of
 from ..secagg.client import NEVER, Client, Opened, Policy, Sign
 from ..secagg.encoding import Encoding, StackedUpdate, Total, norm_of, rounding_seed
 from ..secagg.fixedpoint import ONE, SCALAR_LIMIT, FixedPoint
@@ -49,22 +64,6 @@ from ..secagg.messages import (
 from ..secagg.roster import Verify
 from ..secagg.server import SecureSum, secure_sum
 from ..store import Plan
-from ..update import (
-    MAX_SUMS,
-    AnyArena,
-    Evaluation,
-    Failure,
-    Metrics,
-    Reply,
-    Request,
-    Schema,
-    SiteId,
-    Update,
-    averages,
-    chunks_of,
-    seed_of,
-    sized_names,
-)
 from . import checks, compressed
 from .answers import Mean, evaluations, rule_of, train_requests
 from .crew import Crew
@@ -178,7 +177,7 @@ async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
 
 
 def hash_of(weights: AnyArena, spread: Spread = map, frozen: str = "") -> bytes:
-    """What a session is bound to, where update.Digest would not bind: SHA-256 of the SHA-256 of each part of
+    """What a session is bound to, where digest.Digest would not bind: SHA-256 of the SHA-256 of each part of
     a model, so that all cores can work on it, and of its frozen parameters' (Frozen.sha256)."""
     parts = list(chunks_of(weights.schema, BLOCK_BYTES // 8))  # of the longest numbers, a room full
     leaves = [b""] * len(parts)

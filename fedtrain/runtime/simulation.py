@@ -32,29 +32,15 @@ from typing import Any, Self, TypeVar
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from ..arena import AnyArena, Arena, ArenaFile, Slab, patches_to
 from ..config import Config
 from ..errors import CertificateError, ConfigError, Damaged, TaskError, nearest
 from ..exchange import Before, Cohort
+from ..messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from ..secagg.messages import Advertise, AdvertiseEvaluation
 from ..store import Checkpoint, RunStore
 from ..store.disk import lock
 from ..strategies import build, state_init
-from ..update import (
-    AnyArena,
-    Arena,
-    ArenaFile,
-    Evaluate,
-    Evaluation,
-    Failure,
-    Metrics,
-    Reply,
-    Request,
-    SiteId,
-    Slab,
-    Train,
-    Update,
-    patches_to,
-)
 from . import asynchronous, compressed, secure
 from .answers import Answers, InTheOpen, kept
 from .federated import run

@@ -17,33 +17,20 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from .. import __version__
+from ..arena import ArenaFile, Frozen, Patch
 from ..config import Config
 from ..errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
 from ..malloc import keep_freed
+from ..messages import Evaluate, Evaluation, Failure, Found, Metrics, Reply, Request, SiteId, Train, Update
 from ..pki import Credentials, Revoked, aggregator_target
 from ..pki.revocation import LIST
 from ..pki.signing import Signer, Verifier
+from ..schema import Schema
 from ..secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
 from ..store import Ledger
 from ..store.memory import NEVER
 from ..transport.grpc import SiteLink
 from ..transport.tls import Tls
-from ..update import (
-    ArenaFile,
-    Evaluate,
-    Evaluation,
-    Failure,
-    Found,
-    Frozen,
-    Metrics,
-    Patch,
-    Reply,
-    Request,
-    Schema,
-    SiteId,
-    Train,
-    Update,
-)
 from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
 from ..wire.frames import Bounds, Hello

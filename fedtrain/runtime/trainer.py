@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 
 from .. import malloc
+from ..arena import Arena, ArenaFile, Frozen
 from ..config import Config
 from ..errors import BadUpdate, ConfigError, FedtrainError, StoreError, TaskError, reason_of, story_of
+from ..messages import Evaluation, Metrics, SiteId, Update
+from ..schema import Schema
 from ..store.disk import explained
 from ..store.memory import NEVER, SiteMemory
-from ..update import Arena, ArenaFile, Evaluation, Frozen, Metrics, Schema, SiteId, Update
 from . import compressed
 from .privacy import noised
 from .processes import ending, is_stopped, signalled_when_parent_ends
@@ -113,7 +115,7 @@ class TrainOne(msgspec.Struct, tag=True, array_like=True):
     round: int
     weights: Place
     out: str
-    counted: int  # as in update.Train
+    counted: int  # as in messages.Train
 
 
 class TrainMany(msgspec.Struct, tag=True, array_like=True):
@@ -122,7 +124,7 @@ class TrainMany(msgspec.Struct, tag=True, array_like=True):
     weights: Place
     slab: str  # a file of shared memory
     offset: int  # bytes in it, from where the deltas lie one after the other
-    counted: list[int]  # of each, as in update.Train
+    counted: list[int]  # of each, as in messages.Train
 
 
 class EvaluateMany(msgspec.Struct, tag=True, array_like=True):

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ..errors import FedtrainError, SecAggError
-from ..update import Failure, Request, SiteId
+from ..messages import Failure, Request, SiteId
 from . import graph, shamir
 from .fixedpoint import FixedPoint
 from .keys import (

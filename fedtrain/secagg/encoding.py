@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arena import AnyArena, Row
 from ..errors import RoundError, SecAggError
-from ..update import AnyArena, Metrics, Row, Schema, Section, Update, name_and_size, numbers_in
+from ..messages import Metrics, Update, name_and_size, numbers_in
+from ..schema import Schema, Section
 from .fixedpoint import PER_BLOCK, FixedPoint, Floats, Read, held
 from .masking import Buffers, RingVector, Spread
 
 if TYPE_CHECKING:
-    from ..update import Arena
+    from ..arena import Arena
 
 CHUNK = 1 << 19  # coordinates read at a time where one thread reads
 STACKED = PER_BLOCK // 16  # coordinates at most of a model that is encoded with others
@@ -239,7 +241,7 @@ class Encoding:
     ) -> Arena:
         import torch
 
-        from ..update import Arena, narrow_into
+        from ..arena import Arena, narrow_into
 
         assert self.schema is not None
         mean, at = Arena.empty(self.schema), 0

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from ..errors import SecAggError
-from ..update import SiteId
+from ..messages import SiteId
 from .masking import KEY_BYTES
 from .messages import statement
 from .shamir import PRIME

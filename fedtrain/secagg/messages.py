@@ -21,20 +21,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..update import (
-    AnyArena,
-    Arena,
-    Evaluate,
-    Message,
-    PiecewiseDigest,
-    Request,
-    Schema,
-    Section,
-    SiteId,
-    TensorSpec,
-    Train,
-    numbers_in,
-)
+from ..arena import AnyArena, Arena
+from ..digest import PiecewiseDigest
+from ..messages import Evaluate, Message, Request, SiteId, Train, numbers_in
+from ..schema import Schema, Section, TensorSpec
 from .fixedpoint import FixedPoint
 
 if TYPE_CHECKING:
@@ -113,7 +103,7 @@ class Keys(Message, frozen=True, kw_only=True, tag=True):
     mask_key: bytes  # X25519 public: agrees on pairwise masks. [32]
     seal_key: bytes  # X25519 public: agrees on what seals shares. [32]
     commitment: bytes  # to the seed of its self mask. [32]
-    names: tuple[str, ...]  # sized, sorted; see update.sized_names
+    names: tuple[str, ...]  # sized, sorted; see messages.sized_names
     signature: bytes
 
 
@@ -274,7 +264,7 @@ def shares_statement(sid: bytes, roster: bytes, dealt: bytes) -> bytes:
 def masked_statement(sid: bytes, roster: bytes, digest: str) -> bytes:
     """What Masked.signature is over.
 
-    The digest finds damage and mix-ups; it is no commitment (update.Digest), and none is needed: the
+    The digest finds damage and mix-ups; it is no commitment (digest.Digest), and none is needed: the
     aggregator that got a vector is the only one to use it.
     """
     return statement("masked", sid, roster, digest)

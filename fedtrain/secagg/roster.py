@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from ..errors import SecAggError
-from ..update import MAX_SUMS, SiteId, numbers_in
+from ..messages import MAX_SUMS, SiteId, numbers_in
 from . import graph
 from .keys import SECRET_BYTES, check_public
 from .messages import MAX_NAME, MAX_NAMES, Keys, Terms, keys_statement

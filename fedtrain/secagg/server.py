@@ -15,9 +15,10 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arena import AnyArena
 from ..errors import FedtrainError, SecAggError, Unfinished
 from ..exchange import Cohort
-from ..update import MAX_SUMS, AnyArena, Failure, Message, Request, SiteId, misfits, numbers_in
+from ..messages import MAX_SUMS, Failure, Message, Request, SiteId, misfits, numbers_in
 from .keys import (
     SEALED_BYTES,
     KeyPair,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import Damaged
-from ..update import SiteId
+from ..messages import SiteId
 from .database import Database
 from .disk import FREE, Warn, explained, lock, refuse_network_disk, set_aside, silent
 from .sealed import Kept

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from ..arena import Arena
+from ..digest import digest_of
 from ..errors import StoreError
-from ..update import Arena, Schema, digest_of
+from ..schema import Schema
 from .disk import explained, write_whole
 
 NEVER = -1  # in place of a round: no update of this site counted yet

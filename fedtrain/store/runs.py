@@ -25,19 +25,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from ..arena import PATCHES, AnyArena, Arena, ArenaFile, Frozen, Patch
 from ..errors import Damaged, StoreError
-from ..update import (
-    PATCHES,
-    AnyArena,
-    Arena,
-    ArenaFile,
-    Frozen,
-    Metrics,
-    Patch,
-    Schema,
-    SiteId,
-    Update,
-)
+from ..messages import Metrics, SiteId, Update
+from ..schema import Schema
 from .database import Database
 from .disk import Warn, explained, lock, refuse_network_disk, silent
 from .spool import Spool, damage, is_digest

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from ..digest import digest_of
 from ..errors import Damaged
-from ..update import digest_of
 from .disk import Warn, explained, set_aside, silent, write_whole
 
 COPY = ".copy"

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
+from ..digest import Digest
 from ..errors import Broken, WireError
-from ..update import Digest
 from .disk import DAMAGED, FREE, Warn, explained, open_for_writing, recycle, set_aside, silent, write_whole
 
 READ_BYTES = 8 << 20

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..update import AnyArena, Arena, widened
+from ..arena import AnyArena, Arena, widened
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,9 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from ..config import one_of
+from ..digest import seed_of
 from ..errors import ConfigError
 from ..exchange import PeerId
-from ..update import seed_of
 from .drawn import epidemic, erdos_renyi, matching, nearest_degree, regular, unreached
 from .finite import base, one_peer_exponential
 from .fixed import complete, exponential, hops, ring, star, torus

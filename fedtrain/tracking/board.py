@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from ..update import SiteId
+from ..messages import SiteId
 from . import events as e
 from .events import Averages, Event
 

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import msgspec
 
 from ..errors import FedtrainError, writing
-from ..update import SiteId
+from ..messages import SiteId
 
 TEXT_CHARS = 500  # of a reason or notice; it may come from another site
 POLL_S = 0.2  # how often a follower looks for new lines

@@ -21,9 +21,10 @@ from typing import Any, Literal
 import msgspec
 
 from .. import __version__
+from ..arena import Arena
 from ..errors import Damaged, StoreError, writing
+from ..schema import Schema
 from ..store import RunStore
-from ..update import Arena, Schema
 from .events import Averages
 from .live import number
 

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from ..update import SiteId
+from ..messages import SiteId
 from . import events as e
 from .board import Board, RoundRow, SiteRow
 from .events import Averages, Event, encode, printable

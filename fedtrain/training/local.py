@@ -18,20 +18,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..arena import Arena, Frozen, subtract
 from ..config import TrainConfig
+from ..digest import seed_of
 from ..errors import ConfigError, TaskError
-from ..update import (
-    Arena,
-    Frozen,
-    Metrics,
-    Schema,
-    SiteId,
-    Update,
-    add_metrics,
-    seed_of,
-    subtract,
-    unique_tensors,
-)
+from ..messages import Metrics, SiteId, Update, add_metrics
+from ..schema import Schema, unique_tensors
 from .batches import Batch, examples_in, move
 from .examples import Examples, examples_of
 from .loss_scale import LossScale

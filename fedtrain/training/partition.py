@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import SimulateConfig, one_of
+from ..digest import seed_of
 from ..errors import ConfigError, TaskError
-from ..update import seed_of
 from .task import Task, folder_of, user_code
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..digest import seed_of
 from ..errors import ConfigError
-from ..update import seed_of
 from .local import seed_all
 
 Order = Callable[[int], torch.Tensor]  # a seed -> a permutation of all examples, int64 [count]

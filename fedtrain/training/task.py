@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
-from ..update import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
+from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,11 @@ import torch
 from torch import nn
 from torch.func import vmap
 
+from ..arena import Arena, Slab
+from ..digest import seed_of
 from ..errors import ConfigError, TaskError
-from ..update import Arena, Section, SiteId, Slab, Update, seed_of, unique_tensors
+from ..messages import SiteId, Update
+from ..schema import Section, unique_tensors
 from .batches import Batch, move
 from .examples import Tensors, examples_of, spans
 from .local import Engine

@@ -31,8 +31,9 @@ import grpc
 import grpc.aio
 import msgspec
 
+from ..arena import AnyArena, ArenaFile, Patch, patches_to
 from ..errors import BadUpdate, Broken, CertificateError, ConnectError, JoinRefused, StoreError, WireError
-from ..update import AnyArena, ArenaFile, Failure, Found, Patch, Reply, Request, SiteId, patches_to
+from ..messages import Failure, Found, Reply, Request, SiteId
 from ..wire.codec import arenas, decode, encode, fetch_list
 from ..wire.frames import (
     CHUNK_BYTES,

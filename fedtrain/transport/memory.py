@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from ..errors import ConnectError, WireError
 from ..exchange import Exchanged, Letter, Mixer, PeerId, Share
-from ..update import Reply, Request, SiteId
+from ..messages import Reply, Request, SiteId
 from ..wire.gossip import Header, Kind
 from .courier import Courier, Limits, Parts
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from ..arena import PATCHES, AnyArena, ArenaFile, Patch
 from ..errors import BadUpdate, WireError
-from ..update import PATCHES, AnyArena, ArenaFile, Patch, Schema
+from ..schema import Schema
 from .frames import MESSAGE_BYTES
 
 UNFETCHED = Path()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..update import Schema
+from ..schema import Schema
 
 PROTOCOL = 3  # both ends must say the same
 CHUNK_BYTES = 1 << 20

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from fedtrain.config import Config
+from fedtrain.digest import seed_of
 from fedtrain.runtime.datacenter import pool_of, sites_of
 from fedtrain.runtime.simulation import simulate
+from fedtrain.schema import Schema, unique_tensors
 from fedtrain.store import RunStore
 from fedtrain.training.local import build_model
 from fedtrain.training.parallel.outer import split
 from fedtrain.training.partition import SimulatedSites
 from fedtrain.training.sampler import Sampler
 from fedtrain.training.task import load_task, mean_and_weight
-from fedtrain.update import Schema, seed_of, unique_tensors
 from tests.equivalence.ranks import Outcome, Table, launch, run_case
 from tests.equivalence.tiny import by_scikit_learn, case, furthest, project
 

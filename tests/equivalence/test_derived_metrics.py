@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from fedtrain.config import Config
+from fedtrain.messages import Evaluation
 from fedtrain.runtime import gossip_simulation, simulation
 from fedtrain.runtime.trainer import Description
 from fedtrain.store import RunStore
 from fedtrain.training.task import load_task
-from fedtrain.update import Evaluation
 from tests import peers
 from tests.equivalence.tiny import by_scikit_learn, case, project
 from tests.processes import SITES, Project

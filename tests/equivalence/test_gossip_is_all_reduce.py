@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from fedtrain import gossip
 from fedtrain.aggregation import WeightedMean
+from fedtrain.arena import Arena
+from fedtrain.messages import Update
 from fedtrain.runtime.parcels import trained_part
 from fedtrain.strategies import FedAvg
 from fedtrain.strategies.base import server_step
-from fedtrain.update import Arena, Update
 
 from ..test_gossip_peers import PLAIN, arena, halfway_to, run_peers
 

@@ -8,8 +8,8 @@ import torch
 from fedtrain import compression, gossip
 from fedtrain.runtime.gossip import Peer
 from fedtrain.runtime.parcels import trained_part
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.topology import names, parse
-from fedtrain.update import Schema, TensorSpec
 
 from ..gossip import party
 from ..limits import bounded

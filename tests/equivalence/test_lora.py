@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from safetensors.torch import load_file
 
-from fedtrain.update import Schema
+from fedtrain.schema import Schema
 from tests.inline import federation, final, project, simulation
 
 SITES = 3

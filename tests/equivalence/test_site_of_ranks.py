@@ -10,10 +10,11 @@ import psutil
 import pytest
 import torch
 
+from fedtrain.arena import ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import TaskError
+from fedtrain.messages import Update
 from fedtrain.runtime.trainer import Trainer, TrainerDied
-from fedtrain.update import ArenaFile, Update
 from tests.equivalence.tiny import project
 from tests.inline import Inline
 

@@ -11,13 +11,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.errors import StoreError
+from fedtrain.messages import Train
 from fedtrain.runtime import datacenter, gossip_simulation, simulation
 from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import Ledger, RunStore
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, Train
 from tests.damage import (
     DAMAGES,
     Image,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fedtrain.exchange import gather
-from fedtrain.update import Train
+from fedtrain.messages import Train
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import FromAggregator, Welcome
 from tests.federation import (

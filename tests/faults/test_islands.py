@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.runtime.datacenter import Datacenter
 from fedtrain.store import RunStore
 from fedtrain.training.elastic import Leave, Left
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.task import load_task
-from fedtrain.update import Arena
 from tests.equivalence.tiny import case, project
 from tests.worlds import world
 

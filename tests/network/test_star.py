@@ -9,11 +9,12 @@ import grpc.aio
 import pytest
 from msgspec import structs
 
+from fedtrain.arena import ArenaFile
 from fedtrain.errors import JoinRefused, StoreError
 from fedtrain.exchange import gather
+from fedtrain.messages import Train, Update
 from fedtrain.transport import grpc as star
 from fedtrain.transport.grpc import SERVICE, opened
-from fedtrain.update import ArenaFile, Train, Update
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Finished, FromAggregator, Welcome
 from tests.federation import (

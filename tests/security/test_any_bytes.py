@@ -8,17 +8,19 @@ import msgspec
 import pytest
 from cryptography import x509
 
+from fedtrain.arena import Arena
 from fedtrain.errors import CertificateError, ConfigError, FedtrainError, StoreError, WireError
+from fedtrain.messages import Evaluate, Train, Update
 from fedtrain.pki import Credentials, identity_of, init, issue, revocation, revoke, roster
 from fedtrain.pki.invitation import Invitation
 from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.runtime import secure
 from fedtrain.runtime.parcels import Note
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.tracking import events
 from fedtrain.training import checkpoint, shards
 from fedtrain.training.places import Folder
 from fedtrain.transport.membership import Probe
-from fedtrain.update import Arena, Evaluate, Schema, TensorSpec, Train, Update
 from fedtrain.wire import decode, encode, frames
 from fedtrain.wire import gossip as wire
 

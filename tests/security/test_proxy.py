@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from fedtrain.exchange import gather
-from fedtrain.update import Train
+from fedtrain.messages import Train
 from tests.federation import aggregator, certificates, echo_plus, link, random_arena, sites, tls
 from tests.limits import bounded
 

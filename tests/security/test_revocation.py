@@ -7,10 +7,10 @@ import pytest
 
 from fedtrain.errors import CertificateError, JoinRefused
 from fedtrain.exchange import gather
+from fedtrain.messages import Failure, Train, Update
 from fedtrain.pki import Credentials, issue, revoke
 from fedtrain.runtime import callers
 from fedtrain.runtime.callers import Callers
-from fedtrain.update import Failure, Train, Update
 from tests.federation import aggregator, certificates, echo_plus, hello, link, random_arena
 
 MODEL = random_arena(1000, 0)

@@ -7,16 +7,19 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from msgspec.structs import replace
 
+from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
+from fedtrain.digest import digest_of
 from fedtrain.errors import StoreError, Unfinished
+from fedtrain.messages import Update
 from fedtrain.runtime.secure import ECDSA, SecureSite, encoding_of, hash_of, policy
 from fedtrain.runtime.simulation import SimulatedKeys
 from fedtrain.runtime.site import Site
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Keys, Mask, Masked, Terms
 from fedtrain.secagg.server import secure_sum
 from fedtrain.store import Ledger
 from fedtrain.transport.memory import LocalCohort
-from fedtrain.update import Arena, ArenaFile, Schema, TensorSpec, Update, digest_of
 
 SCHEMA = Schema((TensorSpec("w", (64,), "float32", True),))
 SITES = ("a", "b", "c")

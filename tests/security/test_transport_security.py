@@ -13,13 +13,15 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import LimitsConfig
 from fedtrain.errors import BadUpdate, JoinRefused, WireError
+from fedtrain.messages import Failure, Train, Update
 from fedtrain.pki import Authority, aggregator_target, sign
 from fedtrain.runtime import checks
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.transport.grpc import SERVICE
 from fedtrain.transport.tls import Tls
-from fedtrain.update import Arena, ArenaFile, Failure, Schema, TensorSpec, Train, Update
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Fetch, Offer, Refused, Resume, Stored, UploadAnswer
 from tests.federation import (

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from ...config import TrainConfig
+from ...digest import seed_of
 from ...errors import ConfigError, TaskError
-from ...update import seed_of
 from ..batches import Batch, cut, examples_in
 from ..examples import Collate, Items, Stream, Tensors, examples_of
 from ..sampler import Order, Sampler, drawing, in_order, share_of

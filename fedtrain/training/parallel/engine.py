@@ -19,8 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config import Config
+from ...digest import seed_of
 from ...errors import ConfigError, TaskError
-from ...update import Metrics, Schema, add_metrics, seed_of, unique_tensors
+from ...messages import Metrics, add_metrics
+from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in, move
 from ..examples import Stream, examples_of
 from ..local import Correct, build_model, seed_all

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...config import Config
-from ...update import is_frozen, unique_tensors
+from ...schema import is_frozen, unique_tensors
 from ..batches import cut, examples_in
 from ..examples import Stream, examples_of
 from ..local import build_model

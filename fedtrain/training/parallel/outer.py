@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...update import Arena, Schema, narrow_into, widened
+from ...arena import Arena, narrow_into, widened
+from ...schema import Schema
 from ..mesh import AXES, Mesh
 from .engine import MeshEngine
 

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...arena import Arena
+from ...digest import Digest, seed_of
 from ...errors import TaskError
-from ...update import Arena, Digest, Schema, TensorSpec, is_frozen, seed_of, unique_tensors
+from ...schema import Schema, TensorSpec, is_frozen, unique_tensors
 from ..local import FROZEN_CHANGED, checksum
 from ..mesh import Mesh, is_dtensor
 

@@ -1,0 +1,351 @@
+"""Arenas: a model in one contiguous block of bytes, in memory or in a file.
+
+All trained float32 coordinates are one slice of an arena, so a strategy steps on them as one vector, and an
+optimizer may too. What lies where is said by the arena's schema (schema.py).
+
+This file imports torch only where a tensor is really asked for: a site's supervisor process moves arenas as
+files and never loads torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .digest import Digest, digest_of
+from .errors import BadUpdate
+from .schema import ITEM_BYTES, Schema, Section, TensorSpec, unique_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+PATCHES = 16  # at most, that lead to a model one after the other
+
+
+class AnyArena:
+    """A model's bytes, wherever they lie. `chunk` is how aggregation reads them."""
+
+    schema: Schema
+    sent_bytes: int | None = None  # as which it travelled, where it was compressed
+    patches: tuple[Patch, ...] = ()  # ways to it from the models before it, the nearest last
+
+    @property
+    def digest(self) -> str:
+        """The bytes' name, see Digest."""
+        raise NotImplementedError("a subclass's")
+
+    def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
+        """Coordinates [start, stop) of one section, 1-D, read-only, and only until the next call."""
+        raise NotImplementedError("a subclass's")
+
+    def span(self, section: Section, start: int, stop: int, room: memoryview | None = None) -> memoryview:
+        """The bytes of the same coordinates, for those who load no torch; only until the next call.
+
+        `room`: where bytes that must be read are put, at least as many. So threads can read at once.
+        """
+        raise NotImplementedError("a subclass's")
+
+    @property
+    def payload(self) -> memoryview:
+        """All bytes, of an arena that has them in memory."""
+        raise NotImplementedError("a subclass's")
+
+    def load(self) -> Arena:
+        """A copy in memory, the caller's own to change."""
+        raise NotImplementedError("a subclass's")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What makes the next model out of one that whoever fetches may have."""
+
+    base: str  # the digest of that one
+    arena: AnyArena  # a compressed difference, see compression.DeltaCodec
+
+
+def patches_to(weights: AnyArena, has: Callable[[str], bool]) -> tuple[Patch, ...]:
+    """The fewest patches that lead to these weights from a model that is there; none when none do."""
+    for at in reversed(range(len(weights.patches))):
+        if has(weights.patches[at].base):
+            return weights.patches[at:]
+    return ()
+
+
+class Arena(AnyArena):
+    """A model's bytes in memory: `data` is a torch uint8 tensor [schema.nbytes]."""
+
+    def __init__(self, schema: Schema, data: torch.Tensor) -> None:
+        assert data.numel() == schema.nbytes, (data.numel(), schema.nbytes)
+        self.schema, self.data = schema, data
+        self._digest: str | None = None
+
+    @classmethod
+    def zeros(cls, schema: Schema, device: str = "cpu") -> Arena:
+        import torch
+
+        return cls(schema, torch.zeros(schema.nbytes, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def empty(cls, schema: Schema) -> Arena:
+        """One to be written whole: its numbers may be anything. The padding is zero, as everywhere."""
+        import torch
+
+        data, end = torch.empty(schema.nbytes, dtype=torch.uint8), 0
+        for section in schema.sections:
+            data[end : section.offset].zero_()
+            end = section.offset + section.nbytes
+        data[end:].zero_()
+        return cls(schema, data)
+
+    @classmethod
+    def wrap(cls, schema: Schema, buffer: Any) -> Arena:
+        """Look at bytes that somebody else owns (a memory map, a shared block), without a copy."""
+        import torch
+
+        if schema.nbytes == 0:
+            return cls.zeros(schema)
+        return cls(schema, torch.frombuffer(buffer, dtype=torch.uint8, count=schema.nbytes))
+
+    @classmethod
+    def of(cls, model: nn.Module, *, frozen: bool = False) -> Arena:
+        """A copy of what the module trains and its buffers, or of its frozen parameters."""
+        import torch
+
+        arena = cls.zeros(Schema.of(model, frozen=frozen))
+        with torch.no_grad():
+            views, tensors = arena.views(), unique_tensors(model)
+            for name, view in views.items():
+                view.copy_(tensors[name])
+        return arena
+
+    @classmethod
+    def pack(cls, tensors: Mapping[str, torch.Tensor]) -> Arena:
+        """A copy of named tensors that are no module's, such as a strategy's state."""
+        specs = tuple(
+            TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), False)
+            for name, t in tensors.items()
+        )
+        order = list(dict.fromkeys(s.dtype for s in specs))
+        arena = cls.zeros(Schema(tuple(sorted(specs, key=lambda s: order.index(s.dtype)))))
+        for name, view in arena.views().items():
+            view.copy_(tensors[name])
+        return arena
+
+    def flat(self, section: Section) -> torch.Tensor:
+        """One section as a 1-D tensor of its dtype; a view."""
+        import torch
+
+        return self.data[section.offset : section.offset + section.nbytes].view(getattr(torch, section.dtype))
+
+    def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
+        flat = self.flat(section)
+        return flat if stop - start == section.numel else flat[start:stop]
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """dtype -> all trained coordinates of that dtype, 1-D; views, no copy."""
+        return {s.dtype: self.flat(s)[: s.trained] for s in self.schema.sections if s.trained}
+
+    def others(self) -> dict[str, torch.Tensor]:
+        """dtype -> all that moves without being trained (buffers, integers), 1-D; views, no copy."""
+        found = ((s, self.flat(s)[s.trained :]) for s in self.schema.sections if s.moves)
+        return {section.dtype: vector for section, vector in found if len(vector)}
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Every tensor by name, in its shape; views, no copy."""
+        found, at = {}, {s.dtype: 0 for s in self.schema.sections}
+        flat = {s.dtype: self.flat(s) for s in self.schema.sections}
+        for spec in self.schema.tensors:
+            start = at[spec.dtype]
+            found[spec.name] = flat[spec.dtype][start : start + spec.numel].view(spec.shape)
+            at[spec.dtype] = start + spec.numel
+        return found
+
+    def bind(self, model: nn.Module) -> None:
+        """Make the module's tensors of this schema views of this arena: from here on, training writes here.
+
+        The module keeps its Parameter objects (optimizers and tied weights stay valid) and takes the
+        arena's present values.
+        """
+        tensors = unique_tensors(model)
+        for name, view in self.views().items():
+            tensors[name].data = view
+
+    def copy_(self, other: Arena) -> Arena:
+        self.data.copy_(other.data)
+        self.changed()
+        return self
+
+    def changed(self) -> None:
+        """Whoever writes into an arena says so: its digest is another one now."""
+        self._digest = None
+
+    def span(self, section: Section, start: int, stop: int, room: memoryview | None = None) -> memoryview:
+        size = ITEM_BYTES[section.dtype]
+        return self.payload[section.offset + start * size : section.offset + stop * size]
+
+    def load(self) -> Arena:
+        return Arena(self.schema, self.data.clone())
+
+    @property
+    def payload(self) -> memoryview:
+        """The bytes themselves, for a socket or a file; no copy (CPU only)."""
+        return memoryview(self.data.numpy().data)
+
+    @property
+    def digest(self) -> str:
+        # An arena is written once (by training or a strategy's step) and then only read, so this is kept.
+        if self._digest is None:
+            self._digest = digest_of(self.payload)
+        return self._digest
+
+
+class Slab:
+    """Arenas of one schema, one after the other in memory: uint8 [rows, schema.nbytes].
+
+    Thousands of small models are checked and folded a slab at a time; each is an arena all the same.
+    """
+
+    def __init__(self, schema: Schema, data: torch.Tensor) -> None:
+        assert data.shape[1:] == (schema.nbytes,), (data.shape, schema.nbytes)
+        self.schema, self.data, self.rows = schema, data, len(data)
+
+    def arenas(self) -> list[Row]:
+        """The rows, each of which keeps the slab; nothing here keeps them."""
+        return [Row(self, i) for i in range(self.rows)]
+
+    def flat(self, section: Section) -> torch.Tensor:
+        """One section of all rows, [rows, numel] of its dtype; a view."""
+        import torch
+
+        flat = self.data[:, section.offset : section.offset + section.nbytes]
+        return flat.view(getattr(torch, section.dtype))
+
+    @cached_property
+    def norms(self) -> list[float]:
+        """Each row's L2 norm over its floats; NaN or Inf where a value is, or where float32 overflows."""
+        import torch
+
+        floats = [self.flat(s) for s in self.schema.sections if s.floating]
+        squares = sum(torch.linalg.vector_norm(rows, dim=1).double().square() for rows in floats)
+        norms: list[float] = squares.sqrt().tolist() if floats else [0.0] * self.rows
+        return norms
+
+
+class Row(Arena):
+    """An arena in a slab."""
+
+    def __init__(self, slab: Slab, index: int) -> None:
+        self.schema, self._digest = slab.schema, None
+        self.slab, self.index = slab, index
+
+    @cached_property
+    def data(self) -> torch.Tensor:  # type: ignore[override]  # whole slabs are looked at far more often
+        return self.slab.data[self.index]
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.slab.rows - 1
+
+    def follows(self, other: AnyArena) -> bool:
+        return isinstance(other, Row) and other.slab is self.slab and other.index == self.index - 1
+
+
+class ArenaFile(AnyArena):
+    """A model's bytes in a file, read chunk by chunk, so that a hundred of them need no memory."""
+
+    def __init__(self, schema: Schema, path: Path, digest: str = "") -> None:
+        self.schema, self.path, self._digest = schema, path, digest
+        self._buffer = bytearray()
+
+    @property
+    def digest(self) -> str:
+        if not self._digest:
+            digest = Digest()
+            with self.path.open("rb", buffering=0) as f:
+                while block := f.read(1 << 20):
+                    digest.update(block)
+            self._digest = digest.hexdigest()
+        return self._digest
+
+    def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        if stop <= start:
+            return torch.empty(0, dtype=getattr(torch, section.dtype))
+        return torch.frombuffer(self.span(section, start, stop), dtype=getattr(torch, section.dtype))
+
+    def span(self, section: Section, start: int, stop: int, room: memoryview | None = None) -> memoryview:
+        size = ITEM_BYTES[section.dtype]
+        nbytes = (stop - start) * size
+        if room is None:
+            if len(self._buffer) < nbytes:  # kept: a fresh one costs more in page faults than the read
+                self._buffer = bytearray(nbytes)
+            room = memoryview(self._buffer)
+        view = room[:nbytes]
+        with self.path.open("rb", buffering=0) as f:
+            got = os.preadv(f.fileno(), [view], section.offset + start * size)
+        if got != nbytes:
+            raise BadUpdate(f"{self.path.name}: {got} bytes at coordinate {start}, expected {nbytes}")
+        return view
+
+    def load(self) -> Arena:
+        import torch
+
+        data = torch.empty(self.schema.nbytes, dtype=torch.uint8)
+        with self.path.open("rb", buffering=0) as f:
+            view, got = data.numpy().data, 0
+            while got < len(view) and (n := f.readinto(view[got:])):
+                got += n
+        if got != self.schema.nbytes:
+            raise BadUpdate(f"{self.path.name}: {got} bytes, expected {self.schema.nbytes}")
+        return Arena(self.schema, data)
+
+
+class Frozen(msgspec.Struct, frozen=True):
+    """What names a model's frozen parameters; the default is that of a model without any."""
+
+    schema: Schema = Schema(())
+    digest: str = ""  # of their arena
+    sha256: str = ""  # of the same bytes, for what has to bind
+
+    @classmethod
+    def of(cls, arena: Arena) -> Frozen:
+        """Of these bytes, on the CPU."""
+        if not arena.schema.tensors:
+            return cls()
+        return cls(arena.schema, arena.digest, hashlib.sha256(arena.payload).hexdigest())
+
+
+def subtract(local: Arena, start: Arena, out: Arena) -> None:
+    """out = local - start, on whatever device each of them lies; 0 for what has no differences."""
+    import torch
+
+    for section in local.schema.sections:
+        now, delta = local.flat(section), out.flat(section)
+        if not section.moves:
+            delta.zero_()
+        elif delta.device == now.device:
+            torch.sub(now, start.flat(section), out=delta)
+        else:
+            delta.copy_(now - start.flat(section))
+    out.changed()
+
+
+def widened(vector: torch.Tensor) -> torch.Tensor:
+    """The vector itself where it is float32 or float64; 16-bit floats as float32, integers as float64."""
+    if not vector.is_floating_point():
+        return vector.double()
+    return vector if vector.element_size() >= 4 else vector.float()
+
+
+def narrow_into(out: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values into a tensor of a narrower dtype; integers become the nearest, halves the even one."""
+    out.copy_(values if out.is_floating_point() else values.round())

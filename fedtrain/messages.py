@@ -1,0 +1,141 @@
+"""What sites and a coordinator say to each other, and the metrics in it, which sum exactly over sites.
+
+An arena in a message travels as bytes with a digest, after the message's header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from .arena import AnyArena
+from .errors import TaskError
+
+SiteId = str
+Sum = float | list[float]  # a number, or several of one kind, such as counts by class
+Metrics = dict[str, tuple[Sum, float]]  # name -> (sum, count), so that sums over sites are exact
+MAX_SUMS = 65_536  # numbers in one evaluation, counts aside
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of what is exchanged. On the wire a message is its header; its arenas follow as bytes."""
+
+
+class Request(Message, frozen=True, kw_only=True, tag=True):
+    """From the coordinator. `id` = run/round/attempt/kind: a retry, a replay, a duplicate counts once."""
+
+    id: str
+
+
+class Train(Request, frozen=True, kw_only=True, tag=True):
+    round: int
+    weights: AnyArena
+    counted: int = -1  # the last round in which an update of this site is in the model; -1: none is
+
+
+class Evaluate(Request, frozen=True, kw_only=True, tag=True):
+    round: int
+    weights: AnyArena
+
+
+class Update(Message, frozen=True, kw_only=True, tag=True):
+    """One site's contribution: how far its weights moved, and how much it counts."""
+
+    delta: AnyArena  # local weights - global weights; integers too
+    num_examples: float  # examples (or tokens) trained on: the weight in the mean
+    metrics: Metrics = {}
+
+
+class Evaluation(Message, frozen=True, kw_only=True, tag=True):
+    metrics: Metrics
+
+
+class Failure(Message, frozen=True, kw_only=True, tag=True):
+    """A site could not do what it was asked; `reason` is one line without data values (S35)."""
+
+    reason: str
+
+
+Reply = Message  # whatever answers a request
+Found = Update | Evaluation | Failure  # what training and evaluation are answered with
+
+
+def add_metrics(total: Metrics, more: Metrics) -> None:
+    """Into `total`, number by number. TaskError unless both have equally many of each name."""
+    for name, (value, count) in more.items():
+        if name not in total:
+            total[name] = value, count
+            continue
+        have, before = total[name]
+        if isinstance(have, list) and isinstance(value, list) and len(have) == len(value):
+            total[name] = [a + b for a, b in zip(have, value, strict=True)], before + count
+        elif isinstance(have, list) or isinstance(value, list):
+            raise TaskError(
+                f"evaluate() gives {name} in different sizes: {_size(have)}, then {_size(value)}. Let it be "
+                f"the same for each batch and site."
+            )
+        else:
+            total[name] = have + value, before + count
+
+
+def _size(value: Sum) -> str:
+    return f"{len(value)} numbers" if isinstance(value, list) else "one number"
+
+
+def summed(metrics: Mapping[SiteId, Metrics]) -> Metrics:
+    """Σ over sites, each name over those that report it, in site order."""
+    total: Metrics = {}
+    for site in sorted(metrics):
+        add_metrics(total, metrics[site])
+    return total
+
+
+def averages(metrics: Mapping[SiteId, Metrics]) -> dict[str, float]:
+    """Exact averages over sites, Σ sum / Σ count, of metrics that are one number."""
+    total: dict[str, tuple[float, float]] = {}
+    for site in sorted(metrics):
+        for name, (value, count) in metrics[site].items():
+            if not isinstance(value, list):
+                have = total.get(name, (0.0, 0.0))
+                total[name] = (have[0] + value, have[1] + count)
+    return {name: value / count for name, (value, count) in total.items() if count}
+
+
+# A metric's name with its size: "loss" is one number, "confusion[9]" are nine.
+SIZED = re.compile(r"(.*)\[([1-9]\d{0,6})\]", re.S)
+
+
+def sized_names(metrics: Metrics) -> tuple[str, ...]:
+    """Sorted."""
+    return tuple(
+        sorted(f"{name}[{len(v)}]" if isinstance(v, list) else name for name, (v, _) in metrics.items())
+    )
+
+
+def name_and_size(sized: str) -> tuple[str, int | None]:
+    """None: it is one number."""
+    found = SIZED.fullmatch(sized)
+    return (found[1], int(found[2])) if found else (sized, None)
+
+
+def numbers_in(names: Iterable[str]) -> int:
+    """How many numbers the metrics of these sized names are: the sum or sums of each, and its count."""
+    return sum((name_and_size(sized)[1] or 1) + 1 for sized in names)
+
+
+def misfits(names: Mapping[SiteId, Iterable[str]]) -> dict[SiteId, str]:
+    """Sites that give a metric in another size than most sites do, and what they do; `names` are sized."""
+    votes: dict[str, Counter[str]] = {}
+    for site in sorted(names):
+        for sized in names[site]:
+            votes.setdefault(name_and_size(sized)[0], Counter())[sized] += 1
+    usual = {name: found.most_common(1)[0][0] for name, found in votes.items()}
+    return {
+        site: f"it evaluates {sized[:80]}, most sites {usual[name_and_size(sized)[0]][:80]}"
+        for site in sorted(names)
+        for sized in names[site]
+        if sized != usual[name_and_size(sized)[0]]
+    }
