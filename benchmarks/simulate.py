@@ -22,7 +22,8 @@ from typing import Any
 import common
 
 from fedtrain.config import Config
-from fedtrain.runtime.simulation import PoolCohort, simulate
+from fedtrain.runtime.pool import PoolCohort
+from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.trainer import Trainer
 
 TASK = """

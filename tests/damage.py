@@ -22,7 +22,7 @@ from fedtrain.runtime import federated, secure
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.privacy import Spent
 from fedtrain.runtime.progress import finish
-from fedtrain.runtime.simulation import SimulatedKeys
+from fedtrain.runtime.simulated_masks import SimulatedKeys
 from fedtrain.runtime.site import Site
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, Ledger, RunStore, Spool

@@ -13,7 +13,8 @@ from fedtrain.arena import Slab
 from fedtrain.errors import FedtrainError, RoundError
 from fedtrain.messages import Evaluate, Evaluation, Failure, Update
 from fedtrain.runtime import gossip_simulation, secure
-from fedtrain.runtime.simulation import UnderMasks, simulate
+from fedtrain.runtime.simulated_masks import SimulatedMasks
+from fedtrain.runtime.simulation import simulate
 from fedtrain.store import Plan
 from fedtrain.transport.memory import LocalCohort
 from tests.test_gossip_peers import Log
@@ -102,7 +103,7 @@ def test_a_simulation_without_masks_tells_what_masks_tell(tmp_path, trouble):
     sites, settings, train, evaluate = TROUBLES[trouble]
     cfg = config(tmp_path, **settings)
     openly = told(secure.FixedPointSums, cfg, sites, train, evaluate)
-    assert openly == told(UnderMasks, cfg, sites, train, evaluate)
+    assert openly == told(SimulatedMasks, cfg, sites, train, evaluate)
     assert any("values were clipped" in text for *_, text in openly) == ("clipped" in trouble)
 
 

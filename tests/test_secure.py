@@ -19,7 +19,7 @@ from fedtrain.pki import Credentials, revoke
 from fedtrain.pki.signing import Verifier, fingerprint
 from fedtrain.runtime import federated, secure
 from fedtrain.runtime.answers import InTheOpen
-from fedtrain.runtime.simulation import MaskedCohort, UnderMasks
+from fedtrain.runtime.simulated_masks import MaskedCohort, SimulatedMasks
 from fedtrain.runtime.site import Site, secure_site
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
@@ -122,7 +122,7 @@ def fixed(cfg, sites=SITES, cohort=None, number=0):
 @pytest.mark.parametrize("ring_bits", [16, 32, 64])
 def test_under_masks_the_mean_is_the_fixed_point_mean_bit_for_bit(tmp_path, ring_bits):
     cfg = config(tmp_path, secagg={"ring_bits": ring_bits})
-    masked = mean_of(UnderMasks(cfg, openly(), Events()))
+    masked = mean_of(SimulatedMasks(cfg, openly(), Events()))
     assert masked.delta.digest == fixed(cfg).delta.digest
     assert masked.metrics == fixed(cfg).metrics == {"loss": 0.5}
     assert len(masked.sites) == 4
@@ -182,7 +182,7 @@ def test_groups_are_redrawn_each_round_and_their_means_are_what_a_robust_rule_se
     assert all(sorted(chain(*each)) == sites for each in drawn)
     assert len({tuple(map(tuple, each)) for each in drawn}) == 4
     hostile = {"site-a": lambda r: Update(delta=found("a", size=1e4).delta, num_examples=10.0)}
-    masked = mean_of(UnderMasks(cfg, openly(sites, **hostile), Events()), sites)
+    masked = mean_of(SimulatedMasks(cfg, openly(sites, **hostile), Events()), sites)
     assert masked.delta.digest == fixed(cfg, sites, openly(sites, **hostile)).delta.digest
     if rule == "median":  # the one hostile group is not the median
         assert masked.delta.views()["w"].abs().max() < 1
@@ -192,7 +192,7 @@ def test_groups_are_redrawn_each_round_and_their_means_are_what_a_robust_rule_se
 def test_what_is_compressed_linearly_is_summed_compressed(tmp_path, compressor):
     cfg = config(tmp_path, secagg={"max_examples": 20}, compression={"up": compressor})
     mean = fixed(cfg)
-    assert mean_of(UnderMasks(cfg, openly(), Events())).delta.digest == mean.delta.digest
+    assert mean_of(SimulatedMasks(cfg, openly(), Events())).delta.digest == mean.delta.digest
     squeeze, seed = compression.parse(compressor).shaped([(300,)]), secure.seed_of(3, "compression", 0)
     plain = mean_of(InTheOpen(cfg, openly(), Events())).delta.views()["w"].numpy()
     expected = squeeze.lift(squeeze.project(plain, seed), seed, 300)
@@ -281,7 +281,7 @@ def test_groups_that_were_summed_stay_when_another_one_is_tried_again(tmp_path):
 def test_a_site_insists_on_its_own_least_cohort_whatever_the_aggregator_asks_for(tmp_path):
     """Two sites that are with the aggregator could open a third one's update in a sum of three."""
     events = Events()
-    answers = UnderMasks(config(tmp_path), openly(), events)
+    answers = SimulatedMasks(config(tmp_path), openly(), events)
     strict = config(tmp_path, strategy={"min_sites": 4})
     answers.cohort = MaskedCohort(strict, openly(), answers.cohort._keys)
     with pytest.raises(TooFewSites, match="a cohort of 3 sites: this site sums with 4 or more"):
@@ -298,7 +298,7 @@ class MaskedLosing:
         self.cfg, self.loses, self.sites = cfg, loses, sites
 
     def answers(self, events):
-        answers = UnderMasks(self.cfg, openly(self.sites), events)
+        answers = SimulatedMasks(self.cfg, openly(self.sites), events)
         inner, loses = answers.cohort, self.loses
 
         class Losing:
@@ -336,7 +336,7 @@ def test_s16_an_update_with_nan_never_leaves_its_site_and_the_round_goes_on(tmp_
     bad = found("d")
     bad.delta.views()["w"][7] = math.nan
     cfg, events = config(tmp_path), Events()
-    mean = mean_of(UnderMasks(cfg, openly(d=lambda r: bad), events))
+    mean = mean_of(SimulatedMasks(cfg, openly(d=lambda r: bad), events))
     assert mean.delta.digest == fixed(cfg, cohort=openly(d=lambda r: bad)).delta.digest
     assert len(mean.sites) == 3
     assert [e["site"] for e in events.of("update_refused")] == ["d"]
@@ -347,7 +347,7 @@ def test_a_site_with_more_examples_than_agreed_is_told_what_to_change(tmp_path):
     cfg, events = config(tmp_path, secagg={"max_examples": 15}), Events()
     many = Update(delta=found("d").delta, num_examples=16.0)
     few = {site: lambda r, s=site: Update(delta=found(s).delta, num_examples=5.0) for site in "abc"}
-    mean_of(UnderMasks(cfg, openly(d=lambda r: many, **few), events))
+    mean_of(SimulatedMasks(cfg, openly(d=lambda r: many, **few), events))
     (refused,) = events.of("update_refused")
     assert "more examples than secagg.max_examples = 15. Raise it" in refused["reason"]
     assert "16" not in refused["reason"]  # that is known at the site, and nobody else's business
@@ -355,14 +355,14 @@ def test_a_site_with_more_examples_than_agreed_is_told_what_to_change(tmp_path):
 
 def test_s19_a_delta_over_the_norm_bound_is_shortened_at_the_site(tmp_path):
     cfg = config(tmp_path, limits={"max_norm": 0.5})
-    mean = mean_of(UnderMasks(cfg, openly(), Events()))
+    mean = mean_of(SimulatedMasks(cfg, openly(), Events()))
     assert mean.delta.digest == fixed(cfg).delta.digest
     assert float(mean.delta.views()["w"].norm()) <= 0.5
 
 
 def test_clipped_values_are_counted_without_saying_whose(tmp_path):
     events = Events()
-    mean_of(UnderMasks(config(tmp_path, secagg={"clip": 1e-4}), openly(), events))
+    mean_of(SimulatedMasks(config(tmp_path, secagg={"clip": 1e-4}), openly(), events))
     (notice,) = events.of("notice")
     assert "values were clipped to secagg.clip" in notice["text"]
 
@@ -404,7 +404,7 @@ def test_a_sum_that_no_model_survives_is_not_committed_and_nobody_can_be_named(t
     huge = build("fedavgm", {"server_lr": 1e25})
     start = Checkpoint(0, zeros(), state_init(huge, zeros()))
     with pytest.raises(Diverged, match=r"can't be known under masks: lower secagg\.clip") as error:
-        asyncio.run(federated_round(UnderMasks(cfg, openly(), Events()), Plan(0, 0, SITES), huge, start))
+        asyncio.run(federated_round(SimulatedMasks(cfg, openly(), Events()), Plan(0, 0, SITES), huge, start))
     assert error.value.culprit is None
 
 

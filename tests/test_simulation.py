@@ -17,7 +17,9 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config, EvaluateConfig
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.messages import Train, averages
-from fedtrain.runtime.simulation import TOLD_SITES, Memory, PoolCohort, simulate
+from fedtrain.runtime.pool import PoolCohort
+from fedtrain.runtime.shared_memory import SharedMemory
+from fedtrain.runtime.simulation import TOLD_SITES, simulate
 from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import RunStore
 from fedtrain.strategies import build, server_step, state_init
@@ -205,7 +207,7 @@ def test_stopping_an_exchange_early_leaves_the_pool_fit_for_the_next(folder):
 
 
 def test_a_block_is_used_again_once_nobody_looks_at_it_and_not_before():
-    memory = Memory()
+    memory = SharedMemory()
     offset, view = memory.take(100)
     row = torch.frombuffer(view, dtype=torch.uint8)[10:20]
     del view

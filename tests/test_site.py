@@ -10,8 +10,9 @@ from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
+from fedtrain.runtime.pool import PoolCohort
 from fedtrain.runtime.secure import ECDSA, SecureSite, encoding_of, policy
-from fedtrain.runtime.simulation import PoolCohort, SimulatedKeys
+from fedtrain.runtime.simulated_masks import SimulatedKeys
 from fedtrain.runtime.site import Site, Supervised
 from fedtrain.runtime.trainer import Description, Evaluated, TrainerDied
 from fedtrain.schema import Schema, TensorSpec

@@ -17,7 +17,8 @@ from fedtrain.exchange import Before
 from fedtrain.messages import Train
 from fedtrain.runtime import compressed, federated
 from fedtrain.runtime.answers import InTheOpen
-from fedtrain.runtime.simulation import Memory, PoolCohort
+from fedtrain.runtime.pool import PoolCohort
+from fedtrain.runtime.shared_memory import SharedMemory
 from fedtrain.runtime.trainer import Workbench
 from fedtrain.store import Checkpoint, Plan, RunStore
 from fedtrain.store.memory import NEVER, SiteMemory
@@ -97,7 +98,7 @@ def run(cfg, losing, rounds, scratch):
             async def start():
                 raise AssertionError("no trainer dies here")
 
-            pool = PoolCohort(mine, [trainer], start, scratch, Memory())
+            pool = PoolCohort(mine, [trainer], start, scratch, SharedMemory())
             events = Events()
             cohort = compressed.decompressing(mine, trainer.description.schema, Losing(pool, losing))
             await federated.run(mine, InTheOpen(mine, cohort, events), store, build("fedavg", {}), events)

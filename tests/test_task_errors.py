@@ -10,8 +10,8 @@ from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import TaskError, TooFewSites, Unfinished
 from fedtrain.messages import Failure, Update
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.pool import PoolCohort, good
 from fedtrain.runtime.secure import FixedPointSums
-from fedtrain.runtime.simulation import PoolCohort, good
 from fedtrain.runtime.trainer import Failed, Trained, Trainer
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Plan

@@ -13,7 +13,7 @@ from fedtrain.digest import digest_of
 from fedtrain.errors import StoreError, Unfinished
 from fedtrain.messages import Update
 from fedtrain.runtime.secure import ECDSA, SecureSite, encoding_of, hash_of, policy
-from fedtrain.runtime.simulation import SimulatedKeys
+from fedtrain.runtime.simulated_masks import SimulatedKeys
 from fedtrain.runtime.site import Site
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Keys, Mask, Masked, Terms
