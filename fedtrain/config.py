@@ -601,7 +601,7 @@ def check_options(
     kinds: Mapping[str, type],
     *,
     parts: Collection[str] = (),
-    beside: Iterable[str] = (),
+    also: Iterable[str] = (),
 ) -> None:
     """Refuse an option that `kind` doesn't have, and say what was meant: one of its own, a key `beside` them
     in the section, or one of another kind. `kinds` has all that `key` may be, each with its dataclass."""
@@ -610,7 +610,7 @@ def check_options(
         if name in own:
             continue
         having = [other for other, cls in kinds.items() if name in options_of(cls, parts)]
-        if near := difflib.get_close_matches(name, [*own, *beside], n=1):
+        if near := difflib.get_close_matches(name, [*own, *also], n=1):
             hint = f"Did you mean {near[0]}?"
         elif having:
             hint = f'{key} = "{having[0]}" has it.'

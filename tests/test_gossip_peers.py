@@ -16,7 +16,7 @@ from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError, TaskError
 from fedtrain.exchange import Exchanged, Letter, Offer, Share
-from fedtrain.gossip import Blend, Heard, Parcel
+from fedtrain.gossip import Blend, Parcel, Received
 from fedtrain.messages import Update
 from fedtrain.runtime import gossip_simulation, simulation
 from fedtrain.runtime.gossip import Peer, algorithm_of
@@ -579,7 +579,7 @@ def test_s16_choco_takes_a_parcel_that_makes_no_sense_as_lost(parts, fields):
     party.send(x)
     party.send(None)
     with pytest.raises(StopIteration) as end:
-        party.send(Heard({"1": Parcel(parts, fields)}))
+        party.send(Received({"1": Parcel(parts, fields)}))
     mixed, state = end.value.value
     assert torch.equal(mixed, x)
     assert "copy/1" not in state

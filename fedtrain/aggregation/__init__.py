@@ -38,7 +38,7 @@ def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> 
     `updates`: how few there may be in a round; ConfigError when the rule can't keep its promise with those.
     """
     config.one_of("aggregation.rule", kind, RULES)
-    config.check_options("aggregation.rule", kind, options, RULES, beside=["rule"])
+    config.check_options("aggregation.rule", kind, options, RULES, also=["rule"])
     rule = config.build(RULES[kind], dict(options), "aggregation")
     if updates is not None and updates < rule.needs:
         raise ConfigError(

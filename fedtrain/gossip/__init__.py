@@ -12,15 +12,15 @@ from .adpsgd import ADPSGD
 from .base import (
     Algorithm,
     Blend,
-    Compressor,
+    CompressorLike,
     Fold,
-    Heard,
     Judged,
     LocalSteps,
     Mailbox,
     Mix,
     Parcel,
     Receive,
+    Received,
     Request,
     Send,
 )
@@ -31,7 +31,7 @@ from .driver import step
 from .epidemic import Epidemic
 from .noloco import NoLoCo
 from .periodic import PeriodicAverage
-from .rules import Mean, Rule
+from .rules import GraphMean, MixingRule
 from .rules.base import Ruled
 from .sgp import SGP
 from .swift import Swift
@@ -51,13 +51,32 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 __all__ = [
-    "ALGORITHMS", "Algorithm", "Blend", "Compressor", "Fold", "Heard", "Judged", "LocalSteps",
-    "Mailbox", "Mix", "Parcel", "Receive", "Request", "Rule", "Ruled", "Send", "build", "step",
+    "ALGORITHMS",
+    "Algorithm",
+    "Blend",
+    "CompressorLike",
+    "Fold",
+    "Judged",
+    "LocalSteps",
+    "Mailbox",
+    "Mix",
+    "MixingRule",
+    "Parcel",
+    "Receive",
+    "Received",
+    "Request",
+    "Ruled",
+    "Send",
+    "build",
+    "step",
 ]  # fmt: skip
 
 
 def build(
-    kind: str, options: Mapping[str, Any], compressor: Compressor | None = None, rule: Rule | None = None
+    kind: str,
+    options: Mapping[str, Any],
+    compressor: CompressorLike | None = None,
+    rule: MixingRule | None = None,
 ) -> Algorithm:
     """The algorithm that [gossip] describes: its name, the keys that are its own fields, and its parts."""
     config.one_of("gossip.algorithm", kind, ALGORITHMS)
@@ -70,7 +89,7 @@ def build(
                 f'gossip.algorithm: {kind} sends compressed differences. Set gossip.compressor = "int8".'
             )
         parts["compressor"] = compressor
-    if rule is not None and not isinstance(rule, Mean):
+    if rule is not None and not isinstance(rule, GraphMean):
         if "rule" not in own:
             able = ", ".join(name for name, other in ALGORITHMS.items() if issubclass(other, Ruled))
             raise ConfigError(
@@ -80,7 +99,7 @@ def build(
         parts["rule"] = rule
     config.check_options(
         "gossip.algorithm", kind, options, ALGORITHMS,
-        parts=("compressor", "rule"), beside=config.options_of(config.GossipConfig, ["options"]),
+        parts=("compressor", "rule"), also=config.options_of(config.GossipConfig, ["options"]),
     )  # fmt: skip
     if "compressor" in parts:
         return cls(**options, **parts)

@@ -6,16 +6,16 @@ ZeroMQ) owns sockets, clocks, threads and the training engine:
     yielded          sent back      when
     LocalSteps(x)    a new vector   H local steps from x are done; x itself stays as it is
     Send(parcel)     None           at once; the bytes move while the peer goes on
-    Receive()        Heard          every in-neighbour is done, dead, or past the deadline
-    Mailbox(k)       Heard          at once: the newest of each neighbour, if at most k rounds old
+    Receive()        Received          every in-neighbour is done, dead, or past the deadline
+    Mailbox(k)       Received          at once: the newest of each neighbour, if at most k rounds old
     Judged(shares)   None           at once; it is for the log
 
 It returns (x, state), which commit together. A driver that gives up closes the generator: nothing changed.
 
-Who is missing: in symmetric modes the driver leaves an edge out at both its ends, and the share of a silent
+Missing peers: in symmetric modes the driver leaves an edge out at both its ends, and the share of a silent
 neighbour returns to self, so W stays doubly stochastic. In push-sum modes a peer takes back the mass that it
-knows to be undelivered (`Heard.undelivered`); mass lost on the way is lost together with its model, so what
-is left is still an average of models.
+knows to be undelivered (`Received.undelivered`). Mass lost on the way is lost together with its model, so
+the result is still an average of models.
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Wait for the in-neighbours of this round. -> Heard"""
+    """Wait for the in-neighbours of this round. -> Received"""
 
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Don't wait. -> Heard, of neighbours whose newest parcel is at most `staleness` of our rounds old"""
+    """Don't wait. -> Received, of neighbours whose newest parcel is at most `staleness` of our rounds old"""
 
     staleness: int
 
 
 @dataclass(frozen=True)
-class Heard:
+class Received:
     """Who was heard whole. The parcels have no parts that went into a blend."""
 
     parcels: Mapping[PeerId, Parcel]
@@ -125,12 +125,12 @@ class Algorithm:
         """Whether round t goes over the complete graph, whatever the topology."""
         return False
 
-    def beside(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
+    def mix_extras(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
         """Where what travels beside the algorithm's own parts is mixed: buffers, and what peers estimate."""
         return Blend(own, near, mass)
 
 
-class Compressor(Protocol):
+class CompressorLike(Protocol):
     """What CHOCO needs of one, on float32 vectors; fedtrain.compression has them."""
 
     def init(self, n: int) -> State:

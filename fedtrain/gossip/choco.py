@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..exchange import Neighborhood, PeerId
-    from .base import Compressor, Heard, Round, State, Vector
+    from .base import CompressorLike, Received, Round, State, Vector
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Choco(Algorithm):
     sign, 0.3 the top 10 %, less where less is sent. The paper's bound is 100 to 1000 times too careful.
     """
 
-    compressor: Compressor
+    compressor: CompressorLike
     gamma: float = 1.0
 
     static: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class Choco(Algorithm):
         mine, sent = state["copy"] + self._decode(payload, near.peer, t, x), int(state["sent"]) + 1
         fields = {"sent": float(sent)} | {f"lost/{j}": 1.0 for j, copy in held.items() if copy is None}
         yield Send(Parcel({"q": payload} | ({"copy": mine} if asked else {}), fields))
-        heard: Heard = yield Receive()
+        heard: Received = yield Receive()
 
         after, mixed = remembered | {"copy": mine, "sent": _number(sent)}, trained.clone()
         for j, copy in held.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..exchange import Neighborhood, PeerId
-from .base import Heard, LocalSteps, Mailbox, Parcel, Receive, Request, Send
+from .base import LocalSteps, Mailbox, Parcel, Receive, Received, Request, Send
 
 if TYPE_CHECKING:
     from .base import Algorithm, State, Vector
@@ -58,14 +58,14 @@ def step(
             here = post.get(peer, {})
             if isinstance(request, Mailbox):
                 fresh = {j: parcel for j, (sent, parcel) in here.items() if t - sent <= request.staleness}
-                answers[peer] = Heard(fresh)
+                answers[peer] = Received(fresh)
             else:
                 parcels = {
                     j: _deliver(j, here[j][1], told[peer])
                     for j in sorted(graph[peer].incoming)
                     if j in told and not lost(j, peer)
                 }
-                answers[peer] = Heard(parcels, {k for k in graph[peer].outgoing if lost(peer, k)})
+                answers[peer] = Received(parcels, {k for k in graph[peer].outgoing if lost(peer, k)})
     return {p: x for p, (x, _) in done.items()}, {p: state for p, (_, state) in done.items()}
 
 

@@ -10,7 +10,7 @@ from .sgp import SGP, push
 
 if TYPE_CHECKING:
     from ..exchange import Neighborhood
-    from .base import Heard, Round, State, Vector
+    from .base import Received, Round, State, Vector
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Epidemic(Algorithm):
         if self.push_sum:
             return (yield from push(mixed, state, near))
         yield Send(Parcel({"x": mixed}))
-        heard: Heard = yield Receive()
+        heard: Received = yield Receive()
         mixed = mixed.clone()
         for peer in sorted(heard.parcels):
             mixed.add_(heard.parcels[peer].parts["x"])

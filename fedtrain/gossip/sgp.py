@@ -9,7 +9,7 @@ from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
 
 if TYPE_CHECKING:
     from ..exchange import Neighborhood
-    from .base import Heard, Round, State, Vector
+    from .base import Received, Round, State, Vector
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,6 @@ def push(z: Vector, state: State, near: Neighborhood) -> Round:
     mass = float(state["mass"])
     blend = Blend(z, near, mass)
     yield Send(Parcel({"x": z}, {"mass": mass}), {"x": blend})
-    heard: Heard = yield Receive()
+    heard: Received = yield Receive()
     mixed, mass = blend.by_mass(mass * sum(near.outgoing[peer] for peer in sorted(heard.undelivered)))
     return mixed, {"mass": state["mass"].new_tensor(mass)}

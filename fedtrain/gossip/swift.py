@@ -11,7 +11,7 @@ from .rules.base import Ruled
 
 if TYPE_CHECKING:
     from ..exchange import Neighborhood
-    from .base import Heard, Round, State, Vector
+    from .base import Received, Round, State, Vector
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Swift(Ruled):
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         trained = yield LocalSteps(x)
         yield Send(Parcel({"x": trained}))
-        heard: Heard = yield Mailbox(self.staleness)
+        heard: Received = yield Mailbox(self.staleness)
         mix = self.rule.over(trained, near, t)
         for peer in sorted(heard.parcels.keys() & near.incoming.keys()):
             mix.begin(peer, {})

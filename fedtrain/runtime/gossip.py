@@ -23,11 +23,11 @@ from ..gossip import (
     ALGORITHMS,
     Algorithm,
     Blend,
-    Heard,
     Judged,
     LocalSteps,
     Parcel,
     Receive,
+    Received,
     Ruled,
     Send,
     build,
@@ -99,7 +99,7 @@ def check_masks(config: Config, algorithm: Algorithm) -> None:
     """ConfigError where sums are not enough."""
     if not config.gossip.masks:
         return
-    if isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.Mean):
+    if isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.GraphMean):
         raise ConfigError(
             f"gossip.masks: {config.gossip.rule} compares single models, which masks hide. Set gossip.rule = "
             f'"mean", or gossip.masks = false.'
@@ -191,7 +191,7 @@ class Peer:
 
         self.name, self.algorithm, self.model, self.round = name, algorithm, model, 0
         self.state = algorithm.init(trained_part(model))
-        self._robust = isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.Mean)
+        self._robust = isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.GraphMean)
         self._train, self._neighbors = train, neighbors
         self.circles, self.clip = circles, clip
         self._gauge = torch.zeros(2, dtype=torch.float64)  # estimates of the means over all: loss, moves²
@@ -223,7 +223,7 @@ class Peer:
         t, others, own = self.round, other_parts(self.model), self._own
         self._neighbors.announce(t)
         party = self.algorithm.round(trained_part(self.model), self.state, near, t)
-        answer: Vector | Heard | None = None
+        answer: Vector | Received | None = None
         exchange: _Exchange | None = None
         judged: Mapping[PeerId, float] = {}
         while True:
@@ -281,7 +281,7 @@ class Peer:
         moved = other_parts(delta)
         return start + trained_part(delta), {name: v + moved[name] for name, v in others.items()}
 
-    def _newest(self, staleness: int, like: Mapping[str, torch.Tensor]) -> Heard:
+    def _newest(self, staleness: int, like: Mapping[str, torch.Tensor]) -> Received:
         for letter in self._neighbors.take():
             inbox = Inbox({}, like, 2 * self.model.schema.nbytes + (1 << 16))
             share = letter.share
@@ -295,7 +295,9 @@ class Peer:
             if not self._robust and not all(map(good, parcel.parts.values())):
                 continue
             self._letters[letter.peer] = self.round, parcel
-        return Heard({p: parcel for p, (at, parcel) in self._letters.items() if self.round - at <= staleness})
+        return Received(
+            {p: parcel for p, (at, parcel) in self._letters.items() if self.round - at <= staleness}
+        )
 
 
 class _Exchange:
@@ -306,7 +308,7 @@ class _Exchange:
     ) -> None:
         self._near, self._directed = near, peer.algorithm.directed
         self._mass = send.parcel.fields.get("mass", 1.0)
-        self._blends = {name: peer.algorithm.beside(v, near, self._mass) for name, v in sides.items()}
+        self._blends = {name: peer.algorithm.mix_extras(v, near, self._mass) for name, v in sides.items()}
         self._returned, self.missing, self.clipped = 0.0, dict[PeerId, str](), 0
         self.parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
         self._under_way: asyncio.Future[Exchanged] | None = None
@@ -330,16 +332,16 @@ class _Exchange:
         if self._under_way is not None:
             self._under_way.cancel()
 
-    async def received(self) -> Heard:
+    async def received(self) -> Received:
         """Who came. Where ours did not arrive, theirs is left out too, unless it is mixed in already."""
         assert self._under_way is not None, "who doesn't wait asks for a Mailbox"
         exchanged = await self._under_way
         self.missing = dict(exchanged.missing)
         self._returned = self._mass * sum(self._near.outgoing[peer] for peer in sorted(exchanged.kept))
         heard = sorted(exchanged.arrived - exchanged.kept.keys())
-        return Heard({peer: self._inbox.parcel(peer) for peer in heard}, exchanged.kept.keys())
+        return Received({peer: self._inbox.parcel(peer) for peer in heard}, exchanged.kept.keys())
 
-    def read(self, heard: Heard) -> None:
+    def read(self, heard: Received) -> None:
         """Blend what letters had beside."""
         for peer in sorted(heard.parcels.keys() & self._near.incoming.keys()):
             parcel = heard.parcels[peer]
@@ -389,7 +391,7 @@ class _Summed(_Exchange):
             peer._neighbors.exchange(peer.round, shares, expected, self._inbox, deadline_s)
         )
 
-    async def received(self) -> Heard:
+    async def received(self) -> Received:
         """Nobody alone. Without the whole circle all shares return to self."""
         assert self._under_way is not None
         exchanged = await self._under_way
@@ -402,7 +404,7 @@ class _Summed(_Exchange):
         elif not self.missing:
             why = f"fewer than {LEAST} tell this peer, or not all of them have met"
             self.missing = dict.fromkeys(self._near.incoming, why)
-        return Heard({})
+        return Received({})
 
     def _fold(self, values: Floats, scalars: Floats) -> None:
         import torch

@@ -44,7 +44,7 @@ def build(kind: str, options: Mapping[str, Any], root: Path | None = None) -> St
         config.one_of("strategy.kind", kind, STRATEGIES)
         cls = STRATEGIES[kind]
     everywhere = config.options_of(config.StrategyConfig, ["options"])
-    config.check_options("strategy.kind", kind, options, {**STRATEGIES, kind: cls}, beside=everywhere)
+    config.check_options("strategy.kind", kind, options, {**STRATEGIES, kind: cls}, also=everywhere)
     return config.build(cls, dict(options), "strategy")
 
 

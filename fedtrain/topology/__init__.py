@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     Members = Sequence[PeerId]
     Graph = Callable[[Members, str, int, Random], "Out | Mixing"]  # members, argument, round, seeded draws
 
-__all__ = ["KINDS", "WEIGHTS", "Kind", "Mixing", "Topology", "names", "parse"]
+__all__ = ["KINDS", "WEIGHTS", "Family", "Mixing", "Topology", "names", "parse"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class Family:
     """A family of graphs."""
 
     graph: Graph
@@ -44,40 +44,40 @@ class Kind:
     instead: Callable[[int, str], str] = lambda n, argument: "complete"  # of n peers that can't have it
 
 
-KINDS: dict[str, Kind] = {
-    "ring": Kind(lambda m, _, t, draw: ring(len(m))),
-    "torus": Kind(lambda m, _, t, draw: torus(len(m))),
-    "complete": Kind(lambda m, _, t, draw: complete(len(m))),
-    "star": Kind(lambda m, _, t, draw: star(len(m))),
-    "exponential": Kind(lambda m, _, t, draw: exponential(len(m)), "uniform"),
-    "one-peer-exponential": Kind(
+KINDS: dict[str, Family] = {
+    "ring": Family(lambda m, _, t, draw: ring(len(m))),
+    "torus": Family(lambda m, _, t, draw: torus(len(m))),
+    "complete": Family(lambda m, _, t, draw: complete(len(m))),
+    "star": Family(lambda m, _, t, draw: star(len(m))),
+    "exponential": Family(lambda m, _, t, draw: exponential(len(m)), "uniform"),
+    "one-peer-exponential": Family(
         lambda m, _, t, draw: one_peer_exponential(len(m), t),
         "uniform",
         period=lambda n, _: len(hops(n)),
     ),
-    "base": Kind(
+    "base": Family(
         lambda m, k, t, draw: _scheduled(m, base(len(m), _whole("base", k)), t),
         "its own",
         example="1",
         period=lambda n, k: len(base(n, _whole("base", k))),
     ),
-    "regular": Kind(
+    "regular": Family(
         lambda m, d, t, draw: regular(len(m), _whole("regular", d), draw),
         example="4",
         instead=lambda n, d: f"regular:{nearest_degree(n, int(d))}" if n > 2 else "complete",
     ),
-    "erdos-renyi": Kind(
+    "erdos-renyi": Family(
         lambda m, p, t, draw: erdos_renyi(len(m), _number("erdos-renyi", p), draw), example="0.3"
     ),
-    "matching": Kind(lambda m, _, t, draw: matching(len(m), draw), period=lambda n, _: 0),
-    "epidemic": Kind(
+    "matching": Family(lambda m, _, t, draw: matching(len(m), draw), period=lambda n, _: 0),
+    "epidemic": Family(
         lambda m, s, t, draw: epidemic(len(m), _whole("epidemic", s), draw),
         "push-sum",
         example="2",
         period=lambda n, _: 0,
         instead=lambda n, _: f"epidemic:{max(n - 1, 1)}",
     ),
-    "file": Kind(lambda m, path, t, draw: listed(m, Path(path)), example="graph.txt"),
+    "file": Family(lambda m, path, t, draw: listed(m, Path(path)), example="graph.txt"),
 }
 
 

@@ -141,7 +141,7 @@ def test_s11_a_proxy_that_answers_with_its_own_certificate_is_refused_before_a_w
         shown = tls(own / "aggregator")  # to whomever: no certificate is asked of him
         server = grpc.aio.server()
         port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(shown.key, shown.chain)]))
-        server.add_generic_rpc_handlers((Heard(heard),))
+        server.add_generic_rpc_handlers((Received(heard),))
         await server.start()
         async with Proxy(port) as proxy:
             told = await one_try(behind, proxy)
@@ -155,7 +155,7 @@ def test_s11_a_proxy_that_answers_with_its_own_certificate_is_refused_before_a_w
     assert heard == []
 
 
-class Heard(grpc.GenericRpcHandler):
+class Received(grpc.GenericRpcHandler):
     """Whatever is called here is noted."""
 
     def __init__(self, calls):

@@ -13,24 +13,24 @@ from typing import Any
 from ... import config
 from ...errors import ConfigError
 from .balance import Balance
-from .base import Alike, Mean, OfRows, Rule
+from .base import GraphMean, MixingRule, RowRule, Unweighted
 from .self_clip import SelfClip
 
-RULES: dict[str, type[Rule]] = {
+RULES: dict[str, type[MixingRule]] = {
     "balance": Balance,
-    "mean": Mean,
+    "mean": GraphMean,
     "self_clip": SelfClip,
 }
 
-__all__ = ["RULES", "Alike", "Mean", "Rule", "parse"]
+__all__ = ["RULES", "GraphMean", "MixingRule", "Unweighted", "parse"]
 
 
 def parse(
     text: str,
-    others: Mapping[str, type[OfRows]],
-    build: Callable[[str, Mapping[str, Any]], OfRows],
+    others: Mapping[str, type[RowRule]],
+    build: Callable[[str, Mapping[str, Any]], RowRule],
     rounds: int = 0,
-) -> Rule:
+) -> MixingRule:
     """A rule in one line: "median", "trimmed_mean:f=2", "self_clip:f=1", "balance:gamma=0.5".
 
     `others` are rules of rows that count alike, made by `build`. `rounds`: of the run, for what shrinks over
@@ -49,7 +49,7 @@ def parse(
             )
         options[name] = config.value_of(value)
     if kind not in RULES:
-        return Alike(build(kind, options))
+        return Unweighted(build(kind, options))
     if rounds and "rounds" in own:
         options.setdefault("rounds", rounds)
     return config.build(RULES[kind], options, "gossip.rule")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...config import require
-from .base import Rule, distances, shortened
+from .base import MixingRule, distances, shortened
 
 if TYPE_CHECKING:
     from ...exchange import Neighborhood, PeerId
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Balance(Rule):
+class Balance(MixingRule):
     """xⱼ counts if ‖xⱼ − x‖ ≤ γ·exp(−κ·t/T)·‖x‖, else its share returns to self (Fang et al. 2024, Alg. 1).
 
     The paper averages the accepted plainly and takes a part α of it; here the graph's weights do both, so

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Ruling = tuple[Vector, Sequence[float]]
 
 
-class Rule:
+class MixingRule:
     """Makes one model of a peer's own and its neighbours'. Its fields are its configuration, it has no state.
 
     A rule is `of` alone. Its result depends on the rows, their weights and the round, never on who came
@@ -38,25 +38,25 @@ class Rule:
 
     def over(self, own: Vector, near: Neighborhood, t: int) -> Mix:
         """Where what the neighbours send in round t goes."""
-        return Aside(own, near, t, self)
+        return StackedMix(own, near, t, self)
 
-    def beside(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
+    def mix_extras(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
         """And what travels beside models: buffers, and what peers estimate."""
-        return Aside(own, near, 0, Middle())
+        return StackedMix(own, near, 0, Middle())
 
 
 @dataclass(frozen=True)
-class Mean(Rule):
+class GraphMean(MixingRule):
     """By the weights of the graph, as the algorithms' papers have it. It follows one bad model anywhere."""
 
     def over(self, own: Vector, near: Neighborhood, t: int) -> Mix:
         return Blend(own, near)
 
-    def beside(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
+    def mix_extras(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
         return Blend(own, near, mass)
 
 
-class OfRows(Protocol):
+class RowRule(Protocol):
     """What a rule of aggregation/ is: all rows count alike."""
 
     @property
@@ -65,10 +65,10 @@ class OfRows(Protocol):
 
 
 @dataclass(frozen=True)
-class Alike(Rule):
+class Unweighted(MixingRule):
     """A rule of aggregation/ over a neighbourhood: one's own model is a row like the others, the first."""
 
-    rule: OfRows
+    rule: RowRule
 
     @property
     def needs(self) -> int:
@@ -80,7 +80,7 @@ class Alike(Rule):
 
 
 @dataclass(frozen=True)
-class Middle(Rule):
+class Middle(MixingRule):
     """In each coordinate the middle value, or the mean of the middle two, of three or more."""
 
     @property
@@ -92,10 +92,10 @@ class Middle(Rule):
         return ordered[(n - 1) // 2].add_(ordered[n // 2]).div_(2).to(rows.dtype), ()
 
 
-class Aside:
+class StackedMix:
     """base.Mix: the neighbours' vectors side by side, until all that come are there."""
 
-    def __init__(self, own: Vector, near: Neighborhood, t: int, rule: Rule) -> None:
+    def __init__(self, own: Vector, near: Neighborhood, t: int, rule: MixingRule) -> None:
         self._near, self._t, self._rule = near, t, rule
         self.shares: Mapping[PeerId, float] = {}
         self._rows = own.new_empty(1 + len(near.incoming), own.numel())
@@ -128,10 +128,10 @@ class Ruled(Algorithm):
     """An algorithm that mixes models as a rule does. The others keep something (mass, trackers, copies) that
     is right only for the graph's own weights."""
 
-    rule: Rule = Mean()
+    rule: MixingRule = GraphMean()
 
-    def beside(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
-        return self.rule.beside(own, near, mass)
+    def mix_extras(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
+        return self.rule.mix_extras(own, near, mass)
 
     def settle(self, mix: Mix) -> Generator[Request, Any, Vector]:
         """What the rule makes of all that came; how it judged is told."""

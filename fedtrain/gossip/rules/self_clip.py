@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...config import require
-from .base import Rule, distances, shortened
+from .base import MixingRule, distances, shortened
 
 if TYPE_CHECKING:
     from ...exchange import Neighborhood, PeerId
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SelfClip(Rule):
+class SelfClip(MixingRule):
     """x ← x + Σ wⱼ (xⱼ − x)·min(1, τ/‖xⱼ − x‖), ClippedGossip (He, Karimireddy, Jaggi 2022).
 
     Without a radius, τ² = Σ wⱼ‖xⱼ − x‖² / δ over all but the f furthest neighbours, δ being the weight of
