@@ -603,8 +603,8 @@ def check_options(
     parts: Collection[str] = (),
     also: Iterable[str] = (),
 ) -> None:
-    """Refuse an option that `kind` doesn't have, and say what was meant: one of its own, a key that the section
-    has `also`, or one of another kind. `kinds` has all that `key` may be, each with its dataclass."""
+    """Refuse an option that `kind` doesn't have, and say what was meant: one of its own, a key that the
+    section has `also`, or another kind's. `kinds` has all that `key` may be, each with its dataclass."""
     own = options_of(kinds[kind], parts)
     for name in options:
         if name in own:
