@@ -51,24 +51,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 __all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "Blend",
-    "CompressorLike",
-    "Fold",
-    "Judged",
-    "LocalSteps",
-    "Mailbox",
-    "Mix",
-    "MixingRule",
-    "Parcel",
-    "Receive",
-    "Received",
-    "Request",
-    "Ruled",
-    "Send",
-    "build",
-    "step",
+    "ALGORITHMS", "Algorithm", "Blend", "CompressorLike", "Fold", "Judged", "LocalSteps", "Mailbox", "Mix",
+    "MixingRule", "Parcel", "Receive", "Received", "Request", "Ruled", "Send", "build", "step",
 ]  # fmt: skip
 
 
