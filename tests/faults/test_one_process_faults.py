@@ -4,14 +4,16 @@ and the model is that of a run without it. Sites' trainers are of one process he
 import pytest
 
 from tests.faults import faults
+from tests.forked import fork_trainers
 from tests.limits import bounded
 
-pytestmark = [pytest.mark.slow(35), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow(8), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """A stopped process is looked at often, so that these tests need not wait."""
+    """Processes need not load torch, and a stopped one is looked at often."""
+    fork_trainers(monkeypatch)
     monkeypatch.setattr("fedtrain.runtime.trainer.LOOK_S", 0.1)
 
 

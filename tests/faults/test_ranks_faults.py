@@ -3,6 +3,7 @@
 import pytest
 
 from tests.faults import faults
+from tests.forked import fork_trainers
 from tests.limits import bounded
 
 HOWS = ("kill", "stop", "memory", "exception")
@@ -10,11 +11,13 @@ HOWS = ("kill", "stop", "memory", "exception")
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """A stopped rank 0 is looked at often; rank 1 is looked at by rank 0, which is patient."""
+    """Processes need not load torch. A stopped rank 0 is looked at often; rank 1 is looked at by rank 0,
+    which is patient."""
+    fork_trainers(monkeypatch)
     monkeypatch.setattr("fedtrain.runtime.trainer.LOOK_S", 0.1)
 
 
-@pytest.mark.slow(30)  # up to eight teams of two processes, one after the other
+@pytest.mark.slow(15)  # up to eight teams of two processes, one after the other
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_each_fault_of_a_rank_in_training_or_evaluation_ends_in_a_committed_round(tmp_path, zero):

@@ -1,0 +1,140 @@
+"""Trainer processes, and the second rank of each, forked from the process of tests.worlds that has torch
+loaded. Each is a process of its own and the child of whoever started it, as it would be if it was executed:
+only the import of torch, which is most of the time that a trainer takes to start, is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any, ClassVar, NoReturn
+
+import pytest
+import torch
+
+from fedtrain.runtime import ranks, trainer
+from tests.worlds import FORKED
+
+_PR_SET_CHILD_SUBREAPER = 36  # prctl.h
+
+
+class Forked:
+    """What asyncio.create_subprocess_exec would give, as far as trainer.Trainer uses it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    async def wait(self) -> int:
+        ended, process = asyncio.Event(), os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(process, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            asyncio.get_running_loop().remove_reader(process)
+            os.close(process)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])  # noqa: ASYNC222  # it has ended
+
+
+def fork_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process fork its trainers. Those that are given other descriptors too are executed."""
+    start = asyncio.create_subprocess_exec
+
+    async def forked(*command: str, pass_fds: tuple[int, ...] = (), **options: Any) -> Any:
+        if command[1:4] != ("-P", "-m", trainer.__name__) or len(pass_fds) > 1:
+            return await start(*command, pass_fds=pass_fds, **options)
+        return Forked(_start_trainer(pass_fds[0], options["stdout"], options["env"]))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", forked)
+
+
+def _start_trainer(channel: int, output: Any, env: Mapping[str, str]) -> int:
+    """Its pid. The kernel gives a process whose parent has ended to the nearest ancestor that asks for them:
+    so the trainer, whose parent ends at once, becomes our child."""
+    output = output if isinstance(output, int) else output.fileno()
+    ours, theirs = FORKED.Pipe()
+    passed = [theirs, Connection(os.dup(channel)), Connection(os.dup(output))]
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        parent = FORKED.Process(target=_fork, args=(*passed, dict(env)))
+        parent.start()
+        for connection in passed:
+            connection.close()
+        with ours:
+            pid: int = ours.recv()
+        parent.join()
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    return pid
+
+
+def _fork(ready: Connection, channel: Connection, output: Connection, env: dict[str, str]) -> None:
+    parent = os.pidfd_open(os.getpid())
+    if os.fork():
+        return
+    select.select([parent], [], [])  # it has ended, and this process is given to its grandparent
+    os.close(parent)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    output.close()
+    ready.send(os.getpid())
+    ready.close()
+    _fork_rank(channel)
+    try:
+        trainer._serve(socket.socket(fileno=os.dup(channel.fileno())))
+    finally:
+        os._exit(0)
+
+
+def _fork_rank(channel: Connection) -> None:
+    """Have rank 1 ready before this process begins a thread or runs a line of the task."""
+    ours, theirs = socket.socketpair()
+    if not (pid := os.fork()):
+        ours.close()
+        channel.close()
+        _become_rank(theirs)
+    theirs.close()
+    Rank.ready.append((pid, ours))
+    ranks.subprocess = SimpleNamespace(Popen=Rank, PIPE=subprocess.PIPE)  # type: ignore[assignment]
+
+
+class Rank(subprocess.Popen[bytes]):
+    """The process that is ready, in place of a new one."""
+
+    ready: ClassVar[list[tuple[int, socket.socket]]] = []
+
+    def _execute_child(self, command: list[str], *others: Any) -> None:
+        assert command[1:] == ["-P", "-m", ranks.__name__], command
+        report, stdin = others[3][0], others[9]
+        self.pid, channel = self.ready.pop()
+        with channel:
+            socket.send_fds(channel, [str(report).encode()], [stdin, report])
+        os.close(stdin)
+        self._child_created = True
+
+
+def _become_rank(channel: socket.socket) -> NoReturn:
+    try:
+        number, (stdin, report), *_ = socket.recv_fds(channel, 100, 2)
+        channel.close()
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        if report != int(number):  # that is what rank 0 says it is
+            os.dup2(report, int(number))
+            os.close(report)
+        sys.stdin = open(0)  # noqa: SIM115
+        ranks.main()
+    finally:
+        os._exit(0)
