@@ -1,12 +1,4 @@
-"""What a rule is, and how it reads: many updates side by side, a chunk of coordinates at a time.
-
-A custom rule is a frozen dataclass that derives from Rule:
-
-    @dataclass(frozen=True)
-    class Largest(Rule):
-        def of(self, stack):
-            return stack.reduce(lambda rows: rows.amax(0))
-"""
+"""What an aggregation rule is: it reads many updates side by side, a chunk of coordinates at a time."""
 
 from __future__ import annotations
 
@@ -32,9 +24,9 @@ VALUES = 1 << 20  # float64 held at a time, 8 MiB: n rows of VALUES / n coordina
 
 
 class Stack(Protocol[T_co]):
-    """n updates side by side, read by passes. `T_co` is what one of them is: an Arena, or a plain vector.
+    """n updates side by side, read by passes. `T_co` is the type of one update: an Arena, or a plain vector.
 
-    A chunk of rows is the reader's own to overwrite, and good until the next one.
+    The reader may overwrite a chunk of rows. A chunk is valid until the reader asks for the next one.
     """
 
     @property
@@ -45,43 +37,52 @@ class Stack(Protocol[T_co]):
         """One pass over the trained floats, in arena order."""
 
     def reduce(self, rule: Reduction, rest: Reduction | None = None) -> T_co:
-        """One pass over all that a round can change: `rule` makes one coordinate of n.
+        """One pass over everything that a round can change: `rule` makes one coordinate of n.
 
-        `rest`, where it is given, does so for what is not trained: BatchNorm's statistics, integers. Integers
-        are rounded to the nearest, halves to even.
+        `rest`, if given, replaces `rule` for coordinates that are not trained: BatchNorm's statistics and
+        integers. Integers are rounded to the nearest, halves to even.
         """
 
 
 class Rule:
-    """A way to make one delta of many. Its fields are its configuration, and it has no state.
+    """A way to make one delta of many. The fields of a rule are its configuration; a rule has no state.
 
-    A rule is `of` alone. It reads the stack as often as it needs to and holds a few chunks, so memory is
-    O(model) whatever the rule. Its result depends on the rows and their order, never on who came first.
+    A custom rule defines `of`, which reads the stack as often as it needs to and holds a few chunks, so that
+    memory is O(model). The result depends on the rows and their order, never on the order of arrival.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Largest(Rule):
+    ...     def of(self, stack):
+    ...         return stack.reduce(lambda rows: rows.amax(0))
+    >>> import torch
+    >>> Largest().of_vectors(torch.tensor([[1.0, 5.0], [2.0, 4.0]]))
+    tensor([2., 5.])
     """
 
-    linear: ClassVar[bool] = False  # a weighted sum is enough: it may be folded on arrival, or under masks
+    linear: ClassVar[bool] = False  # whether a weighted sum suffices: folded on arrival, or under masks
 
     @property
     def needs(self) -> int:
-        """The fewest updates for which the rule's promise holds; a run refuses to start with less."""
+        """The fewest updates for which the rule's promise holds; a run refuses to start with fewer."""
         return 1
 
     def of(self, stack: Stack[T]) -> T:
-        """One of many."""
+        """One update made of all updates in the stack."""
         raise NotImplementedError("a rule says how it makes one of many")
 
     def combine(self, schema: Schema, updates: Sequence[Update]) -> Arena:
-        """The one delta. `updates` come in site order and may lie in files."""
+        """The one delta of these updates, which come in site order and may lie in files."""
         return self.of(Updates(schema, updates))
 
     def of_vectors(self, rows: Vector) -> Vector:
-        """The same rule on plain vectors [n, d] of one float dtype: a neighbourhood's models, or the means
-        of groups. -> [d]."""
+        """The vector [d] that the rule makes of rows [n, d] of one float dtype: of a neighbourhood's models,
+        say, or of the means of groups."""
         return self.of(Vectors(rows))
 
     def judged(self, rows: Vector) -> tuple[Vector, Sequence[float]]:
-        """`of_vectors`, and how much of each row counted: 1 all of it, 0 nothing; () from a rule that looks
-        at coordinates, not at rows."""
+        """(of_vectors(rows), how much of each row counted: from 0 for nothing to 1 for all of it). A rule that
+        looks at coordinates, not at rows, gives () for the second."""
         return self.of_vectors(rows), ()
 
 
@@ -112,10 +113,10 @@ class Updates:
         import torch
 
         size = max(1, VALUES // self.count)
-        room = torch.empty(self.count * min(size, end - first), dtype=torch.float64)
+        buffer = torch.empty(self.count * min(size, end - first), dtype=torch.float64)
         for start in range(first, end, size):
             stop = min(start + size, end)
-            rows = room[: self.count * (stop - start)].view(self.count, -1)
+            rows = buffer[: self.count * (stop - start)].view(self.count, -1)
             for row, update in zip(rows, self._updates, strict=True):
                 row.copy_(update.delta.chunk(section, start, stop))
             yield start, stop, rows

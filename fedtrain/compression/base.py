@@ -1,8 +1,4 @@
-"""What a compressor is: a vector to fewer bytes and back, and what is left over is said.
-
-A custom one is a frozen dataclass that derives from Compressor, or from Linear where a sum of compressed
-vectors is the compressed sum.
-"""
+"""What a compressor is: it turns a vector into fewer bytes and back."""
 
 from __future__ import annotations
 
@@ -24,19 +20,34 @@ if TYPE_CHECKING:
 
 
 class Compressor:
-    """A way to say a vector in fewer bytes. Its fields are its configuration; what lives between two calls is
-    in the state, which is handed in and out, so that a killed site goes on with it.
+    """A way to say a vector in fewer bytes. The fields of a compressor are its configuration. What lives between
+    two calls is in the state, which callers keep, so that a killed site goes on with its state.
 
-    Both ends know n and the seed, so neither travels. The seed is of (run, round) where a sum of several
-    senders is wanted (see Linear), and of (run, round, site) elsewhere. It gives the same bytes on every
-    machine: all that is random comes out of `keystream`.
+    Both ends know n and the seed, so neither travels. The seed is of (run, round) where a sum over several
+    senders is wanted (see Linear), and of (run, round, site) elsewhere. A compressor gives the same bytes on
+    every machine: it takes everything random from `Keystream`. A custom compressor is a frozen dataclass:
+
+    >>> from dataclasses import dataclass
+    >>> import torch
+    >>> @dataclass(frozen=True)
+    ... class Half(Compressor):
+    ...     def encode(self, vector, seed, state):
+    ...         return vector.half().view(torch.uint8), state
+    ...     def decode(self, payload, seed, n, out=None):
+    ...         return payload.view(torch.float16).float()
+    ...     def bytes_for(self, n):
+    ...         return 2 * n
+    >>> payload, _ = Half().encode(torch.tensor([1.0, 0.1]), seed=0, state={})
+    >>> payload.numel(), Half().decode(payload, seed=0, n=2)
+    (4, tensor([1.0000, 0.1000]))
     """
 
     linear: ClassVar[bool] = False
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether what it leaves out is lost for good, unless the sender keeps it for the next time."""
+        """Whether the values that the compressor leaves out are lost for good, unless the sender keeps them for
+        the next call (error feedback)."""
         return False
 
     def init(self, n: int) -> State:
@@ -44,24 +55,22 @@ class Compressor:
         return {}
 
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
-        """The bytes, and the next state; `vector` and `state` stay as they are. BadUpdate when a value is NaN
-        or Inf."""
+        """(the bytes, the next state); `vector` and `state` stay as they are. BadUpdate when a value is NaN or
+        Inf."""
         raise NotImplementedError("a compressor says how it encodes")
 
     def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
-        """The vector again, as well as it can be told; in `out` where it is given (fresh memory costs more in
-        page faults than the work). BadUpdate when the bytes can't be what they should; whether the values are
-        sensible is asked elsewhere, as it is of every update."""
+        """An approximation of the vector; in `out`, if given (page faults of fresh memory cost more than the
+        work). BadUpdate when the bytes are malformed. Callers check the values, as they do for every update."""
         raise NotImplementedError("a compressor says how it decodes")
 
     def bytes_for(self, n: int) -> int:
-        """The length of the payload of n values: known before it comes."""
+        """The length of the payload for n values, known before the payload arrives."""
         raise NotImplementedError("a compressor knows its size")
 
     def contraction(self) -> Compressor:
-        """The variant whose result is never further from the truth than 0 is, E‖x − x̂‖² ≤ (1 − δ)‖x‖² with a
-        δ > 0: what error feedback and CHOCO are proved for. Itself, but for those that are unbiased instead.
-        """
+        """The variant with E‖x − x̂‖² ≤ (1 − δ)‖x‖² for some δ > 0, for which error feedback and CHOCO are
+        proved. Compressors that are unbiased instead override this method."""
         return self
 
     def shaped(self, shapes: Sequence[tuple[int, ...]]) -> Self:
@@ -70,11 +79,11 @@ class Compressor:
 
 
 class Linear(Compressor):
-    """One for which a sum of the compressed is the compressed sum, so that secure aggregation may carry it.
+    """A compressor whose compressed vectors may be summed, so that secure aggregation can carry them.
 
-    With one seed for all senders of a round: lift(Σ project(xᵢ)) = Σ lift(project(xᵢ)), to rounding. Where it
-    is unbiased, E lift(project(x)) = x over the seeds. Both work on numpy and load no torch: a site's
-    supervisor has none.
+    With one seed for all senders of a round: lift(Σ project(xᵢ)) = Σ lift(project(xᵢ)), to rounding. For an
+    unbiased one, E lift(project(x)) = x over the seeds. Both methods work on numpy arrays and load no torch,
+    because a site's supervisor has none.
     """
 
     linear: ClassVar[bool] = True
@@ -131,8 +140,8 @@ def sized(payload: Payload, compressor: Compressor, n: int) -> Payload:
     return payload
 
 
-def room(n: int, out: Vector | None) -> Vector:
-    """Where a decoded vector goes."""
+def buffer_of(n: int, out: Vector | None) -> Vector:
+    """`out`, or a new float32 vector [n] for a decoded one."""
     import torch
 
     assert out is None or out.shape == (n,), (n, out)
@@ -156,9 +165,9 @@ class Keystream:
         """The next bytes, into a contiguous array."""
         import numpy as np
 
-        room = out.reshape(-1).view(np.uint8)
-        for at in range(0, len(room), len(_ZEROS)):
-            part = room[at : at + len(_ZEROS)]
+        buffer = out.reshape(-1).view(np.uint8)
+        for at in range(0, len(buffer), len(_ZEROS)):
+            part = buffer[at : at + len(_ZEROS)]
             self._stream.update_into(memoryview(_ZEROS)[: len(part)], part.data)
 
 

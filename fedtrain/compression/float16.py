@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import Linear, checked, room, sized
+from .base import Linear, checked, buffer_of, sized
 from .blocks import CHUNK
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Float16(Linear):
     def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
         import torch
 
-        return room(n, out).copy_(sized(payload, self, n).view(getattr(torch, self.dtype)))
+        return buffer_of(n, out).copy_(sized(payload, self, n).view(getattr(torch, self.dtype)))
 
     def bytes_for(self, n: int) -> int:
         return 2 * n

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from ..config import require
-from .base import Compressor, Keystream, checked, room, sized
+from .base import Compressor, Keystream, checked, buffer_of, sized
 from .lowrank import matrices
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class PowerSGD(Compressor):
     def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
         import torch
 
-        values, vector, r, at = sized(payload, self, n).view(torch.float32), room(n, out), self.rank, 0
+        values, vector, r, at = sized(payload, self, n).view(torch.float32), buffer_of(n, out), self.rank, 0
         for start, rows, columns, small in self._places(n):
             there = vector[start : start + rows * columns]
             if small:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config import require
-from .base import Compressor, Keystream, checked, room, sized
+from .base import Compressor, Keystream, checked, buffer_of, sized
 from .blocks import CHUNK, check_block, chunks, parts, scale_, scale_bytes
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Quantize(Compressor):
 
     def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
         scales, codes = parts(sized(payload, self, n), n, self.block)
-        vector = room(n, out)
+        vector = buffer_of(n, out)
         for at in range(0, n, CHUNK):
             there = vector[at : at + CHUNK]
             _unpack(codes[at * self.bits // 8 :], self.bits, there)

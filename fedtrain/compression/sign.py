@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Compressor, checked, room, sized
+from .base import Compressor, checked, buffer_of, sized
 from .blocks import CHUNK, check_block, chunks, parts, scale_, scale_bytes
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Sign(Compressor):
         import torch
 
         scales, bits = parts(sized(payload, self, n), n, self.block)
-        vector = room(n, out)
+        vector = buffer_of(n, out)
         for at in range(0, n, CHUNK):
             there = vector[at : at + CHUNK]
             packed = bits[at // 8 :][: -(-len(there) // 8)]

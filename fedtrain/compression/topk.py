@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import one_of, require
 from ..errors import BadUpdate
-from .base import Compressor, checked, room, sized
+from .base import Compressor, checked, buffer_of, sized
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +58,7 @@ class TopK(Compressor):
         k = self.count(n)
         data, split = sized(payload, self, n), k * self._dtype.itemsize
         places = Places.of(n, k).decode(data[split:].numpy())
-        vector = room(n, out).zero_()
+        vector = buffer_of(n, out).zero_()
         vector.numpy()[places] = data[:split].view(self._dtype).float().numpy()
         return vector
 

@@ -38,7 +38,7 @@ PIECE = 1 << 18  # coordinates folded at a time, so that a product stays in a co
 
 @dataclass(frozen=True)
 class Parcel:
-    """What a peer tells its neighbours in a round: the same to all of them.
+    """The message that a peer sends to all its neighbours in a round.
 
     The vectors are 1-D, contiguous, of any dtype (uint8 where a compressor made bytes) and usually views:
     nobody writes to them before the round is over. Their order is the order on the wire.
@@ -54,15 +54,15 @@ class Parcel:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Train from x on the peer's own data. -> Vector, a new one."""
+    """Train from x on the peer's own data. The driver sends back a new Vector."""
 
     x: Vector
 
 
 @dataclass(frozen=True)
 class Send:
-    """Tell the out-neighbours of this round. Of what the in-neighbours tell, the parts named in `blends` are
-    folded there as they come. -> None"""
+    """Send the parcel to the out-neighbours of this round. Of the in-neighbours' parcels, the driver folds the
+    parts named in `blends` there as they come."""
 
     parcel: Parcel
     blends: Mapping[str, Mix] = field(default_factory=dict)
@@ -70,19 +70,20 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Wait for the in-neighbours of this round. -> Received"""
+    """Wait for the in-neighbours of this round. The driver sends back a Received."""
 
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Don't wait. -> Received, of neighbours whose newest parcel is at most `staleness` of our rounds old"""
+    """Don't wait. The driver sends back a Received of the neighbours whose newest parcel is at most
+    `staleness` of the peer's own rounds old."""
 
     staleness: int
 
 
 @dataclass(frozen=True)
 class Received:
-    """Who was heard whole. The parcels have no parts that went into a blend."""
+    """The neighbours whose whole parcels came. The parcels lack the parts that went into a blend."""
 
     parcels: Mapping[PeerId, Parcel]
     undelivered: Collection[PeerId] = ()  # out-neighbours that certainly have not our parcel
@@ -90,8 +91,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a robust rule made of the neighbours: how much of each one's model counted, 1 all of it and 0
-    nothing. -> None"""
+    """For the log: how much of each neighbour's model a robust rule counted, from 0 (nothing) to 1 (all)."""
 
     shares: Mapping[PeerId, float]
 
@@ -102,12 +102,29 @@ if TYPE_CHECKING:
 
 
 class Algorithm:
-    """How peers average. Its fields are its configuration; all that changes is x and the state."""
+    """How peers average. The fields of an algorithm are its configuration; only x and the state change.
 
-    directed: ClassVar[bool] = False  # takes push-sum weights; else W must be doubly stochastic
-    waits: ClassVar[bool] = True  # for its in-neighbours; else it asks for a Mailbox
-    static: ClassVar[bool] = False  # wants the same graph in every round
-    sums: ClassVar[bool] = False  # all that it wants of its neighbours are their weighted sums
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class AverageThenTrain(Algorithm):
+    ...     def round(self, x, state, near, t):
+    ...         mean = Blend(x, near)
+    ...         yield Send(Parcel({"x": x}), {"x": mean})
+    ...         yield Receive()
+    ...         return (yield LocalSteps(mean.to_self())), state
+    >>> import torch
+    >>> from fedtrain.gossip import step
+    >>> from fedtrain.topology import Topology
+    >>> graph = Topology("complete").round(["a", "b"], 0).graph
+    >>> xs = {"a": torch.tensor([0.0]), "b": torch.tensor([2.0])}
+    >>> step(AverageThenTrain(), xs, {"a": {}, "b": {}}, graph, 0, train=lambda peer, x: x + 1)[0]
+    {'a': tensor([2.]), 'b': tensor([2.])}
+    """
+
+    directed: ClassVar[bool] = False  # whether it takes push-sum weights; else W must be doubly stochastic
+    waits: ClassVar[bool] = True  # whether it waits for its in-neighbours; else it asks for a Mailbox
+    static: ClassVar[bool] = False  # whether it needs the same graph in every round
+    sums: ClassVar[bool] = False  # whether it needs only the weighted sum over its neighbours
     optional: ClassVar[frozenset[str]] = frozenset()  # parts that may be absent; the algorithm checks them
 
     def init(self, x: Vector) -> State:
@@ -126,12 +143,12 @@ class Algorithm:
         return False
 
     def mix_extras(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
-        """Where what travels beside the algorithm's own parts is mixed: buffers, and what peers estimate."""
+        """Where the values are mixed that travel with the algorithm's own parts: buffers, and estimates."""
         return Blend(own, near, mass)
 
 
 class CompressorLike(Protocol):
-    """What CHOCO needs of one, on float32 vectors; fedtrain.compression has them."""
+    """The methods that CHOCO calls on a compressor; all classes of fedtrain.compression have them."""
 
     def init(self, n: int) -> State:
         """The state before the first call."""
@@ -157,14 +174,14 @@ class Fold(Protocol):
 
 
 class Mix(Fold, Protocol):
-    """And what comes of it."""
+    """A Fold whose result is one vector."""
 
     @property
     def shares(self) -> Mapping[PeerId, float]:
-        """As in Judged, once it is mixed; {} where it is not models as a whole that are judged."""
+        """How much of each neighbour's model counted, as in Judged; {} where no whole models are judged."""
 
     def to_self(self) -> Vector:
-        """The mix; where it is a mean, the share of what did not come returns to self."""
+        """The mix. Where the mix is a mean, the share of models that did not come returns to self."""
 
 
 class Blend:

@@ -1,12 +1,4 @@
-"""What a strategy is: the server's optimizer and the site's gradient correction, in one frozen dataclass.
-
-A custom one is a frozen dataclass that derives from Strategy:
-
-    @dataclass(frozen=True)
-    class Half(Strategy):
-        def step(self, weights, state, mean_delta):
-            return weights + 0.5 * mean_delta, state
-"""
+"""What a strategy is: the server's optimizer and the site's gradient correction, in one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -24,8 +16,18 @@ if TYPE_CHECKING:
 class Strategy:
     """How the global weights move, given the mean of the sites' deltas.
 
-    Its fields are its configuration; all that changes from round to round is in the state, so that a
-    checkpoint is (weights, state).
+    The fields of a strategy are its configuration. Everything that changes from round to round is in the
+    state, so a checkpoint is (weights, state). A custom strategy is a frozen dataclass:
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Damped(Strategy):
+    ...     factor: float = 0.5
+    ...     def step(self, weights, state, mean_delta):
+    ...         return weights + self.factor * mean_delta, state
+    >>> import torch
+    >>> Damped().step(torch.zeros(2), {}, torch.tensor([1.0, 2.0]))
+    (tensor([0.5000, 1.0000]), {})
     """
 
     def init(self, weights: Vector) -> State:
@@ -35,21 +37,21 @@ class Strategy:
     def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
         """New weights and new state.
 
-        `weights` is a copy, the step's own to change in place and return. `state` and `mean_delta` are
-        others': until the round commits, the old state is the one that counts.
+        `step` may change `weights`, which is a copy, in place and return it. `step` must leave `state` and
+        `mean_delta` as they are: until the round commits, the old state counts.
         """
         raise NotImplementedError("a strategy says how it steps")
 
     def correct(self, gradient: Vector, weights: Vector, start: Vector) -> None:
         """The site's half: change `gradient` in place, before each local optimizer step.
 
-        `weights` are the site's present ones, `start` the global ones that the round began with. Only
-        called when the class overrides it (`corrects` says so); the base does nothing.
+        `weights` are the site's present weights, `start` the global weights that the round began with.
+        Sites call this method only where a class overrides it (see `corrects`).
         """
 
 
 def corrects(strategy: Strategy) -> bool:
-    """Whether the strategy has a site's half at all; local training skips the call where not."""
+    """Whether the strategy overrides `correct`; local training skips the call where it does not."""
     return type(strategy).correct is not Strategy.correct
 
 

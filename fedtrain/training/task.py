@@ -29,7 +29,23 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """What to train. Subclass it in task.py; override model, data and loss, and the others where needed."""
+    """What to train. Subclass Task in task.py; override model, data and loss, and the others where needed.
+
+    >>> class Line(Task):
+    ...     def model(self):
+    ...         return torch.nn.Linear(1, 1)
+    ...     def data(self, site):
+    ...         x = torch.linspace(0, 1, 8)[:, None]
+    ...         return x, 2 * x
+    ...     def loss(self, model, batch):
+    ...         x, y = batch
+    ...         return torch.nn.functional.mse_loss(model(x), y)
+    >>> import torch
+    >>> line = Line()
+    >>> _, examples = line.evaluate(line.model(), line.data("a"))["loss"]
+    >>> examples
+    8
+    """
 
     data_dir: Path = Path("data")  # <project>/data unless --data says otherwise
 
@@ -53,7 +69,7 @@ class Task:
         """Each metric as (sum, count), so that averages over batches and sites are exact. A sum may be a
         tensor, of counts by class say, where metrics() makes something of it."""
         mean, weight = mean_and_weight(self.loss(model, batch), batch)
-        return {"loss": (float(mean) * weight, weight)}
+        return {"loss": (float(mean.detach()) * weight, weight)}
 
     def test_data(self, site: str) -> Any:
         """What `fedtrain evaluate` measures a finished model on; eval_data(site) unless overridden."""
