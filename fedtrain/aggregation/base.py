@@ -81,8 +81,8 @@ class Rule:
         return self.of(Vectors(rows))
 
     def judged(self, rows: Vector) -> tuple[Vector, Sequence[float]]:
-        """(of_vectors(rows), how much of each row counted: from 0 for nothing to 1 for all of it). A rule that
-        looks at coordinates, not at rows, gives () for the second."""
+        """(of_vectors(rows), how much of each row counted: from 0 for nothing to 1 for all of it). A rule
+        that looks at coordinates, not at rows, gives () for the second."""
         return self.of_vectors(rows), ()
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Compressor:
-    """A way to say a vector in fewer bytes. The fields of a compressor are its configuration. What lives between
-    two calls is in the state, which callers keep, so that a killed site goes on with its state.
+    """A way to say a vector in fewer bytes. The fields of a compressor are its configuration. What lives
+    between two calls is in the state, which callers keep, so that a killed site goes on with its state.
 
     Both ends know n and the seed, so neither travels. The seed is of (run, round) where a sum over several
     senders is wanted (see Linear), and of (run, round, site) elsewhere. A compressor gives the same bytes on
@@ -46,8 +46,8 @@ class Compressor:
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether the values that the compressor leaves out are lost for good, unless the sender keeps them for
-        the next call (error feedback)."""
+        """Whether the values that the compressor leaves out are lost for good, unless the sender keeps them
+        for the next call (error feedback)."""
         return False
 
     def init(self, n: int) -> State:
@@ -55,13 +55,14 @@ class Compressor:
         return {}
 
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
-        """(the bytes, the next state); `vector` and `state` stay as they are. BadUpdate when a value is NaN or
-        Inf."""
+        """(the bytes, the next state); `vector` and `state` stay as they are. BadUpdate when a value is NaN
+        or Inf."""
         raise NotImplementedError("a compressor says how it encodes")
 
     def decode(self, payload: Payload, seed: int, n: int, out: Vector | None = None) -> Vector:
         """An approximation of the vector; in `out`, if given (page faults of fresh memory cost more than the
-        work). BadUpdate when the bytes are malformed. Callers check the values, as they do for every update."""
+        work). BadUpdate when the bytes are malformed. Callers check the values, as they do for every
+        update."""
         raise NotImplementedError("a compressor says how it decodes")
 
     def bytes_for(self, n: int) -> int:

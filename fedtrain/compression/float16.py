@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import Linear, checked, buffer_of, sized
+from .base import Linear, buffer_of, checked, sized
 from .blocks import CHUNK
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from ..config import require
-from .base import Compressor, Keystream, checked, buffer_of, sized
+from .base import Compressor, Keystream, buffer_of, checked, sized
 from .lowrank import matrices
 
 if TYPE_CHECKING:

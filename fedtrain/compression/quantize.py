@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config import require
-from .base import Compressor, Keystream, checked, buffer_of, sized
+from .base import Compressor, Keystream, buffer_of, checked, sized
 from .blocks import CHUNK, check_block, chunks, parts, scale_, scale_bytes
 
 if TYPE_CHECKING:

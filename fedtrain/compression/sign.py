@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .base import Compressor, checked, buffer_of, sized
+from .base import Compressor, buffer_of, checked, sized
 from .blocks import CHUNK, check_block, chunks, parts, scale_, scale_bytes
 
 if TYPE_CHECKING:

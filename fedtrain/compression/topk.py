@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import one_of, require
 from ..errors import BadUpdate
-from .base import Compressor, checked, buffer_of, sized
+from .base import Compressor, buffer_of, checked, sized
 
 if TYPE_CHECKING:
     import numpy as np

@@ -61,8 +61,8 @@ class LocalSteps:
 
 @dataclass(frozen=True)
 class Send:
-    """Send the parcel to the out-neighbours of this round. Of the in-neighbours' parcels, the driver folds the
-    parts named in `blends` there as they come."""
+    """Send the parcel to the out-neighbours of this round. Of the in-neighbours' parcels, the driver folds
+    the parts named in `blends` there as they come."""
 
     parcel: Parcel
     blends: Mapping[str, Mix] = field(default_factory=dict)

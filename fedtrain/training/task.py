@@ -44,7 +44,7 @@ class Task:
     >>> line = Line()
     >>> _, examples = line.evaluate(line.model(), line.data("a"))["loss"]
     >>> examples
-    8
+    8.0
     """
 
     data_dir: Path = Path("data")  # <project>/data unless --data says otherwise
