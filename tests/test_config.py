@@ -113,6 +113,36 @@ def test_a_value_out_of_range_is_an_error_that_names_its_key(key, value):
         Config.of({section: {name: value}})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("train.local_epochs", 0, "0 must be 1 or more"),
+        ("train.lr", -0.5, "-0.5 must be positive"),
+        ("train.momentum", float("inf"), "inf must be a finite number"),
+        ("strategy.fraction", 2.0, "2.0 must be in (0, 1]"),
+        ("secagg.corrupt", 1.0, "1.0 must be in [0, 1)"),
+        ("secagg.ring_bits", 24, "24 is not one of 16, 32, 64."),
+        ("secagg.dropout", 0.9, "0.9 must be in [0, 1 - secagg.corrupt)"),
+        ("network.listen", "a:65536", "'a:65536' must be \"host:port\", the port at most 65535"),
+        ("strategy.round_deadline", "0s", "0.0 must be positive"),
+    ],
+)
+def test_an_error_names_the_key_the_value_and_what_is_allowed(key, value, message):
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{key}: {message}')}$"):
+        Config.of({section: {name: value}})
+
+
+def test_a_section_made_in_python_is_checked_like_one_of_the_file():
+    with pytest.raises(ConfigError, match=r"^evaluate.every: -1 must be 0 or more$"):
+        EvaluateConfig(every=-1)
+
+
+@pytest.mark.parametrize("address", ["", "a:0", "a:65535", "[::1]:8440", "10.0.0.1:6000"])
+def test_an_address_may_have_any_port(address):
+    assert changed("network.address", address).network.address == address
+
+
 def test_a_misspelt_choice_is_told_the_nearest():
     with pytest.raises(ConfigError, match=r"'adamm' is not one of sgd, adam, adamw. Did you mean 'adam'\?"):
         Config.of({"train": {"optimizer": "adamm"}})

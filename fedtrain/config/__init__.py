@@ -1,0 +1,24 @@
+"""fedtrain.toml as frozen dataclasses: schema.py has the settings, load.py reads them, values.py checks."""
+
+from .load import Source, build
+from .schema import (
+    AsynchronousConfig,
+    CompressionConfig,
+    Config,
+    EvaluateConfig,
+    GossipConfig,
+    LimitsConfig,
+    ParallelConfig,
+    PrivacyConfig,
+    SecAggConfig,
+    SimulateConfig,
+    StrategyConfig,
+    TrainConfig,
+)  # fmt: skip
+from .values import UNITS, Seconds, check_options, one_of, options_of, require, value_of
+
+__all__ = [
+    "UNITS", "AsynchronousConfig", "CompressionConfig", "Config", "EvaluateConfig", "GossipConfig",
+    "LimitsConfig", "ParallelConfig", "PrivacyConfig", "SecAggConfig", "Seconds", "SimulateConfig", "Source",
+    "StrategyConfig", "TrainConfig", "build", "check_options", "one_of", "options_of", "require", "value_of",
+]  # fmt: skip

@@ -1,0 +1,109 @@
+"""A file, the environment and --set as one table, and a table as frozen dataclasses."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from ..errors import ConfigError
+from .values import Seconds
+
+T = TypeVar("T")
+
+
+class Source(IntEnum):
+    """Who sets a key; the stronger is the larger."""
+
+    FILE = 0
+    ENVIRONMENT = 1
+    SET = 2
+
+    def __str__(self) -> str:
+        return ("in the file", "in the environment", "--set")[self]
+
+
+def read(path: Path, sets: Iterable[str], env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Source]]:
+    """What the file says, overridden by the environment and by `sets`; and the keys that they override."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} does not exist. `fedtrain new NAME` makes a project; --config FILE names another."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: {e}") from None
+    stronger: dict[str, Source] = {}
+    for name, value in env.items():
+        if name.startswith("FEDTRAIN_") and "__" in name:
+            key = name.removeprefix("FEDTRAIN_").lower().replace("__", ".")
+            put(table, key, value, name)
+            stronger[key] = Source.ENVIRONMENT
+    for item in sets:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: write --set section.key=value, as in --set train.lr=0.01")
+        put(table, key.strip(), value.strip(), f"--set {item}")
+        stronger[key.strip()] = Source.SET
+    return table, stronger
+
+
+def build(cls: type[T], table: object, where: str) -> T:
+    """A frozen dataclass from the table of a section; every mistake is a ConfigError that says what to
+    change."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: expected a table [{where}], got {table!r}")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # cls is always a dataclass
+    types = get_type_hints(cls)
+    for key in table:
+        refuse_unknown(key, known, "key", f"{where}.")
+    for name, f in known.items():
+        if name not in table and f.default is MISSING and f.default_factory is MISSING:
+            raise ConfigError(f"{where}.{name}: is required")
+    return cls(**{key: _convert(value, types[key], f"{where}.{key}") for key, value in table.items()})
+
+
+def refuse_unknown(name: str, known: Iterable[str], what: str, where: str = "") -> None:
+    """ConfigError for a name that is not known; it names the nearest one that is."""
+    known = tuple(known)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"Did you mean {where}{near[0]}?" if near else f"Known here: {', '.join(known)}."
+        raise ConfigError(f"{where}{name}: unknown {what}. {hint}")
+
+
+def _convert(value: object, kind: Any, path: str) -> Any:
+    """A TOML value as a field's type; whether it is one of the allowed values is left to the dataclass."""
+    if get_origin(kind) is Literal:
+        kind = type(get_args(kind)[0])
+
+    def hook(kind: type, value: object) -> object:
+        return Seconds.parse(value) if kind is Seconds else kind(value)
+
+    try:
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        return msgspec.convert(value, kind, dec_hook=hook)
+    except (msgspec.ValidationError, ValueError) as e:
+        raise ConfigError(f"{path} = {value!r}: {e}") from None
+
+
+def put(table: dict[str, Any], key: str, value: str, source: str) -> None:
+    """Override one key with text, read as a TOML value where it is one and as a plain string where not."""
+    section, dot, name = key.partition(".")
+    if not dot:
+        raise ConfigError(f"{source}: name a key as section.key, as in train.lr")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    target = table.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise ConfigError(f"{source}: {section} is not a section")
+    target[name] = parsed

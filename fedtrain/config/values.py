@@ -1,0 +1,131 @@
+"""What a setting may be (durations, bounds, choices, a kind's own options), and how a mistake is told."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from msgspec import Meta
+
+from ..errors import ConfigError
+
+UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}  # seconds
+
+
+class Seconds(float):
+    """A duration; in files "500ms", "30s", "10m", "2h" or a plain number of seconds."""
+
+    @classmethod
+    def parse(cls, value: object) -> Seconds:
+        """ValueError for what is no duration."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return cls(value)
+        match = re.fullmatch(r"\s*([\d.]+)\s*(ms|s|m|h|d)\s*", str(value))
+        if match is None:
+            raise ValueError(f'{value!r} is not a duration; write "500ms", "30s", "10m", "2h" or seconds')
+        return cls(float(match[1]) * UNITS[match[2]])
+
+
+Count = Annotated[int, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Duration = Annotated[Seconds, Meta(gt=0)]
+
+
+class Settings:
+    """Base of the sections of fedtrain.toml, frozen dataclasses named after their section.
+
+    The type of a field says what its key may be: Literal names the choices, Meta the bounds or the pattern.
+    ConfigError where a value is something else.
+    """
+
+    def __post_init__(self) -> None:
+        section = type(self).__name__.removesuffix("Config").lower()
+        for name, kind in get_type_hints(type(self), include_extras=True).items():
+            key, value = f"{section}.{name}", getattr(self, name)
+            if get_origin(kind) is Literal:
+                one_of(key, value, get_args(kind))
+            if type(value) is float:
+                require(math.isfinite(value), key, f"{value} must be a finite number")
+            for meta in getattr(kind, "__metadata__", ()):
+                require(_allows(meta, value), key, f"{value!r} must be {_in_words(meta)}")
+
+
+def _allows(meta: Meta, value: Any) -> bool:
+    if meta.pattern is not None:
+        return re.fullmatch(meta.pattern, value) is not None
+    above = (meta.ge is None or value >= meta.ge) and (meta.gt is None or value > meta.gt)
+    return bool(above and (meta.le is None or value <= meta.le) and (meta.lt is None or value < meta.lt))
+
+
+def _in_words(meta: Meta) -> str:
+    """What a value must be: "1 or more", "positive", "in (0, 1]", or as the pattern is described."""
+    if meta.description is not None:
+        return meta.description
+    if meta.le is None and meta.lt is None:
+        return "positive" if meta.ge is None else f"{meta.ge} or more"
+    low = f"({meta.gt}" if meta.ge is None else f"[{meta.ge}"
+    return f"in {low}, {meta.lt})" if meta.le is None else f"in {low}, {meta.le}]"
+
+
+def require(condition: object, key: str, message: str) -> None:
+    """ConfigError about a key, unless the condition holds."""
+    if not condition:
+        raise ConfigError(f"{key}: {message}")
+
+
+def one_of(key: str, value: object, choices: Iterable[object]) -> None:
+    """ConfigError that names the choices, and the nearest of them, unless the value is one."""
+    choices = tuple(choices)
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), [c for c in choices if isinstance(c, str)], n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key}: {value!r} is not one of {', '.join(map(str, choices))}.{hint}")
+
+
+def value_of(text: str) -> bool | int | float | str:
+    """An option's value where it stands in a word, as in "topk:fraction=0.01"."""
+    text = text.strip()
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def options_of(cls: type, parts: Collection[str] = ()) -> list[str]:
+    """The fields of a dataclass that a user sets: not its `parts`, which whoever builds it has."""
+    return [f.name for f in fields(cls) if f.name not in parts]
+
+
+def check_options(
+    key: str,
+    kind: str,
+    options: Iterable[str],
+    kinds: Mapping[str, type],
+    *,
+    parts: Collection[str] = (),
+    also: Iterable[str] = (),
+) -> None:
+    """Refuse an option that `kind` doesn't have, and say what was meant: one of its own, a key that the
+    section has `also`, or another kind's. `kinds` has all that `key` may be, each with its dataclass."""
+    own = options_of(kinds[kind], parts)
+    for name in options:
+        if name in own:
+            continue
+        having = [other for other, cls in kinds.items() if name in options_of(cls, parts)]
+        if near := difflib.get_close_matches(name, [*own, *also], n=1):
+            hint = f"Did you mean {near[0]}?"
+        elif having:
+            hint = f'{key} = "{having[0]}" has it.'
+        else:
+            hint = f"It has {', '.join(own) or 'none of its own'}."
+        raise ConfigError(f"{key.partition('.')[0]}.{name}: {kind} has no such option. {hint}")
