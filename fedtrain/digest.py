@@ -62,6 +62,7 @@ class PiecewiseDigest:
 
 
 def digest_of(data: bytes | memoryview) -> str:
+    """The Digest of these bytes, 32 hex digits."""
     digest = Digest()
     digest.update(data)
     return digest.hexdigest()

@@ -111,6 +111,7 @@ def grouped(reasons: Mapping[str, str]) -> str:
 
 
 def some(sites: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
     return ", ".join(sites[:5]) + (f" and {len(sites) - 5} more" if sites[5:] else "")
 
 

@@ -34,6 +34,8 @@ MAX_RANK = 16
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a model, and whether an optimizer trains it."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -41,6 +43,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def numel(self) -> int:
+        """The number of values."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -58,10 +61,12 @@ class Section:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the values, without padding."""
         return self.numel * ITEM_BYTES[self.dtype]
 
     @property
     def floating(self) -> bool:
+        """Whether the values are floats, the only dtypes that are trained."""
         return self.dtype in FLOATS
 
     @property
@@ -106,6 +111,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
+        """One section for each dtype, in the order in which the tensors first have the dtypes."""
         found: dict[str, list[TensorSpec]] = {}
         for s in self.tensors:
             found.setdefault(s.dtype, []).append(s)
@@ -129,10 +135,12 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def numel(self) -> int:
+        """The number of values of the whole model."""
         return sum(s.numel for s in self.tensors)
 
     @cached_property
     def digest(self) -> str:
+        """SHA-256 over names, shapes, dtypes and what is trained, as hex digits."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
     def difference(self, other: Schema) -> str | None:

@@ -91,6 +91,7 @@ class Places:
 
     @classmethod
     def of(cls, n: int, k: int) -> Places:
+        """The code for k places of n."""
         return cls(n, k, (n // k).bit_length() - 1) if k else cls(n, 0, 0)
 
     @property

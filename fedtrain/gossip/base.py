@@ -49,6 +49,7 @@ class Parcel:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all parts; the header of a parcel comes on top."""
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
 

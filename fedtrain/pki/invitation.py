@@ -42,6 +42,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, code: str) -> Invitation:
+        """The invitation of a `code`; ConfigError when the code is damaged or no invitation."""
         try:
             data = base64.urlsafe_b64decode(code.strip() + "=" * (-len(code.strip()) % 4))
             found = msgspec.msgpack.decode(data, type=cls)

@@ -32,6 +32,7 @@ class MaskKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def state(signer: Signer, claim: MaskKey) -> bytes:
+    """The signed statement of a mask key, ready to be sent."""
     return PREFIX + Signed.by(signer, CONTEXT, claim).encode()
 
 

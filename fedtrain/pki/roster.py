@@ -113,12 +113,15 @@ class Roster:
         self.reload()
 
     def contact(self, peer: SiteId) -> Contact | None:
+        """The address and the key of a peer; None for a peer that the roster lacks."""
         return self._contacts.get(peer)
 
     def peer_of(self, key: bytes) -> SiteId | None:
+        """The peer that has this CURVE key; None for an unknown key."""
         return self._names.get(key)
 
     def peers(self) -> list[SiteId]:
+        """The names of all peers of the roster, sorted."""
         return sorted(self._contacts)
 
     def statements(self) -> list[bytes]:

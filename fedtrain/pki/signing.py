@@ -39,6 +39,7 @@ class Signer:
 
     @classmethod
     def of(cls, credentials: Credentials) -> Signer:
+        """The signer with these credentials; CertificateError unless the key is a P-256 key."""
         key = serialization.load_pem_private_key(credentials.key, password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
             raise CertificateError(f"{credentials.identity}: key.pem is no P-256 key, which signing needs")
@@ -154,6 +155,7 @@ class Signed(msgspec.Struct, frozen=True, kw_only=True):
         return cls(claim=body, signature=signer.sign(context + body), certificate=signer.certificate)
 
     def encode(self) -> bytes:
+        """The statement as MessagePack."""
         return msgspec.msgpack.encode(self)
 
 

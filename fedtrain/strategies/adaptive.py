@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 class Adaptive(Protocol):
+    """The options that FedAdagrad, FedAdam and FedYogi share."""
+
     @property
     def server_lr(self) -> float: ...
     @property
@@ -21,6 +23,7 @@ class Adaptive(Protocol):
 
 
 def check(strategy: Adaptive) -> None:
+    """ConfigError for an option outside its range."""
     lr, b1, tau = strategy.server_lr, strategy.b1, strategy.tau
     require(0 < lr < math.inf, "strategy.server_lr", f"{lr} must be positive")
     require(0 <= b1 < 1, "strategy.b1", f"{b1} must be in [0, 1)")

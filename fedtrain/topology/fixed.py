@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 
 def ring(n: int) -> Out:
+    """Each peer talks to the one before it and the one after it."""
     return [sorted({(i - 1) % n, (i + 1) % n} - {i}) for i in range(n)]
 
 

@@ -352,6 +352,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
+    """The SHA-256 of a file as hex digits; StoreError when the file is gone."""
     try:
         with path.open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
