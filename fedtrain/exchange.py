@@ -1,8 +1,8 @@
 """The star seam and the graph seam: all that a coordinator, and all that a peer, asks of the network.
 
-`Cohort` is real over gRPC in `transport/grpc.py`, `Neighbors` over ZeroMQ in `transport/zmq.py`, both are in
-memory in `transport/memory.py`. Code that is given one (a round, secure aggregation, a gossip algorithm)
-can't tell which.
+`Cohort` is real over a network in `transport/endpoints.py`, `Neighbors` over ZeroMQ in `transport/zmq.py`,
+both are in memory in `transport/memory.py`. Code that is given one (a round, secure aggregation, a gossip
+algorithm) can't tell which.
 """
 
 from __future__ import annotations

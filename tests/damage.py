@@ -29,8 +29,8 @@ from fedtrain.store import Checkpoint, Ledger, RunStore, Spool
 from fedtrain.store.disk import write_whole
 from fedtrain.store.memory import NEVER
 from fedtrain.strategies import build, state_init
-from fedtrain.transport.grpc import read_chunk
 from fedtrain.transport.memory import LocalCohort
+from fedtrain.transport.streams import read_chunk
 from fedtrain.wire.codec import arenas, decode, encode, fetch_list
 
 SCHEMA = Schema((TensorSpec("w", (200,), "float32", True),))

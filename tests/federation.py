@@ -19,7 +19,8 @@ from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issu
 from fedtrain.runtime import checks
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Spool
-from fedtrain.transport.grpc import GrpcCohort, SiteLink, channel_options
+from fedtrain.transport.endpoints import RemoteCohort, SiteLink
+from fedtrain.transport.grpc import GrpcTransport, channel_options
 from fedtrain.transport.tls import Tls
 from fedtrain.wire.frames import PROTOCOL, Hello
 
@@ -49,7 +50,7 @@ def random_arena(numel: int, seed: int, dtype: str = "float32") -> Arena:
 
 @dataclass
 class Aggregator:
-    cohort: GrpcCohort
+    cohort: RemoteCohort
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -68,9 +69,9 @@ async def aggregator(
 ) -> AsyncIterator[Aggregator]:
     events: list[tuple[str, dict[str, Any]]] = []
     limits = limits or LimitsConfig()
-    cohort = GrpcCohort(
+    cohort = RemoteCohort(
+        GrpcTransport(tls(certs / "aggregator"), options.pop("heartbeat_s", 5.0)),
         listen=f"127.0.0.1:{port}",
-        tls=tls(certs / "aggregator"),
         identify=options.pop("identify", lambda pem: identity_of(pem).name),
         welcome=options.pop("welcome", lambda site, hello: None),
         admit=lambda site, request, reply: checks.admit(request, reply, schema, limits, None),
@@ -86,9 +87,10 @@ async def aggregator(
 
 
 def link(certs: Path, site: str, port: int, folder: Path, **options: Any) -> SiteLink:
+    mine = options.pop("tls", None) or tls(certs / "sites" / site)
     return SiteLink(
+        GrpcTransport(mine, options.pop("heartbeat_s", 5.0)),
         address=options.pop("address", f"127.0.0.1:{port}"),
-        tls=options.pop("tls", None) or tls(certs / "sites" / site),
         target=options.pop("target", aggregator_target("fedtrain")),
         inbox=Spool(folder / site),
         requests=REQUESTS,

@@ -16,7 +16,7 @@ from fedtrain.runtime import checks, compressed
 from fedtrain.runtime.trainer import Apply, Saved, Workbench
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint
-from fedtrain.transport.grpc import GrpcCohort
+from fedtrain.transport.endpoints import RemoteCohort
 from tests.inprocess import Events, Wire, federation, final, simulated, with_port
 from tests.ports import free_port
 
@@ -310,9 +310,9 @@ def test_the_model_and_what_its_steps_left_out_are_together_where_whole_steps_le
 def test_a_site_that_missed_rounds_takes_several_patches_and_a_new_one_the_whole_model(tmp_path, monkeypatch):
     cfg = both_ways(tmp_path, "", "topk:0.05", rounds=8, strategy={"min_sites": 1, "fraction": 0.34})
     members = (
-        GrpcCohort.members
+        RemoteCohort.members
     )  # one site a round, drawn from all three: no round begins before they are here
-    monkeypatch.setattr(GrpcCohort, "members", lambda cohort, at_least: members(cohort, len(SITES)))
+    monkeypatch.setattr(RemoteCohort, "members", lambda cohort, at_least: members(cohort, len(SITES)))
     events = federation(cfg, SITES)
     patch = compressed.down_codec(cfg, final(cfg.run_dir).schema).coded.nbytes
     seen, expected = {}, []

@@ -25,7 +25,8 @@ from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
 from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
 from fedtrain.strategies import build, state_init
-from fedtrain.transport.grpc import GrpcCohort, SiteLink
+from fedtrain.transport.endpoints import RemoteCohort, SiteLink
+from fedtrain.transport.grpc import GrpcTransport
 from fedtrain.transport.memory import LocalCohort
 
 from .federation import certificates, hello, tls
@@ -449,8 +450,8 @@ class Federation:
             self.seen[name] = fingerprint(pem)
             return name
 
-        self.cohort = GrpcCohort(
-            listen="127.0.0.1:0", tls=tls(self.certs / "aggregator"), identify=identify,
+        self.cohort = RemoteCohort(
+            GrpcTransport(tls(self.certs / "aggregator"), 5.0), listen="127.0.0.1:0", identify=identify,
             welcome=lambda site, hello: None,
             admit=lambda site, request, reply: secure.admit(request, reply, 10_000),
             inbox=lambda site: Spool(self.folder / "inbox" / site), replies=secure.REPLIES,
@@ -477,7 +478,7 @@ class Federation:
         mine = secure_site(self.configs.get(site, self.cfg), site, credentials, ledger)
         worker = Site(site, SCHEMA, ledger, self.trainers[site], secure=mine)
         link = SiteLink(
-            address=f"127.0.0.1:{self.cohort.port}", tls=tls(self.certs / "sites" / site),
+            GrpcTransport(tls(self.certs / "sites" / site), 5.0), address=f"127.0.0.1:{self.cohort.port}",
             target="aggregator.fedtrain.fedtrain", inbox=ledger.inbox, requests=secure.REQUESTS | Train,
         )  # fmt: skip
 

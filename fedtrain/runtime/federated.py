@@ -196,7 +196,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
     """
     from ..pki import Credentials, Verifier
-    from ..transport.grpc import GrpcCohort
+    from ..transport.endpoints import TRANSPORTS, RemoteCohort
     from ..transport.tls import Tls
     from . import secure
     from .callers import Callers
@@ -235,16 +235,16 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         def evaluators(number: int, members: Sequence[SiteId]) -> list[SiteId]:
             return [site for site in members if site not in bounds or not bounds[site].evaluation(number)]
 
-        cohort = GrpcCohort(
+        tls = Tls(credentials.key, credentials.chain, credentials.root)
+        cohort = RemoteCohort(
+            TRANSPORTS["grpc"](tls, config.network.heartbeat),
             listen=config.network.listen,
-            tls=Tls(credentials.key, credentials.chain, credentials.root),
             identify=callers.identify,
             welcome=welcome,
             admit=admit,
             inbox=store.inbox,
             replies=secure.REPLIES if config.secagg.enabled else Found,
             frozen=store.frozen_file(),
-            heartbeat_s=config.network.heartbeat,
             idle_s=config.network.idle,
             emit=emit,
         )

@@ -29,7 +29,7 @@ from ..schema import Schema
 from ..secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
 from ..store import Ledger
 from ..store.memory import NEVER
-from ..transport.grpc import SiteLink
+from ..transport.endpoints import TRANSPORTS, SiteLink
 from ..transport.tls import Tls
 from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
@@ -359,13 +359,13 @@ async def run(
     )
     try:
         trainer = await Supervised.begin(start)
+        tls = Tls(credentials.key, credentials.chain, credentials.root)
         link = SiteLink(
+            TRANSPORTS["grpc"](tls, config.network.heartbeat),
             address=config.network.address or config.network.listen,
-            tls=Tls(credentials.key, credentials.chain, credentials.root),
             target=aggregator_target(credentials.identity.federation),
             inbox=ledger.inbox,
             requests=SECURE_REQUESTS if config.secagg.enabled else Train | Evaluate,
-            heartbeat_s=config.network.heartbeat,
             emit=emit,
         )
 

@@ -13,8 +13,9 @@ from fedtrain.arena import ArenaFile
 from fedtrain.errors import JoinRefused, StoreError
 from fedtrain.exchange import gather
 from fedtrain.messages import Train, Update
-from fedtrain.transport import grpc as star
-from fedtrain.transport.grpc import SERVICE, opened
+from fedtrain.transport import star
+from fedtrain.transport.grpc import SERVICE
+from fedtrain.transport.streams import opened
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Finished, FromAggregator, Welcome
 from tests.federation import (

@@ -1,0 +1,386 @@
+"""The star seam's protocol without I/O: who has joined, what each site is asked, what becomes of its reply.
+
+`AggregatorEnd` is the aggregator's half of the protocol in wire/frames.py, `SiteEnd` a site's half.
+transport/endpoints.py drives both over any transport. What happens is a method call, given the time where
+time matters; frames leave through the `send` of a session, and whoever waits for an exchange is woken by its
+`wake`.
+
+A request is pending from its Ask to its reply or to the end of its exchange, across lost connections: a site
+that joins again is asked again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..arena import AnyArena
+from ..errors import ConnectError, JoinRefused, StoreError
+from ..messages import Failure, Reply, Request, SiteId
+from ..wire.codec import arenas, decode
+from ..wire.frames import (
+    Ask,
+    Cancel,
+    Finished,
+    FromAggregator,
+    FromSite,
+    Leaving,
+    Moot,
+    Note,
+    Refused,
+    Status,
+    Stored,
+    Welcome,
+)
+
+LEAVE_S = 2.0  # for the other end to read a last frame
+REPLACED = 8  # processes of one site that are remembered after another process took their place
+MOOT = 4096  # requests that are remembered after their exchange ended early, without their replies
+
+Emit = Callable[..., None]
+
+
+def silent(kind: str, **fields: Any) -> None:
+    """Emits nothing."""
+
+
+# --- the aggregator's end
+
+
+@dataclass(eq=False)
+class SiteSession:
+    """The open stream of a site that has joined."""
+
+    site: SiteId
+    process: str  # as in the site's Hello
+    send: Callable[[FromAggregator | None], None]  # None: close the stream
+
+
+@dataclass(eq=False)
+class Exchange:
+    """An exchange under way."""
+
+    requests: Mapping[SiteId, Request]
+    until_s: float
+    wake: Callable[[], None]  # called when `replies` or `over` has changed
+    waiting: set[SiteId]  # sites that may still reply
+    replies: deque[tuple[SiteId, Reply]] = field(default_factory=deque)
+    error: StoreError | None = None  # why replies can't be kept here
+    late: bool = False  # the deadline has passed
+
+    @property
+    def over(self) -> bool:
+        return self.late or self.error is not None or not self.waiting
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request that its site has not answered yet."""
+
+    site: SiteId
+    request: Request
+    ask: Ask
+    exchange: Exchange
+    stop: Callable[[], object] | None = None  # ends the upload of the reply that is under way
+
+
+class AggregatorEnd:
+    """Sessions of sites, and the requests that are pending for them."""
+
+    def __init__(
+        self, welcome: Welcome, idle_s: float, emit: Emit = silent, frozen: AnyArena | None = None
+    ) -> None:
+        """`welcome` is what each site that joins is sent first; a site that is away for `idle_s` is not
+        waited for in the exchanges under way; `frozen` are the run's frozen parameters."""
+        self.sessions: dict[SiteId, SiteSession] = {}
+        self._welcome, self._idle_s, self._emit, self._frozen = welcome, idle_s, emit, frozen
+        self._pending: dict[tuple[SiteId, str], Pending] = {}
+        self._exchanges: dict[Exchange, None] = {}  # under way
+        self._moot: deque[tuple[SiteId, str]] = deque(maxlen=MOOT)
+        self._away: dict[SiteId, float] = {}  # until when each lost site is waited for, the earliest first
+        self._replaced: dict[SiteId, deque[str]] = {}  # each site's former processes
+        self._reported: set[SiteId] = set()  # sites that people know to be two processes
+        self._finished: str | None = None  # why the run is over
+        self._uninformed: set[SiteId] = set()  # sites that have not confirmed that the run is over
+
+    @property
+    def deserted(self) -> bool:
+        """No session is open, and no site has yet to learn that the run is over."""
+        return not self.sessions and not self._uninformed
+
+    # --- sessions
+
+    def join(self, site: SiteId, process: str, send: Callable[[FromAggregator | None], None]) -> SiteSession:
+        """A site that fits begins a session, which takes the place of an earlier one of its name."""
+        if earlier := self.sessions.get(site):
+            self._replace(earlier, process)
+        session = self.sessions[site] = SiteSession(site, process, send)
+        self._away.pop(site, None)
+        send(self._welcome)
+        if self._finished is not None:
+            send(Finished(reason=self._finished))
+        for pending in self._pending_of(site):
+            send(pending.ask)
+        self._emit("site_joined", site=site)
+        return session
+
+    def _replace(self, earlier: SiteSession, process: str) -> None:
+        """End a session for a newer one of the same name. One process that reconnects before its loss was
+        noticed is nothing to report; two that replace each other in turns are reported to people, once."""
+        site = earlier.site
+        if earlier.process != process:
+            mend = f"Stop one; if there is but one at {site}, its key was copied: revoke its certificate"
+            line = f"another process has joined as {site}, with the same certificate. {mend}."
+            earlier.send(Refused(reason=line))
+            replaced = self._replaced.setdefault(site, deque(maxlen=REPLACED))
+            if process in replaced and site not in self._reported:
+                self._reported.add(site)
+                text = f"{site}: two processes join with one certificate and take each other's place. {mend}"
+                self._emit("notice", text=f"{text} (fedtrain certs revoke {site}).")
+            replaced.append(earlier.process)
+        earlier.send(None)
+
+    def refuse(self, site: SiteId, reason: str, *, final: bool) -> Refused:
+        """What a site that does not fit is told."""
+        self._emit("join_refused", site=site, reason=reason)
+        if final:
+            self._uninformed.discard(site)
+        return Refused(reason=reason, final=final)
+
+    def receive(self, session: SiteSession, frame: FromSite) -> None:
+        """A frame after the Hello."""
+        if isinstance(frame, Status):
+            self._emit("site_state", site=session.site, state=frame.state[:64])
+        elif isinstance(frame, Leaving):
+            self._uninformed.discard(session.site)
+            session.send(None)
+
+    def lose(self, session: SiteSession, now: float) -> None:
+        """The stream of a session has ended."""
+        if self.sessions.get(session.site) is session:
+            del self.sessions[session.site]
+            self._wait_for(session.site, now)
+            self._emit("site_lost", site=session.site, reason="disconnected")
+
+    def cut(self, site: SiteId, reason: str) -> None:
+        """End all that is open with a site, and tell it why. The exchanges under way go on without it."""
+        for pending in self._pending_of(site):
+            if pending.stop:
+                pending.stop()
+            self._settle(pending, Failure(reason=reason))
+        if session := self.sessions.get(site):
+            session.send(Refused(reason=reason, final=True))
+            session.send(None)
+
+    def tell(self, site: SiteId, line: str) -> None:
+        if session := self.sessions.get(site):
+            session.send(Note(line=line))
+
+    def finish(self, reason: str | None, joined: Iterable[SiteId]) -> float:
+        """End all sessions. With a `reason` the run is over, and all sites that ever `joined` are to learn
+        it. Returns the seconds to wait until it is `deserted`."""
+        self._finished = reason
+        for session in self.sessions.values():
+            session.send(None if reason is None else Finished(reason=reason))
+        if reason is None:
+            return LEAVE_S
+        wait_s = max(LEAVE_S, self._idle_s)
+        self._uninformed = {*joined, *self.sessions}
+        if away := sorted(self._uninformed - self.sessions.keys()):
+            who = f"{', '.join(away[:5])}{' and others' if away[5:] else ''}"
+            text = f"the run is over, and {who} may come back within {wait_s:g} s to hear it"
+            self._emit("notice", text=f"{text}; Ctrl-C leaves at once")
+        return wait_s
+
+    # --- exchanges
+
+    def begin(self, requests: Mapping[SiteId, Request], until_s: float, wake: Callable[[], None]) -> Exchange:
+        """A new exchange; `ask` puts each of its requests."""
+        exchange = Exchange(requests, until_s, wake, set(requests))
+        self._exchanges[exchange] = None
+        return exchange
+
+    def ask(self, exchange: Exchange, site: SiteId, ask: Ask, now: float) -> None:
+        request = exchange.requests[site]
+        self._pending[site, request.id] = Pending(site, request, ask, exchange)
+        if session := self.sessions.get(site):
+            session.send(ask)
+        else:
+            self._wait_for(site, now)
+
+    def end(self, exchange: Exchange) -> None:
+        """Its replies are needed no more: uploads that are under way stop, and sites that work on its
+        requests are told to stop. A reply that comes after an early end is moot, after a late one refused."""
+        self._exchanges.pop(exchange, None)
+        for site, request in exchange.requests.items():
+            pending = self._pending.get((site, request.id))
+            if pending is not None and pending.exchange is exchange:
+                del self._pending[site, request.id]
+                if pending.stop:
+                    pending.stop()
+                if not exchange.late:
+                    self._moot.append((site, request.id))
+            if site in exchange.waiting and (session := self.sessions.get(site)):
+                session.send(Cancel(id=request.id))
+
+    def tick(self, now: float) -> None:
+        """Deadlines of exchanges that have passed, and lost sites whose time is over."""
+        for exchange in self._exchanges:
+            if now >= exchange.until_s and not exchange.over:
+                exchange.late = True
+                exchange.wake()
+        while self._away and now >= (first := next(iter(self._away.items())))[1]:
+            del self._away[first[0]]
+            for pending in self._pending_of(first[0]):  # they stay, in case the site comes back after all
+                pending.exchange.waiting.discard(first[0])
+                pending.exchange.wake()
+
+    def wake_s(self) -> float:
+        """When `tick` has something to do next; inf: not at all."""
+        deadlines = (exchange.until_s for exchange in self._exchanges if not exchange.over)
+        return min(next(iter(self._away.values()), math.inf), min(deadlines, default=math.inf))
+
+    def _wait_for(self, site: SiteId, now: float) -> None:
+        self._away.pop(site, None)
+        self._away[site] = now + self._idle_s
+
+    # --- transfers
+
+    def named(self, site: SiteId, digest: str) -> AnyArena | None:
+        """The arena of this digest, if the site may fetch it: the frozen parameters, or a model or patch of
+        a request that is pending for the site."""
+        frozen = [self._frozen] if self._frozen is not None and site in self.sessions else []
+        models = [arena for pending in self._pending_of(site) for arena in arenas(pending.request)]
+        patches = [patch.arena for model in models for patch in model.patches]
+        return next((arena for arena in (*frozen, *models, *patches) if arena.digest == digest), None)
+
+    def offered(self, site: SiteId, id: str, stop: Callable[[], object]) -> Pending | Moot | Refused:
+        """A site begins to upload its reply to the request `id`: what it replies to, or why it is not taken.
+        `stop` ends the upload; an earlier one of the same reply, over a connection that broke, is ended."""
+        pending = self._pending.get((site, id))
+        if pending is not None:
+            if pending.stop:
+                pending.stop()
+            pending.stop = stop
+            return pending
+        if (site, id) in self._moot:
+            return Moot()
+        return self.refuse_upload(
+            site, f"no request {id[:80]} is open for {site}: late, answered already, or another's"
+        )
+
+    def refuse_upload(self, site: SiteId, reason: str) -> Refused:
+        """An upload that belongs to no pending request."""
+        self._emit("update_refused", site=site, round=None, reason=reason)
+        return Refused(reason=reason)
+
+    def uploaded(self, pending: Pending, reply: Reply) -> Stored:
+        """The reply has been received to its last byte."""
+        self._settle(pending, reply)
+        return Stored()
+
+    def unusable(self, pending: Pending, reason: str) -> Refused:
+        """The reply can't be used."""
+        self._settle(pending, Failure(reason=reason))
+        return Refused(reason=reason)
+
+    def broke_off(self, pending: Pending, stop: Callable[[], object]) -> None:
+        """The upload that `stop` ends is over; unless another one took its place, none is under way."""
+        if pending.stop is stop:
+            pending.stop = None
+
+    def fail(self, pending: Pending, error: StoreError) -> None:
+        """A reply can't be kept here: that ends its exchange."""
+        pending.exchange.error = error
+        pending.exchange.wake()
+
+    def _settle(self, pending: Pending, reply: Reply) -> None:
+        """Hand a reply to its exchange, unless the request has been answered or the exchange has ended."""
+        key = pending.site, pending.request.id
+        if self._pending.get(key) is pending:
+            del self._pending[key]
+            pending.exchange.waiting.discard(pending.site)
+            pending.exchange.replies.append((pending.site, reply))
+            pending.exchange.wake()
+
+    def _pending_of(self, site: SiteId) -> list[Pending]:
+        return [pending for pending in self._pending.values() if pending.site == site]
+
+
+# --- the site's end
+
+
+@dataclass
+class Backoff:
+    """Pauses between tries: the first one, and ever longer ones up to the longest."""
+
+    first_s: float
+    factor: float
+    longest_s: float
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._next_s = self.first_s
+
+    def pause_s(self, draw: float) -> float:
+        """The next pause, times 0.5 to 1.5 by a `draw` from [0, 1): sites that lost one aggregator at once
+        don't come back at once."""
+        pause_s, self._next_s = self._next_s, min(self._next_s * self.factor, self.longest_s)
+        return pause_s * (0.5 + draw)
+
+
+class SiteEnd:
+    """What a site is to work on, by what the aggregator has said."""
+
+    def __init__(self, requests: type | Any, emit: Emit = silent) -> None:
+        """`requests` are the message types that the site takes."""
+        self.request: Request | None = None  # to work on now; the same object for as long as that is so
+        self.finished: str | None = None  # why the run is over
+        self.joined = False
+        self._requests, self._emit = requests, emit
+        self._refused, self._reported = False, ""
+        self._backoff = Backoff(0.2, 1.7, 15.0)
+
+    def receive(self, frame: FromAggregator) -> None:
+        """ConnectError when the frame ends the session, JoinRefused when no later one would do better."""
+        match frame:
+            case Welcome():
+                self.joined = True
+                self._emit("site_joined", site="aggregator")
+            case Ask(body=body):
+                request: Request = decode(body, self._requests)
+                if self.request is None or self.request.id != request.id:
+                    self.request = request
+            case Cancel(id=id):
+                if self.request is not None and self.request.id == id:
+                    self.request = None
+            case Note(line=line):
+                self._emit("notice", text=line)
+            case Finished(reason=reason):
+                self.finished, self.request = reason, None
+            case Refused(reason=reason, final=final):
+                self._refused = True
+                raise (JoinRefused if final else ConnectError)(reason)
+
+    def answered(self, request: Request) -> None:
+        """The work on a request is over; asked the same again, the site begins anew."""
+        if self.request is request:
+            self.request = None
+
+    def lose(self, error: ConnectError, draw: float) -> float:
+        """The session has ended, or did not come about. Returns the seconds until the next try: few again
+        after a session that went well, unless another process of this site's name ended it. The same trouble
+        is reported once."""
+        if self.joined and not self._refused:
+            self._backoff.reset()
+            self._reported = ""
+        self.joined, self._refused, self.request = False, False, None
+        if str(error) != self._reported:
+            self._emit("site_lost", site="aggregator", reason=str(error))
+            self._reported = str(error)
+        return self._backoff.pause_s(draw)
