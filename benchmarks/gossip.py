@@ -36,7 +36,7 @@ import torch
 import zmq
 
 from fedtrain.exchange import Contact, Offer, Share
-from fedtrain.transport.admission import Curve, Peers
+from fedtrain.transport.admission import Curve
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.frames import CHUNK_BYTES
 from fedtrain.wire.gossip import Greeting
@@ -66,6 +66,31 @@ class Average:
         assert nbytes == self.acc.nbytes
 
 
+class Roster:
+    """A roster that is given. Implements admission.Roster, as far as a benchmark needs it."""
+
+    def __init__(self) -> None:
+        self.replace([])
+
+    def replace(self, contacts: list[Contact]) -> None:
+        self._contacts = {each.peer: each for each in contacts}
+
+    def contact(self, peer: str) -> Contact | None:
+        return self._contacts.get(peer)
+
+    def peer_of(self, key: bytes) -> str | None:
+        return next((each.peer for each in self._contacts.values() if each.key == key), None)
+
+    def peers(self) -> list[str]:
+        return sorted(self._contacts)
+
+    def statements(self) -> list[bytes]:
+        return []
+
+    def is_guest(self, key: bytes) -> bool:
+        return False
+
+
 def peer(name: str, index: int, numel: int, pipe: Connection) -> None:
     """One process."""
     torch.set_num_threads(1)
@@ -73,7 +98,7 @@ def peer(name: str, index: int, numel: int, pipe: Connection) -> None:
 
 
 async def _peer(name: str, index: int, numel: int, pipe: Connection) -> None:
-    curve, roster = Curve.new(), Peers()
+    curve, roster = Curve.new(), Roster()
     neighbors = ZmqNeighbors(me=name, curve=curve, roster=roster, run="benchmark", greeting=GREETING)
     neighbors.start()
     pipe.send(Contact(name, curve.public, f"127.0.0.1:{neighbors.port}"))
@@ -84,10 +109,13 @@ async def _peer(name: str, index: int, numel: int, pipe: Connection) -> None:
     hops = [2**k for k in range(n.bit_length() - 1)]
     x = torch.randn(numel, generator=torch.Generator().manual_seed(index))
     other = torch.empty_like(x)
-    assert len(await neighbors.meet(set(names) - {name}, 30)) == n - 1
+    neighbors.connect(set(names) - {name})
+    async with asyncio.timeout(30):
+        while len(neighbors.connected()) < n - 1:  # noqa: ASYNC110 - another thread connects
+            await asyncio.sleep(0.005)
     pipe.send("ready")
     pipe.recv()
-    times, sent, cpu, began = [], neighbors.wire_out, time.process_time(), time.perf_counter()
+    times, sent, cpu, began = [], neighbors._links.wire_out, time.process_time(), time.perf_counter()
     for r in range(ROUNDS):
         hop = hops[r % len(hops)]
         to, source = names[(index + hop) % n], names[(index - hop) % n]
@@ -101,7 +129,7 @@ async def _peer(name: str, index: int, numel: int, pipe: Connection) -> None:
         if r == len(hops) - 1:
             agreed = x[:: max(1, numel // 100)].clone()
     spent = (began, time.perf_counter()), time.process_time() - cpu
-    pipe.send((times, *spent, neighbors.wire_out - sent, agreed))
+    pipe.send((times, *spent, neighbors._links.wire_out - sent, agreed))
     pipe.recv()
     await neighbors.stop()
 

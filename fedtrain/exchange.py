@@ -238,9 +238,6 @@ class Neighbors(Protocol):
     def take(self) -> list[Letter]:
         """Letters since the last call, at most one from each peer, its latest; in the peers' order."""
 
-    async def arrival(self, timeout_s: float) -> bool:
-        """Wait until `take` would give something; False when the time is over first."""
-
     def publish(self, round: int, share: Share) -> None:
         """Our state, for whoever joins late and pulls it; a snapshot, the transport's from here on."""
 

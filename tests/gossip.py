@@ -10,10 +10,11 @@ import torch
 
 from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Contact, Offer, Share
-from fedtrain.transport.admission import Curve, Peers
+from fedtrain.transport.admission import Curve
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
 from tests.limits import WAIT_S
+from tests.rosters import FixedRoster, met
 
 MIB = 1 << 20
 
@@ -58,7 +59,7 @@ class Party:
     """Peers of one network in this process, each with sockets and a thread of its own."""
 
     def __init__(self) -> None:
-        self.roster = Peers()
+        self.roster = FixedRoster()
         self.curves: dict[str, Curve] = {}
         self.peers: dict[str, ZmqNeighbors] = {}
         self.events: list[tuple[str, str, dict[str, Any]]] = []
@@ -88,7 +89,7 @@ async def party(names: Iterable[str], **options: Any) -> AsyncIterator[Party]:
             made.start(name, **options)
         for name, peer in made.peers.items():
             others = set(made.peers) - {name}
-            assert await peer.meet(others, WAIT_S) == sorted(others), (name, made.events)
+            assert await met(peer, others, WAIT_S) == sorted(others), (name, made.events)
         yield made
     finally:
         for peer in made.peers.values():

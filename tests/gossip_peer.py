@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 from fedtrain.exchange import Contact, Share
-from fedtrain.transport.admission import Curve, Peers
+from fedtrain.transport.admission import Curve
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
+from tests.rosters import FixedRoster, met
 
 SIZE = 50_000
 
@@ -48,15 +49,15 @@ async def main(name, spec, stop):
     mine = spec["peers"][name]
     contacts = [Contact(n, p["public"].encode(), mine["calls"][n]) for n, p in spec["peers"].items()]
     neighbors = ZmqNeighbors(
-        me=name, curve=Curve(mine["public"].encode(), mine["secret"].encode()), roster=Peers(contacts),
+        me=name, curve=Curve(mine["public"].encode(), mine["secret"].encode()), roster=FixedRoster(contacts),
         run="faults", greeting=Greeting(version="test", task_digest="", schema_digest="", agreed={}),
         listen=mine["listen"], heartbeat_s=0.3, idle_s=1.0,
     )  # fmt: skip
     neighbors.start()
     others = sorted(set(spec["peers"]) - {name})
-    met = await neighbors.meet(others, 15.0 if "--back" not in sys.argv else 2.0)
+    connected = await met(neighbors, others, 15.0 if "--back" not in sys.argv else 2.0)
     x, t = float(mine["start"]), 0
-    say("ready", met=met)
+    say("ready", met=connected)
     while not stop.exists() or t < int(stop.read_text() or t + 1):
         progress = neighbors.progress()
         ahead = {p: r for p, r in progress.items() if r > t + 1}

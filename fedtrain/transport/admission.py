@@ -77,38 +77,6 @@ class Roster(Protocol):
         """A guest's own entry; CertificateError says why it doesn't come in."""
 
 
-class Peers:
-    """A roster that is given, for tests and benchmarks."""
-
-    def __init__(self, contacts: Iterable[Contact] = ()) -> None:
-        self.replace(contacts)
-
-    def replace(self, contacts: Iterable[Contact]) -> None:
-        self.contacts = {each.peer: each for each in contacts}
-        self._names = {each.key: each.peer for each in self.contacts.values()}
-
-    def contact(self, peer: PeerId) -> Contact | None:
-        return self.contacts.get(peer)
-
-    def peer_of(self, key: bytes) -> PeerId | None:
-        return self._names.get(key)
-
-    def peers(self) -> list[PeerId]:
-        return sorted(self.contacts)
-
-    def statements(self) -> list[bytes]:
-        return []
-
-    def add(self, statement: bytes) -> Contact:
-        raise CertificateError("this roster is fixed")
-
-    def is_guest(self, key: bytes) -> bool:
-        return False
-
-    def admit(self, key: bytes, entry: bytes) -> Contact:
-        raise CertificateError("this roster is fixed")
-
-
 class Door:
     """ZeroMQ asks here for each connection of its context: may this key come in? (ZAP, RFC 27)"""
 

@@ -21,25 +21,12 @@ import msgspec
 from ..arena import AnyArena, ArenaFile, Patch, patches_to
 from ..errors import BadUpdate, Broken, CertificateError, ConnectError, JoinRefused, StoreError, WireError
 from ..messages import Found, Reply, Request, SiteId
+from ..wire import frames
 from ..wire.codec import arenas, decode, encode, fetch_list
-from ..wire.frames import (
-    Ask,
-    Fetch,
-    FromAggregator,
-    FromSite,
-    Hello,
-    Leaving,
-    Offer,
-    Refused,
-    Resume,
-    Status,
-    UploadAnswer,
-    Welcome,
-)
 from . import star
 from .grpc import GrpcTransport
-from .star import AggregatorEnd, Backoff, Emit, Pending, SiteEnd, SiteSession, silent
-from .streams import Connection, Denied, Files, Stream, Transport, opened, receive, send
+from .star import AggregatorEnd, Emit, Pending, SiteEnd, SiteSession, backoff
+from .streams import Connection, Denied, Files, Stream, Transport, chunks, opened, receive
 from .tls import Tls
 
 TRANSPORTS: dict[str, Callable[[Tls, float], Transport]] = {"grpc": GrpcTransport}
@@ -59,13 +46,13 @@ class RemoteCohort:
         *,
         listen: str,
         identify: Callable[[bytes], SiteId],
-        welcome: Callable[[SiteId, Hello], None],
+        welcome: Callable[[SiteId, frames.Hello], None],
         admit: Callable[[SiteId, Request, Reply], None],
         inbox: Callable[[SiteId], Files],
         replies: type | Any = Found,
         frozen: AnyArena | None = None,
         idle_s: float = 30.0,
-        emit: Emit = silent,
+        emit: Emit,
     ) -> None:
         """`identify` gives a site's name from its certificate, or raises CertificateError; it is asked on
         every call. `welcome` raises JoinRefused when the site does not fit; `admit` raises BadUpdate for a
@@ -75,7 +62,9 @@ class RemoteCohort:
         self._transport, self._listen, self._emit = transport, listen, emit
         self._identify, self._welcome, self._admit = identify, welcome, admit
         self._inbox, self._replies = inbox, replies
-        first = Welcome(heartbeat_s=transport.heartbeat_s, frozen=frozen.digest if frozen is not None else "")
+        first = frames.Welcome(
+            heartbeat_s=transport.heartbeat_s, frozen=frozen.digest if frozen is not None else ""
+        )
         self._end = AggregatorEnd(first, float(idle_s), emit, frozen)
         self._transfers: dict[SiteId, WeakSet[asyncio.Task[Any]]] = {}
         self._changed = asyncio.Event()  # set, and replaced, when a session begins or ends
@@ -121,11 +110,11 @@ class RemoteCohort:
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
         woken, loop = asyncio.Event(), asyncio.get_running_loop()
         exchange = self._end.begin(requests, loop.time() + deadline_s, woken.set)
-        asks: dict[int, Ask] = {}  # one request object for many sites is encoded once
+        asks: dict[int, frames.Ask] = {}  # one request object for many sites is encoded once
         try:
             for site, request in requests.items():
                 if id(request) not in asks:
-                    asks[id(request)] = Ask(body=await asyncio.to_thread(encode, request))
+                    asks[id(request)] = frames.Ask(body=await asyncio.to_thread(encode, request))
                 self._end.ask(exchange, site, asks[id(request)], loop.time())
             self._set_timer()
             while True:
@@ -148,9 +137,10 @@ class RemoteCohort:
     def _sessions_changed(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._set_timer()
 
     def _set_timer(self) -> None:
-        """Have the protocol's clock looked after when it is due."""
+        """Call `tick` when something is due."""
         if self._timer:
             self._timer.cancel()
         if (due_s := self._end.wake_s()) < math.inf:
@@ -181,7 +171,7 @@ class RemoteCohort:
                 first = await stream.read()
             if first is None:  # the site left as it came
                 return
-            hello: Hello = decode(first, Hello)
+            hello: frames.Hello = decode(first, frames.Hello)
             self._welcome(site, hello)
         except (TimeoutError, WireError, BadUpdate, JoinRefused) as e:
             reason = str(e) or f"no Hello within {HELLO_S:g} s"
@@ -189,7 +179,7 @@ class RemoteCohort:
             self._sessions_changed()
             await stream.write(encode(refused))
             return
-        outbox: asyncio.Queue[FromAggregator | None] = asyncio.Queue()
+        outbox: asyncio.Queue[frames.FromAggregator | None] = asyncio.Queue()
         session = self._end.join(site, hello.process, outbox.put_nowait)
         self._sessions_changed()
         reading = asyncio.create_task(self._read(session, stream))
@@ -200,13 +190,12 @@ class RemoteCohort:
             reading.cancel()
             self._end.lose(session, asyncio.get_running_loop().time())
             self._sessions_changed()
-            self._set_timer()
 
     async def _read(self, session: SiteSession, stream: Stream) -> None:
         """What a site says on its own; the end of its stream ends the session."""
         try:
             while (data := await stream.read()) is not None:
-                frame: FromSite = decode(data, FromSite)
+                frame: frames.FromSite = decode(data, frames.FromSite)
                 self._end.receive(session, frame)
         except (WireError, ConnectError) as e:
             self._emit("notice", text=f"{session.site}: {str(e)[:200]}")
@@ -217,11 +206,13 @@ class RemoteCohort:
         site, _ = self._transferring(certificate)
         if (first := await stream.read()) is None:
             return
-        fetch: Fetch = decode(first, Fetch)
+        fetch: frames.Fetch = decode(first, frames.Fetch)
         arena = self._end.named(site, fetch.digest)
         if arena is None or not 0 <= fetch.offset <= arena.schema.nbytes:
             raise Denied("no request that is open for this site names it")
-        await send(stream, arena, fetch.offset, self._count_out)
+        for chunk in chunks(arena, fetch.offset):
+            self.bytes_out += len(chunk)
+            await stream.write(chunk)
 
     async def _upload(self, certificate: bytes, stream: Stream) -> None:
         site, task = self._transferring(certificate)
@@ -229,7 +220,7 @@ class RemoteCohort:
         if (first := await stream.read()) is None:  # the site dropped the request as it opened this stream
             return
         try:
-            offer: Offer = decode(first, Offer)
+            offer: frames.Offer = decode(first, frames.Offer)
         except WireError as e:
             await stream.write(encode(self._end.refuse_upload(site, str(e))))
             return
@@ -242,13 +233,17 @@ class RemoteCohort:
             self._admit(site, pending.request, reply)
             for arena in fetch_list(reply):
                 async with opened(self._inbox(site), arena) as transfer:
-                    await stream.write(encode(Resume(digest=arena.digest, offset=transfer.offset)))
-                    arena.path = await receive(stream, transfer, self._count_in)
+                    await stream.write(encode(frames.Resume(digest=arena.digest, offset=transfer.offset)))
+                    begun = transfer.offset
+                    try:
+                        arena.path = await receive(stream, transfer)
+                    finally:
+                        self.bytes_in += transfer.offset - begun
         except Broken as e:
             self._emit("notice", text=f"{site}: upload broke off, {e}; it may go on from there")
             return
         except (BadUpdate, WireError) as e:
-            answer: UploadAnswer = self._end.unusable(pending, str(e))
+            answer: frames.UploadAnswer = self._end.unusable(pending, str(e))
         except StoreError as e:
             self._end.fail(pending, e)
             return
@@ -257,12 +252,6 @@ class RemoteCohort:
         finally:
             self._end.broke_off(pending, stop)
         await stream.write(encode(answer))
-
-    def _count_in(self, nbytes: int) -> None:
-        self.bytes_in += nbytes
-
-    def _count_out(self, nbytes: int) -> None:
-        self.bytes_out += nbytes
 
 
 # --- the site's end
@@ -281,7 +270,7 @@ class SiteLink:
         target: str,
         inbox: Files,
         requests: type | Any,
-        emit: Emit = silent,
+        emit: Emit,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -292,14 +281,14 @@ class SiteLink:
         self._end = SiteEnd(requests, emit)
         self._process = secrets.token_hex(8)
         self._frozen: ArenaFile | None = None  # what is fetched before anything is answered
-        self._outbox: asyncio.Queue[FromSite] = asyncio.Queue()
+        self._outbox: asyncio.Queue[frames.FromSite] = asyncio.Queue()
         self._working_on: Request | None = None
         self._work: asyncio.Task[None] | None = None
         self._error: BaseException | None = None  # that the work raised
 
     async def serve(
         self,
-        hello: Hello,
+        hello: frames.Hello,
         answer: Answer,
         welcomed: Callable[[str], ArenaFile | None] = lambda frozen: None,
         patched: Callable[[Patch, str], Awaitable[bool]] | None = None,
@@ -331,9 +320,9 @@ class SiteLink:
     def status(self, state: str) -> None:
         """Tell the aggregator what is going on here; best effort."""
         if self._end.joined:
-            self._outbox.put_nowait(Status(state=state))
+            self._outbox.put_nowait(frames.Status(state=state))
 
-    async def _session(self, hello: Hello) -> str:
+    async def _session(self, hello: frames.Hello) -> str:
         self._outbox = asyncio.Queue()
         self._outbox.put_nowait(hello)
         async with self._transport.connect(self._address, self._target) as call, call(SESSION) as stream:
@@ -342,8 +331,8 @@ class SiteLink:
                 while self._end.finished is None:
                     if (data := await stream.read()) is None:
                         raise ConnectError(f"{self._address}: the aggregator closed the connection.")
-                    frame: FromAggregator = decode(data, FromAggregator)
-                    if isinstance(frame, Welcome):
+                    frame: frames.FromAggregator = decode(data, frames.FromAggregator)
+                    if isinstance(frame, frames.Welcome):
                         self._frozen = self._welcomed(frame.frozen)
                     self._end.receive(frame)
                     self._follow(call)
@@ -359,7 +348,7 @@ class SiteLink:
 
     async def _leave(self, stream: Stream) -> None:
         """Say that we know, and go when the aggregator has read it: it would wait for us otherwise."""
-        self._outbox.put_nowait(Leaving())
+        self._outbox.put_nowait(frames.Leaving())
         with suppress(TimeoutError, ConnectError):
             async with asyncio.timeout(star.LEAVE_S):
                 while await stream.read() is not None:
@@ -394,8 +383,7 @@ class SiteLink:
 
         It ends with its session: whoever reconnects is asked again, and `answer` remembers what it did.
         """
-        backoff = Backoff(0.1, 2.0, 5.0)
-        while True:
+        for pause_s in backoff(0.1, 2.0, 5.0):
             try:
                 if self._frozen is not None:
                     await self._fetch(call, self._frozen)
@@ -410,7 +398,7 @@ class SiteLink:
                 pass
             except WireError as e:  # bytes damaged here or on the way
                 self._emit("notice", text=f"{request.id}: {e}")
-            await self._sleep(backoff.pause_s(self._jitter()))
+            await self._sleep(pause_s * (0.5 + self._jitter()))
 
     async def _fetch(self, call: Connection, arena: ArenaFile) -> None:
         """Bring an arena here: by patches from one that is here already, where those lead to it, or whole."""
@@ -430,18 +418,19 @@ class SiteLink:
                 arena.path = await asyncio.to_thread(transfer.finish)
                 return
             async with call(DOWNLOAD) as stream:
-                await stream.write(encode(Fetch(digest=arena.digest, offset=transfer.offset)))
-                arena.path = await receive(stream, transfer, lambda nbytes: None)
+                await stream.write(encode(frames.Fetch(digest=arena.digest, offset=transfer.offset)))
+                arena.path = await receive(stream, transfer)
 
     async def _offer(self, call: Connection, request: Request, reply: Reply) -> None:
         offered = {arena.digest: arena for arena in arenas(reply)}
         async with call(UPLOAD) as stream:
-            await stream.write(encode(Offer(id=request.id, body=encode(reply))))
+            await stream.write(encode(frames.Offer(id=request.id, body=encode(reply))))
             while (data := await stream.read()) is not None:
-                match decode(data, UploadAnswer):
-                    case Resume(digest=digest, offset=offset):
-                        await send(stream, offered[digest], offset, lambda nbytes: None)
-                    case Refused(reason=reason):
+                match decode(data, frames.UploadAnswer):
+                    case frames.Resume(digest=digest, offset=offset):
+                        for chunk in chunks(offered[digest], offset):
+                            await stream.write(chunk)
+                    case frames.Refused(reason=reason):
                         self._emit("update_refused", site="here", round=None, reason=reason)
                         return
                     case _:  # Stored, or Moot

@@ -272,9 +272,6 @@ class LocalNeighbors:
         letters, self.courier.letters = self.courier.letters, {}
         return [letters[peer] for peer in sorted(letters)]
 
-    async def arrival(self, timeout_s: float) -> bool:
-        return await self._wait(lambda: bool(self.courier.letters), timeout_s)
-
     def publish(self, round: int, share: Share) -> None:
         self.courier.publish(round, share)
 

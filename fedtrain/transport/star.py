@@ -13,38 +13,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..arena import AnyArena
 from ..errors import ConnectError, JoinRefused, StoreError
 from ..messages import Failure, Reply, Request, SiteId
+from ..wire import frames
 from ..wire.codec import arenas, decode
-from ..wire.frames import (
-    Ask,
-    Cancel,
-    Finished,
-    FromAggregator,
-    FromSite,
-    Leaving,
-    Moot,
-    Note,
-    Refused,
-    Status,
-    Stored,
-    Welcome,
-)
 
 LEAVE_S = 2.0  # for the other end to read a last frame
 REPLACED = 8  # processes of one site that are remembered after another process took their place
 MOOT = 4096  # requests that are remembered after their exchange ended early, without their replies
 
-Emit = Callable[..., None]
-
-
-def silent(kind: str, **fields: Any) -> None:
-    """Emits nothing."""
+Emit = Callable[..., None]  # the log: a kind of event, and its fields
 
 
 # --- the aggregator's end
@@ -56,7 +39,7 @@ class SiteSession:
 
     site: SiteId
     process: str  # as in the site's Hello
-    send: Callable[[FromAggregator | None], None]  # None: close the stream
+    send: Callable[[frames.FromAggregator | None], None]  # None: close the stream
 
 
 @dataclass(eq=False)
@@ -82,7 +65,7 @@ class Pending:
 
     site: SiteId
     request: Request
-    ask: Ask
+    ask: frames.Ask
     exchange: Exchange
     stop: Callable[[], object] | None = None  # ends the upload of the reply that is under way
 
@@ -90,11 +73,9 @@ class Pending:
 class AggregatorEnd:
     """Sessions of sites, and the requests that are pending for them."""
 
-    def __init__(
-        self, welcome: Welcome, idle_s: float, emit: Emit = silent, frozen: AnyArena | None = None
-    ) -> None:
+    def __init__(self, welcome: frames.Welcome, idle_s: float, emit: Emit, frozen: AnyArena | None) -> None:
         """`welcome` is what each site that joins is sent first; a site that is away for `idle_s` is not
-        waited for in the exchanges under way; `frozen` are the run's frozen parameters."""
+        waited for in the exchanges under way; `frozen` are the run's frozen parameters, if it has any."""
         self.sessions: dict[SiteId, SiteSession] = {}
         self._welcome, self._idle_s, self._emit, self._frozen = welcome, idle_s, emit, frozen
         self._pending: dict[tuple[SiteId, str], Pending] = {}
@@ -113,7 +94,9 @@ class AggregatorEnd:
 
     # --- sessions
 
-    def join(self, site: SiteId, process: str, send: Callable[[FromAggregator | None], None]) -> SiteSession:
+    def join(
+        self, site: SiteId, process: str, send: Callable[[frames.FromAggregator | None], None]
+    ) -> SiteSession:
         """A site that fits begins a session, which takes the place of an earlier one of its name."""
         if earlier := self.sessions.get(site):
             self._replace(earlier, process)
@@ -121,7 +104,7 @@ class AggregatorEnd:
         self._away.pop(site, None)
         send(self._welcome)
         if self._finished is not None:
-            send(Finished(reason=self._finished))
+            send(frames.Finished(reason=self._finished))
         for pending in self._pending_of(site):
             send(pending.ask)
         self._emit("site_joined", site=site)
@@ -134,7 +117,7 @@ class AggregatorEnd:
         if earlier.process != process:
             mend = f"Stop one; if there is but one at {site}, its key was copied: revoke its certificate"
             line = f"another process has joined as {site}, with the same certificate. {mend}."
-            earlier.send(Refused(reason=line))
+            earlier.send(frames.Refused(reason=line))
             replaced = self._replaced.setdefault(site, deque(maxlen=REPLACED))
             if process in replaced and site not in self._reported:
                 self._reported.add(site)
@@ -143,18 +126,18 @@ class AggregatorEnd:
             replaced.append(earlier.process)
         earlier.send(None)
 
-    def refuse(self, site: SiteId, reason: str, *, final: bool) -> Refused:
+    def refuse(self, site: SiteId, reason: str, *, final: bool) -> frames.Refused:
         """What a site that does not fit is told."""
         self._emit("join_refused", site=site, reason=reason)
         if final:
             self._uninformed.discard(site)
-        return Refused(reason=reason, final=final)
+        return frames.Refused(reason=reason, final=final)
 
-    def receive(self, session: SiteSession, frame: FromSite) -> None:
+    def receive(self, session: SiteSession, frame: frames.FromSite) -> None:
         """A frame after the Hello."""
-        if isinstance(frame, Status):
+        if isinstance(frame, frames.Status):
             self._emit("site_state", site=session.site, state=frame.state[:64])
-        elif isinstance(frame, Leaving):
+        elif isinstance(frame, frames.Leaving):
             self._uninformed.discard(session.site)
             session.send(None)
 
@@ -172,19 +155,19 @@ class AggregatorEnd:
                 pending.stop()
             self._settle(pending, Failure(reason=reason))
         if session := self.sessions.get(site):
-            session.send(Refused(reason=reason, final=True))
+            session.send(frames.Refused(reason=reason, final=True))
             session.send(None)
 
     def tell(self, site: SiteId, line: str) -> None:
         if session := self.sessions.get(site):
-            session.send(Note(line=line))
+            session.send(frames.Note(line=line))
 
     def finish(self, reason: str | None, joined: Iterable[SiteId]) -> float:
         """End all sessions. With a `reason` the run is over, and all sites that ever `joined` are to learn
         it. Returns the seconds to wait until it is `deserted`."""
         self._finished = reason
         for session in self.sessions.values():
-            session.send(None if reason is None else Finished(reason=reason))
+            session.send(None if reason is None else frames.Finished(reason=reason))
         if reason is None:
             return LEAVE_S
         wait_s = max(LEAVE_S, self._idle_s)
@@ -198,12 +181,13 @@ class AggregatorEnd:
     # --- exchanges
 
     def begin(self, requests: Mapping[SiteId, Request], until_s: float, wake: Callable[[], None]) -> Exchange:
-        """A new exchange; `ask` puts each of its requests."""
+        """A new exchange, which begins to ask by `ask`."""
         exchange = Exchange(requests, until_s, wake, set(requests))
         self._exchanges[exchange] = None
         return exchange
 
-    def ask(self, exchange: Exchange, site: SiteId, ask: Ask, now: float) -> None:
+    def ask(self, exchange: Exchange, site: SiteId, ask: frames.Ask, now: float) -> None:
+        """Put the site's request of the exchange, encoded in `ask`."""
         request = exchange.requests[site]
         self._pending[site, request.id] = Pending(site, request, ask, exchange)
         if session := self.sessions.get(site):
@@ -224,7 +208,7 @@ class AggregatorEnd:
                 if not exchange.late:
                     self._moot.append((site, request.id))
             if site in exchange.waiting and (session := self.sessions.get(site)):
-                session.send(Cancel(id=request.id))
+                session.send(frames.Cancel(id=request.id))
 
     def tick(self, now: float) -> None:
         """Deadlines of exchanges that have passed, and lost sites whose time is over."""
@@ -257,7 +241,9 @@ class AggregatorEnd:
         patches = [patch.arena for model in models for patch in model.patches]
         return next((arena for arena in (*frozen, *models, *patches) if arena.digest == digest), None)
 
-    def offered(self, site: SiteId, id: str, stop: Callable[[], object]) -> Pending | Moot | Refused:
+    def offered(
+        self, site: SiteId, id: str, stop: Callable[[], object]
+    ) -> Pending | frames.Moot | frames.Refused:
         """A site begins to upload its reply to the request `id`: what it replies to, or why it is not taken.
         `stop` ends the upload; an earlier one of the same reply, over a connection that broke, is ended."""
         pending = self._pending.get((site, id))
@@ -267,25 +253,25 @@ class AggregatorEnd:
             pending.stop = stop
             return pending
         if (site, id) in self._moot:
-            return Moot()
+            return frames.Moot()
         return self.refuse_upload(
             site, f"no request {id[:80]} is open for {site}: late, answered already, or another's"
         )
 
-    def refuse_upload(self, site: SiteId, reason: str) -> Refused:
+    def refuse_upload(self, site: SiteId, reason: str) -> frames.Refused:
         """An upload that belongs to no pending request."""
         self._emit("update_refused", site=site, round=None, reason=reason)
-        return Refused(reason=reason)
+        return frames.Refused(reason=reason)
 
-    def uploaded(self, pending: Pending, reply: Reply) -> Stored:
+    def uploaded(self, pending: Pending, reply: Reply) -> frames.Stored:
         """The reply has been received to its last byte."""
         self._settle(pending, reply)
-        return Stored()
+        return frames.Stored()
 
-    def unusable(self, pending: Pending, reason: str) -> Refused:
+    def unusable(self, pending: Pending, reason: str) -> frames.Refused:
         """The reply can't be used."""
         self._settle(pending, Failure(reason=reason))
-        return Refused(reason=reason)
+        return frames.Refused(reason=reason)
 
     def broke_off(self, pending: Pending, stop: Callable[[], object]) -> None:
         """The upload that `stop` ends is over; unless another one took its place, none is under way."""
@@ -313,57 +299,45 @@ class AggregatorEnd:
 # --- the site's end
 
 
-@dataclass
-class Backoff:
-    """Pauses between tries: the first one, and ever longer ones up to the longest."""
-
-    first_s: float
-    factor: float
-    longest_s: float
-
-    def __post_init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._next_s = self.first_s
-
-    def pause_s(self, draw: float) -> float:
-        """The next pause, times 0.5 to 1.5 by a `draw` from [0, 1): sites that lost one aggregator at once
-        don't come back at once."""
-        pause_s, self._next_s = self._next_s, min(self._next_s * self.factor, self.longest_s)
-        return pause_s * (0.5 + draw)
+def backoff(first_s: float, factor: float, longest_s: float) -> Iterator[float]:
+    """Seconds to pause between tries: ever more, up to the longest."""
+    while True:
+        yield first_s
+        first_s = min(first_s * factor, longest_s)
 
 
 class SiteEnd:
     """What a site is to work on, by what the aggregator has said."""
 
-    def __init__(self, requests: type | Any, emit: Emit = silent) -> None:
+    PAUSES = 0.2, 1.7, 15.0  # between sessions: see backoff
+
+    def __init__(self, requests: type | Any, emit: Emit) -> None:
         """`requests` are the message types that the site takes."""
         self.request: Request | None = None  # to work on now; the same object for as long as that is so
         self.finished: str | None = None  # why the run is over
         self.joined = False
         self._requests, self._emit = requests, emit
         self._refused, self._reported = False, ""
-        self._backoff = Backoff(0.2, 1.7, 15.0)
+        self._pauses = backoff(*self.PAUSES)
 
-    def receive(self, frame: FromAggregator) -> None:
+    def receive(self, frame: frames.FromAggregator) -> None:
         """ConnectError when the frame ends the session, JoinRefused when no later one would do better."""
         match frame:
-            case Welcome():
+            case frames.Welcome():
                 self.joined = True
                 self._emit("site_joined", site="aggregator")
-            case Ask(body=body):
+            case frames.Ask(body=body):
                 request: Request = decode(body, self._requests)
                 if self.request is None or self.request.id != request.id:
                     self.request = request
-            case Cancel(id=id):
+            case frames.Cancel(id=id):
                 if self.request is not None and self.request.id == id:
                     self.request = None
-            case Note(line=line):
+            case frames.Note(line=line):
                 self._emit("notice", text=line)
-            case Finished(reason=reason):
+            case frames.Finished(reason=reason):
                 self.finished, self.request = reason, None
-            case Refused(reason=reason, final=final):
+            case frames.Refused(reason=reason, final=final):
                 self._refused = True
                 raise (JoinRefused if final else ConnectError)(reason)
 
@@ -374,13 +348,12 @@ class SiteEnd:
 
     def lose(self, error: ConnectError, draw: float) -> float:
         """The session has ended, or did not come about. Returns the seconds until the next try: few again
-        after a session that went well, unless another process of this site's name ended it. The same trouble
-        is reported once."""
+        after a session that went well, unless another process of this site's name ended it; times 0.5 to 1.5
+        by a `draw` from [0, 1), so that sites don't all come back at once. A trouble is reported once."""
         if self.joined and not self._refused:
-            self._backoff.reset()
-            self._reported = ""
+            self._pauses, self._reported = backoff(*self.PAUSES), ""
         self.joined, self._refused, self.request = False, False, None
         if str(error) != self._reported:
             self._emit("site_lost", site="aggregator", reason=str(error))
             self._reported = str(error)
-        return self._backoff.pause_s(draw)
+        return next(self._pauses) * (0.5 + draw)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -89,23 +89,19 @@ async def opened(files: Files, arena: ArenaFile) -> AsyncIterator[Transfer]:
         transfer.close()
 
 
-async def receive(stream: Stream, transfer: Transfer, count: Callable[[int], None]) -> Path:
-    """The rest of a transfer from the stream; where its file is. `count` is given the size of each chunk."""
+async def receive(stream: Stream, transfer: Transfer) -> Path:
+    """The rest of a transfer, from the stream to its file."""
     while not transfer.whole:
         chunk = await stream.read()
         if chunk is None:
             raise Broken(f"{transfer.offset} of {transfer.nbytes} bytes arrived")
-        count(len(chunk))
         transfer.write(chunk)
     return await asyncio.to_thread(transfer.finish)
 
 
-async def send(stream: Stream, arena: AnyArena, offset: int, count: Callable[[int], None]) -> None:
+def chunks(arena: AnyArena, offset: int) -> Iterator[bytes]:
     """An arena from byte `offset` on."""
-    for at in range(offset, arena.schema.nbytes, CHUNK_BYTES):
-        chunk = read_chunk(arena, at)
-        count(len(chunk))
-        await stream.write(chunk)
+    return (read_chunk(arena, at) for at in range(offset, arena.schema.nbytes, CHUNK_BYTES))
 
 
 def read_chunk(arena: AnyArena, offset: int) -> bytes:

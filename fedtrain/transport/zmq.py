@@ -89,9 +89,8 @@ class ZmqNeighbors:
             suspicion_s=self._idle_s,
         )  # fmt: skip
         self._commands: deque[Callable[[], object]] = deque()
-        self._lock = threading.Lock()  # over what both threads touch: letters and those who wait for them
+        self._lock = threading.Lock()  # over _letters, which both threads touch
         self._letters: dict[PeerId, Letter] = {}
-        self._waits: list[asyncio.Future[None]] = []
         self._exchange: asyncio.Future[Exchanged] | None = None
         self._pulls: dict[PeerId, asyncio.Future[Letter | None]] = {}
         self._passed_on: frozenset[bytes] = frozenset()  # statements that all connected peers were sent
@@ -108,7 +107,7 @@ class ZmqNeighbors:
 
     def start(self) -> None:
         """Bind and begin; ConnectError when the port is in use. Call it on the event loop."""
-        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         keep_freed()  # libzmq makes a buffer for each message that it encrypts or decrypts
         self._links = Links(
             self.me, self._curve, self._roster, self._stamp, heartbeat_s=self._heartbeat_s,
@@ -137,11 +136,6 @@ class ZmqNeighbors:
     def bytes_out(self) -> int:
         return self._courier.bytes_out
 
-    @property
-    def wire_out(self) -> int:
-        """Bytes of all messages sent, headers too, before encryption."""
-        return self._links.wire_out
-
     def connected(self) -> list[PeerId]:
         """The peers with whom we agree and are connected, sorted."""
         return sorted(link.peer for link in self._links if link.agreed)
@@ -161,17 +155,6 @@ class ZmqNeighbors:
         """Call these peers now, rather than when there is first something to say."""
         for peer in peers:
             self._do(functools.partial(self._links.to, peer))
-
-    async def meet(self, peers: Iterable[PeerId], timeout_s: float) -> list[PeerId]:
-        """Call these and wait until all are connected, or the time is over; those who are."""
-        wanted = set(peers)
-        self.connect(wanted)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not wanted <= set(self.connected()):
-                    self._news.clear()
-                    await self._news.wait()
-        return sorted(wanted & set(self.connected()))
 
     def announce(self, round: int) -> None:
         self._do(lambda: self._announce(round))
@@ -218,19 +201,6 @@ class ZmqNeighbors:
         with self._lock:
             letters, self._letters = self._letters, {}
         return [letters[peer] for peer in sorted(letters)]
-
-    async def arrival(self, timeout_s: float) -> bool:
-        wait: asyncio.Future[None] = self._loop.create_future()
-        with self._lock:
-            if self._letters:
-                return True
-            self._waits.append(wait)
-        try:
-            async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
-                await wait
-        except TimeoutError:
-            return False
-        return True
 
     def publish(self, round: int, share: Share) -> None:
         self._do(lambda: self._courier.publish(round, share))
@@ -319,7 +289,6 @@ class ZmqNeighbors:
             self._seen = membership.changes
             self._view = View(tuple(membership.alive()), membership.epoch, membership.degraded())
             self._courier.epoch = self._view.epoch
-            self._on_loop(self._news.set)
 
     def _look_at_links(self, now: float) -> None:
         for link in self._links:
@@ -461,7 +430,6 @@ class ZmqNeighbors:
             if link.dead or not link.met:
                 self._tell("site_joined", site=link.peer)
             link.dead, link.met = False, True
-            self._on_loop(self._news.set)
             now = time.monotonic()
             self._courier.found(link.peer, now)
             self._membership.add([link.peer], now)
@@ -527,10 +495,7 @@ class ZmqNeighbors:
         if courier.letters:
             with self._lock:
                 self._letters |= courier.letters
-                waits, self._waits = self._waits, []
             courier.letters.clear()
-            for wait in waits:
-                self._on_loop(_settle, wait, None)
         for peer in list(courier.states):
             if answer := self._pulls.pop(peer, None):
                 self._on_loop(_settle, answer, courier.states.pop(peer))
@@ -555,7 +520,7 @@ class ZmqNeighbors:
     def _give_up(self) -> None:
         """Nobody waits for a thread that is gone."""
         error = self._error or ConnectError(f"{self.me} has left")
-        waiting: list[asyncio.Future[Any]] = [*self._waits, *self._pulls.values()]
+        waiting: list[asyncio.Future[Any]] = [*self._pulls.values()]
         if self._exchange is not None:
             waiting.append(self._exchange)
         for each in waiting:

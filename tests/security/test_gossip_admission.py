@@ -19,6 +19,7 @@ from fedtrain.transport.admission import Curve, join
 from fedtrain.wire.gossip import Stamp
 from tests.gossip import Party
 from tests.limits import WAIT_S, bounded
+from tests.rosters import met
 
 WEEK = timedelta(days=7)
 CALM_S = 5.0  # between heartbeats: a busy machine must not end connections
@@ -83,7 +84,7 @@ async def members(folder, names, **options):
                 made.rosters[name].add(made.rosters[other].entry(other))
         for name in names:
             others = set(names) - {name}
-            assert await made.party.peers[name].meet(others, WAIT_S) == sorted(others)
+            assert await met(made.party.peers[name], others, WAIT_S) == sorted(others)
         yield made
     finally:
         for peer in made.party.peers.values():
@@ -107,7 +108,7 @@ def test_a_newcomer_with_an_invitation_and_no_roster_has_all_entries_and_all_hav
             assert guest.peers() == ["d"]
             await m.accept(invitation, "d")
             assert guest.peers() == ["a", "b", "d"]
-            assert await m.party.peers["d"].meet(["a", "b"], WAIT_S) == ["a", "b"]
+            assert await met(m.party.peers["d"], ["a", "b"], WAIT_S) == ["a", "b"]
             await until(lambda: m.rosters["b"].peers() == ["a", "b", "d"])  # b was told by a
 
     bounded(main())

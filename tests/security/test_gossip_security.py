@@ -18,6 +18,7 @@ from fedtrain.wire.codec import encode
 from fedtrain.wire.gossip import Header, Kind, Stamp, pack, pack_offer, unpack
 from tests.gossip import GREETING, MIB, Sum, party, share, vector
 from tests.limits import bounded
+from tests.rosters import met
 
 HELLO = [Header(Kind.HELLO), encode(GREETING)]
 STAMP = Stamp.of("r", "s", "mallory")
@@ -147,7 +148,7 @@ def test_s02_a_peer_refuses_a_neighbour_that_answers_with_another_key():
         async with party("ab") as p:
             impostor = Contact("c", Curve.new().public, f"127.0.0.1:{p.peers['b'].port}")
             p.enrol(impostor)  # b's address, but not the key that c's entry has
-            assert await p.peers["a"].meet(["c"], 1.0) == []
+            assert await met(p.peers["a"], ["c"], 1.0) == []
 
     bounded(main())
 
@@ -422,7 +423,7 @@ def test_a_peer_that_trains_something_else_is_told_so_and_no_data_moves():
     async def main():
         async with party("a") as p:
             p.start("b", run="another")
-            assert await p.peers["a"].meet(["b"], 1.0) == []
+            assert await met(p.peers["a"], ["b"], 1.0) == []
             await until(lambda: p.of("b", "site_lost"))
             assert "different runs" in p.of("b", "site_lost")[0]["reason"]
             assert p.peers["a"].bytes_out == p.peers["b"].bytes_out == 0
