@@ -121,6 +121,7 @@ class Links:
         self._links: dict[PeerId, Link] = {}
         self._by_dealer: dict[Source, Link] = {}
         self._talking: dict[Link, None] = {}  # with something in their queues
+        self._ended: list[Link] = []  # whose last connection has ended, and was not seen to yet
         self._context: zmq.Context[Source] = zmq.Context(io_threads=io_threads)
         self._context.set(zmq.MAX_SOCKETS, 8192)
         self._bell, self._ear = socket.socketpair()
@@ -261,9 +262,15 @@ class Links:
                 handle()
             else:
                 speaking.append(source)
+        ended, self._ended = self._ended, []
+        for link in ended:  # what a peer said last is read before its connection counts as gone
+            speaking += [self._router, link.dealer or self._router]
         for source in speaking:
             if not source.closed:
                 yield from self._read(source)
+        for link in ended:
+            if not link.up:
+                link.went_down()
 
     def _read(self, source: Source) -> Iterator[tuple[Link, list[zmq.Frame]]]:
         for _ in range(BATCH):
@@ -314,7 +321,7 @@ class Links:
                 fd = parse_monitor_message(self._calls.recv_multipart(NOBLOCK))["value"]
                 for link in self._links.values():
                     if link.routes.pop(fd, None) and not link.up:
-                        link.went_down()
+                        self._ended.append(link)
 
     def _see_call(self, link: Link) -> None:
         """What became of our call."""
@@ -334,7 +341,7 @@ class Links:
                         link.calling = False
                         link.queue.clear()
                         if not link.up:
-                            link.went_down()
+                            self._ended.append(link)
 
     def _hear_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -1,6 +1,7 @@
 """The graph seam over real ZeroMQ with CURVE, on loopback."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -72,6 +73,36 @@ def test_all_peers_see_the_same_view_and_one_that_leaves_is_gone_from_it():
             await peers["c"].stop()
             await until(lambda: all(peers[n].view().alive == ("a", "b") for n in "ab"))
             assert peers["a"].view() == peers["b"].view()
+
+    bounded(main())
+
+
+def test_a_good_bye_counts_that_is_read_after_its_connections_have_ended():
+    """A busy machine: b has left before a looks at its sockets again."""
+
+    async def main():
+        async with party("ab", idle_s=3600) as p:
+            a, b = p.peers["a"], p.peers["b"]
+            link = a._links.to("b")
+            async with asyncio.timeout(WAIT_S):
+                while not (link.agreed and link.calling and link.routes):  # noqa: ASYNC110 - a's thread does
+                    await asyncio.sleep(0.001)
+            busy, left = threading.Event(), threading.Event()
+
+            def stand_still():
+                busy.set()
+                assert left.wait(WAIT_S)
+                for ended in (link.monitor, a._links._calls):
+                    assert ended.poll(1000 * WAIT_S)
+
+            a._do(stand_still)
+            await asyncio.to_thread(busy.wait, WAIT_S)
+            await b.stop()
+            left.set()
+            async with asyncio.timeout(WAIT_S):
+                while not p.of("a", "site_lost"):  # noqa: ASYNC110 - a's thread tells it
+                    await asyncio.sleep(0.001)
+            assert p.of("a", "site_lost") == [{"site": "b", "reason": "has left"}]
 
     bounded(main())
 
