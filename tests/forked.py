@@ -1,4 +1,4 @@
-"""Trainer processes, and the second rank of each, forked from the process of tests.worlds that has torch
+"""Trainer processes, and the ranks that they start, forked from the process of tests.worlds that has torch
 loaded. Each is a process of its own and the child of whoever started it, as it would be if it was executed:
 only the import of torch, which is most of the time that a trainer takes to start, is left out.
 """
@@ -43,19 +43,20 @@ class Forked:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])  # noqa: ASYNC222  # it has ended
 
 
-def fork_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process fork its trainers. Those that are given other descriptors too are executed."""
+def fork_trainers(monkeypatch: pytest.MonkeyPatch, most: int = 2) -> None:
+    """Have this process fork its trainers, which may have `most` ranks each. Those that are given other
+    descriptors too are executed."""
     start = asyncio.create_subprocess_exec
 
     async def forked(*command: str, pass_fds: tuple[int, ...] = (), **options: Any) -> Any:
         if command[1:4] != ("-P", "-m", trainer.__name__) or len(pass_fds) > 1:
             return await start(*command, pass_fds=pass_fds, **options)
-        return Forked(_start_trainer(pass_fds[0], options["stdout"], options["env"]))
+        return Forked(_start_trainer(pass_fds[0], options["stdout"], options["env"], most))
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", forked)
 
 
-def _start_trainer(channel: int, output: Any, env: Mapping[str, str]) -> int:
+def _start_trainer(channel: int, output: Any, env: Mapping[str, str], most: int) -> int:
     """Its pid. The kernel gives a process whose parent has ended to the nearest ancestor that asks for them:
     so the trainer, whose parent ends at once, becomes our child."""
     output = output if isinstance(output, int) else output.fileno()
@@ -64,7 +65,7 @@ def _start_trainer(channel: int, output: Any, env: Mapping[str, str]) -> int:
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        parent = FORKED.Process(target=_fork, args=(*passed, dict(env)))
+        parent = FORKED.Process(target=_fork, args=(*passed, dict(env), most))
         parent.start()
         for connection in passed:
             connection.close()
@@ -76,7 +77,7 @@ def _start_trainer(channel: int, output: Any, env: Mapping[str, str]) -> int:
     return pid
 
 
-def _fork(ready: Connection, channel: Connection, output: Connection, env: dict[str, str]) -> None:
+def _fork(ready: Connection, channel: Connection, output: Connection, env: dict[str, str], most: int) -> None:
     parent = os.pidfd_open(os.getpid())
     if os.fork():
         return
@@ -91,7 +92,8 @@ def _fork(ready: Connection, channel: Connection, output: Connection, env: dict[
     output.close()
     ready.send(os.getpid())
     ready.close()
-    _fork_rank(channel)
+    for _ in range(1, most):
+        _fork_rank(channel)
     try:
         trainer._serve(socket.socket(fileno=os.dup(channel.fileno())))
     finally:
@@ -99,10 +101,11 @@ def _fork(ready: Connection, channel: Connection, output: Connection, env: dict[
 
 
 def _fork_rank(channel: Connection) -> None:
-    """Have rank 1 ready before this process begins a thread or runs a line of the task."""
+    """Have another rank ready before this process begins a thread or runs a line of the task."""
     ours, theirs = socket.socketpair()
     if not (pid := os.fork()):
-        ours.close()
+        for _, other in [*Rank.ready, (0, ours)]:
+            other.close()
         channel.close()
         _become_rank(theirs)
     theirs.close()

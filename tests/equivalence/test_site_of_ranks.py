@@ -16,9 +16,10 @@ from fedtrain.errors import TaskError
 from fedtrain.messages import Update
 from fedtrain.runtime.trainer import Trainer, TrainerDied
 from tests.equivalence.tiny import project
+from tests.forked import fork_trainers
 from tests.inline import Inline
 
-pytestmark = pytest.mark.slow(25)  # each rank loads torch
+pytestmark = pytest.mark.slow(12)
 EXACT = 1e-12  # float64
 
 
@@ -69,7 +70,9 @@ def one(folder, tmp_path_factory) -> list[tuple[torch.Tensor, Update, float]]:
 @pytest.mark.parametrize(
     ("ranks", "mesh"), [(2, {}), (4, {"tp": 2, "zero": 3}), (4, {"pp": 2})], ids=["dp", "zero3-tp", "dp-pp"]
 )
-def test_a_site_of_several_ranks_sends_the_update_of_one(folder, tmp_path, one, ranks, mesh):
+def test_a_site_of_several_ranks_sends_the_update_of_one(folder, tmp_path, one, monkeypatch, ranks, mesh):
+    if ranks > 2:  # processes that need not load torch
+        fork_trainers(monkeypatch, ranks)
     several = asyncio.run(two_rounds(configured(folder, ranks=ranks, **mesh), tmp_path))
     for (delta, update, loss), (other, theirs, their_loss) in zip(one, several, strict=True):
         assert (delta - other).abs().max() < EXACT
@@ -116,7 +119,8 @@ class Moody(Rows):
 """
 
 
-def test_whatever_becomes_of_a_rank_ends_all_and_is_named(tmp_path, capfd):
+def test_whatever_becomes_of_a_rank_ends_all_and_is_named(tmp_path, capfd, monkeypatch):
+    fork_trainers(monkeypatch)
     folder = project(tmp_path / "project")
     with (folder / "mesh_task.py").open("a") as f:
         f.write(MOODY)
