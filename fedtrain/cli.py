@@ -29,7 +29,7 @@ from .errors import ConfigError, FedtrainError, TaskError, story_of, writing
 
 if TYPE_CHECKING:
     from .config import Config
-    from .runtime.plan import RoundPlan
+    from .runtime.plan import RoundTraffic
     from .tracking.runs import Summary
 
 QUICK_START = """\b
@@ -495,7 +495,7 @@ def _row_of_the_table(config: Config, mode: str) -> None:
         click.echo(f"set for other modes: {', '.join(idle)}")
 
 
-def _plan_lines(found: RoundPlan, noun: str) -> Iterator[tuple[str, str]]:
+def _plan_lines(found: RoundTraffic, noun: str) -> Iterator[tuple[str, str]]:
     from .tracking.live import size
 
     whom = "each site" if noun == "round" else "a site for each update"

@@ -14,11 +14,11 @@ LONG_FILE = 450  # lines
 RUNTIME_FILE = 350  # lines, in fedtrain/runtime/
 
 # Today's numbers:
-LONG_FILES = 15
+LONG_FILES = 13
 # ... of those in runtime/
 RUNTIME_FILES = 9
 # ... of class names that two modules define
-NAMES_WITH_TWO_MEANINGS = 23
+NAMES_WITH_TWO_MEANINGS = 22
 # ... of places that spell them
 DTYPES_WITHOUT_DIFFERENCES = 1
 # ... of groups of modules that import each other

@@ -15,7 +15,7 @@ from fedtrain.messages import Evaluate, Evaluation, Failure, Update
 from fedtrain.runtime import gossip_simulation, secure
 from fedtrain.runtime.simulated_masks import SimulatedMasks
 from fedtrain.runtime.simulation import simulate
-from fedtrain.store import Plan
+from fedtrain.store import RoundPlan
 from fedtrain.transport.memory import LocalCohort
 from tests.test_gossip_peers import Log
 from tests.test_gossip_peers import config as gossip_config
@@ -81,7 +81,7 @@ def told(answers_of, cfg, sites, train, evaluate):
     events = Events()
     answers = answers_of(cfg, LocalCohort({site: handler(site) for site in sites}), events)
     for work in (
-        lambda: answers.train(Plan(0, 0, sites), zeros()),
+        lambda: answers.train(RoundPlan(0, 0, sites), zeros()),
         lambda: answers.evaluate(1, sites, zeros()),
     ):
         try:
@@ -113,10 +113,10 @@ def test_clipped_values_of_updates_in_slabs_are_counted_too(tmp_path):
     rows = torch.stack([updates[site].delta.data.view(torch.uint8).flatten() for site in SITES])
     slab = dict(zip(SITES, Slab(zeros().schema, rows).arenas(), strict=True))
     cohort = LocalCohort({site: lambda r, s=site: replace(updates[s], delta=slab[s]) for site in SITES})
-    asyncio.run(secure.FixedPointSums(cfg, cohort, events).train(Plan(0, 0, SITES), zeros()))
+    asyncio.run(secure.FixedPointSums(cfg, cohort, events).train(RoundPlan(0, 0, SITES), zeros()))
     alone = Events()
     openly = LocalCohort({site: lambda r, s=site: updates[s] for site in SITES})
-    asyncio.run(secure.FixedPointSums(cfg, openly, alone).train(Plan(0, 0, SITES), zeros()))
+    asyncio.run(secure.FixedPointSums(cfg, openly, alone).train(RoundPlan(0, 0, SITES), zeros()))
     assert events.of("notice") == alone.of("notice")
     assert "values were clipped to secagg.clip" in events.of("notice")[0]["text"]
 

@@ -23,7 +23,7 @@ from fedtrain.runtime.simulated_masks import MaskedCohort, SimulatedMasks
 from fedtrain.runtime.site import Site, secure_site
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
-from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
+from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool
 from fedtrain.strategies import build, state_init
 from fedtrain.transport.endpoints import RemoteCohort, SiteLink
 from fedtrain.transport.grpc import GrpcTransport
@@ -110,7 +110,7 @@ def zeros():
 
 
 def mean_of(answers, sites=SITES, number=0):
-    return asyncio.run(answers.train(Plan(number, 0, list(sites)), zeros()))
+    return asyncio.run(answers.train(RoundPlan(number, 0, list(sites)), zeros()))
 
 
 def fixed(cfg, sites=SITES, cohort=None, number=0):
@@ -179,7 +179,7 @@ def test_groups_are_redrawn_each_round_and_their_means_are_what_a_robust_rule_se
         strategy={"min_sites": 9},
         aggregation={"rule": rule},
     )
-    drawn = [secure.groups_of(cfg, Plan(number, 0, sites)) for number in range(4)]
+    drawn = [secure.groups_of(cfg, RoundPlan(number, 0, sites)) for number in range(4)]
     assert all(sorted(chain(*each)) == sites for each in drawn)
     assert len({tuple(map(tuple, each)) for each in drawn}) == 4
     hostile = {"site-a": lambda r: Update(delta=found("a", size=1e4).delta, num_examples=10.0)}
@@ -234,7 +234,7 @@ def test_too_few_abort_and_the_next_attempt_trains_nobody_again(tmp_path):
 def test_too_few_groups_for_the_rule_fail_the_attempt(tmp_path):
     sites = [f"site-{c}" for c in "abcdefghi"]
     keys = {"secagg": {"groups": 3}, "aggregation": {"rule": "median"}, "strategy": {"min_sites": 9}}
-    gone = secure.groups_of(config(tmp_path, **keys), Plan(0, 0, sites))[1][0]
+    gone = secure.groups_of(config(tmp_path, **keys), RoundPlan(0, 0, sites))[1][0]
     lossy = openly(sites, loses=lambda site, request: site == gone)
     answers = secure.FixedPointSums(config(tmp_path, **keys), lossy, Events())
     answers._config = config(tmp_path, **keys | {"strategy": {"min_sites": 6}})  # so that groups are too few
@@ -264,7 +264,7 @@ def test_a_sum_that_broke_off_while_it_was_opened_is_had_again_over_the_same_sit
 def test_groups_that_were_summed_stay_when_another_one_is_tried_again(tmp_path):
     sites = [f"site-{c}" for c in "abcdefghi"]
     cfg = config(tmp_path, run={"rounds": 1}, secagg={"groups": 3}, strategy={"min_sites": 9})
-    first, events, asked = secure.groups_of(cfg, Plan(0, 0, sites)), Events(), []
+    first, events, asked = secure.groups_of(cfg, RoundPlan(0, 0, sites)), Events(), []
     lost = first[1][0]
 
     def loses(site, request):
@@ -405,7 +405,9 @@ def test_a_sum_that_no_model_survives_is_not_committed_and_nobody_can_be_named(t
     huge = build("fedavgm", {"server_lr": 1e25})
     start = Checkpoint(0, zeros(), state_init(huge, zeros()))
     with pytest.raises(Diverged, match=r"can't be known under masks: lower secagg\.clip") as error:
-        asyncio.run(federated_round(SimulatedMasks(cfg, openly(), Events()), Plan(0, 0, SITES), huge, start))
+        asyncio.run(
+            federated_round(SimulatedMasks(cfg, openly(), Events()), RoundPlan(0, 0, SITES), huge, start)
+        )
     assert error.value.culprit is None
 
 
@@ -525,7 +527,7 @@ def test_s13_over_mutual_tls_a_site_killed_at_any_step_leaves_the_exact_sum(tmp_
     async def round_with_a_death():
         lost = lambda site, request: site == "d" and isinstance(request, step)
         async with Federation(tmp_path, cfg, lost) as federation:
-            mean = await asyncio.wait_for(federation.answers.train(Plan(0, 0, SITES), zeros()), 30)
+            mean = await asyncio.wait_for(federation.answers.train(RoundPlan(0, 0, SITES), zeros()), 30)
             return mean, federation.tasks["d"].cancelled()
 
     mean, died = asyncio.run(round_with_a_death())
@@ -548,11 +550,11 @@ def test_below_the_threshold_the_round_aborts_and_is_had_again_without_training(
     async def two_attempts():
         async with Federation(tmp_path, cfg, lost) as federation:
             with pytest.raises(TooFewSites, match="3 are needed"):
-                await asyncio.wait_for(federation.answers.train(Plan(0, 0, SITES), zeros()), 30)
+                await asyncio.wait_for(federation.answers.train(RoundPlan(0, 0, SITES), zeros()), 30)
             for site in "cd":
                 federation.start(site)
             await asyncio.wait_for(federation.cohort.members(4), 20)
-            mean = await asyncio.wait_for(federation.answers.train(Plan(0, 1, SITES), zeros()), 30)
+            mean = await asyncio.wait_for(federation.answers.train(RoundPlan(0, 1, SITES), zeros()), 30)
             return mean, [t.trained for t in federation.trainers.values()]
 
     mean, trained = asyncio.run(two_attempts())
@@ -566,15 +568,15 @@ def test_s14_an_update_that_was_summed_is_in_no_sum_without_one_of_the_sites(tmp
 
     async def two_sums():
         async with Federation(tmp_path, config(tmp_path)) as federation:
-            await asyncio.wait_for(federation.answers.train(Plan(0, 0, SITES), zeros()), 30)
+            await asyncio.wait_for(federation.answers.train(RoundPlan(0, 0, SITES), zeros()), 30)
             await federation.restart(*restarted)
             before = len(federation.events)
             answers = federation.aggregator()  # that forgets, or seems to
             with pytest.raises(TooFewSites, match="one over others would give away what differs"):
-                await asyncio.wait_for(answers.train(Plan(0, 1, SITES[:3]), zeros()), 30)
+                await asyncio.wait_for(answers.train(RoundPlan(0, 1, SITES[:3]), zeros()), 30)
             del federation.events[:before]
             again = federation.aggregator()
-            return await asyncio.wait_for(again.train(Plan(0, 2, SITES), zeros()), 30)
+            return await asyncio.wait_for(again.train(RoundPlan(0, 2, SITES), zeros()), 30)
 
     assert asyncio.run(two_sums()).delta.digest == fixed(config(tmp_path)).delta.digest
 
@@ -582,13 +584,13 @@ def test_s14_an_update_that_was_summed_is_in_no_sum_without_one_of_the_sites(tmp
 def test_s06_sites_do_not_sum_with_a_revoked_one_whatever_the_aggregator_says(tmp_path):
     async def with_revoked():
         async with Federation(tmp_path, config(tmp_path)) as federation:
-            await asyncio.wait_for(federation.answers.train(Plan(0, 0, SITES), zeros()), 30)
+            await asyncio.wait_for(federation.answers.train(RoundPlan(0, 0, SITES), zeros()), 30)
             revoke(federation.certs, ["d"])
             federation.configs["d"] = config(tmp_path, network={"certs": "nowhere"})  # it looks at no list
             await federation.restart("d")
             with pytest.raises(TooFewSites, match=r"a refuses: .*d.*: its certificate [0-9A-F]+ was revoked"):
-                await asyncio.wait_for(federation.answers.train(Plan(1, 0, SITES), zeros()), 30)
-            mean = await asyncio.wait_for(federation.answers.train(Plan(1, 1, SITES[:3]), zeros()), 30)
+                await asyncio.wait_for(federation.answers.train(RoundPlan(1, 0, SITES), zeros()), 30)
+            mean = await asyncio.wait_for(federation.answers.train(RoundPlan(1, 1, SITES[:3]), zeros()), 30)
             return len(mean.sites)
 
     assert asyncio.run(with_revoked()) == 3
@@ -604,7 +606,7 @@ def test_a_restarted_aggregator_waits_for_a_planned_site_and_goes_on_without_it(
             federation.tasks["d"].cancel()
             await federation.told("site_lost", 1)
             del federation.seen["d"]
-            training = asyncio.create_task(federation.answers.train(Plan(0, 0, SITES), zeros()))
+            training = asyncio.create_task(federation.answers.train(RoundPlan(0, 0, SITES), zeros()))
             await asyncio.sleep(0)
             if comes:
                 federation.start("d")

@@ -20,7 +20,7 @@ from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.pool import PoolCohort
 from fedtrain.runtime.shared_memory import SharedMemory
 from fedtrain.runtime.trainer import Workbench
-from fedtrain.store import Checkpoint, Plan, RunStore
+from fedtrain.store import Checkpoint, RoundPlan, RunStore
 from fedtrain.store.memory import NEVER, SiteMemory
 from fedtrain.strategies import build
 from tests.inprocess import Events, InProcess, begin
@@ -199,7 +199,7 @@ def test_a_site_that_lost_its_memory_says_so_and_goes_on_as_a_new_one(tmp_path, 
 def test_each_site_is_told_the_last_round_it_counted_in(tmp_path):
     from fedtrain.runtime.answers import train_requests
 
-    plan = Plan(7, 0, ["a", "b", "c"], {"a": 6, "b": 2, "gone": 1})
+    plan = RoundPlan(7, 0, ["a", "b", "c"], {"a": 6, "b": 2, "gone": 1})
     requests = train_requests(config(tmp_path, ""), plan, state(0))
     assert all(isinstance(request, Train) for request in requests.values())
     assert {site: request.counted for site, request in requests.items()} == {"a": 6, "b": 2, "c": NEVER}

@@ -14,7 +14,7 @@ from fedtrain.arena import Arena
 from fedtrain.digest import digest_of
 from fedtrain.errors import Broken, Damaged, StoreError, WireError
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.store import Checkpoint, Ledger, Plan, RunStore, Spool
+from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool
 from fedtrain.store.disk import refuse_network_disk
 from tests.worlds import FORKED
 
@@ -148,7 +148,7 @@ def test_any_bit_of_a_database_or_its_log_that_changed_is_found_or_changes_nothi
     """As kill -9 left it, and as it lies after an orderly end."""
     commit(store, 0, 1, 2)
     store.evaluated(2, {"loss": 0.5}, best=True)
-    store.set_plan(Plan(2, 0, ["alice", "bob"]))
+    store.set_plan(RoundPlan(2, 0, ["alice", "bob"]))
     shutil.copytree(tmp_path / "run", tmp_path / "killed")
     store.close()
     shutil.copytree(tmp_path / "run", tmp_path / "ended")
@@ -182,7 +182,7 @@ def test_any_bit_of_a_database_or_its_log_that_changed_is_found_or_changes_nothi
 
 def test_a_changed_number_in_the_database_is_found(store, tmp_path):
     commit(store, 0)
-    store.set_plan(Plan(0, 0, ["alice", "bob"]))
+    store.set_plan(RoundPlan(0, 0, ["alice", "bob"]))
     store.close()
     path = tmp_path / "run/run.db"
     path.write_bytes(path.read_bytes().replace(b"alice", b"elise"))
@@ -204,8 +204,8 @@ def test_a_reader_of_no_run_is_told_how_to_find_one(tmp_path):
 
 def test_a_plan_outlives_the_process_and_ends_with_its_round(store):
     commit(store, 0)
-    store.set_plan(Plan(0, 1, ["a", "b"]))
-    assert store.plan(0) == Plan(0, 1, ["a", "b"])
+    store.set_plan(RoundPlan(0, 1, ["a", "b"]))
+    assert store.plan(0) == RoundPlan(0, 1, ["a", "b"])
     commit(store, 1)
     assert store.plan(0) is None
 

@@ -14,7 +14,7 @@ from fedtrain.runtime.pool import PoolCohort, good
 from fedtrain.runtime.secure import FixedPointSums
 from fedtrain.runtime.trainer import Failed, Trained, Trainer
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.store import Plan
+from fedtrain.store import RoundPlan
 from fedtrain.training.local import Engine
 from fedtrain.training.task import Task
 from fedtrain.transport.memory import LocalCohort
@@ -66,7 +66,7 @@ def update(value=0.0):
 
 
 def round_of(answers):
-    return asyncio.run(answers.train(Plan(0, 0, SITES), weights()))
+    return asyncio.run(answers.train(RoundPlan(0, 0, SITES), weights()))
 
 
 def fails(site):

@@ -32,7 +32,7 @@ from ..messages import (
     sized_names,
     summed,
 )
-from ..store import Plan
+from ..store import RoundPlan
 from . import checks
 from .progress import Averages, Emit, check_failures
 
@@ -55,7 +55,7 @@ class Answers(Protocol):
 
     cohort: Cohort
 
-    async def train(self, plan: Plan, weights: AnyArena) -> Mean:
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Mean:
         """Have the planned sites train. TooFewSites when fewer than the round needs give a good update."""
 
     async def evaluate(
@@ -64,11 +64,11 @@ class Answers(Protocol):
         """Sums over all sites, and each one's own where they may be known."""
 
 
-def train_id(config: Config, plan: Plan) -> str:
+def train_id(config: Config, plan: RoundPlan) -> str:
     return f"{config.run.name}/{plan.round}/{plan.attempt}/train"
 
 
-def train_requests(config: Config, plan: Plan, weights: AnyArena) -> dict[SiteId, Train]:
+def train_requests(config: Config, plan: RoundPlan, weights: AnyArena) -> dict[SiteId, Train]:
     """What each planned site is asked: one request for all that counted last in the same round."""
     counted = {site: plan.counted.get(site, -1) for site in plan.sites}
     request = {
@@ -90,7 +90,7 @@ class InTheOpen:
         self._config, self.cohort, self._emit = config, cohort, emit
         self.rule = rule_of(config)
 
-    async def train(self, plan: Plan, weights: AnyArena) -> Mean:
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Mean:
         config, schema = self._config, weights.schema
         requests = train_requests(config, plan, weights)
         trained: dict[SiteId, Metrics] = {}

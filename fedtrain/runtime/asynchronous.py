@@ -35,7 +35,7 @@ from ..errors import BadUpdate, ConfigError, Diverged, RoundError
 from ..exchange import Cohort
 from ..messages import Evaluate, Failure, Metrics, Reply, SiteId, Train, Update, averages, summed
 from ..schema import Section
-from ..store import Buffered, Checkpoint, Plan, RunStore, Turn, TurnState
+from ..store import Buffered, Checkpoint, RoundPlan, RunStore, Turn, TurnState
 from ..strategies import Strategy, server_step
 from . import checks, compressed
 from .answers import (
@@ -206,7 +206,7 @@ class Loop:
         if turn != self._turns.get(site):
             self._set_turn(site, turn)
         weights = self._store.weights(turn.version)
-        request = train_id(self._config, Plan(turn.number, 0, [site]))
+        request = train_id(self._config, RoundPlan(turn.number, 0, [site]))
         counted = self._counted.get(site, -1)
         self._asks.send(site, Train(id=request, round=turn.number, weights=weights, counted=counted))
         self._emit("site_state", site=site, state="training", round=turn.version + 1)

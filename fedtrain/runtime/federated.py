@@ -24,7 +24,7 @@ from ..errors import Diverged, JoinRefused, SecAggError, TooFewSites
 from ..malloc import keep_freed
 from ..messages import Found, Metrics, Reply, Request, SiteId
 from ..schema import Schema
-from ..store import Checkpoint, Plan, RunStore
+from ..store import Checkpoint, RoundPlan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
 from ..wire.frames import PROTOCOL, Bounds, Hello
 from . import asynchronous, checks, compressed
@@ -92,7 +92,7 @@ async def _train(
     plan, left_out = store.plan(checkpoint.round), dict[SiteId, str]()
     while True:
         if plan is None:
-            plan = Plan(checkpoint.round, 0, sample(config, checkpoint.round, 0, members))
+            plan = RoundPlan(checkpoint.round, 0, sample(config, checkpoint.round, 0, members))
         if store.durable or plan.attempt:  # a simulation draws its first plan again: nobody leaves it
             store.set_plan(plan)
         emit("round_started", round=plan.round + 1, attempt=plan.attempt + 1, sites=plan.sites)
@@ -104,7 +104,7 @@ async def _train(
             attempt = plan.attempt + 1
             culprit = e.culprit if isinstance(e, Diverged) else None
             if attempt >= config.strategy.attempts or (isinstance(e, Diverged) and culprit is None):
-                store.set_plan(Plan(plan.round, 0, plan.sites))
+                store.set_plan(RoundPlan(plan.round, 0, plan.sites))
                 raise
             if culprit is not None:
                 left_out[culprit] = str(e)
@@ -113,9 +113,9 @@ async def _train(
             members = await answers.cohort.members(config.strategy.min_sites)
             members = [site for site in members if site not in left_out]
             if len(members) < config.strategy.min_sites:
-                store.set_plan(Plan(plan.round, 0, plan.sites))
+                store.set_plan(RoundPlan(plan.round, 0, plan.sites))
                 raise
-            plan = Plan(plan.round, attempt, sample(config, plan.round, attempt, members))
+            plan = RoundPlan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
         nbytes = after.weights.schema.nbytes
         after = await aside(nbytes, compressed.shortened, config, checkpoint, after)
@@ -137,7 +137,7 @@ def at_hand(store: RunStore, checkpoint: Checkpoint) -> Checkpoint:
 
 
 async def federated_round(
-    answers: Answers, plan: Plan, strategy: Strategy, checkpoint: Checkpoint
+    answers: Answers, plan: RoundPlan, strategy: Strategy, checkpoint: Checkpoint
 ) -> tuple[Checkpoint, dict[str, Any], Sequence[SiteId]]:
     """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left.
     Returns the next one, what the log says of it, and whose updates are in it."""

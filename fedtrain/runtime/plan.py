@@ -37,7 +37,7 @@ class MaskPlan:
 
 
 @dataclass(frozen=True)
-class RoundPlan:
+class RoundTraffic:
     """Of one round with every site in it, or of one version of an asynchronous run, which is a full buffer.
     Bytes are of models and vectors; headers are small beside them."""
 
@@ -61,7 +61,7 @@ class RoundPlan:
         return self.rounds * self.aggregator_bytes
 
 
-def round_plan(config: Config, sites: int | None = None, data_dir: Path | None = None) -> RoundPlan:
+def round_plan(config: Config, sites: int | None = None, data_dir: Path | None = None) -> RoundTraffic:
     """What a round moves and, under masks, computes. ConfigError as the run would have it.
 
     `sites`: how many; without it those that the task names, else simulate.sites.
@@ -80,7 +80,7 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
     down_bytes = down.coded.nbytes if down else schema.nbytes  # to a site that has the model before
     if not config.secagg.enabled:
         up_bytes = up.coded.nbytes if up else schema.nbytes
-        return RoundPlan(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, None)
+        return RoundTraffic(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, None)
     secure.check_config(config)
     each = max(sites // config.secagg.groups, 1)
     encoding = secure.encoding_of(config, 0, each, schema)
@@ -101,7 +101,7 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
         aggregator_s=config.secagg.groups * (folded_s + each * mask_s),
         aggregator_worst_s=config.secagg.groups * (folded_s + (each - drop) * mask_s + lost_s),
     )
-    return RoundPlan(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, masks)
+    return RoundTraffic(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, masks)
 
 
 def _mask_s(nbytes: int) -> float:

@@ -63,7 +63,7 @@ from ..secagg.messages import (
 )
 from ..secagg.roster import Verify
 from ..secagg.server import SecureSum, secure_sum
-from ..store import Plan
+from ..store import RoundPlan
 from . import checks, compressed
 from .answers import Mean, evaluations, rule_of, train_requests
 from .crew import Crew
@@ -128,7 +128,9 @@ def policy(config: Config, federation: str) -> Policy:
     )  # fmt: skip
 
 
-def groups_of(config: Config, plan: Plan, settled: Sequence[Sequence[SiteId]] = ()) -> list[Sequence[SiteId]]:
+def groups_of(
+    config: Config, plan: RoundPlan, settled: Sequence[Sequence[SiteId]] = ()
+) -> list[Sequence[SiteId]]:
     """The sites of a round in secagg.groups random groups of equal size or one more, redrawn each round.
 
     Groups that are `settled` stay as they are, and the other sites make up the others, as far as they can.
@@ -156,13 +158,13 @@ def one_of_groups(config: Config, schema: Schema, totals: Sequence[Total], sites
     return Mean(aggregate(rule, schema, updates), metrics, sites)
 
 
-def tell_clipped(emit: Emit, plan: Plan, totals: Sequence[Total]) -> None:
+def tell_clipped(emit: Emit, plan: RoundPlan, totals: Sequence[Total]) -> None:
     """A step can be far off that way."""
     if clipped := sum(total.clipped for total in totals):
         emit("notice", text=f"round {plan.round + 1}: {clipped:g} values were clipped to secagg.clip")
 
 
-def tell_failed(emit: Emit, plan: Plan, error: BaseException) -> None:
+def tell_failed(emit: Emit, plan: RoundPlan, error: BaseException) -> None:
     emit("notice", text=f"round {plan.round + 1}: a group's sum failed: {error}")
 
 
@@ -339,7 +341,7 @@ class UnderMasks:
         federation: str,
         fingerprints: Callable[[Sequence[SiteId]], Mapping[SiteId, bytes]],
         verify: Verify,
-        settled: Callable[[Plan], None] = lambda plan: None,
+        settled: Callable[[RoundPlan], None] = lambda plan: None,
         spread: Spread = map,
         frozen: str = "",
     ) -> None:
@@ -353,7 +355,7 @@ class UnderMasks:
         self._frozen = frozen
         self._round, self._agreed = -1, list[Sequence[SiteId]]()  # its sums that may have been opened
 
-    async def train(self, plan: Plan, weights: AnyArena) -> Mean:
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Mean:
         if self._round != plan.round:
             self._round, self._agreed = plan.round, []
         groups, alone = groups_of(self._config, plan, self._agreed), self._config.secagg.groups == 1
@@ -386,7 +388,7 @@ class UnderMasks:
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         failed: dict[SiteId, str] = {}
         for attempt in range(self._config.strategy.attempts):
-            plan = Plan(number, attempt, list(sites))
+            plan = RoundPlan(number, attempt, list(sites))
             try:
                 total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation)
             except (TooFewSites, SecAggError) as e:
@@ -399,7 +401,7 @@ class UnderMasks:
 
     async def _sum(
         self,
-        plan: Plan,
+        plan: RoundPlan,
         sites: Sequence[SiteId],
         weights: AnyArena,
         ask: type[Advertise | AdvertiseEvaluation],
@@ -450,7 +452,7 @@ class UnderMasks:
             raise TooFewSites("secure sum", len(found), self._policy.min_sites)
         return {site: found[site] for site in sites if site in found}
 
-    def _terms(self, plan: Plan, cohort: dict[SiteId, bytes], encoding: Encoding) -> Terms:
+    def _terms(self, plan: RoundPlan, cohort: dict[SiteId, bytes], encoding: Encoding) -> Terms:
         (quorum, threshold, degree), point = self._policy.graph(len(cohort)), encoding.point
         return Terms(
             federation=self._policy.federation, run=self._policy.run, round=plan.round, attempt=plan.attempt,
@@ -459,7 +461,7 @@ class UnderMasks:
             value_bits=point.value_bits, clip=point.clip, max_weight=point.max_weight, length=encoding.length,
         )  # fmt: skip
 
-    def _tell(self, plan: Plan, found: SecureSum, *, training: bool) -> None:
+    def _tell(self, plan: RoundPlan, found: SecureSum, *, training: bool) -> None:
         number = plan.round + 1 if training else plan.round
         if training:
             for site in found.sites:
@@ -485,7 +487,7 @@ class FixedPointSums:
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy = policy(config, "")
 
-    async def train(self, plan: Plan, weights: AnyArena) -> Mean:
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Mean:
         groups = groups_of(self._config, plan)
         sums = [PlainSum(self._config, plan.round, weights.schema, len(sites)) for sites in groups]
         sum_of = {site: each for each, sites in zip(sums, groups, strict=True) for site in sites}

@@ -82,7 +82,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     """Who was asked for the round under way: fixed before the first request goes out."""
 
     round: int
@@ -455,7 +455,7 @@ class RunStore:
 
     # --- the round under way
 
-    def plan(self, number: int) -> Plan | None:
+    def plan(self, number: int) -> RoundPlan | None:
         """Of the round that follows the last one. That of a committed round stays for a while, for should its
         weights be damaged, the same sites are to be asked for it again."""
         row = self._db.one(
@@ -463,9 +463,9 @@ class RunStore:
             "WHERE round = ? AND round = (SELECT MAX(round) FROM rounds)",
             (number,),
         )
-        return Plan(row[0], row[1], msgspec.json.decode(row[2])) if row else None
+        return RoundPlan(row[0], row[1], msgspec.json.decode(row[2])) if row else None
 
-    def set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: RoundPlan) -> None:
         with self._transaction():
             self._db.change(
                 "INSERT OR REPLACE INTO plan VALUES (?, ?, ?)",
