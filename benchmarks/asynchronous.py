@@ -29,6 +29,7 @@ from deployed_round import SITES, Idle, project
 
 from fedtrain.arena import ArenaFile
 from fedtrain.config import Config
+from fedtrain.events import silent
 from fedtrain.messages import Update
 from fedtrain.runtime import site as runtime_site
 
@@ -68,7 +69,7 @@ async def paced_site(folder: str, name: str, pace_s: float, sets: list[str]) -> 
     async def start(scratch: Path) -> Paced:
         return Paced(config, SITES.index(name), pace_s)
 
-    await runtime_site.run(config, name, emit=lambda kind, **fields: None, start_trainer=start)
+    await runtime_site.run(config, name, emit=silent, start_trainer=start)
 
 
 def measured(paces_s: dict[str, float], versions: int, sets: tuple[str, ...]) -> Found:

@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import common
 import torch
 
 from fedtrain.compression import parse
 from fedtrain.config import Config
+from fedtrain.events import Event
 from fedtrain.runtime.simulation import simulate
 
 CASES = [
@@ -88,7 +88,8 @@ def federate(folder: Path, task: str, up: str, down: str, rounds: int, seed: int
         ]  # fmt: skip
         config, nbytes, accuracy = Config.load(Path(scratch) / "fedtrain.toml", sets), 0, float("nan")
 
-        def emit(kind: str, **fields: Any) -> None:
+        def emit(event: Event) -> None:
+            kind, fields = event.kind, event.fields()
             nonlocal nbytes, accuracy
             if kind == "round_committed":
                 nbytes += fields["bytes_in"] + fields["bytes_out"]

@@ -33,6 +33,7 @@ import psutil
 from fedtrain.arena import ArenaFile
 from fedtrain.config import Config
 from fedtrain.digest import Digest
+from fedtrain.events import silent
 from fedtrain.messages import Evaluation, Update
 from fedtrain.pki import Credentials, aggregator_target, init, issue
 from fedtrain.runtime import site as runtime_site
@@ -168,7 +169,7 @@ async def idle_site(folder: str, name: str, numel: int) -> None:
     async def start(scratch: Path) -> Idle:
         return Idle(config, numel, SITES.index(name))
 
-    await runtime_site.run(config, name, emit=lambda kind, **fields: None, start_trainer=start)
+    await runtime_site.run(config, name, emit=silent, start_trainer=start)
 
 
 # --- the bare stream: the same bytes down and up, four at a time, nothing done with them

@@ -29,6 +29,7 @@ import torch
 
 from fedtrain.arena import Arena
 from fedtrain.config import Config
+from fedtrain.events import Event
 from fedtrain.messages import averages
 from fedtrain.runtime import gossip_simulation, simulation
 from fedtrain.runtime.trainer import Workbench
@@ -103,7 +104,8 @@ class Bench:
         return Config.of(table, self.config.root)
 
     def _recorder(self, course: Course, folder: Path) -> Any:
-        def emit(kind: str, **event: Any) -> None:
+        def emit(event: Event) -> None:
+            kind, event = event.kind, event.fields()
             if kind == "evaluated":
                 course.accuracy.append(event["metrics"]["accuracy"])
             elif kind == "round_committed":

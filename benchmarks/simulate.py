@@ -17,11 +17,11 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import common
 
 from fedtrain.config import Config
+from fedtrain.events import Event
 from fedtrain.runtime.pool import PoolCohort
 from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.trainer import Trainer
@@ -102,7 +102,8 @@ class Timing:
 def run(case: Case, folder: Path, workers: int, secure: bool = False) -> Timing:
     committed: list[float] = []
 
-    def emit(kind: str, **fields: Any) -> None:
+    def emit(event: Event) -> None:
+        kind, fields = event.kind, event.fields()
         if kind == "round_committed":
             assert fields["sites"] == case.sites, fields
             committed.append(time.perf_counter())

@@ -29,6 +29,7 @@ from .errors import ConfigError, FedtrainError, TaskError, story_of, writing
 
 if TYPE_CHECKING:
     from .config import Config
+    from .events import Emit
     from .runtime.plan import RoundTraffic
     from .tracking.runs import Summary
 
@@ -167,7 +168,7 @@ as_json = click.option("--json", "json", is_flag=True, help="Print JSON, one obj
 
 
 @contextmanager
-def shown(run_dir: Path, *, json: bool, plain: bool = False) -> Iterator[Callable[..., None]]:
+def shown(run_dir: Path, *, json: bool, plain: bool = False) -> Iterator[Emit]:
     """An emit() whose events go to the run directory and to the screen."""
     from .tracking import EventLog
     from .tracking.live import screen
@@ -431,13 +432,14 @@ def invite(config: Config, guest: str, host: str, days: float) -> None:
 @begin_with
 def datacenter(config: Config, json: bool, data_dir: Path | None, start: str | None) -> None:
     """Train with all ranks that torchrun started, as [parallel] says."""
+    from . import events
     from .runtime import datacenter
     from .training.elastic import fail
 
     source = _source(config, start)
     first = os.environ.get("RANK", "0") == "0"
     try:
-        with shown(config.datacenter_dir, json=json) if first else nullcontext(datacenter.silent) as emit:
+        with shown(config.datacenter_dir, json=json) if first else nullcontext(events.silent) as emit:
             datacenter.run(config, emit=emit, data_dir=data_dir, start=source)
     except Exception as e:
         if "RANK" not in os.environ:
@@ -520,13 +522,14 @@ def _plan_lines(found: RoundTraffic, noun: str) -> Iterator[tuple[str, str]]:
 @as_json
 def watch(config: Config, run: str | None, json: bool) -> None:
     """Follow a run (without RUN, the newest) until it finishes."""
-    from .tracking import events
+    from . import events
+    from .tracking import log
     from .tracking.live import screen
 
     run_dir = _run_dir(config, run)
     with screen(json=json) as show:
         finished, idle, told = False, 0, False
-        for event in events.follow(run_dir):
+        for event in log.follow(run_dir):
             if event is not None:
                 show(event)
                 finished = isinstance(event, events.RunFinished) or (
@@ -535,10 +538,11 @@ def watch(config: Config, run: str | None, json: bool) -> None:
                 idle, told = 0, False
             elif finished:
                 return
-            elif not events.running(run_dir):
+            elif not log.running(run_dir):
                 idle += 1  # once may be the instant before its last line
                 if idle > 1 and not told and not json:
-                    show(events.Notice(time.time(), "no process works on this run; waiting for it to go on"))
+                    text = "no process works on this run; waiting for it to go on"
+                    show(events.Notice(time=time.time(), text=text))
                     told = True
 
 

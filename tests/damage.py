@@ -17,6 +17,7 @@ import torch
 from fedtrain.arena import AnyArena, Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import Broken, FedtrainError, WireError
+from fedtrain.events import Event
 from fedtrain.messages import Evaluate, Evaluation, Failure, Found, Reply, Request, Train, Update
 from fedtrain.runtime import federated, secure
 from fedtrain.runtime.answers import InTheOpen
@@ -186,8 +187,8 @@ class Star:
         spent = Spent(self.config.privacy, ledger.folder, self._emit)
         return Site(name, SCHEMA, ledger, Toy(), secure=mine, spent=spent)
 
-    def _emit(self, kind: str, **fields: Any) -> None:
-        if text := fields.get("text") or fields.get("reason"):
+    def _emit(self, event: Event) -> None:
+        if text := getattr(event, "text", "") or getattr(event, "reason", ""):
             self.lines.append(text)
 
 

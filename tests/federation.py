@@ -80,7 +80,7 @@ async def aggregator(
         welcome=options.pop("welcome", lambda site, hello: None),
         admit=lambda site, request, reply: checks.admit(request, reply, schema, limits, None),
         inbox=lambda site: Spool(folder / "inbox" / site),
-        emit=lambda kind, **fields: events.append((kind, fields)),
+        emit=lambda event: events.append((event.kind, event.fields())),
         **options,
     )
     await cohort.start()

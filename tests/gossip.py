@@ -67,7 +67,9 @@ class Party:
     def start(self, name: str, **options: Any) -> ZmqNeighbors:
         curve = self.curves.setdefault(name, Curve.new())
         options = {"curve": curve, "roster": self.roster, "run": "r", "greeting": GREETING} | options
-        peer = ZmqNeighbors(me=name, emit=lambda kind, **f: self.events.append((name, kind, f)), **options)
+        peer = ZmqNeighbors(
+            me=name, emit=lambda event: self.events.append((name, event.kind, event.fields())), **options
+        )
         peer.start()
         self.peers[name] = peer
         self.enrol(Contact(name, curve.public, f"127.0.0.1:{peer.port}" if peer.port else None))

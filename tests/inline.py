@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from fedtrain.config import Config
 from fedtrain.errors import FedtrainError, TaskError
+from fedtrain.events import Event, silent
 from fedtrain.pki import init, issue
 from fedtrain.runtime import federated, site
 from fedtrain.runtime.simulation import simulate
@@ -119,14 +120,12 @@ async def federation(config: Config, start: Path | None = None) -> list[dict[str
     """A whole run over mutual TLS; what the aggregator says of each round."""
     committed = []
 
-    def emit(kind: str, **fields: Any) -> None:
+    def emit(event: Event) -> None:
+        kind, fields = event.kind, event.fields()
         if kind == "round_committed":
             committed.append(fields)
 
-    def quiet(kind: str, **fields: Any) -> None:
-        """Sites have nothing to tell."""
-
-    tasks = [asyncio.create_task(site.run(config, name, emit=quiet)) for name in SITES]
+    tasks = [asyncio.create_task(site.run(config, name, emit=silent)) for name in SITES]
     try:
         async with asyncio.timeout(60):
             await federated.serve(config, emit=emit, start=start)
@@ -139,7 +138,7 @@ async def federation(config: Config, start: Path | None = None) -> list[dict[str
 
 
 async def simulation(config: Config, start: Path | None = None) -> None:
-    await simulate(config, emit=lambda kind, **fields: None, start=start, fresh=True)
+    await simulate(config, emit=silent, start=start, fresh=True)
 
 
 def final(run_dir: Path, out: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from fedtrain.arena import AnyArena
 from fedtrain.config import Config
 from fedtrain.errors import TaskError
+from fedtrain.events import Event
 from fedtrain.pki import init, issue
 from fedtrain.runtime import federated, simulation, site
 from fedtrain.runtime.trainer import Failed, Trainer, Workbench, _failed, digest_of
@@ -23,8 +24,8 @@ WAIT_S = 60.0
 
 
 class Events(list[tuple[str, dict[str, Any]]]):
-    def __call__(self, kind: str, **fields: Any) -> None:
-        self.append((kind, fields))
+    def __call__(self, event: Event) -> None:
+        self.append((event.kind, event.fields()))
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [fields for k, fields in self if k == kind]

@@ -93,7 +93,7 @@ class Village:
 
         changes.setdefault("network", {"listen": f"127.0.0.1:{self.ports[name]}"})
         work = peer.run(
-            self.config(**changes), name, emit=lambda kind, **fields: events.append((kind, fields)),
+            self.config(**changes), name, emit=lambda event: events.append((event.kind, event.fields())),
             invitation=invitation, start_trainer=start_trainer,
         )  # fmt: skip
         self.running[name] = asyncio.create_task(work)

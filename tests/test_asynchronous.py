@@ -16,6 +16,7 @@ from fedtrain.arena import Arena
 from fedtrain.cli import cli
 from fedtrain.config import AsynchronousConfig, Config, EvaluateConfig, SecAggConfig
 from fedtrain.errors import ConfigError, RoundError
+from fedtrain.events import KINDS
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.runtime import asynchronous, federated
 from fedtrain.runtime.answers import InTheOpen
@@ -393,8 +394,9 @@ def test_a_lost_site_that_comes_back_is_asked_what_it_owes_unless_that_is_too_ol
     cfg = config(tmp_path, run={"rounds": 12}, asynchronous={"max_staleness": bound})
     cohort = Leaving(handlers(e=of_e))
 
-    def emit(kind, **fields):
-        events(kind, **fields)
+    def emit(event):
+        kind, fields = event.kind, event.fields()
+        events(event)
         if kind == "round_committed" and fields["round"] == 6:
             cohort.away = False
             cohort.back.set()
@@ -655,7 +657,7 @@ def test_lines_and_table_count_versions_and_show_staleness(tmp_path):
     run(cfg, LocalCohort(handlers()), events, clocked=True)
     with EventLog(tmp_path / "told", board.add, lambda e: lines.append(line(e, board))) as log:
         for kind, fields in events:
-            log.emit(kind, **fields)
+            log.emit(KINDS[kind](**fields))
     assert lines[0].startswith("run t (federated): 12 versions")
     assert "version 9/12: update from e: 5 examples" in "\n".join(filter(None, lines))
     assert any(text and "from e" in text and text.endswith("staleness 8") for text in lines)
@@ -690,8 +692,9 @@ def test_over_mutual_tls_no_site_waits_for_a_slow_one_and_one_that_joins_later_t
         reached = {version: asyncio.Event() for version in range(1, 9)}
         heard = {name: asyncio.Event() for name in "abcd"}
 
-        def emit(kind, **fields):
-            events(kind, **fields)
+        def emit(event):
+            kind, fields = event.kind, event.fields()
+            events(event)
             if kind == "round_committed":
                 reached[fields["round"]].set()
             elif kind == "update_received":

@@ -4,14 +4,11 @@ import asyncio
 import contextlib
 
 from fedtrain.config import Config
+from fedtrain.events import silent
 from fedtrain.runtime import datacenter, simulation
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export
 from tests.waves import Waves
-
-
-def silent(kind, **fields):
-    pass
 
 
 def weights(folder, number):

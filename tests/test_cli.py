@@ -16,11 +16,12 @@ import pytest
 from click.testing import CliRunner
 
 import fedtrain
-from fedtrain import pki
+from fedtrain import events, pki
 from fedtrain.cli import RUN_COLUMNS, _width, cli, fitted
 from fedtrain.errors import TooFewSites
 from fedtrain.runtime import federated, simulation, site
-from fedtrain.tracking import EventLog, events
+from fedtrain.tracking import EventLog
+from fedtrain.tracking.log import read
 
 FEDTRAIN = [sys.executable, "-m", "fedtrain"]
 
@@ -38,12 +39,12 @@ def run(*args, **kinds):
 
 def write_run(folder, *, finished=True):
     with EventLog(folder) as log:
-        log.emit("run_started", run="heart", mode="simulate", rounds=2, sites=2)
-        log.emit("round_started", round=1, sites=["a", "b"])
-        log.emit("round_committed", round=1, loss=0.5, seconds=0.1, sites=2)
-        log.emit("evaluated", round=1, metrics={"accuracy": 0.75})
+        log.emit(events.RunStarted(run="heart", mode="simulate", rounds=2, sites=2))
+        log.emit(events.RoundStarted(round=1, sites=["a", "b"]))
+        log.emit(events.RoundCommitted(round=1, loss=0.5, seconds=0.1, sites=2))
+        log.emit(events.Evaluated(round=1, metrics={"accuracy": 0.75}))
         if finished:
-            log.emit("run_finished", round=1, reason="rounds done")
+            log.emit(events.RunFinished(round=1, reason="rounds done"))
 
 
 # --- help, and what it costs
@@ -207,9 +208,9 @@ def a_mode(calls):
 
     async def mode(config, *args, emit, **given):
         calls.append(SimpleNamespace(config=config, args=args, **given))
-        emit("run_started", run=config.run.name, mode="simulate", rounds=config.run.rounds)
-        emit("round_committed", round=1, loss=0.5, sites=2)
-        emit("run_finished", round=1, reason="rounds done")
+        emit(events.RunStarted(run=config.run.name, mode="simulate", rounds=config.run.rounds))
+        emit(events.RoundCommitted(round=1, loss=0.5, sites=2))
+        emit(events.RunFinished(round=1, reason="rounds done"))
 
     return mode
 
@@ -221,7 +222,7 @@ def test_simulate_writes_its_events_into_its_own_run_directory(project, monkeypa
     assert (result.exit_code, result.stderr) == (0, "")
     assert "round 1/2: done: 2 sites  loss 0.5000" in result.stdout
     assert (calls[0].fresh, calls[0].debug, calls[0].config.train.lr) == (True, None, 0.5)
-    assert len(list(events.read(project / "runs" / "heart+simulate"))) == 3
+    assert len(list(read(project / "runs" / "heart+simulate"))) == 3
 
 
 def test_debug_names_the_site_to_train_in_this_process(project, monkeypatch):
@@ -250,27 +251,27 @@ def test_aggregator_and_site_use_run_directories_of_their_own(project, monkeypat
 
 def test_a_run_that_fails_says_why_here_and_in_its_events(project, monkeypatch):
     async def serve(config, *, emit, start):
-        emit("run_started", run="heart", mode="federated", rounds=2)
+        emit(events.RunStarted(run="heart", mode="federated", rounds=2))
         raise TooFewSites("round 1", 1, 2)
 
     monkeypatch.setattr(federated, "serve", serve)
     result = run("aggregator")
     assert result.exit_code == 1
     assert result.stderr.startswith("fedtrain: round 1: 1 sites replied, 2 are needed.")
-    assert "stopped: round 1" in list(events.read(project / "runs" / "heart"))[-1].text
+    assert "stopped: round 1" in list(read(project / "runs" / "heart"))[-1].text
 
 
 LONG_RUN = """
 import asyncio, sys
-from fedtrain import cli
+from fedtrain import cli, events
 from fedtrain.runtime import federated
 
 async def serve(config, *, emit, start):
-    emit("run_started", run="heart", mode="federated", rounds=2)
+    emit(events.RunStarted(run="heart", mode="federated", rounds=2))
     try:
         await asyncio.sleep(600)
     finally:
-        emit("notice", text="cleaned up")
+        emit(events.Notice(text="cleaned up"))
 
 federated.serve = serve
 sys.argv = ["fedtrain", "aggregator"]
@@ -365,12 +366,12 @@ def test_watch_shows_a_finished_run_and_ends(project):
 def test_watch_follows_another_process_until_the_run_finishes(project):
     folder = project / "runs" / "heart"
     with EventLog(folder) as log:
-        log.emit("run_started", run="heart", mode="federated", rounds=2)
+        log.emit(events.RunStarted(run="heart", mode="federated", rounds=2))
         child = subprocess.Popen([*FEDTRAIN, "watch", "heart", "--json"], stdout=subprocess.PIPE, text=True)
         assert json.loads(child.stdout.readline())["kind"] == "run_started"
-        log.emit("notice", text="now")
+        log.emit(events.Notice(text="now"))
         assert json.loads(child.stdout.readline())["text"] == "now"
-        log.emit("run_finished", round=2)
+        log.emit(events.RunFinished(round=2))
         rest, _ = child.communicate(timeout=60)
     assert json.loads(rest)["kind"] == "run_finished"
     assert child.returncode == 0
@@ -393,8 +394,8 @@ def test_watch_goes_on_when_a_finished_run_was_started_again(project, monkeypatc
     folder = project / "runs" / "heart"
     write_run(folder)
     with EventLog(folder) as log:
-        log.emit("run_started", run="heart", mode="federated", rounds=4, resumed_from=1)
-    monkeypatch.setattr(events, "follow", lambda _: iter([*events.read(folder), None, None, None]))
+        log.emit(events.RunStarted(run="heart", mode="federated", rounds=4, resumed_from=1))
+    monkeypatch.setattr("fedtrain.tracking.log.follow", lambda _: iter([*read(folder), None, None, None]))
     assert run("watch").output.splitlines()[-1].endswith("waiting for it to go on")
 
 

@@ -13,6 +13,7 @@ from fedtrain.arena import Arena
 from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, RoundError, StoreError
+from fedtrain.events import silent
 from fedtrain.runtime import datacenter
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
@@ -30,7 +31,9 @@ def train(folder, name, *, rounds=3, start=None, **changes):
     table = case("Rows", train={"local_steps": 0, "local_epochs": 1, **changes.pop("train", {})}, **changes)
     table |= {"run": table["run"] | {"name": name, "rounds": rounds}, "evaluate": {"every": 1}}
     config, events = Config.of(table, folder), []
-    result = datacenter.run(config, emit=lambda kind, **f: events.append({"kind": kind, **f}), start=start)
+    result = datacenter.run(
+        config, emit=lambda event: events.append({"kind": event.kind, **event.fields()}), start=start
+    )
     assert result.rounds == rounds
     store = RunStore(config.datacenter_dir, read_only=True)
     last = store.latest()
@@ -70,9 +73,9 @@ def test_a_round_that_was_checkpointed_and_not_committed_is_committed_by_who_goe
     with monkeypatch.context() as patch:
         patch.setattr(RunStore, "commit", until)
         with pytest.raises(KeyboardInterrupt):
-            datacenter.run(runs[0], emit=datacenter.silent)
+            datacenter.run(runs[0], emit=silent)
     for config in runs:
-        datacenter.run(config, emit=datacenter.silent)
+        datacenter.run(config, emit=silent)
     assert rounds_of(runs[0]) == rounds_of(runs[1])
 
 
@@ -102,7 +105,7 @@ def test_another_model_is_refused(folder):
     train(folder, "rows", rounds=1)
     config = Config.of(case("Text", rounds=1) | {"run": {"task": "mesh_task:Text", "name": "text"}}, folder)
     with pytest.raises(StoreError, match="holds another model"):
-        datacenter.run(config, emit=datacenter.silent, start=folder / "runs" / "rows+datacenter")
+        datacenter.run(config, emit=silent, start=folder / "runs" / "rows+datacenter")
 
 
 def test_a_run_of_other_settings_is_refused(folder):
@@ -125,7 +128,7 @@ def test_events_tell_steps_rounds_and_evaluations(folder):
 def test_early_stop_counts_evaluations_without_improvement(folder):
     table = case("Rows", train={"local_steps": 1, "lr": 1e-30, "optimizer": "sgd"})
     table |= {"run": table["run"] | {"name": "early", "rounds": 9}, "evaluate": {"patience": 2}}
-    result = datacenter.run(Config.of(table, folder), emit=datacenter.silent)
+    result = datacenter.run(Config.of(table, folder), emit=silent)
     assert (result.rounds, result.reason) == (3, "loss has not improved for 2 evaluations")
 
 

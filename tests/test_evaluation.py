@@ -9,6 +9,7 @@ from fedtrain.arena import Arena
 from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Evaluation, Failure
 from fedtrain.runtime import asynchronous, datacenter, gossip_simulation, peer, secure, simulation
 from fedtrain.runtime.answers import InTheOpen
@@ -55,9 +56,9 @@ def project(tmp_path, monkeypatch, task):
 def started(mode, config):
     """The command's work; what it raises is the user's to act on."""
     if mode == "datacenter":
-        return datacenter.run(config, emit=datacenter.silent)
+        return datacenter.run(config, emit=silent)
     work = gossip_simulation if mode == "gossip" else simulation
-    return asyncio.run(work.simulate(config, emit=datacenter.silent))
+    return asyncio.run(work.simulate(config, emit=silent))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -59,8 +59,8 @@ def config(tmp_path, **sections):
 
 
 class Events(list):
-    def __call__(self, kind, **fields):
-        self.append((kind, fields))
+    def __call__(self, event):
+        self.append((event.kind, event.fields()))
 
     def of(self, kind):
         return [fields for k, fields in self if k == kind]

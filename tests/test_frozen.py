@@ -16,6 +16,7 @@ from torch import nn
 from fedtrain.arena import Arena
 from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, JoinRefused, StoreError, TaskError
+from fedtrain.events import silent
 from fedtrain.runtime import datacenter, gossip_simulation, peer
 from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.secure import hash_of
@@ -162,9 +163,8 @@ def test_in_every_mode_frozen_parameters_are_constants_to_the_last_bit(tmp_path,
     def exported(task):
         four = (TASK + CONSTANT).replace('"c"]', '"c", "d"]')
         config = project(tmp_path / task, four, **({"run": {"task": f"blobs_task:{task}"}} | MODES[mode]))
-        quiet = lambda kind, **fields: None
         run = gossip_simulation.simulate if mode.startswith("gossip") else simulate
-        result = asyncio.run(run(config, emit=quiet))
+        result = asyncio.run(run(config, emit=silent))
         return load_file(export(result.run_dir, tmp_path / task / "out") / "model.safetensors")
 
     found, constant = exported("Blobs"), exported("Constant")
@@ -179,7 +179,8 @@ def test_peers_keep_frozen_parameters_and_tell_each_other_only_their_digest(tmp_
     config = project(tmp_path, gossip={"topology": "complete"}, evaluate={"every": 0})
     committed = []
 
-    def emit(kind, **fields):
+    def emit(event):
+        kind, fields = event.kind, event.fields()
         if kind == "round_committed":
             committed.append(fields)
 
@@ -192,7 +193,7 @@ def test_peers_keep_frozen_parameters_and_tell_each_other_only_their_digest(tmp_
     asyncio.run(all_of_them())
     assert len(committed) == len(SITES) * config.run.rounds
     assert max(record["bytes_out"] for record in committed) < 2 * FROZEN_BYTES / 3
-    simulated = asyncio.run(gossip_simulation.simulate(config, emit=lambda kind, **fields: None)).run_dir
+    simulated = asyncio.run(gossip_simulation.simulate(config, emit=silent)).run_dir
     one = load_file(export(simulated, tmp_path / "s") / "model.safetensors")
     for name in SITES:
         other = load_file(export(config.peer_dir(name), tmp_path / name) / "model.safetensors")
@@ -223,9 +224,7 @@ def test_a_datacenter_keeps_frozen_parameters_once_and_exports_the_whole_model(t
     if start:
         base["0.2.weight"] = base["0.2.weight"] + 0.25
     save_file(base, tmp_path / "base.safetensors")
-    result = datacenter.run(
-        config, emit=lambda kind, **fields: None, start=tmp_path / "base.safetensors" if start else None
-    )
+    result = datacenter.run(config, emit=silent, start=tmp_path / "base.safetensors" if start else None)
     found = load_file(export(result.run_dir, tmp_path / "out") / "model.safetensors")
     assert found.keys() == base.keys()
     assert all(torch.equal(found[name], base[name]) for name in base if name.startswith("0."))
@@ -279,7 +278,7 @@ def test_a_datacenter_tells_of_a_frozen_parameter_that_changed(tmp_path):
     task = TASK.replace(loss, loss + MEDDLED)
     config = project(tmp_path, task, train={"local_steps": 2}, parallel={"timeout": "30s"})
     with pytest.raises(TaskError, match=r"whose requires_grad is False.*register_buffer"):
-        datacenter.run(config, emit=lambda kind, **fields: None)
+        datacenter.run(config, emit=silent)
 
 
 @pytest.mark.parametrize("task", [InPlace(), Replaced()], ids=["in place", "replaced"])
@@ -323,7 +322,7 @@ def test_damaged_frozen_parameters_of_a_run_are_made_again_or_named(tmp_path, in
     blob.write_bytes(whole[:99] + bytes([whole[99] ^ 1]) + whole[100:])
     with pytest.raises(StoreError, match=r"frozen parameters of .* is damaged \(its digest is not"):
         export(config.simulate_dir, tmp_path / "none")
-    asyncio.run(simulate(config, emit=lambda kind, **fields: None))
+    asyncio.run(simulate(config, emit=silent))
     assert blob.read_bytes() == whole
     assert final(config.simulate_dir, tmp_path / "again") == first
 
@@ -338,4 +337,4 @@ def test_frozen_parameters_that_are_gone_and_that_the_task_does_not_give_end_the
     store.frozen_file().path.unlink()
     store.close()
     with pytest.raises(StoreError, match=r"is gone, and the task's model\(\) gives others"):
-        asyncio.run(simulate(config, emit=lambda kind, **fields: None))
+        asyncio.run(simulate(config, emit=silent))

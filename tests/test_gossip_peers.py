@@ -98,8 +98,8 @@ class Log:
     def __init__(self):
         self.events = []
 
-    def __call__(self, kind, **fields):
-        self.events.append((kind, fields))
+    def __call__(self, event):
+        self.events.append((event.kind, event.fields()))
 
     def of(self, kind):
         return [fields for k, fields in self.events if k == kind]

@@ -109,8 +109,8 @@ def circles() -> list[list[str]]:
 
 
 def emitted() -> dict[str, list[str]]:
-    """Event -> where it is emitted: as emit("run_started", ...), or as a RunStarted(...) that is made."""
-    from fedtrain.tracking import events
+    """Event -> where it is emitted: where a RunStarted(...), say, is made."""
+    from fedtrain import events
 
     kinds = {kind.__name__: kind.__struct_config__.tag for kind in events.Event.__subclasses__()}
     places = defaultdict(list)
@@ -119,10 +119,7 @@ def emitted() -> dict[str, list[str]]:
             if not isinstance(node, ast.Call):
                 continue
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            first = node.args[0] if node.args else None
-            if "emit" in called and isinstance(first, ast.Constant):
-                places[str(first.value)].append(f"{name}:{node.lineno}")
-            elif called in kinds and kinds[called] in RUN_EVENTS:
+            if called in kinds and kinds[called] in RUN_EVENTS:
                 places[str(kinds[called])].append(f"{name}:{node.lineno}")
     return places
 

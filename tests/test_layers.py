@@ -11,7 +11,18 @@ import pytest
 import fedtrain
 
 ROOT = Path(fedtrain.__file__).parent
-BOTTOM = {"arena", "config", "digest", "errors", "exchange", "malloc", "messages", "modes", "schema"}
+BOTTOM = {
+    "arena",
+    "config",
+    "digest",
+    "errors",
+    "events",
+    "exchange",
+    "malloc",
+    "messages",
+    "modes",
+    "schema",
+}
 MATHS = {"strategies", "aggregation", "compression", "privacy", "secagg", "topology", "gossip"}
 EVERYTHING = {*BOTTOM, *MATHS, "training", "wire", "transport", "store", "pki", "tracking", "runtime"}
 OUTSIDE = {"grpc", "zmq", "asyncio", "socket", "threading", "time", "torch.distributed"}  # maths has no I/O

@@ -15,6 +15,7 @@ from fedtrain import pki
 from fedtrain.cli import cli
 from fedtrain.config import Config, Source
 from fedtrain.errors import ConfigError
+from fedtrain.events import silent
 from fedtrain.gossip import ALGORITHMS
 from fedtrain.modes import MODES, NEVER_WAIT, NOTHING, WITH_COMPRESSOR, check, idle, keys, names_of, reads
 from fedtrain.runtime import datacenter, federated, gossip_simulation, peer, simulation, site
@@ -106,20 +107,16 @@ def inline(patch):
 # --- one real run of each mode
 
 
-def quiet(kind, **what):
-    pass
-
-
 def simulate(root, config):
-    asyncio.run(simulation.simulate(config, emit=quiet))
+    asyncio.run(simulation.simulate(config, emit=silent))
 
 
 def gossip(root, config):
-    asyncio.run(gossip_simulation.simulate(config, emit=quiet))
+    asyncio.run(gossip_simulation.simulate(config, emit=silent))
 
 
 def in_a_datacenter(root, config):
-    datacenter.run(config, emit=datacenter.silent)
+    datacenter.run(config, emit=silent)
 
 
 def certified(root, *names):
@@ -136,11 +133,11 @@ def federation(root, config, plain, recorded):
 
     async def main():
         ends = [
-            asyncio.create_task(federated.serve(config if recorded == "aggregator" else plain, emit=quiet))
+            asyncio.create_task(federated.serve(config if recorded == "aggregator" else plain, emit=silent))
         ]
         for name in SITES:
             own = config if (recorded, name) == ("site", "a") else plain
-            ends.append(asyncio.create_task(site.run(own, name, emit=quiet)))
+            ends.append(asyncio.create_task(site.run(own, name, emit=silent)))
         await asyncio.wait_for(asyncio.gather(*ends), 60)
 
     try:
@@ -157,7 +154,7 @@ def peers(root, config, plain):
         for name in SITES:
             network = replace(config.network, listen=f"127.0.0.1:{free_port()}") if name != "a" else None
             own = config if name == "a" else replace(plain, network=network)
-            ends.append(asyncio.create_task(peer.run(own, name, emit=quiet)))
+            ends.append(asyncio.create_task(peer.run(own, name, emit=silent)))
         await asyncio.wait_for(asyncio.gather(*ends), 60)
 
     asyncio.run(main())

@@ -87,7 +87,7 @@ def told(answers_of, cfg, sites, train, evaluate):
         try:
             asyncio.run(work())
         except FedtrainError as e:
-            events("ended", text="too few" if isinstance(e, RoundError) else type(e).__name__)
+            events.append(("ended", {"text": "too few" if isinstance(e, RoundError) else type(e).__name__}))
     heard = {
         (kind, fields.get("round"), fields.get("site"), VARIES.sub("", fields.get("text", "")))
         for kind, fields in events

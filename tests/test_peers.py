@@ -204,7 +204,7 @@ def test_an_address_that_nobody_can_call_is_refused_and_says_what_to_set(tmp_pat
 def test_a_view_in_which_a_graph_falls_apart_is_told_once_and_ends_nothing(tmp_path):
     (tmp_path / "graph").write_text("a b\nb c\n")
     told = []
-    shape = Shape(topology.parse(f"file:{tmp_path / 'graph'}"), 0, lambda kind, text: told.append(text))
+    shape = Shape(topology.parse(f"file:{tmp_path / 'graph'}"), 0, lambda event: told.append(event.text))
     for t in range(3):
         assert set(shape.round(("a", "b", "c"), 0, t, None)["b"].incoming) == {"a", "c"}
     assert told == []
@@ -247,7 +247,7 @@ def after_catching_up(given):
             others = [asyncio.create_task(there(name)) for name in given]
             while len(neighbors.progress()) < len(given):  # noqa: ASYNC110 - they run on this loop
                 await asyncio.sleep(0)
-            await _catch_up(newcomer, neighbors, lambda kind, **fields: told.append((kind, fields)))
+            await _catch_up(newcomer, neighbors, lambda event: told.append((event.kind, event.fields())))
             over.set()
             await asyncio.gather(*others, return_exceptions=True)
         return newcomer

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fedtrain.config import Config
+from fedtrain.events import silent
 from fedtrain.runtime import datacenter
 from tests.torchrun import kill
 from tests.waves import Waves
@@ -33,7 +34,7 @@ def test_ranks_in_rays_places_survive_a_dead_one_and_train_the_same_model(tmp_pa
     pytest.importorskip("ray", reason="pip install fedtrain[ray]")
     alone = Waves(tmp_path / "alone", pace=0.0, dropout=False)
     with contextlib.chdir(alone.folder):
-        datacenter.run(Config.load("fedtrain.toml"), emit=lambda kind, **fields: None)
+        datacenter.run(Config.load("fedtrain.toml"), emit=silent)
     project = Waves(tmp_path / "p", pace=0.1, dropout=False)
     env = os.environ | {"PYTHONPATH": os.getcwd(), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     with (tmp_path / "log").open("wb") as log:

@@ -14,6 +14,7 @@ from fedtrain import compression
 from fedtrain.arena import Arena, ArenaFile, Slab
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, Diverged, TooFewSites
+from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.pki import Credentials, revoke
 from fedtrain.pki.signing import Verifier, fingerprint
@@ -98,8 +99,8 @@ def openly(sites=SITES, loses=lambda site, request: False, **changed):
 
 
 class Events(list):
-    def __call__(self, kind, **fields):
-        self.append((kind, fields))
+    def __call__(self, event):
+        self.append((event.kind, event.fields()))
 
     def of(self, kind):
         return [fields for k, fields in self if k == kind]
@@ -482,7 +483,7 @@ class Federation:
         link = SiteLink(
             GrpcTransport(tls(self.certs / "sites" / site), 5.0), address=f"127.0.0.1:{self.cohort.port}",
             target="aggregator.fedtrain.fedtrain", inbox=ledger.inbox, requests=secure.REQUESTS | Train,
-            emit=lambda kind, **fields: None,
+            emit=silent,
         )  # fmt: skip
 
         async def answer(request):

@@ -86,7 +86,7 @@ def configured(folder, *, task="Pool", sites=7, name="run", rounds=3, engine="lo
 def simulated(config, **options):
     """(events, final weights)"""
     events = []
-    asyncio.run(simulate(config, emit=lambda kind, **fields: events.append((kind, fields)), **options))
+    asyncio.run(simulate(config, emit=lambda event: events.append((event.kind, event.fields())), **options))
     store = RunStore(config.simulate_dir, read_only=True)
     weights = store.load(config.run.rounds).weights
     store.close()
@@ -227,7 +227,8 @@ def test_the_parent_costs_little_beside_its_trainers_so_more_of_them_train_more(
     config = replace(config, train=replace(config.train, local_steps=20), evaluate=EvaluateConfig(every=0))
     spent = []
 
-    def emit(kind, **fields):
+    def emit(event):
+        kind, fields = event.kind, event.fields()
         if kind == "round_committed" and fields["round"] in (2, 12):
             trainers = [child.cpu_times() for child in psutil.Process().children()]
             spent.append((time.process_time(), sum(t.user + t.system for t in trainers)))
@@ -241,10 +242,11 @@ def test_the_parent_costs_little_beside_its_trainers_so_more_of_them_train_more(
 SCRIPT = """
 import asyncio
 from fedtrain import Config
+from fedtrain.events import silent
 from fedtrain.runtime.simulation import simulate
 
 config = Config.of({"run": {"task": "pool_task:Pool", "rounds": 1}, "simulate": {"workers": 2}})
-result = asyncio.run(simulate(config, emit=lambda kind, **fields: None))
+result = asyncio.run(simulate(config, emit=silent))
 print(result.rounds, result.reason)
 """
 

@@ -17,6 +17,7 @@ from ..aggregation import Rule, WeightedMean, aggregate
 from ..arena import AnyArena, Arena, ArenaFile
 from ..config import Config
 from ..errors import BadUpdate, TooFewSites
+from ..events import Emit, UpdateReceived, UpdateRefused
 from ..exchange import Cohort, in_order
 from ..messages import (
     Evaluate,
@@ -34,7 +35,7 @@ from ..messages import (
 )
 from ..store import RoundPlan
 from . import checks
-from .progress import Averages, Emit, check_failures
+from .progress import Averages, check_failures
 
 T = TypeVar("T")
 SMALL_BYTES = 1 << 20  # a model on which one may work on the event loop; on a larger one in a thread
@@ -133,11 +134,11 @@ class InTheOpen:
                 try:
                     update, norm = await checked(request, reply, config)
                 except BadUpdate as e:
-                    emit("update_refused", round=request.round + 1, site=site, reason=str(e))
+                    emit(UpdateRefused(round=request.round + 1, site=site, reason=str(e)))
                     cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
                     failed[site] = str(e)
                     continue
-                emit("update_received", round=request.round + 1, site=site, **about(update))
+                emit(received(request.round + 1, site, update))
                 sizes[site] = norm * update.num_examples
                 yield site, update
 
@@ -166,7 +167,7 @@ async def evaluations(
                     by_site[site] = evaluated(request, reply, config)
                     failed.pop(site, None)
                 except BadUpdate as e:
-                    emit("update_refused", round=number, site=site, reason=str(e))
+                    emit(UpdateRefused(round=number, site=site, reason=str(e)))
                     failed[site] = str(e)
                     if isinstance(reply, Failure):
                         again.append(site)
@@ -181,7 +182,7 @@ def alike(number: int, by_site: Mapping[SiteId, Metrics], emit: Emit) -> dict[Si
     """Evaluations that can be added up, by site: without those in other sizes than most have."""
     odd = misfits({site: sized_names(metrics) for site, metrics in by_site.items()})
     for site, reason in odd.items():
-        emit("update_refused", round=number, site=site, reason=reason)
+        emit(UpdateRefused(round=number, site=site, reason=reason))
     return {site: by_site[site] for site in sorted(by_site) if site not in odd}
 
 
@@ -199,13 +200,13 @@ def evaluated(request: Evaluate, reply: Reply, config: Config) -> Metrics:
     return reply.metrics
 
 
-def about(update: Update) -> dict[str, Any]:
-    """What people are told of an update that arrived."""
-    return {
-        "num_examples": update.num_examples,
-        "loss": averages({"": update.metrics}).get("loss"),
-        "nbytes": update.delta.sent_bytes or update.delta.schema.nbytes,
-    }
+def received(number: int, site: SiteId, update: Update, staleness: int | None = None) -> UpdateReceived:
+    """The event of an update that arrived for round `number`, of which the first is 1."""
+    return UpdateReceived(
+        round=number, site=site, num_examples=update.num_examples,
+        loss=averages({"": update.metrics}).get("loss"),
+        nbytes=update.delta.sent_bytes or update.delta.schema.nbytes, staleness=staleness,
+    )  # fmt: skip
 
 
 def rule_of(config: Config, updates: int | None = None) -> Rule:

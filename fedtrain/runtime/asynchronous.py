@@ -32,6 +32,7 @@ from ..arena import AnyArena
 from ..config import Config
 from ..digest import seed_of
 from ..errors import BadUpdate, ConfigError, Diverged, RoundError
+from ..events import Emit, Record, RoundCommitted, SiteState, UpdateRefused, Waiting
 from ..exchange import Cohort
 from ..messages import Evaluate, Failure, Metrics, Reply, SiteId, Train, Update, averages, summed
 from ..schema import Section
@@ -40,17 +41,16 @@ from ..strategies import Strategy, server_step
 from . import checks, compressed
 from .answers import (
     InTheOpen,
-    about,
     alike,
     aside,
     checked,
     evaluate_id,
     evaluated,
+    received,
     rule_of,
     train_id,
 )
 from .progress import (
-    Emit,
     Evaluators,
     Result,
     Shown,
@@ -153,7 +153,7 @@ class Loop:
                     await self._step()
                     continue
                 if not asks.under_way:
-                    self._emit("waiting", need=need)
+                    self._emit(Waiting(need=need))
                 members = await self._cohort.members(0 if asks.under_way else need)
                 need = 1  # it has begun, and goes on with whoever is there
                 self._ask(members)
@@ -209,7 +209,7 @@ class Loop:
         request = train_id(self._config, RoundPlan(turn.number, 0, [site]))
         counted = self._counted.get(site, -1)
         self._asks.send(site, Train(id=request, round=turn.number, weights=weights, counted=counted))
-        self._emit("site_state", site=site, state="training", round=turn.version + 1)
+        self._emit(SiteState(site=site, state="training", round=turn.version + 1))
 
     def _try_again(self, members: list[SiteId]) -> None:
         """Nobody here gave anything of use: ask them anew. RoundError when that was so in each attempt."""
@@ -240,16 +240,14 @@ class Loop:
             update = await self._good(request, turn, reply)
         except BadUpdate as e:
             self._set_turn(site, replace(turn, state=TurnState.REFUSED))
-            self._emit("update_refused", round=number, site=site, reason=str(e))
+            self._emit(UpdateRefused(round=number, site=site, reason=str(e)))
             self._cohort.tell(site, f"version {number}: the update was refused: {e}")
             return
         delta = await aside(update.delta.schema.nbytes, self._store.keep, site, update.delta)
         taken = self._store.take(site, turn, msgspec.structs.replace(update, delta=delta))
         self._turns[site], self._counted[site] = taken.turn, turn.number
         self._buffer.append(taken)
-        self._emit(
-            "update_received", round=number, site=site, staleness=self._staleness(turn), **about(update)
-        )
+        self._emit(received(number, site, update, self._staleness(turn)))
 
     async def _good(self, request: Train, turn: Turn, reply: Reply | None) -> Update:
         """The reply, which can be used; else BadUpdate."""
@@ -272,7 +270,7 @@ class Loop:
                 evaluating.found[site] = evaluated(request, reply, self._config)
                 evaluating.failed.pop(site, None)
         except BadUpdate as e:
-            self._emit("update_refused", round=request.round, site=site, reason=str(e))
+            self._emit(UpdateRefused(round=request.round, site=site, reason=str(e)))
             evaluating.failed[site] = str(e)
             if isinstance(reply, Failure):
                 evaluating.failures[site] += 1
@@ -311,11 +309,13 @@ class Loop:
             return
         metrics = averages({f"{i:09}": b.update.metrics for i, b in enumerate(buffer)})
         mark = self._now()
-        record = {
+        record: Record = {
             "loss": metrics.get("loss"),
             "metrics": metrics,
             "sites": len({b.site for b in buffer}),
-            **{name: mark[name] - self._mark[name] for name in mark},
+            "seconds": mark[0] - self._mark[0],
+            "bytes_in": mark[1] - self._mark[1],
+            "bytes_out": mark[2] - self._mark[2],
             "staleness": sum(self._staleness(b.turn) for b in buffer) / len(buffer),
         }
         after = Checkpoint(before.round + 1, weights, state)
@@ -325,7 +325,7 @@ class Loop:
         self._newest, self._mark, self._attempt = self._store.on_disk(after), mark, 1
         self._buffer.clear()
         self._forget_lost()
-        self._emit("round_committed", round=after.round, **record)
+        self._emit(RoundCommitted(round=after.round, **record))
 
     async def _blame(self, buffer: list[Buffered], problem: str) -> None:
         """Take the update out of the buffer that spoils the model. Diverged when no single one does."""
@@ -348,7 +348,7 @@ class Loop:
         self._counted = self._store.counted()
         if self._turns[worst.site] == worst.turn:  # not asked again before there is a newer version
             self._set_turn(worst.site, replace(worst.turn, state=TurnState.REFUSED))
-        self._emit("update_refused", round=number, site=worst.site, reason=str(error))
+        self._emit(UpdateRefused(round=number, site=worst.site, reason=str(error)))
         self._cohort.tell(worst.site, f"version {number}: the update was refused: {error}")
 
     def _forget_lost(self) -> None:
@@ -365,9 +365,8 @@ class Loop:
         weight = (1.0 + self._staleness(buffered.turn)) ** -self._config.asynchronous.staleness_exponent
         return msgspec.structs.replace(buffered.update, delta=Scaled(buffered.update.delta, weight))
 
-    def _now(self) -> dict[str, float]:
-        cohort = self._cohort
-        return {"seconds": time.monotonic(), "bytes_in": cohort.bytes_in, "bytes_out": cohort.bytes_out}
+    def _now(self) -> tuple[float, int, int]:
+        return time.monotonic(), self._cohort.bytes_in, self._cohort.bytes_out
 
 
 class Scaled(AnyArena):

@@ -12,10 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import CertificateError
+from ..events import Emit, Notice
 from ..messages import SiteId
 from ..pki import Credentials, Identity, Revoked, fingerprint, identity_of
 from ..pki.revocation import LIST
-from .progress import Emit
 
 RELOAD_S = 2.0  # between looks at the list
 
@@ -60,12 +60,12 @@ class Callers:
                 await asyncio.to_thread(self.revoked.reload)
             except CertificateError as e:  # what was known goes on counting
                 if str(e) != told:
-                    emit("notice", text=f"{LIST}: {e}")
+                    emit(Notice(text=f"{LIST}: {e}"))
                     told = str(e)
             for site, (identity, _) in list(self._seen.items()):
                 if self.revoked(identity.serial) and identity.serial not in self._cut:
                     self._cut.add(identity.serial)
-                    emit("notice", text=f"{site} is cut off: its certificate was revoked")
+                    emit(Notice(text=f"{site} is cut off: its certificate was revoked"))
                     cut(site, self._struck_off(identity))
 
     def _struck_off(self, identity: Identity) -> str:

@@ -13,7 +13,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from .. import events
 from ..arena import Arena
 from ..config import Config
 from ..errors import ConfigError, RoundError
+from ..events import Emit, Record, noticed
 from ..messages import SiteId, summed
 from ..store import Checkpoint, RunStore
 from ..strategies import Strategy, build, corrects, server_step, state_init
@@ -40,12 +42,11 @@ from ..training.parallel.state import State
 from ..training.partition import SimulatedSites
 from ..training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
 from .checks import flaw
-from .progress import Result, check_metric, is_evaluated, keep_evaluation, noticed
+from .progress import Result, check_metric, is_evaluated, keep_evaluation
 
 if TYPE_CHECKING:
     from ..training.checkpoint import Checkpoints
 
-Emit = Callable[..., None]
 POOL = "datacenter"  # whose data it is where all ranks share it
 
 
@@ -74,8 +75,9 @@ def run(
         mesh = Mesh(sizes, device, islands=islands)
         task = load_task(config.run.task, config.root, data_dir)
         if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            emit("notice", text="Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, ranks "
-                 "may not find each other again after a machine has come or gone.")  # fmt: skip
+            mend = "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            lost = "ranks may not find each other again after a machine has come or gone"
+            emit(events.Notice(text=f"{mend}: without it, {lost}."))
         with _store(config, mesh, emit) as store, Leave() as leave:
             room = Datacenter(config, task, mesh, store, emit, leave)
             if store is not None:
@@ -156,15 +158,15 @@ class Datacenter:
             frozen = self.engine.gather(frozen=True)
             if self.store is not None and frozen is not None:
                 self.store.keep_frozen(frozen)
-        self.emit(
-            "run_started", run=config.run.name, mode="datacenter", rounds=config.run.rounds,
+        self.emit(events.RunStarted(
+            run=config.run.name, mode="datacenter", rounds=config.run.rounds,
             sites=self.mesh.islands if self.islands else 0, config_digest=config.digest(),
             resumed_from=state.round or None,
-        )  # fmt: skip
-        self.emit("notice", text=f"ranks {self.mesh.sizes.world}, mesh {self.mesh.sizes}")
+        ))  # fmt: skip
+        self.emit(events.Notice(text=f"ranks {self.mesh.sizes.world}, mesh {self.mesh.sizes}"))
         metrics = self._agree_with_store()
         while (reason := self._reason_to_stop()) is None:
-            self.emit("round_started", round=state.round + 1)
+            self.emit(events.RoundStarted(round=state.round + 1))
             record = self._round()
             with self.leave.during("commit"):
                 self._commit(record)
@@ -175,12 +177,12 @@ class Datacenter:
                 self._go()
         self.checkpoints.finish(state, self._number())
         best = self.store.best_round if self.store is not None else None
-        self.emit("run_finished", round=state.round, reason=reason)
+        self.emit(events.RunFinished(round=state.round, reason=reason))
         return Result(state.round, reason, metrics, best, config.datacenter_dir)
 
     # --- a round
 
-    def _round(self) -> dict[str, Any]:
+    def _round(self) -> Record:
         """Train to the round's end; what its row in the store says."""
         began, engine, state = time.monotonic(), self.engine, self.state
         meter = Meter(engine, self.config, self.emit)
@@ -260,7 +262,7 @@ class Datacenter:
         else:
             self.checkpoints.finish(self.state, self._number())
             where = f"after step {self.state.step}; the same command goes on from its checkpoint"
-        self.emit("notice", text=f"Told to leave (SIGTERM) {where}.")
+        self.emit(events.Notice(text=f"Told to leave (SIGTERM) {where}."))
         raise Left
 
     def _number(self) -> int:
@@ -292,7 +294,7 @@ class Datacenter:
             background=config.background,
             format="full" if config.format == "full" else "sharded",
             patience_s=config.patience,
-            notice=lambda line: self.emit("notice", text=line),
+            notice=lambda line: self.emit(events.Notice(text=line)),
         )
 
     def _some_checkpoint(self) -> bool:
@@ -319,19 +321,19 @@ class Datacenter:
         if last > number and self.store is not None:
             lost = f"round {last} was committed, but there is no good checkpoint of it"
             begins = f"goes on after round {number}" if number else "begins anew"
-            self.emit("notice", text=f"{lost}: the run {begins}")
+            self.emit(events.Notice(text=f"{lost}: the run {begins}"))
             self.store.forget_after(number)
         if last >= number or self.state.step != self.state.begun:
             return {}
         self._commit({"loss": None, "metrics": {}, "sites": self.mesh.islands if self.islands else 0})
         return self._evaluate() if self._evaluation_is_due() else {}
 
-    def _commit(self, record: dict[str, Any]) -> None:
+    def _commit(self, record: Record) -> None:
         with self._common_model():
             weights = self.engine.gather()
         if self.store is not None and weights is not None:
             self.store.commit(Checkpoint(self.state.round, weights), record)
-            self.emit("round_committed", round=self.state.round, **record)
+            self.emit(events.RoundCommitted(round=self.state.round, **record))
 
     def _evaluate(self) -> dict[str, float]:
         """On all ranks together: what is shown of all sites, and of each."""
@@ -404,14 +406,14 @@ class Meter:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         waiting = engine.waiting_s()
-        self.emit(
-            "step", step=number, round=round, loss=loss / weight if weight else None,
+        self.emit(events.Stepped(
+            step=number, round=round, loss=loss / weight if weight else None,
             lr=float(engine.optimizer.param_groups[0]["lr"]), seconds=seconds / self._steps,
             examples_per_s=self._examples / seconds, items_per_s=weight / seconds,
             mfu=engine.flops * self._steps / (seconds * engine.peak) if engine.flops else None,
             comm_share=None if waiting is None else min(1.0, waiting * self._steps / seconds),
             memory_bytes=memory_bytes(mesh.device), skipped=self._skipped,
-        )  # fmt: skip
+        ))  # fmt: skip
         self._examples = self._steps = self._skipped = 0
 
 
@@ -465,7 +467,3 @@ def agreed(config: Config) -> dict[str, str]:
         f"parallel.{key}": repr(getattr(config.parallel, key))
         for key in ("sync", "carry", "fragments", "overlap")
     }
-
-
-def silent(kind: str, **fields: Any) -> None:
-    """Rank 0 speaks for all."""

@@ -15,12 +15,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from .. import __version__
+from .. import __version__, events
 from ..config import Config
 from ..digest import seed_of
 from ..errors import Diverged, JoinRefused, SecAggError, TooFewSites
+from ..events import Emit, Record, noticed
 from ..malloc import keep_freed
 from ..messages import Found, Metrics, Reply, Request, SiteId
 from ..schema import Schema
@@ -31,7 +31,6 @@ from . import asynchronous, checks, compressed
 from .answers import Answers, InTheOpen, aside
 from .progress import (
     Averages,
-    Emit,
     Evaluators,
     Result,
     Shown,
@@ -41,7 +40,6 @@ from .progress import (
     everyone,
     finish,
     keep_evaluation,
-    noticed,
     plain,
     reason_to_stop,
 )
@@ -71,7 +69,7 @@ async def run(
             await _evaluate(config, answers, store, checkpoint, emit, evaluate_at, shown)
         if reason := reason_to_stop(config, store, checkpoint.round):
             break
-        emit("waiting", need=config.strategy.min_sites)
+        emit(events.Waiting(need=config.strategy.min_sites))
         members = await answers.cohort.members(config.strategy.min_sites)
         checkpoint = await _train(config, answers, store, strategy, checkpoint, members, emit)
     metrics = store.evaluation(checkpoint.round) or {}
@@ -95,12 +93,12 @@ async def _train(
             plan = RoundPlan(checkpoint.round, 0, sample(config, checkpoint.round, 0, members))
         if store.durable or plan.attempt:  # a simulation draws its first plan again: nobody leaves it
             store.set_plan(plan)
-        emit("round_started", round=plan.round + 1, attempt=plan.attempt + 1, sites=plan.sites)
+        emit(events.RoundStarted(round=plan.round + 1, attempt=plan.attempt + 1, sites=plan.sites))
         try:
             planned = replace(plan, counted=store.counted())
             after, record, inside = await federated_round(answers, planned, strategy, checkpoint)
         except (TooFewSites, SecAggError, Diverged) as e:
-            emit("round_failed", round=plan.round + 1, attempt=plan.attempt + 1, reason=str(e))
+            emit(events.RoundFailed(round=plan.round + 1, attempt=plan.attempt + 1, reason=str(e)))
             attempt = plan.attempt + 1
             culprit = e.culprit if isinstance(e, Diverged) else None
             if attempt >= config.strategy.attempts or (isinstance(e, Diverged) and culprit is None):
@@ -108,7 +106,7 @@ async def _train(
                 raise
             if culprit is not None:
                 left_out[culprit] = str(e)
-                emit("update_refused", round=plan.round + 1, site=culprit, reason=str(e))
+                emit(events.UpdateRefused(round=plan.round + 1, site=culprit, reason=str(e)))
                 answers.cohort.tell(culprit, f"round {plan.round + 1}: the update was refused: {e}")
             members = await answers.cohort.members(config.strategy.min_sites)
             members = [site for site in members if site not in left_out]
@@ -124,7 +122,7 @@ async def _train(
         if store.durable:
             store.clear_inbox()
         after = at_hand(store, after)
-        emit("round_committed", round=after.round, **record)
+        emit(events.RoundCommitted(round=after.round, **record))
         return after
 
 
@@ -138,7 +136,7 @@ def at_hand(store: RunStore, checkpoint: Checkpoint) -> Checkpoint:
 
 async def federated_round(
     answers: Answers, plan: RoundPlan, strategy: Strategy, checkpoint: Checkpoint
-) -> tuple[Checkpoint, dict[str, Any], Sequence[SiteId]]:
+) -> tuple[Checkpoint, Record, Sequence[SiteId]]:
     """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left.
     Returns the next one, what the log says of it, and whose updates are in it."""
     began, cohort = time.monotonic(), answers.cohort
@@ -150,7 +148,7 @@ async def federated_round(
     )  # fmt: skip
     if problem := await aside(weights.schema.nbytes, checks.flaw, weights, state):
         raise Diverged(problem, mean.sizes)
-    record = {
+    record: Record = {
         "loss": mean.metrics.get("loss"),
         "metrics": mean.metrics,
         "sites": len(mean.sites),
@@ -230,7 +228,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
             if hello.bounds is not None and bounds.get(site) != hello.bounds:
                 bounds[site] = hello.bounds
                 for why in differences(hello.bounds, bounds_of(config)):
-                    emit("notice", text=f"{site}: {why}")
+                    emit(events.Notice(text=f"{site}: {why}"))
 
         def evaluators(number: int, members: Sequence[SiteId]) -> list[SiteId]:
             return [site for site in members if site not in bounds or not bounds[site].evaluation(number)]
@@ -266,7 +264,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         else:
             answers = InTheOpen(config, sites, emit)
         await cohort.start()
-        emit("notice", text=f"listening on {config.network.listen}")
+        emit(events.Notice(text=f"listening on {config.network.listen}"))
         watching = asyncio.create_task(callers.watch(cohort.cut, emit))
         over: str | None = None
         try:

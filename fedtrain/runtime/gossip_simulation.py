@@ -14,6 +14,7 @@ from ..aggregation import WeightedMean
 from ..arena import Arena
 from ..config import Config
 from ..errors import ConfigError, nearest
+from ..events import Emit, Record, RoundCommitted, RoundStarted, RunStarted, UpdateRefused, noticed
 from ..exchange import PeerId
 from ..messages import Update, averages, summed
 from ..secagg.circle import Circles
@@ -26,7 +27,7 @@ from .gossip import Peer, Told, Train, algorithm_of, check_hearing, of_a_peer
 from .gossip import agreed as agreed_of_peers
 from .parcels import trained_part
 from .privacy import Spent
-from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, noticed, reason_to_stop
+from .progress import Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
 from .simulation import agreed as agreed_simulation
 from .simulation import forget
 from .trainer import Workbench
@@ -93,10 +94,10 @@ async def _rounds(
 ) -> Result:
     checkpoint = store.latest()
     number = 0 if checkpoint is None else checkpoint.round
-    emit(
-        "run_started", run=config.run.name, mode="gossip", rounds=config.run.rounds, sites=len(peers),
+    emit(RunStarted(
+        run=config.run.name, mode="gossip", rounds=config.run.rounds, sites=len(peers),
         config_digest=config.digest(), resumed_from=number or None,
-    )  # fmt: skip
+    ))  # fmt: skip
     if checkpoint is None:
         checkpoint = _checkpoint(0, peers)
         store.commit(checkpoint, {})
@@ -115,7 +116,7 @@ async def _rounds(
         if reason := reason_to_stop(config, store, number):
             break
         began = time.monotonic()
-        emit("round_started", round=number + 1, sites=list(peers))
+        emit(RoundStarted(round=number + 1, sites=list(peers)))
         bytes_out = sum(peer.bytes_out for peer in peers.values())
         steps = await _steps(config, graph, peers, pace, number)
         number += 1
@@ -125,8 +126,8 @@ async def _rounds(
         clipped = float(sum(told.clipped for _, told in steps))
         for name, told in steps:
             for other, why in told.missing.items():
-                emit("update_refused", site=other, round=number, reason=f"at {name}: {why}")
-        record = {
+                emit(UpdateRefused(site=other, round=number, reason=f"at {name}: {why}"))
+        record: Record = {
             "loss": trained.get("loss"),
             "metrics": trained
             | ({"clipped": clipped} if clipped else {})
@@ -138,7 +139,7 @@ async def _rounds(
             "doubted": doubted([told for _, told in steps]),
         }
         store.commit(checkpoint, record)
-        emit("round_committed", round=number, **record)
+        emit(RoundCommitted(round=number, **record))
     return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
 
 

@@ -19,11 +19,12 @@ from statistics import median_high, median_low
 
 import zmq
 
-from .. import __version__
+from .. import __version__, events
 from ..arena import Arena, ArenaFile
 from ..config import Config
 from ..digest import digest_of
 from ..errors import BadUpdate, CertificateError, ConfigError, JoinRefused, SecAggError, TaskError
+from ..events import Emit, Record, noticed
 from ..exchange import Contact, Letter, Neighborhood, PeerId, Share
 from ..gossip import Algorithm
 from ..messages import Update, averages
@@ -47,7 +48,7 @@ from .gossip import Peer, algorithm_of, check_hearing, fewest, of_a_peer
 from .gossip import agreed as agreed_of_peers
 from .parcels import trained_part
 from .privacy import Spent
-from .progress import Emit, Result, evaluation_is_due, finish, keep_evaluation, noticed, plain, reason_to_stop
+from .progress import Result, evaluation_is_due, finish, keep_evaluation, plain, reason_to_stop
 from .secure import spread
 from .site import Supervised, Trains
 from .trainer import TRIES, Trainer, beside_torch
@@ -119,7 +120,11 @@ async def run(
             if invitation is not None and roster.contact(invitation.host) is None:
                 stamp = Stamp.of(config.run.name, about.schema.digest, name)
                 await asyncio.to_thread(accept, invitation, roster, name, stamp)
-                emit("notice", text=f"joined by {invitation.host}: {len(roster.peers())} peers on the roster")
+                emit(
+                    events.Notice(
+                        text=f"joined by {invitation.host}: {len(roster.peers())} peers on the roster"
+                    )
+                )
             neighbors = ZmqNeighbors(
                 me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
                 welcome=lambda peer, theirs: fits(name, greeting, peer, theirs, circles),
@@ -129,7 +134,7 @@ async def run(
             )  # fmt: skip
             if (speed := await asyncio.to_thread(curve_speed)) < FAST:
                 slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"
-                emit("notice", text=f"{slow}: is this pyzmq built without libsodium?")
+                emit(events.Notice(text=f"{slow}: is this pyzmq built without libsodium?"))
             spent = Spent(config.privacy, store.folder, emit)
             files = store.folder / "train"
             files.mkdir(exist_ok=True)
@@ -160,10 +165,10 @@ async def _rounds(
     emit: Emit,
 ) -> Result:
     checkpoint = store.latest()
-    emit(
-        "run_started", run=config.run.name, mode="peer", rounds=config.run.rounds, sites=len(roster.peers()),
+    emit(events.RunStarted(
+        run=config.run.name, mode="peer", rounds=config.run.rounds, sites=len(roster.peers()),
         config_digest=config.digest(), resumed_from=checkpoint.round if checkpoint else None,
-    )  # fmt: skip
+    ))  # fmt: skip
     if checkpoint is not None:
         peer.go_on(checkpoint)
     if peer.circles is None:  # else the model of a round without a sum is this peer's alone, and its secret
@@ -191,22 +196,23 @@ async def _rounds(
         own_entry(roster, peer.name, begun_as)
         view, began, sent = neighbors.view(), time.monotonic(), (neighbors.bytes_in, neighbors.bytes_out)
         if view.degraded and not alone:
-            emit("notice", text=f"only {len(view.alive)} of {len(roster.peers())} peers are here: the others "
-                                "may go on without this part")  # fmt: skip
+            here = f"only {len(view.alive)} of {len(roster.peers())} peers are here"
+            emit(events.Notice(text=f"{here}: the others may go on without this part"))
         alone = view.degraded
         topology = Topology("complete") if peer.algorithm.everyone(peer.round) else None
         # with all there, the graph that a simulation has
         epoch = 0 if list(view.alive) == roster.peers() else view.epoch
         near = shape.round(view.alive, epoch, peer.round, topology)[peer.name]
-        emit("round_started", round=peer.round + 1, sites=list(view.alive), neighbors=list(near.incoming))
-        emit("site_state", site=peer.name, round=peer.round + 1, state="training")
+        number, sites = peer.round + 1, list(view.alive)
+        emit(events.RoundStarted(round=number, sites=sites, neighbors=list(near.incoming)))
+        emit(events.SiteState(site=peer.name, round=number, state="training"))
         told = await peer.step(near, config.gossip.round_deadline)
         for other in {peer.name, *near.incoming} - told.missing.keys():
-            emit("site_state", site=other, round=peer.round, state="done")
+            emit(events.SiteState(site=other, round=peer.round, state="done"))
         for other, why in told.missing.items():
-            emit("update_refused", site=other, round=peer.round, reason=why)
+            emit(events.UpdateRefused(site=other, round=peer.round, reason=why))
         mine = averages({peer.name: told.metrics})
-        record = {
+        record: Record = {
             "loss": mine.get("loss"),
             "metrics": mine | told.estimates,
             "sites": 1 + len(near.incoming.keys() - told.missing.keys()),
@@ -220,7 +226,7 @@ async def _rounds(
         store.commit(checkpoint, record, await asyncio.to_thread(store.prepare, checkpoint))
         if peer.circles is None or not told.missing:
             neighbors.publish(peer.round, _state(peer))
-        emit("round_committed", round=peer.round, **record)
+        emit(events.RoundCommitted(round=peer.round, **record))
     await _see_off(config, peer, neighbors)
     finish(store, peer.round, reason, emit)
     return Result(peer.round, reason, store.evaluation(peer.round) or {}, store.best_round, store.folder)
@@ -248,11 +254,11 @@ class Shape:
             self._of = members, epoch
             self._now, why = self._graph.near(members, self._seed, epoch)
             if why:
-                self._emit("notice", text=f"{why} With those who are here now it is {self._now}.")
+                self._emit(events.Notice(text=f"{why} With those who are here now it is {self._now}."))
             try:
                 self._now.check(members, self._seed, epoch)
             except ConfigError as e:
-                self._emit("notice", text=f"{e} Until then each part goes on by itself.")
+                self._emit(events.Notice(text=f"{e} Until then each part goes on by itself."))
         return (other or self._now).round(members, t, self._seed, epoch).graph
 
 
@@ -270,10 +276,10 @@ async def _gather(config: Config, peer: Peer, neighbors: ZmqNeighbors, roster: R
         have < len(roster.peers()) and time.monotonic() < began + config.network.idle
     ):
         if have != told:
-            emit("waiting", need=max(need, len(roster.peers())), have=have)
+            emit(events.Waiting(need=max(need, len(roster.peers())), have=have))
             told = have
         if not named and time.monotonic() > began + ANSWERS * config.network.heartbeat:
-            emit("notice", text=f"not here yet: {_who_is_missing(peer, neighbors, roster)}")
+            emit(events.Notice(text=f"not here yet: {_who_is_missing(peer, neighbors, roster)}"))
             named = True
         await asyncio.sleep(POLL_S)
 
@@ -311,11 +317,11 @@ async def _catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit) -> None:
             if letter.round > (most := median_high(neighbors.progress().values() or [middle]) + BEHIND):
                 raise BadUpdate(f"it is after round {letter.round}, and most are not beyond {most}")
         except BadUpdate as e:
-            emit("update_refused", site=other, round=peer.round + 1, reason=f"its state: {e}")
+            emit(events.UpdateRefused(site=other, round=peer.round + 1, reason=f"its state: {e}"))
             continue
         peer.model = model
         peer.round, peer.state = letter.round, peer.algorithm.init(trained_part(peer.model))
-        emit("notice", text=f"took the model of {other} after round {letter.round}")
+        emit(events.Notice(text=f"took the model of {other} after round {letter.round}"))
         return
 
 
@@ -365,7 +371,7 @@ def enrolled(
             circles, Signer.of(credentials), verifier, federation, config.run.name, mask_number
         ),
         guests=Guestbook(config.root / config.network.certs / "sites" / name),
-        refuse=lambda file, why: emit("notice", text=f"roster: {file} is refused: {why}"),
+        refuse=lambda file, why: emit(events.Notice(text=f"roster: {file} is refused: {why}")),
     )  # fmt: skip
 
 
@@ -487,7 +493,7 @@ def _training(
             except TaskError as e:
                 if not left:
                     raise
-                emit("notice", text=f"round {round + 1}: training failed and is tried again: {e}")
+                emit(events.Notice(text=f"round {round + 1}: training failed and is tried again: {e}"))
         spent.one_more(name, round)
         delta.copy_(update.delta.load())
         return update

@@ -17,11 +17,11 @@ import msgspec
 
 from ..arena import Arena
 from ..config import Config, PrivacyConfig
+from ..events import Emit, PrivacySpent, noticed
 from ..exchange import Before, Cohort
 from ..messages import Reply, Request, SiteId, Train, Update
 from ..privacy import Gaussian, epsilon
 from ..store.sealed import Kept
-from .progress import Emit, noticed
 
 FILE = "releases"
 
@@ -63,10 +63,10 @@ class Spent:
             return
         self.releases += 1
         self._kept.write(self.releases)
-        self._emit(
-            "privacy_spent", site=site, round=round + 1, releases=self.releases, epsilon=self.epsilon,
+        self._emit(PrivacySpent(
+    site=site, round=round + 1, releases=self.releases, epsilon=self.epsilon,
             delta=self._config.delta,
-        )  # fmt: skip
+))  # fmt: skip
 
 
 class Spending(Before):

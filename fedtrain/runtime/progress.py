@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ..config import Config
 from ..errors import ConfigError, TaskError
+from ..events import Best, Emit, Evaluated, Notice, RunFinished, RunStarted
 from ..messages import Metrics, SiteId, averages
 from ..store import Checkpoint, RunStore
 from ..wire.frames import Bounds
 
-Emit = Callable[..., None]
 Evaluators = Callable[[int, Sequence[SiteId]], list[SiteId]]  # who of the members evaluates in a round
 Averages = dict[str, float]
 # (sums over all sites, each site's own) -> what people are shown of both
@@ -32,11 +32,6 @@ class Result:
     run_dir: Path
 
 
-def noticed(emit: Emit) -> Callable[[str], None]:
-    """What hears of damaged files."""
-    return lambda line: emit("notice", text=line)
-
-
 def begin(config: Config, store: RunStore, members: Collection[SiteId], emit: Emit) -> Checkpoint:
     """The last committed round, from which the run goes on; `store` holds the initial model at least.
     `members`: the sites that are there already."""
@@ -45,16 +40,12 @@ def begin(config: Config, store: RunStore, members: Collection[SiteId], emit: Em
     torch.set_num_threads(1)  # folds wait for memory; a second thread would only spin on the sites' cores
     checkpoint = store.latest()
     assert checkpoint is not None, "the initial model is committed before the first round"
-    emit(
-        "run_started",
-        run=config.run.name,
-        mode="simulate" if store.folder == config.simulate_dir else "federated",
-        rounds=config.run.rounds,
-        sites=len({*store.joined(), *members}),
-        config_digest=config.digest(),
-        resumed_from=checkpoint.round or None,
-        buffer=config.asynchronous.buffer if config.asynchronous.enabled else 0,
-    )
+    mode = "simulate" if store.folder == config.simulate_dir else "federated"
+    buffer = config.asynchronous.buffer if config.asynchronous.enabled else 0
+    emit(RunStarted(
+        run=config.run.name, mode=mode, rounds=config.run.rounds, sites=len({*store.joined(), *members}),
+        config_digest=config.digest(), resumed_from=checkpoint.round or None, buffer=buffer,
+    ))  # fmt: skip
     return checkpoint
 
 
@@ -79,11 +70,11 @@ def keep_evaluation(
     best = value is not None and config.evaluate.better(value, best_yet)
     store.evaluated(number, metrics, best=best)
     if not metrics:
-        emit("notice", text=f"round {number}: nobody evaluated the model")
+        emit(Notice(text=f"round {number}: nobody evaluated the model"))
         return
-    emit("evaluated", round=number, metrics=metrics, by_site=by_site)
+    emit(Evaluated(round=number, metrics=metrics, by_site=by_site))
     if best:
-        emit("best", round=number, metric=config.evaluate.metric, value=value)
+        emit(Best(round=number, metric=config.evaluate.metric, value=value))
 
 
 def check_metric(config: Config, metrics: Averages, *, known: bool) -> None:
@@ -146,4 +137,4 @@ def finish(store: RunStore, number: int, reason: str, emit: Emit) -> None:
     from ..tracking.export import export
 
     model = export(store.folder, store.folder / "model")
-    emit("run_finished", round=number, reason=reason, model=str(model))
+    emit(RunFinished(round=number, reason=reason, model=str(model)))

@@ -27,6 +27,7 @@ from ..arena import AnyArena
 from ..config import Config
 from ..digest import seed_of
 from ..errors import BadUpdate, ConfigError, FedtrainError, RoundError, SecAggError, TooFewSites, Unfinished
+from ..events import Emit, Notice, UpdateReceived, UpdateRefused
 from ..exchange import Before, Cohort
 from ..messages import (
     MAX_SUMS,
@@ -67,7 +68,7 @@ from ..store import RoundPlan
 from . import checks, compressed
 from .answers import Mean, evaluations, rule_of, train_requests
 from .crew import Crew
-from .progress import Emit, check_failures
+from .progress import check_failures
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 GRACE_S = 0.25  # for replies that are needed no more
@@ -161,11 +162,11 @@ def one_of_groups(config: Config, schema: Schema, totals: Sequence[Total], sites
 def tell_clipped(emit: Emit, plan: RoundPlan, totals: Sequence[Total]) -> None:
     """A step can be far off that way."""
     if clipped := sum(total.clipped for total in totals):
-        emit("notice", text=f"round {plan.round + 1}: {clipped:g} values were clipped to secagg.clip")
+        emit(Notice(text=f"round {plan.round + 1}: {clipped:g} values were clipped to secagg.clip"))
 
 
 def tell_failed(emit: Emit, plan: RoundPlan, error: BaseException) -> None:
-    emit("notice", text=f"round {plan.round + 1}: a group's sum failed: {error}")
+    emit(Notice(text=f"round {plan.round + 1}: a group's sum failed: {error}"))
 
 
 @cache
@@ -392,7 +393,7 @@ class UnderMasks:
             try:
                 total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation)
             except (TooFewSites, SecAggError) as e:
-                self._emit("notice", text=f"round {number}, evaluation, attempt {attempt + 1}: {e}")
+                self._emit(Notice(text=f"round {number}, evaluation, attempt {attempt + 1}: {e}"))
                 failed = e.failed if isinstance(e, Unfinished) else {}
                 continue
             return total.metrics, {}
@@ -465,14 +466,14 @@ class UnderMasks:
         number = plan.round + 1 if training else plan.round
         if training:
             for site in found.sites:
-                self._emit("update_received", round=number, site=site, nbytes=found.vector.nbytes)
+                self._emit(UpdateReceived(round=number, site=site, nbytes=found.vector.nbytes))
         self._tell_dropped(number, found.dropped)
         for site in sorted(found.blamed.keys() & set(found.sites)):
-            self._emit("notice", text=f"round {number}: {site} is in the sum, but {found.blamed[site]}")
+            self._emit(Notice(text=f"round {number}: {site} is in the sum, but {found.blamed[site]}"))
 
     def _tell_dropped(self, number: int, dropped: Mapping[SiteId, str]) -> None:
         for site, reason in sorted(dropped.items()):
-            self._emit("update_refused", round=number, site=site, reason=reason)
+            self._emit(UpdateRefused(round=number, site=site, reason=reason))
             self.cohort.tell(site, f"round {number}: this site is not in the sum: {reason}")
 
 
@@ -501,11 +502,11 @@ class FixedPointSums:
                     assert isinstance(reply, Update), reply
                     sum_of[site].add(reply, round_seed(self._config, plan.round, site))
                 except (BadUpdate, SecAggError) as e:
-                    self._emit("update_refused", round=plan.round + 1, site=site, reason=str(e))
+                    self._emit(UpdateRefused(round=plan.round + 1, site=site, reason=str(e)))
                     failed[site] = str(e)
                     continue
                 inside.append(site)
-                self._emit("update_received", round=plan.round + 1, site=site, nbytes=sum_of[site].nbytes)
+                self._emit(UpdateReceived(round=plan.round + 1, site=site, nbytes=sum_of[site].nbytes))
         enough = list[PlainSum]()
         for one, sites in zip(sums, groups, strict=True):
             if one.sites >= (quorum := self._quorum(len(sites))):
@@ -526,7 +527,7 @@ class FixedPointSums:
         by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit)
         if len(sites) > 1 and len(by_site) < (quorum := self._quorum(len(sites))):
             failed = TooFewSites("secure sum", len(by_site), quorum)
-            self._emit("notice", text=f"round {number}, evaluation, attempt 1: {failed}")
+            self._emit(Notice(text=f"round {number}, evaluation, attempt 1: {failed}"))
             return {}, {}
         return exact_sums(by_site.values()), by_site
 

@@ -13,12 +13,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from ..arena import AnyArena
 from ..config import Config
 from ..errors import CertificateError
+from ..events import Emit
 from ..exchange import Before, Cohort
 from ..messages import Evaluate, Evaluation, Metrics, Reply, Request, SiteId, Train, Update
 from ..secagg.messages import Advertise, AdvertiseEvaluation
 from . import secure
 from .answers import kept
-from .progress import Emit
 
 
 class SimulatedMasks(secure.UnderMasks):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..config import Config
 from ..errors import ConfigError, Damaged
+from ..events import Emit, Event, SiteState, UpdateReceived, noticed
 from ..exchange import Cohort
 from ..messages import SiteId
 from ..store import Checkpoint, RunStore
@@ -24,7 +24,7 @@ from .answers import Answers, InTheOpen
 from .federated import run
 from .pool import AHEAD, InlineCohort, PoolCohort
 from .privacy import Spending
-from .progress import Emit, Result, finish, noticed
+from .progress import Result, finish
 from .simulated_masks import SimulatedMasks
 from .trainer import Workbench
 
@@ -59,7 +59,7 @@ async def simulate(
             about = pool.description
             enough_sites(config, len(about.sites))
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
-                emit = without(emit, "update_received", "site_state")
+                emit = without(emit, UpdateReceived, SiteState)
             store.begin(
                 about.schema, agreed(config), frozen=about.frozen.schema, run=config.run.name,
                 task_digest=about.task_digest,
@@ -134,12 +134,12 @@ def enough_sites(config: Config, sites: int) -> None:
         )
 
 
-def without(emit: Emit, *kinds: str) -> Emit:
+def without(emit: Emit, *kinds: type[Event]) -> Emit:
     """Ten thousand events a second would cost as much as the training that they tell of."""
 
-    def emit_others(kind: str, **fields: Any) -> None:
-        if kind not in kinds:
-            emit(kind, **fields)
+    def emit_others(event: Event) -> None:
+        if not isinstance(event, kinds):
+            emit(event)
 
     return emit_others
 

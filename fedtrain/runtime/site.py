@@ -20,6 +20,7 @@ from .. import __version__
 from ..arena import ArenaFile, Frozen, Patch
 from ..config import Config
 from ..errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
+from ..events import Emit, RunFinished, RunStarted, SiteState, noticed
 from ..malloc import keep_freed
 from ..messages import Evaluate, Evaluation, Failure, Found, Metrics, Reply, Request, SiteId, Train, Update
 from ..pki import Credentials, Revoked, aggregator_target
@@ -35,12 +36,11 @@ from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
 from ..wire.frames import Bounds, Hello
 from .privacy import Spent
-from .progress import Averages, bounds_of, noticed
+from .progress import Averages, bounds_of
 from .secure import REQUESTS as SECURE_REQUESTS
 from .secure import SecureSite, check_config, hash_of, spread
 from .trainer import TRIES, Description, Trainer, TrainerDied, unchanged
 
-Emit = Callable[..., None]
 T = TypeVar("T")
 
 
@@ -351,11 +351,7 @@ async def run(
         return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
 
     emit(
-        "run_started",
-        run=config.run.name,
-        mode="site",
-        rounds=config.run.rounds,
-        config_digest=config.digest(),
+        RunStarted(run=config.run.name, mode="site", rounds=config.run.rounds, config_digest=config.digest())
     )
     try:
         trainer = await Supervised.begin(start)
@@ -371,7 +367,7 @@ async def run(
 
         def say(state: str, round: int) -> None:
             link.status(state)
-            emit("site_state", site=name, state=state, round=round)
+            emit(SiteState(site=name, state=state, round=round))
 
         about = trainer.description
         secure = secure_site(config, name, credentials, ledger) if config.secagg.enabled else None
@@ -397,7 +393,7 @@ async def run(
             reason = await link.serve(hello, site.answer, site.welcomed, patched)
         finally:
             await site.close()
-        emit("run_finished", round=None, reason=reason, model=None)
+        emit(RunFinished(round=None, reason=reason, model=None))
         return reason
     finally:
         ledger.close()

@@ -4,6 +4,6 @@ Nothing here is needed for a run to go on; see store/ for that.
 """
 
 from .board import Board
-from .events import EventLog
+from .log import EventLog
 
 __all__ = ["Board", "EventLog"]

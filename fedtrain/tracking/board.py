@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from .. import events as e
+from ..events import Averages, Event
 from ..messages import SiteId
-from . import events as e
-from .events import Averages, Event
 
 RECENT = 10  # rounds that the ETA is drawn from
 
@@ -109,7 +109,7 @@ class Board:
                 self._site(event.site, "connected" if event.site == "aggregator" else "waiting")
             case e.SiteLost() if self.finished is None:
                 self._site(event.site, "lost").reason = event.reason
-            case e.JoinRefused():
+            case e.SiteRefused():
                 self._site(event.site, "refused").reason = event.reason
             case e.RoundStarted():
                 self.need, self.under_way, self.attempt = None, event.round, event.attempt

@@ -23,9 +23,9 @@ import msgspec
 from .. import __version__
 from ..arena import Arena
 from ..errors import Damaged, StoreError, writing
+from ..events import Averages
 from ..schema import Schema
 from ..store import RunStore
-from .events import Averages
 from .live import number
 
 MODEL, EVALUATION = "model.safetensors", "evaluation.json"

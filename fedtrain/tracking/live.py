@@ -8,16 +8,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from .. import events as e
+from ..events import Averages, Event, encode
 from ..messages import SiteId
-from . import events as e
 from .board import Board, RoundRow, SiteRow
-from .events import Averages, Event, encode, printable
+from .log import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -142,7 +143,7 @@ def line(event: Event, board: Board) -> str | None:
         case e.SiteLost():
             over = board.finished is not None  # then they leave, and nothing is lost
             return None if over else f"{event.site} lost{_because(event.reason)}"
-        case e.JoinRefused():
+        case e.SiteRefused():
             return f"{event.site} may not join{_because(event.reason)}"
         case e.RoundStarted():
             again = f", attempt {event.attempt}" if event.attempt > 1 else ""
@@ -243,7 +244,7 @@ def counted(share: float) -> str:
     return "left out" if not share else f"clipped to {share:.0%}"
 
 
-def doubts(doubted: dict[SiteId, float]) -> str:
+def doubts(doubted: Mapping[SiteId, float]) -> str:
     """The peers that counted least."""
     least = sorted(doubted.items(), key=lambda d: (d[1], d[0]))
     named = ", ".join(f"{site} {counted(share)}" for site, share in least[:FEW_DOUBTED])

@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 from ..errors import ConfigError, nearest
+from ..events import Averages
 from .board import Board
-from .events import Averages, events_file, read, running
+from .log import events_file, read, running
 
 NONE_YET = " Start one: fedtrain simulate"
 State = Literal["running", "finished", "stopped"]  # stopped: the same command goes on

@@ -20,6 +20,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from ..errors import CertificateError, ConnectError, JoinRefused, WireError
+from ..events import Emit, Notice, SiteRefused
 from ..exchange import Contact, PeerId
 from ..wire.codec import decode, encode
 from ..wire.frames import CHUNK_BYTES, Refused
@@ -30,8 +31,6 @@ GUEST_S = 0.2  # between what the holder of an invitation says
 ASK_S = 1.0  # after which it says it again
 FAST = 150e6  # bytes of CURVE in a second of CPU: libsodium does twice that or more, tweetnacl a third
 NOBLOCK = int(zmq.NOBLOCK)
-
-Tell = Callable[..., None]  # the log: a kind of event, and its fields
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Door:
         me: PeerId,
         roster: Roster,
         banned: Callable[[PeerId], bool],
-        tell: Tell,
+        tell: Emit,
     ) -> None:
         self._me, self._roster, self._banned, self._tell = me, roster, banned, tell
         self._strangers = 0
@@ -119,13 +118,13 @@ class Door:
         self._strangers += 1
         if self._strangers & (self._strangers - 1) == 0:  # 1st, 2nd, 4th, 8th ...: a flood fills no log
             reason = f"call from {address}: {why} ({self._strangers} so far)"
-            self._tell("join_refused", site="?", reason=reason)
+            self._tell(SiteRefused(site="?", reason=reason))
 
 
 class Guests:
     """The host's half of an invitation: what its holder may say, and what it is told."""
 
-    def __init__(self, me: PeerId, roster: Roster, stamp: Stamp, tell: Tell) -> None:
+    def __init__(self, me: PeerId, roster: Roster, stamp: Stamp, tell: Emit) -> None:
         self._me, self._roster, self._stamp, self._tell = me, roster, stamp, tell
         self._spoke_s: dict[bytes, float] = {}
 
@@ -149,9 +148,9 @@ class Guests:
                 raise JoinRefused(f"{self._me} is in another run, or trains another model")
             contact = self._roster.admit(key, text_of(header, message[1].buffer))
         except (WireError, JoinRefused, CertificateError) as e:
-            self._tell("join_refused", site="?", reason=f"by invitation: {e}")
+            self._tell(SiteRefused(site="?", reason=f"by invitation: {e}"))
             return [(Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))]
-        self._tell("notice", text=f"{contact.peer} is on the roster now, by invitation")
+        self._tell(Notice(text=f"{contact.peer} is on the roster now, by invitation"))
         told = [(Header(Kind.MEMBERS), body) for body in bundles(self._roster.statements())]
         return [*told, (Header(Kind.WELCOME), b"")]
 

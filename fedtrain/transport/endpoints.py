@@ -20,12 +20,13 @@ import msgspec
 
 from ..arena import AnyArena, ArenaFile, Patch, patches_to
 from ..errors import BadUpdate, Broken, CertificateError, ConnectError, JoinRefused, StoreError, WireError
+from ..events import Emit, Notice, SiteRefused, UpdateRefused
 from ..messages import Found, Reply, Request, SiteId
 from ..wire import frames
 from ..wire.codec import arenas, decode, encode, fetch_list
 from . import star
 from .grpc import GrpcTransport
-from .star import AggregatorEnd, Emit, Pending, SiteEnd, SiteSession, backoff
+from .star import AggregatorEnd, Pending, SiteEnd, SiteSession, backoff
 from .streams import Connection, Denied, Files, Stream, Transport, chunks, opened, receive
 from .tls import Tls
 
@@ -155,7 +156,7 @@ class RemoteCohort:
         try:
             return self._identify(certificate)
         except CertificateError as e:
-            self._emit("join_refused", site="?", reason=str(e))
+            self._emit(SiteRefused(site="?", reason=str(e)))
             raise
 
     def _transferring(self, certificate: bytes) -> tuple[SiteId, asyncio.Task[Any]]:
@@ -198,7 +199,7 @@ class RemoteCohort:
                 frame: frames.FromSite = decode(data, frames.FromSite)
                 self._end.receive(session, frame)
         except (WireError, ConnectError) as e:
-            self._emit("notice", text=f"{session.site}: {str(e)[:200]}")
+            self._emit(Notice(text=f"{session.site}: {str(e)[:200]}"))
         finally:
             session.send(None)
 
@@ -240,7 +241,7 @@ class RemoteCohort:
                     finally:
                         self.bytes_in += transfer.offset - begun
         except Broken as e:
-            self._emit("notice", text=f"{site}: upload broke off, {e}; it may go on from there")
+            self._emit(Notice(text=f"{site}: upload broke off, {e}; it may go on from there"))
             return
         except (BadUpdate, WireError) as e:
             answer: frames.UploadAnswer = self._end.unusable(pending, str(e))
@@ -392,12 +393,12 @@ class SiteLink:
                 await self._offer(call, request, await self._answer(request))
                 return
             except Denied as e:
-                self._emit("notice", text=f"{request.id}: {e}")
+                self._emit(Notice(text=f"{request.id}: {e}"))
                 return
             except (ConnectError, Broken):
                 pass
             except WireError as e:  # bytes damaged here or on the way
-                self._emit("notice", text=f"{request.id}: {e}")
+                self._emit(Notice(text=f"{request.id}: {e}"))
             await self._sleep(pause_s * (0.5 + self._jitter()))
 
     async def _fetch(self, call: Connection, arena: ArenaFile) -> None:
@@ -431,7 +432,7 @@ class SiteLink:
                         for chunk in chunks(offered[digest], offset):
                             await stream.write(chunk)
                     case frames.Refused(reason=reason):
-                        self._emit("update_refused", site="here", round=None, reason=reason)
+                        self._emit(UpdateRefused(site="here", round=None, reason=reason))
                         return
                     case _:  # Stored, or Moot
                         return

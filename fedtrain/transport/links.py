@@ -25,9 +25,10 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ..errors import ConnectError
+from ..events import Emit
 from ..exchange import Contact, PeerId
 from ..wire.gossip import FRAME_BYTES, Header, Stamp, pack, short
-from .admission import Curve, Door, Guests, Roster, Tell
+from .admission import Curve, Door, Guests, Roster
 from .courier import Parts
 
 SENDING = 16  # messages queued in libzmq on a connection, each of a batch of chunks at most
@@ -111,7 +112,7 @@ class Links:
         refused: Callable[[Link], None],
         joined: Callable[[], None],
         rung: Callable[[], None],
-        tell: Tell,
+        tell: Emit,
     ) -> None:
         """Called back: `opened` for each connection that is made, `refused` by a peer that does not take our
         key, `joined` after a guest has spoken, `rung` after `ring`."""

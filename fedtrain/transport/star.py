@@ -19,6 +19,7 @@ from typing import Any
 
 from ..arena import AnyArena
 from ..errors import ConnectError, JoinRefused, StoreError
+from ..events import Emit, Notice, SiteJoined, SiteLost, SiteRefused, SiteState, UpdateRefused
 from ..messages import Failure, Reply, Request, SiteId
 from ..wire import frames
 from ..wire.codec import arenas, decode
@@ -26,8 +27,6 @@ from ..wire.codec import arenas, decode
 LEAVE_S = 2.0  # for the other end to read a last frame
 REPLACED = 8  # processes of one site that are remembered after another process took their place
 MOOT = 4096  # requests that are remembered after their exchange ended early, without their replies
-
-Emit = Callable[..., None]  # the log: a kind of event, and its fields
 
 
 # --- the aggregator's end
@@ -107,7 +106,7 @@ class AggregatorEnd:
             send(frames.Finished(reason=self._finished))
         for pending in self._pending_of(site):
             send(pending.ask)
-        self._emit("site_joined", site=site)
+        self._emit(SiteJoined(site=site))
         return session
 
     def _replace(self, earlier: SiteSession, process: str) -> None:
@@ -122,13 +121,13 @@ class AggregatorEnd:
             if process in replaced and site not in self._reported:
                 self._reported.add(site)
                 text = f"{site}: two processes join with one certificate and take each other's place. {mend}"
-                self._emit("notice", text=f"{text} (fedtrain certs revoke {site}).")
+                self._emit(Notice(text=f"{text} (fedtrain certs revoke {site})."))
             replaced.append(earlier.process)
         earlier.send(None)
 
     def refuse(self, site: SiteId, reason: str, *, final: bool) -> frames.Refused:
         """What a site that does not fit is told."""
-        self._emit("join_refused", site=site, reason=reason)
+        self._emit(SiteRefused(site=site, reason=reason))
         if final:
             self._uninformed.discard(site)
         return frames.Refused(reason=reason, final=final)
@@ -136,7 +135,7 @@ class AggregatorEnd:
     def receive(self, session: SiteSession, frame: frames.FromSite) -> None:
         """A frame after the Hello."""
         if isinstance(frame, frames.Status):
-            self._emit("site_state", site=session.site, state=frame.state[:64])
+            self._emit(SiteState(site=session.site, state=frame.state[:64]))
         elif isinstance(frame, frames.Leaving):
             self._uninformed.discard(session.site)
             session.send(None)
@@ -146,7 +145,7 @@ class AggregatorEnd:
         if self.sessions.get(session.site) is session:
             del self.sessions[session.site]
             self._wait_for(session.site, now)
-            self._emit("site_lost", site=session.site, reason="disconnected")
+            self._emit(SiteLost(site=session.site, reason="disconnected"))
 
     def cut(self, site: SiteId, reason: str) -> None:
         """End all that is open with a site, and tell it why. The exchanges under way go on without it."""
@@ -175,7 +174,7 @@ class AggregatorEnd:
         if away := sorted(self._uninformed - self.sessions.keys()):
             who = f"{', '.join(away[:5])}{' and others' if away[5:] else ''}"
             text = f"the run is over, and {who} may come back within {wait_s:g} s to hear it"
-            self._emit("notice", text=f"{text}; Ctrl-C leaves at once")
+            self._emit(Notice(text=f"{text}; Ctrl-C leaves at once"))
         return wait_s
 
     # --- exchanges
@@ -260,7 +259,7 @@ class AggregatorEnd:
 
     def refuse_upload(self, site: SiteId, reason: str) -> frames.Refused:
         """An upload that belongs to no pending request."""
-        self._emit("update_refused", site=site, round=None, reason=reason)
+        self._emit(UpdateRefused(site=site, round=None, reason=reason))
         return frames.Refused(reason=reason)
 
     def uploaded(self, pending: Pending, reply: Reply) -> frames.Stored:
@@ -325,7 +324,7 @@ class SiteEnd:
         match frame:
             case frames.Welcome():
                 self.joined = True
-                self._emit("site_joined", site="aggregator")
+                self._emit(SiteJoined(site="aggregator"))
             case frames.Ask(body=body):
                 request: Request = decode(body, self._requests)
                 if self.request is None or self.request.id != request.id:
@@ -334,7 +333,7 @@ class SiteEnd:
                 if self.request is not None and self.request.id == id:
                     self.request = None
             case frames.Note(line=line):
-                self._emit("notice", text=line)
+                self._emit(Notice(text=line))
             case frames.Finished(reason=reason):
                 self.finished, self.request = reason, None
             case frames.Refused(reason=reason, final=final):
@@ -354,6 +353,6 @@ class SiteEnd:
             self._pauses, self._reported = backoff(*self.PAUSES), ""
         self.joined, self._refused, self.request = False, False, None
         if str(error) != self._reported:
-            self._emit("site_lost", site="aggregator", reason=str(error))
+            self._emit(SiteLost(site="aggregator", reason=str(error)))
             self._reported = str(error)
         return next(self._pauses) * (0.5 + draw)

@@ -24,12 +24,13 @@ import msgspec
 import zmq
 
 from ..errors import CertificateError, ConnectError, JoinRefused, WireError
+from ..events import Emit, Event, Notice, SiteJoined, SiteLost, SiteRefused, UpdateRefused, silent
 from ..exchange import Exchanged, Letter, Mixer, PeerId, Share
 from ..malloc import keep_freed
 from ..wire.codec import decode, encode
 from ..wire.frames import Refused
 from ..wire.gossip import Greeting, Header, Kind, Stamp, text_of, unpack
-from .admission import Curve, Roster, Tell, bundles
+from .admission import Curve, Roster, bundles
 from .courier import Body, Courier, Limits, Parts
 from .links import Link, Links
 from .membership import Membership
@@ -73,7 +74,7 @@ class ZmqNeighbors:
         heartbeat_s: float = 1.0,
         idle_s: float = 5.0,
         io_threads: int = 1,
-        emit: Tell = lambda kind, **fields: None,
+        emit: Emit = silent,
     ) -> None:
         """`welcome` raises JoinRefused when a peer does not fit. `listen` None: call others, take no calls.
         A peer without a connection for `idle_s` is not waited for any more."""
@@ -230,9 +231,9 @@ class ZmqNeighbors:
         """The roster has changed: cut off at once those who are no longer on it, or have another key."""
         self._do(self._look_at_roster)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _tell(self, event: Event) -> None:
         """To the log, which belongs to the caller's side."""
-        self._on_loop(functools.partial(self._emit, kind, **fields))
+        self._on_loop(self._emit, event)
 
     def _do(self, what: Callable[[], object]) -> None:
         """Have it done by the thread."""
@@ -277,7 +278,7 @@ class ZmqNeighbors:
         if not link.dead:
             link.dead = True
             self._courier.lost(link.peer, why, time.monotonic())
-            self._tell("site_lost", site=link.peer, reason=why)
+            self._tell(SiteLost(site=link.peer, reason=why))
 
     def _look_around(self) -> None:
         membership = self._membership
@@ -367,7 +368,7 @@ class ZmqNeighbors:
     def _breach(self, link: Link, what: str) -> None:
         link.breaches += 1
         if link.breaches & (link.breaches - 1) == 0:
-            self._tell("update_refused", site=link.peer, reason=f"{what} (breach {link.breaches})")
+            self._tell(UpdateRefused(site=link.peer, reason=f"{what} (breach {link.breaches})"))
         if link.breaches >= PATIENCE:
             link.breaches, link.banned_s = 0, time.monotonic() + BAN_S
             self._cut(link, f"cut off for {BAN_S:g} s after {PATIENCE} breaches: {what}")
@@ -414,7 +415,7 @@ class ZmqNeighbors:
         except JoinRefused as e:
             if link.refused != str(e):
                 link.refused = str(e)
-                self._tell("join_refused", site=link.peer, reason=str(e))
+                self._tell(SiteRefused(site=link.peer, reason=str(e)))
             self._say(link, Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))
             return
         again = link.welcomed and greeting.boot == link.boot
@@ -428,7 +429,7 @@ class ZmqNeighbors:
     def _agreed(self, link: Link) -> None:
         if link.agreed:
             if link.dead or not link.met:
-                self._tell("site_joined", site=link.peer)
+                self._tell(SiteJoined(site=link.peer))
             link.dead, link.met = False, True
             now = time.monotonic()
             self._courier.found(link.peer, now)
@@ -449,7 +450,7 @@ class ZmqNeighbors:
                 try:
                     contact = self._roster.add(statement)
                 except CertificateError as e:
-                    self._tell("notice", text=f"{link.peer} passed on an entry that is refused: {e}")
+                    self._tell(Notice(text=f"{link.peer} passed on an entry that is refused: {e}"))
                     continue
                 if contact is not None and contact.peer != self.me:
                     self._links.to(contact.peer)
@@ -501,7 +502,7 @@ class ZmqNeighbors:
                 self._on_loop(_settle, answer, courier.states.pop(peer))
 
     def _share_refused(self, peer: PeerId, round: int, reason: str) -> None:
-        self._tell("update_refused", site=peer, round=round + 1, reason=reason)
+        self._tell(UpdateRefused(site=peer, round=round + 1, reason=reason))
 
     def _leave(self) -> None:
         self._membership.leave()

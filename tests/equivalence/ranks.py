@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from fedtrain.config import Config
 from fedtrain.errors import FedtrainError
-from fedtrain.runtime.datacenter import Datacenter, silent
+from fedtrain.events import silent
+from fedtrain.runtime.datacenter import Datacenter
 from fedtrain.store import RunStore
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.task import load_task
@@ -54,7 +55,7 @@ def run_case(config: Config, events: list[dict[str, Any]], device: torch.device)
     mesh = Mesh(Sizes.of(config.parallel, world), device, islands=config.parallel.sync == "local")
     task = load_task(config.run.task, config.root)
     store = RunStore(config.datacenter_dir, durable=False) if mesh.rank == 0 else None
-    emit = silent if store is None else lambda kind, **fields: events.append({"kind": kind, **fields})
+    emit = silent if store is None else lambda event: events.append({"kind": event.kind, **event.fields()})
     room = Datacenter(config, task, mesh, store, emit)
     if store is not None:
         store.begin(room.engine.schema, {}, frozen=room.engine.frozen, run=config.run.name, task_digest="")

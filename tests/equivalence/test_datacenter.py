@@ -11,6 +11,7 @@ import torch
 
 from fedtrain.config import Config
 from fedtrain.digest import seed_of
+from fedtrain.events import silent
 from fedtrain.runtime.datacenter import pool_of, sites_of
 from fedtrain.runtime.simulation import simulate
 from fedtrain.schema import Schema, unique_tensors
@@ -152,7 +153,7 @@ def simulated(folder: Path, table: Table) -> dict[str, torch.Tensor]:
     table = {**table, "parallel": {}, "simulate": {"sites": 2, "workers": 1}, "secagg": {"enabled": False}}
     table |= {"run": {**table["run"], "name": "simulated"}, "strategy": {**table["strategy"], "min_sites": 2}}
     config = Config.of(table, folder)
-    result = asyncio.run(simulate(config, emit=lambda kind, **fields: None, fresh=True))
+    result = asyncio.run(simulate(config, emit=silent, fresh=True))
     store = RunStore(result.run_dir, read_only=True)
     last, frozen = store.latest(), store.load_frozen()
     store.close()

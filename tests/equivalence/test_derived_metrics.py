@@ -40,7 +40,9 @@ def simulated(folder: Path, name: str, **tables) -> tuple[list[dict], dict[str, 
     events: list[dict] = []
     mode = gossip_simulation if name == "gossip" else simulation
     config = Config.of(table, folder)
-    result = asyncio.run(mode.simulate(config, emit=lambda kind, **f: events.append({"kind": kind, **f})))
+    result = asyncio.run(
+        mode.simulate(config, emit=lambda event: events.append({"kind": event.kind, **event.fields()}))
+    )
     store = RunStore(result.run_dir, read_only=True)
     weights = store.latest().weights.load()
     store.close()

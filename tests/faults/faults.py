@@ -13,6 +13,7 @@ from typing import Any
 
 from fedtrain.config import Config
 from fedtrain.errors import FedtrainError
+from fedtrain.events import Event
 from fedtrain.pki import init, issue
 from fedtrain.runtime import federated, site
 from fedtrain.runtime.simulation import simulate
@@ -173,7 +174,8 @@ async def run(
     config = project(folder, len(faults), secagg=secagg, **sections)
     outcome = Outcome(config)
 
-    def emit(kind: str, **fields: Any) -> None:
+    def emit(event: Event) -> None:
+        kind, fields = event.kind, event.fields()
         outcome.events.append((kind, fields))
         due = {"round_started": "train", "round_committed": "evaluate"}.get(kind)
         if due and fields.get("attempt", 1) == 1 and (number := fields["round"]) <= len(faults):
@@ -216,7 +218,9 @@ def final(run_dir: Path) -> str:
 async def undisturbed(outcome: Outcome) -> Outcome:
     """The same run without a fault, by simulation, which gives the same bits."""
     whole = Outcome(outcome.config)
-    await simulate(outcome.config, emit=lambda kind, **fields: whole.events.append((kind, fields)), workers=1)
+    await simulate(
+        outcome.config, emit=lambda event: whole.events.append((event.kind, event.fields())), workers=1
+    )
     whole.weights = final(outcome.config.simulate_dir)
     return whole
 

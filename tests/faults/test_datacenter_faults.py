@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fedtrain.config import Config
+from fedtrain.events import silent
 from fedtrain.runtime import datacenter
 from fedtrain.training.elastic import LEFT
 from tests.bucket import bucket
@@ -105,7 +106,7 @@ def test_sigterm_to_one_rank_or_to_all_checkpoints_that_step_and_none_is_taken_t
 def test_a_world_of_two_then_three_then_one_ends_with_the_same_model(tmp_path):
     alone = Waves(tmp_path / "alone", pace=0.0, dropout=False)
     with contextlib.chdir(alone.folder):
-        datacenter.run(Config.load("fedtrain.toml"), emit=datacenter.silent)
+        datacenter.run(Config.load("fedtrain.toml"), emit=silent)
     with Run(tmp_path / "p", slow=0.1, dropout=False, nodes="1:3") as run:
         first, second = run.start(), run.start()
         run.cluster.wait_for(lambda: any(text.startswith("ranks 2") for text in run.notices()))

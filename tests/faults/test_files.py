@@ -171,8 +171,8 @@ class Alone:
         finally:
             store.close()
 
-    def emit(self, kind, **fields):
-        self.lines.append(f"{kind} {fields}")
+    def emit(self, event):
+        self.lines.append(str(event))
 
     def image(self, patch):
         commit = RunStore.commit

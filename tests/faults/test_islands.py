@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fedtrain.arena import Arena
 from fedtrain.config import Config
+from fedtrain.events import Event
 from fedtrain.runtime.datacenter import Datacenter
 from fedtrain.store import RunStore
 from fedtrain.training.elastic import Leave, Left
@@ -46,7 +47,8 @@ def train(folder: Path, name: str, table: dict[str, Any], told_at: int = 0) -> t
     store = RunStore(config.datacenter_dir, durable=False) if mesh.rank == 0 else None
     taken: list[int] = []
 
-    def emit(kind: str, **fields: Any) -> None:
+    def emit(event: Event) -> None:
+        kind, fields = event.kind, event.fields()
         if kind == "step":
             taken.append(fields["step"])
             if mesh.rank == 1 and fields["step"] == told_at:

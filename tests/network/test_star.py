@@ -218,7 +218,7 @@ def test_two_processes_with_one_certificate_are_told_so_once_and_slow_down(certs
                         done[number].set()
                         await asyncio.Event().wait()
 
-                emit = lambda kind, **fields: told.append((number, kind, fields.get("reason")))
+                emit = lambda event: told.append((number, event.kind, getattr(event, "reason", None)))
                 return link(
                     certs,
                     "a",

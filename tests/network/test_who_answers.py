@@ -31,9 +31,7 @@ def told(certs: Path, folder: Path, address: str) -> str:
 
     async def main() -> str:
         first: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        site = link(
-            certs, "a", 0, folder, address=address, emit=lambda kind, **f: first.set_result(f["reason"])
-        )
+        site = link(certs, "a", 0, folder, address=address, emit=lambda event: first.set_result(event.reason))
         work = asyncio.create_task(site.serve(hello(SCHEMA), None))
         try:
             return await asyncio.wait_for(first, WAIT_S)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from cryptography import x509
 
+from fedtrain import events
 from fedtrain.arena import Arena
 from fedtrain.errors import CertificateError, ConfigError, FedtrainError, StoreError, WireError
 from fedtrain.messages import Evaluate, Train, Update
@@ -17,7 +18,6 @@ from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.runtime import secure
 from fedtrain.runtime.parcels import Note
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.tracking import events
 from fedtrain.training import checkpoint, shards
 from fedtrain.training.places import Folder
 from fedtrain.transport.membership import Probe

@@ -103,7 +103,7 @@ async def one_try(behind, proxy):
         tried.set()
         await asyncio.Event().wait()
 
-    site = behind(proxy, sleep=stop, emit=lambda kind, **fields: told.append((kind, fields["reason"])))
+    site = behind(proxy, sleep=stop, emit=lambda event: told.append((event.kind, event.reason)))
     async with sites({"a": site}, WEIGHTS.schema, lambda _: echo_plus(SEED)):
         await tried.wait()
     return told

@@ -27,7 +27,7 @@ async def watched(certs, folder):
     who = Callers(Credentials.load(certs / "aggregator"), certs)
     async with aggregator(certs, folder, MODEL.schema, identify=who.identify) as agg:
         watching = asyncio.create_task(
-            who.watch(agg.cohort.cut, lambda kind, **fields: agg.events.append((kind, fields)))
+            who.watch(agg.cohort.cut, lambda event: agg.events.append((event.kind, event.fields())))
         )
         try:
             yield agg
@@ -87,7 +87,8 @@ def test_s06_a_revoked_site_that_calls_again_is_told_so_and_never_joins(certs, t
         told = asyncio.Event()
         lost = []
 
-        def emit(kind, **fields):
+        def emit(event):
+            kind, fields = event.kind, event.fields()
             if kind == "site_lost":
                 lost.append(fields["reason"])
                 told.set()
@@ -120,8 +121,8 @@ def test_s06_a_damaged_list_is_told_and_what_was_known_goes_on_counting(certs, t
     async def run():
         heard = asyncio.Event()
 
-        def emit(kind, **fields):
-            told.append(fields["text"])
+        def emit(event):
+            told.append(event.text)
             heard.set()
 
         async with asyncio.timeout(30):

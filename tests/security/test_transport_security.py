@@ -73,7 +73,7 @@ async def why_not(certs, tmp_path, **options):
 
         refused = link(
             certs, "a", agg.cohort.port, tmp_path, sleep=one_try,
-            emit=lambda kind, **f: told.append((kind, f.get("reason"))), **options,
+            emit=lambda event: told.append((event.kind, getattr(event, "reason", None))), **options,
         )  # fmt: skip
         task = asyncio.create_task(refused.serve(hello(MODEL.schema), echo_plus(0)))
         await stop.wait()
@@ -155,7 +155,7 @@ def test_s04_a_site_refuses_an_aggregator_that_shows_another_sites_certificate(c
             port = server.add_secure_port("127.0.0.1:0", served.server())
             await server.start()
             site = link(
-                certs, "a", port, tmp_path, sleep=one_try, emit=lambda k, **f: told.append(f["reason"])
+                certs, "a", port, tmp_path, sleep=one_try, emit=lambda event: told.append(event.reason)
             )
             task = asyncio.create_task(site.serve(hello(MODEL.schema), echo_plus(0)))
             await stop.wait()

@@ -1,0 +1,234 @@
+"""What happens in a run, one typed event each; whoever has something to say calls an `Emit` with one.
+
+An event holds names, counts and averages: never data values, never keys. Rounds and attempts count from 1, as
+people do: round 3 is the third. tracking/ writes events to the run directory, folds them and shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, get_args
+
+import msgspec
+
+from .messages import SiteId
+
+Averages = Mapping[str, float | None]  # JSON has no NaN: a metric that was NaN or Inf is read back as None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True):
+    """Something that happened, at `time` seconds since 1970, which the log puts in."""
+
+    time: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The name of this kind of event in events.jsonl."""
+        return str(self.__struct_config__.tag)
+
+    def fields(self) -> dict[str, Any]:
+        """All that the event says, without its time."""
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name != "time"}
+
+
+class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
+    """A process began, or went on with, a run; `resumed_from` is the number of rounds already committed."""
+
+    run: str
+    mode: str  # simulate | gossip | federated | site | datacenter
+    rounds: int
+    sites: int = 0  # known so far
+    config_digest: str = ""
+    resumed_from: int | None = None
+    buffer: int = 0  # of an asynchronous run, updates that make a version of its model; 0: it goes by rounds
+
+
+class Waiting(Event, frozen=True, kw_only=True, tag="waiting"):
+    """The next round begins when `need` sites have joined."""
+
+    need: int
+    have: int | None = None
+
+
+class SiteJoined(Event, frozen=True, kw_only=True, tag="site_joined"):
+    """A site connected and agreed on task, model and config."""
+
+    site: SiteId
+
+
+class SiteLost(Event, frozen=True, kw_only=True, tag="site_lost"):
+    """A site's connection broke or fell silent; it may come back. At a site, the site is "aggregator"."""
+
+    site: SiteId
+    reason: str = ""
+
+
+class SiteRefused(Event, frozen=True, kw_only=True, tag="join_refused"):
+    """A site connected but trains something else, or may not take part."""
+
+    site: SiteId
+    reason: str = ""
+
+
+class RoundStarted(Event, frozen=True, kw_only=True, tag="round_started"):
+    """The sites of a round are being asked; a higher attempt repeats a failed round."""
+
+    round: int
+    attempt: int = 1
+    sites: Sequence[SiteId] = []
+    neighbors: Sequence[SiteId] = []  # at a peer: those of the sites with which it exchanges in this round
+
+
+class SiteState(Event, frozen=True, kw_only=True, tag="site_state"):
+    """What a site is doing: waiting, training, uploading, evaluating, done, lost or refused."""
+
+    site: SiteId
+    state: str
+    round: int | None = None
+
+
+class UpdateReceived(Event, frozen=True, kw_only=True, tag="update_received"):
+    """A site's update arrived whole and passed every check."""
+
+    round: int
+    site: SiteId
+    num_examples: float | None = None
+    loss: float | None = None
+    nbytes: int = 0
+    staleness: int | None = None  # of an asynchronous run: versions since the one that it was trained from
+
+
+class UpdateRefused(Event, frozen=True, kw_only=True, tag="update_refused"):
+    """A site's update was quarantined; the round goes on with the others."""
+
+    site: SiteId
+    round: int | None = None
+    reason: str = ""
+
+
+class PrivacySpent(Event, frozen=True, kw_only=True, tag="privacy_spent"):
+    """A site gave away one more noised update: what all of them together tell of its data, at most."""
+
+    site: SiteId
+    round: int
+    releases: int
+    epsilon: float
+    delta: float
+
+
+class RoundFailed(Event, frozen=True, kw_only=True, tag="round_failed"):
+    """An attempt at a round ended without a result; the global weights are unchanged."""
+
+    round: int
+    attempt: int = 1
+    reason: str = ""
+
+
+class RoundCommitted(Event, frozen=True, kw_only=True, tag="round_committed"):
+    """A round's model is on disk: from here on a crash goes on after it."""
+
+    round: int
+    loss: float | None = None  # training loss, the exact mean over the sites
+    metrics: Averages = {}
+    seconds: float | None = None
+    sites: int = 0  # whose updates are in it
+    bytes_in: int = 0
+    bytes_out: int = 0
+    staleness: float | None = None  # of an asynchronous run: the mean over the updates in it
+    doubted: Mapping[
+        SiteId, float
+    ] = {}  # the part that counted of models that a robust rule clipped; 0: none
+
+
+class Record(TypedDict, total=False):
+    """What a committed round's row in the store says: the fields of RoundCommitted that its mode has."""
+
+    loss: float | None
+    metrics: Mapping[str, float]
+    seconds: float
+    sites: int
+    bytes_in: int
+    bytes_out: int
+    staleness: float
+    doubted: Mapping[SiteId, float]
+
+
+class Stepped(Event, frozen=True, kw_only=True, tag="step"):
+    """Of a datacenter: the optimizer steps since the last such event. Times are per step, of all ranks."""
+
+    step: int
+    round: int
+    loss: float | None = None
+    lr: float | None = None
+    seconds: float | None = None
+    examples_per_s: float | None = None
+    items_per_s: float | None = None  # in units of the loss's weight: tokens, say
+    mfu: float | None = None  # share of the devices' peak that the model's arithmetic used
+    comm_share: float | None = None  # of a step's time, in which gradients were under way
+    memory_bytes: int | None = None  # rank 0's most so far
+    skipped: int = 0  # steps left out because their gradient was not finite
+
+
+class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
+    """A round's model was evaluated at the sites: exact averages, and each site's own."""
+
+    round: int
+    metrics: Averages = {}
+    by_site: Mapping[SiteId, Averages] = {}
+
+
+class Best(Event, frozen=True, kw_only=True, tag="best"):
+    """An evaluation was better than all before it; that round's weights are kept."""
+
+    round: int
+    metric: str
+    value: float | None
+
+
+class Notice(Event, frozen=True, kw_only=True, tag="notice"):
+    """One line for a person that no other kind says."""
+
+    text: str
+
+
+class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
+    """The run is over: all rounds done, or stopped early for `reason`."""
+
+    round: int | None = None
+    reason: str = ""
+    model: str | None = None  # where it was exported to
+
+
+AnyEvent = (
+    RunStarted | Waiting | SiteJoined | SiteLost | SiteRefused | RoundStarted | SiteState | UpdateReceived
+    | UpdateRefused | PrivacySpent | RoundFailed | RoundCommitted | Stepped | Evaluated | Best | Notice
+    | RunFinished
+)  # fmt: skip
+KINDS: dict[str, type[Event]] = {str(c.__struct_config__.tag): c for c in get_args(AnyEvent)}
+
+Emit = Callable[[Event], None]  # what is told of each event
+
+
+def silent(event: Event) -> None:
+    """An Emit that nobody hears."""
+
+
+def noticed(emit: Emit) -> Callable[[str], None]:
+    """What takes one line for a person, of a damaged file say, and emits it."""
+    return lambda line: emit(Notice(text=line))
+
+
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def encode(event: Event) -> bytes:
+    """One line of events.jsonl, without its line end."""
+    return msgspec.json.encode(event)
+
+
+def decode(line: bytes) -> AnyEvent | None:
+    """The event of a line; None for a torn line, or a kind that only a newer fedtrain knows."""
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
