@@ -37,7 +37,7 @@ from fedtrain.events import silent
 from fedtrain.messages import Evaluation, Update
 from fedtrain.pki import Credentials, aggregator_target, init, issue
 from fedtrain.runtime import site as runtime_site
-from fedtrain.runtime.trainer import Description
+from fedtrain.runtime.trainer_messages import Description
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training.task import task_digest
 from fedtrain.transport.grpc import channel_options

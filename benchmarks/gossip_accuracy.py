@@ -32,7 +32,7 @@ from fedtrain.config import Config
 from fedtrain.events import Event
 from fedtrain.messages import averages
 from fedtrain.runtime import gossip_simulation, simulation
-from fedtrain.runtime.trainer import Workbench
+from fedtrain.runtime.workbench import Workbench
 from fedtrain.store import RunStore
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,8 @@ from fedtrain.events import Event, silent
 from fedtrain.pki import init, issue
 from fedtrain.runtime import federated, site
 from fedtrain.runtime.simulation import simulate
-from fedtrain.runtime.trainer import Trainer, Workbench
+from fedtrain.runtime.trainer import Trainer
+from fedtrain.runtime.workbench import Workbench
 from fedtrain.tracking.export import export
 from tests.ports import free_port
 

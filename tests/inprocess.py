@@ -15,7 +15,9 @@ from fedtrain.errors import TaskError
 from fedtrain.events import Event
 from fedtrain.pki import init, issue
 from fedtrain.runtime import federated, simulation, site
-from fedtrain.runtime.trainer import Failed, Trainer, Workbench, _failed, digest_of
+from fedtrain.runtime.trainer import Trainer
+from fedtrain.runtime.trainer_messages import Failed
+from fedtrain.runtime.workbench import Workbench, source_digest
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build, state_init
 from tests.ports import free_port
@@ -47,7 +49,7 @@ class InProcess(Trainer):
         try:
             answer = self.bench.answer(message)
         except Exception as e:  # as in a trainer's own process
-            answer = _failed(e)
+            answer = Failed.of(e)
         if isinstance(answer, Failed):
             raise TaskError(answer.reason)
         return answer
@@ -69,7 +71,7 @@ def begin(config: Config) -> None:
     store = RunStore(config.run_dir)
     strategy = build(config.strategy.kind, config.strategy.options)
     initial = bench.initial()
-    store.begin(initial.schema, config.agreed(), run=config.run.name, task_digest=digest_of(config))
+    store.begin(initial.schema, config.agreed(), run=config.run.name, task_digest=source_digest(config))
     if store.latest() is None:
         store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
     store.close()

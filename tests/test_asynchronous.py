@@ -22,7 +22,7 @@ from fedtrain.runtime import asynchronous, federated
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.simulation import simulate
-from fedtrain.runtime.trainer import Workbench
+from fedtrain.runtime.workbench import Workbench
 from fedtrain.store import Checkpoint, RunStore, Turn, TurnState
 from fedtrain.strategies import STRATEGIES, build, state_init
 from fedtrain.tracking import Board, EventLog

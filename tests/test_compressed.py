@@ -13,7 +13,8 @@ from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError
 from fedtrain.messages import Train, Update
 from fedtrain.runtime import checks, compressed
-from fedtrain.runtime.trainer import Apply, Saved, Workbench
+from fedtrain.runtime.trainer_messages import Apply, Saved
+from fedtrain.runtime.workbench import Workbench
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint
 from fedtrain.transport.endpoints import RemoteCohort

@@ -21,7 +21,7 @@ from fedtrain.runtime import datacenter, gossip_simulation, peer
 from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.secure import hash_of
 from fedtrain.runtime.simulation import simulate
-from fedtrain.runtime.trainer import Freeze
+from fedtrain.runtime.trainer_messages import Freeze
 from fedtrain.schema import Schema
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export

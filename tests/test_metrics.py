@@ -20,7 +20,7 @@ from fedtrain.errors import BadUpdate, SecAggError, TaskError
 from fedtrain.messages import MAX_SUMS, Evaluate, Evaluation, averages, misfits, sized_names, summed
 from fedtrain.runtime import checks, federated
 from fedtrain.runtime.secure import exact_sums
-from fedtrain.runtime.trainer import digest_of
+from fedtrain.runtime.workbench import source_digest
 from fedtrain.schema import Schema
 from fedtrain.secagg.encoding import Encoding
 from fedtrain.secagg.fixedpoint import FixedPoint
@@ -274,7 +274,7 @@ def test_an_aggregator_never_runs_metrics_itself_but_asks_a_process_from_the_fir
         return [c for c in children if "fedtrain.runtime.trainer" in " ".join(c.cmdline())]
 
     async def main():
-        async with federated.shown_by_task(config, store, digest_of(config)) as shown_there:
+        async with federated.shown_by_task(config, store, source_digest(config)) as shown_there:
             assert await shown_there({}, {}) == ({}, {})  # nobody evaluated
             assert trainers() == []
             sums = {"hits": ([1.0, 3.0], 4.0), "loss": (1.0, 2.0)}
@@ -287,7 +287,7 @@ def test_an_aggregator_never_runs_metrics_itself_but_asks_a_process_from_the_fir
     (tmp_path / "scored_task.py").write_text(SCORED)
     config = Config.of({"run": {"task": "scored_task:Scored"}}, tmp_path)
     store = RunStore(tmp_path / "run")  # of a run that is gone on with: no process has loaded the task yet
-    store.begin(Schema(()), {}, run="r", task_digest=digest_of(config), derives=True)
+    store.begin(Schema(()), {}, run="r", task_digest=source_digest(config), derives=True)
     try:
         asyncio.run(main())
     finally:

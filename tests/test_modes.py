@@ -19,7 +19,9 @@ from fedtrain.events import silent
 from fedtrain.gossip import ALGORITHMS
 from fedtrain.modes import MODES, NEVER_WAIT, NOTHING, WITH_COMPRESSOR, check, idle, keys, names_of, reads
 from fedtrain.runtime import datacenter, federated, gossip_simulation, peer, simulation, site
-from fedtrain.runtime.trainer import Failed, Trainer, Workbench
+from fedtrain.runtime.trainer import Trainer
+from fedtrain.runtime.trainer_messages import Failed
+from fedtrain.runtime.workbench import Workbench
 from tests.ports import free_port
 
 TASK = """

@@ -20,7 +20,7 @@ from fedtrain.privacy.gaussian import normals
 from fedtrain.runtime import datacenter
 from fedtrain.runtime.privacy import Spent, noised
 from fedtrain.runtime.site import Site
-from fedtrain.runtime.trainer import Workbench
+from fedtrain.runtime.workbench import Workbench
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Ledger
 

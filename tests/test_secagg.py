@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations_with_replacement, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fedtrain.arena import Arena, ArenaFile
 from fedtrain.digest import digest_of
 from fedtrain.errors import BadUpdate, SecAggError, TooFewSites, Unfinished
 from fedtrain.messages import Evaluation
-from fedtrain.secagg import client, keys
+from fedtrain.secagg import client, keys, messages
 from fedtrain.secagg.client import Client
 from fedtrain.secagg.masking import BLOCK_BYTES, RINGS
 from fedtrain.secagg.messages import (
@@ -450,7 +451,8 @@ def test_a_site_whose_shares_give_no_secret_is_named(monkeypatch):
     def other(sid, site, seed):
         return seed_commitment(sid, site, bytes(32) if site == "b" else seed)
 
-    monkeypatch.setattr(client, "seed_commitment", other)
+    its_messages = SimpleNamespace(**{**vars(messages), "seed_commitment": other})
+    monkeypatch.setattr(client, "msg", its_messages)  # the site's alone, not the aggregator's
     with pytest.raises(Unfinished, match="good shares of b: 0, and 4 are needed") as error:
         Federation(5).sum()
     assert error.value.blamed == {"b": "shares: they don't give the secret that it committed to"}

@@ -20,7 +20,7 @@ from fedtrain.messages import Train, averages
 from fedtrain.runtime.pool import PoolCohort
 from fedtrain.runtime.shared_memory import SharedMemory
 from fedtrain.runtime.simulation import TOLD_SITES, simulate
-from fedtrain.runtime.trainer import Workbench
+from fedtrain.runtime.workbench import Workbench
 from fedtrain.store import RunStore
 from fedtrain.strategies import build, server_step, state_init
 

@@ -13,8 +13,10 @@ from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.runtime.pool import PoolCohort
 from fedtrain.runtime.secure import ECDSA, SecureSite, encoding_of, policy
 from fedtrain.runtime.simulated_masks import SimulatedKeys
-from fedtrain.runtime.site import Site, Supervised
-from fedtrain.runtime.trainer import Description, Evaluated, TrainerDied
+from fedtrain.runtime.site import Site
+from fedtrain.runtime.supervised import Supervised
+from fedtrain.runtime.trainer import TrainerDied
+from fedtrain.runtime.trainer_messages import Description, Measured
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, Keys, Terms
 from fedtrain.store import Ledger
@@ -193,7 +195,7 @@ def test_a_simulations_pool_survives_workers_that_die_over_one_batch_twice(tmp_p
 
         async def evaluate_many(self, sites, round, weights):
             self._one("evaluate")
-            return [Evaluated({"loss": (1.0, 1.0)}) for _ in sites]
+            return [Measured({"loss": (1.0, 1.0)}) for _ in sites]
 
     start, begun = supervised(Worker(KILLED), Worker())
     weights = ArenaFile(SCHEMA, tmp_path / "weights", "0")

@@ -19,7 +19,7 @@ from fedtrain.runtime import compressed, federated
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.pool import PoolCohort
 from fedtrain.runtime.shared_memory import SharedMemory
-from fedtrain.runtime.trainer import Workbench
+from fedtrain.runtime.workbench import Workbench
 from fedtrain.store import Checkpoint, RoundPlan, RunStore
 from fedtrain.store.memory import NEVER, SiteMemory
 from fedtrain.strategies import build

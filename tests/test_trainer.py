@@ -15,7 +15,8 @@ import torch
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
-from fedtrain.runtime.trainer import Trainer, TrainerDied, Workbench
+from fedtrain.runtime.trainer import Trainer, TrainerDied
+from fedtrain.runtime.workbench import Workbench
 
 TASK = """
 import json, os, subprocess, sys, time
@@ -198,15 +199,15 @@ def test_a_request_nobody_waits_for_does_not_keep_the_trainer_for_ever(config, t
 
 
 def test_an_arena_larger_than_a_page_and_empty_sections_travel_by_file(tmp_path):
-    from fedtrain.runtime.trainer import _new_file
+    from fedtrain.runtime.workbench import new_file
     from fedtrain.schema import Schema, TensorSpec
 
     schema = Schema((TensorSpec("w", (5000,), "float32", True), TensorSpec("none", (0,), "int64", False)))
-    with _new_file(schema, tmp_path / "whole") as arena:
+    with new_file(schema, tmp_path / "whole") as arena:
         arena.views()["w"].copy_(torch.arange(5000.0))
         digest = arena.digest
     assert ArenaFile(schema, tmp_path / "whole").load().digest == digest
-    with pytest.raises(KeyError), _new_file(schema, tmp_path / "half"):
+    with pytest.raises(KeyError), new_file(schema, tmp_path / "half"):
         raise KeyError
     assert [f.name for f in tmp_path.iterdir()] == ["whole"]
 

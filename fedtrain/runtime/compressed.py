@@ -1,6 +1,6 @@
 """What travels in fewer bytes: which compressor, under which seed, and both ends of either way.
 
-Up: a site's trainer encodes what it found (`Workbench.train`), a `Decompressing` cohort makes it a whole
+Up: a site's trainer encodes what it found (`UpEncoder`), a `Decompressing` cohort makes it a whole
 update again before anybody looks at it: checks, rules, strategies and stores know of nothing.
 
 Down: the committed model itself moves by a compressed step (`shortened`), and what was left out is part of
@@ -14,8 +14,10 @@ A simulation goes the same way, so it has the same bits.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from functools import cached_property
 
 import msgspec
 
@@ -29,6 +31,7 @@ from ..exchange import Before, Cohort
 from ..messages import Failure, Reply, Request, SiteId, Train, Update
 from ..schema import Schema
 from ..store import Checkpoint
+from ..store.memory import NEVER, SiteMemory
 from .answers import rule_of
 
 DOWN = "down/"  # in a checkpoint's state, before the names of what the codec keeps
@@ -86,6 +89,50 @@ def linear(config: Config) -> compression.Linear | None:
 def up_seed(config: Config, round: int, site: SiteId) -> int:
     """Each site's own, so that what random compressors leave out evens out over sites."""
     return seed_of(config.run.seed, "compression", round, site)
+
+
+class UpEncoder:
+    """A trainer's end of compression.up: it encodes updates, and keeps what error feedback needs of each
+    site between rounds."""
+
+    def __init__(self, config: Config, codec: DeltaCodec, *, simulated: bool) -> None:
+        self._config, self.codec, self._simulated = config, codec, simulated
+
+    @classmethod
+    def of(cls, config: Config, schema: Schema, *, simulated: bool) -> UpEncoder | None:
+        """None where updates travel as they are, or masked."""
+        codec = up_codec(config, schema)
+        return None if codec is None else cls(config, codec, simulated=simulated)
+
+    @cached_property
+    def whole(self) -> Arena:
+        """An arena for an update before it is encoded."""
+        return Arena.empty(self.codec.schema)
+
+    def encode(self, update: Update, site: SiteId, round: int, out: Arena, counted: int) -> Update:
+        """The update with its delta compressed into `out`; `counted`: as in messages.Train."""
+        codec, delta = self.codec, update.delta
+        assert isinstance(delta, Arena), delta
+        seed = up_seed(self._config, round, site)
+        if not codec.stateful:
+            codec.encode(delta, seed, {}, out)
+        else:
+            memory = self._memory(site)
+            if counted != NEVER and memory.empty:
+                print(
+                    f"{site} has kept nothing of round {counted + 1}, in which it counted: it goes on as "
+                    f"a new site would",
+                    file=sys.stderr,
+                )
+                counted = NEVER
+            before = codec.init() if counted == NEVER else memory.load(counted).views()
+            _, after = codec.encode(delta, seed, before, out)
+            memory.keep(round, counted, Arena.pack(after))
+        return msgspec.structs.replace(update, delta=out)
+
+    def _memory(self, site: SiteId) -> SiteMemory:
+        folder = self._config.simulate_dir if self._simulated else self._config.site_dir(site)
+        return SiteMemory(folder / "memory" / site, durable=not self._simulated)
 
 
 def _with_feedback(config: Config, compressor: Compressor) -> Compressor:

@@ -292,9 +292,10 @@ async def _begin(
 ) -> tuple[Schema, str]:
     """The run's model and its task's digest, with an initial model in the store. A new run asks a process
     that loads the task; one that goes on with the same source knows."""
-    from .trainer import Trainer, digest_of
+    from .trainer import Trainer
+    from .workbench import source_digest
 
-    if (known := store.begun()) is not None and known[1] == digest_of(config):
+    if (known := store.begun()) is not None and known[1] == source_digest(config):
         store.begin(
             known[0], config.agreed(), frozen=store.frozen.schema, run=config.run.name, task_digest=known[1]
         )
@@ -319,8 +320,9 @@ async def _begin(
 async def shown_by_task(config: Config, store: RunStore, task_digest: str) -> AsyncGenerator[Shown, None]:
     """What the task's metrics() makes of evaluations. The task's code never runs in this process, which has
     the aggregator's key: with the first evaluation a process is started for it, if there is a metrics()."""
-    from .site import Supervised
-    from .trainer import Description, Trainer, unchanged
+    from .supervised import Supervised, unchanged
+    from .trainer import Trainer
+    from .trainer_messages import Description
 
     process: Supervised | None = None
 

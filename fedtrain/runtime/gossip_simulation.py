@@ -30,7 +30,7 @@ from .privacy import Spent
 from .progress import Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
 from .simulation import agreed as agreed_simulation
 from .simulation import forget
-from .trainer import Workbench
+from .workbench import Workbench
 
 
 async def simulate(

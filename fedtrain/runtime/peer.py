@@ -50,7 +50,7 @@ from .parcels import trained_part
 from .privacy import Spent
 from .progress import Result, evaluation_is_due, finish, keep_evaluation, plain, reason_to_stop
 from .secure import spread
-from .site import Supervised, Trains
+from .supervised import Supervised, Trains
 from .trainer import TRIES, Trainer, beside_torch
 
 RELOAD_S = 2.0  # between looks at the roster's folder

@@ -23,7 +23,10 @@ from ..exchange import Before, Cohort
 from ..messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from .progress import Averages, plain
 from .shared_memory import SharedMemory
-from .trainer import TRIES, Description, Failed, Trainer, TrainerDied, Workbench, beside_torch, unchanged
+from .supervised import unchanged
+from .trainer import TRIES, Trainer, TrainerDied, beside_torch
+from .trainer_messages import Description, Failed
+from .workbench import Workbench
 
 T = TypeVar("T")
 VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend on who is stacked with whom

@@ -155,13 +155,7 @@ class Team:
     """All ranks of one site, as seen from one of them."""
 
     def __init__(
-        self,
-        config: Config,
-        task: Task,
-        fetch: Fetch,
-        rank: int,
-        store: TCPStore,
-        watch: Watch | None = None,
+        self, config: Config, task: Task, fetch: Fetch, rank: int, store: TCPStore, watch: Watch | None = None
     ) -> None:
         """`watch` is rank 0's."""
         if config.parallel.sync != "step":

@@ -26,7 +26,7 @@ from .pool import AHEAD, InlineCohort, PoolCohort
 from .privacy import Spending
 from .progress import Result, finish
 from .simulated_masks import SimulatedMasks
-from .trainer import Workbench
+from .workbench import Workbench
 
 TOLD_SITES = 50  # of a round with more, events name only the updates that were refused
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -22,7 +21,7 @@ from ..config import Config
 from ..errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
 from ..events import Emit, RunFinished, RunStarted, SiteState, noticed
 from ..malloc import keep_freed
-from ..messages import Evaluate, Evaluation, Failure, Found, Metrics, Reply, Request, SiteId, Train, Update
+from ..messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
 from ..pki import Credentials, Revoked, aggregator_target
 from ..pki.revocation import LIST
 from ..pki.signing import Signer, Verifier
@@ -36,98 +35,11 @@ from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
 from ..wire.frames import Bounds, Hello
 from .privacy import Spent
-from .progress import Averages, bounds_of
+from .progress import bounds_of
 from .secure import REQUESTS as SECURE_REQUESTS
 from .secure import SecureSite, check_config, hash_of, spread
-from .trainer import TRIES, Description, Trainer, TrainerDied, unchanged
-
-T = TypeVar("T")
-
-
-class Trains(Protocol):
-    """What a site, or a peer, needs of its trainer process; see trainer.Trainer."""
-
-    @property
-    def description(self) -> Description: ...
-    async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile: ...
-    async def apply(self, base: ArenaFile, patch: ArenaFile, out: Path) -> str: ...
-    async def examples(self, site: SiteId) -> float | None: ...
-    async def train(
-        self, site: SiteId, round: int, weights: ArenaFile, out: Path, counted: int = NEVER
-    ) -> Update: ...
-    async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation: ...
-    async def freeze(self, frozen: ArenaFile) -> None: ...
-    async def shown(
-        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
-    ) -> tuple[Averages, dict[SiteId, Averages]]: ...
-    async def close(self) -> None: ...
-
-
-class Supervised:
-    """Trains, by a process that is started again when it dies; TrainerDied when it died TRIES times over one
-    request."""
-
-    def __init__(self, start: Callable[[], Awaitable[Trains]], trainer: Trains) -> None:
-        """`trainer` is what `start` gave first."""
-        self._start, self._trainer, self._dead = start, trainer, False
-        self.description = trainer.description
-        self._frozen: ArenaFile | None = None  # of the run
-
-    @classmethod
-    async def begin(cls, start: Callable[[], Awaitable[Trains]]) -> Supervised:
-        return cls(start, await start())
-
-    async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile:
-        return await self._ask(lambda trainer: trainer.initial(out, frozen=frozen))
-
-    async def freeze(self, frozen: ArenaFile) -> None:
-        self._frozen = frozen
-        await self._ask(lambda trainer: trainer.freeze(frozen))
-
-    async def apply(self, base: ArenaFile, patch: ArenaFile, out: Path) -> str:
-        return await self._ask(lambda trainer: trainer.apply(base, patch, out))
-
-    async def examples(self, site: SiteId) -> float | None:
-        return await self._ask(lambda trainer: trainer.examples(site))
-
-    async def train(
-        self, site: SiteId, round: int, weights: ArenaFile, out: Path, counted: int = NEVER
-    ) -> Update:
-        return await self._ask(lambda trainer: trainer.train(site, round, weights, out, counted))
-
-    async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation:
-        return await self._ask(lambda trainer: trainer.evaluate(site, round, weights))
-
-    async def shown(
-        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
-    ) -> tuple[Averages, dict[SiteId, Averages]]:
-        return await self._ask(lambda trainer: trainer.shown(total, by_site))
-
-    async def close(self) -> None:
-        await self._trainer.close()
-
-    async def _ask(self, ask: Callable[[Trains], Awaitable[T]]) -> T:
-        for left in reversed(range(TRIES)):
-            if self._dead:
-                await self._replace()
-            try:
-                return await ask(self._trainer)
-            except TrainerDied:
-                self._dead = True
-                if not left:
-                    raise
-        raise AssertionError("unreachable")
-
-    async def _replace(self) -> None:
-        trainer = await self._start()
-        try:
-            unchanged(self.description, trainer.description)
-            if self._frozen is not None:
-                await trainer.freeze(self._frozen)
-        except BaseException:
-            await trainer.close()
-            raise
-        self._trainer, self._dead = trainer, False
+from .supervised import Supervised, Trains
+from .trainer import Trainer
 
 
 class Site:

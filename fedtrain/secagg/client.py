@@ -19,54 +19,11 @@ from numpy.typing import NDArray
 from ..errors import FedtrainError, SecAggError
 from ..messages import Failure, Request, SiteId
 from . import graph, shamir
+from . import messages as msg
 from .fixedpoint import FixedPoint
-from .keys import (
-    KeyPair,
-    bytes_of,
-    number_of,
-    pair_mask_key,
-    pair_mask_sign,
-    seal,
-    self_mask_key,
-    unseal,
-)
+from .keys import KeyPair, bytes_of, number_of, pair_mask_key, pair_mask_sign, seal, self_mask_key, unseal
 from .masking import Spread, add_masks, each
-from .messages import (
-    NONCE_BYTES,
-    Agree,
-    Agreed,
-    Answer,
-    Keys,
-    Mask,
-    Masked,
-    RingArena,
-    Sealed,
-    Share,
-    Shares,
-    Terms,
-    Unmask,
-    Unmasked,
-    dealt_hash,
-    entry_hash,
-    graph_seed,
-    keys_statement,
-    masked_statement,
-    roster_hash,
-    seed_commitment,
-    share_commitment,
-    shares_statement,
-    statement,
-    survivors_statement,
-)
-from .roster import (
-    Verify,
-    check_fresh,
-    check_names,
-    check_signed,
-    check_signer,
-    holders_of,
-    peers_of,
-)
+from .roster import Verify, check_fresh, check_names, check_signed, check_signer, holders_of, peers_of
 
 Sign = Callable[[bytes], bytes]
 Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
@@ -86,7 +43,7 @@ class Offer(Protocol):
     @property
     def round(self) -> int: ...
     @property
-    def terms(self) -> Terms: ...
+    def terms(self) -> msg.Terms: ...
 
 
 HAD = 1000  # sessions whose ids a site remembers, so as not to take part twice
@@ -110,7 +67,7 @@ class Policy:
     dropout: float = 0.2  # ... while this part is lost
     one_sum: bool = True  # a round's update goes into sums over one set of sites only (Client)
 
-    def check(self, terms: Terms) -> None:
+    def check(self, terms: msg.Terms) -> None:
         """SecAggError, with the numbers, for terms that would protect less than this, or wrap."""
         n = len(terms.cohort)
         if n < self.min_sites:
@@ -136,8 +93,8 @@ class Policy:
         ):
             if not least <= asked <= n:
                 raise SecAggError(f"{what} = {asked} of {n} sites is asked for: {least} is the least here")
-        if len(terms.nonce) != NONCE_BYTES:
-            raise SecAggError(f"a nonce of {len(terms.nonce)} bytes: {NONCE_BYTES} are needed")
+        if len(terms.nonce) != msg.NONCE_BYTES:
+            raise SecAggError(f"a nonce of {len(terms.nonce)} bytes: {msg.NONCE_BYTES} are needed")
 
     def graph(self, sites: int) -> tuple[int, int, int]:
         """The least quorum and threshold, and the degree (0: full graph), for a cohort of so many.
@@ -182,12 +139,15 @@ class Client:
         self.sign, self.verify, self.random, self.spread = sign, verify, random, spread
         self.opened, self._keep = opened, keep
         self._had: deque[bytes] = deque(maxlen=HAD)
-        self._session: Generator[Answer, Request, None] | None = None
+        self._session: Generator[msg.Answer, Request, None] | None = None
         self._sid = b""
-        self._last: tuple[str, Answer | Failure] = ("", Failure(reason=""))  # by step and id of the request
-        self._arena: RingArena | None = None
+        # The last reply, by step and id of its request.
+        self._last: tuple[str, msg.Answer | Failure] = ("", Failure(reason=""))
+        self._arena: msg.RingArena | None = None
 
-    def begin(self, request: Offer, model: bytes, names: tuple[str, ...], encode: Encode) -> Keys | Failure:
+    def begin(
+        self, request: Offer, model: bytes, names: tuple[str, ...], encode: Encode
+    ) -> msg.Keys | Failure:
         """Step 0, when the update is there: a new session, which ends any other.
 
         `model`: a hash that binds to the weights that this site trained on. `names`: of its metrics, sorted.
@@ -200,10 +160,10 @@ class Client:
             self._session = take_part(self, request, self._sid, names, encode)
             self._advance(asked, None)
         reply = self._last[1]
-        assert isinstance(reply, Keys | Failure), reply
+        assert isinstance(reply, msg.Keys | Failure), reply
         return reply
 
-    def answer(self, request: Share | Mask | Agree | Unmask) -> Answer | Failure:
+    def answer(self, request: msg.Share | msg.Mask | msg.Agree | msg.Unmask) -> msg.Answer | Failure:
         """Steps 1 to 4. The last request again gets the last reply again; a Failure ends the session."""
         if (asked := f"{type(request).__name__} {request.id}") == self._last[0]:
             return self._last[1]
@@ -231,20 +191,20 @@ class Client:
         """Over whom this round's update is in a sum; None where it is in none that is remembered."""
         return dict(self.opened).get(round)
 
-    def arena(self, terms: Terms, names: tuple[str, ...]) -> RingArena:
+    def arena(self, terms: msg.Terms, names: tuple[str, ...]) -> msg.RingArena:
         """Room for a vector, in that of the last one: fresh memory costs more than the masks in it."""
         schema, old = terms.schema(names), self._arena
-        self._arena = RingArena(schema, old.give_up() if old and old.schema == schema else None)
+        self._arena = msg.RingArena(schema, old.give_up() if old and old.schema == schema else None)
         return self._arena
 
     def _advance(self, asked: str, request: Request | None) -> None:
         assert self._session is not None
-        reply: Answer | Failure
+        reply: msg.Answer | Failure
         try:
             reply = self._session.send(request)  # type: ignore[arg-type]  # None starts a generator
         except FedtrainError as e:
             reply = Failure(reason=f"{self.site} refuses: {e}")
-        if isinstance(reply, Failure | Unmasked):
+        if isinstance(reply, Failure | msg.Unmasked):
             self._end()
         self._last = (asked, reply)
 
@@ -256,7 +216,7 @@ class Client:
 
 def take_part(
     site: Client, asked: Offer, sid: bytes, names: tuple[str, ...], encode: Encode
-) -> Generator[Answer, Request, None]:
+) -> Generator[msg.Answer, Request, None]:
     """One session. SecAggError where this site will not go on; then nothing of it can be opened any more."""
     me, sign, random, terms = site.site, site.sign, site.random, asked.terms
 
@@ -264,18 +224,18 @@ def take_part(
     check_terms(site, asked, sid)
     mask_pair, seal_pair = KeyPair(random(32)), KeyPair(random(32))
     seed = bytes_of(number_of(random(32)) % shamir.PRIME)
-    keys = Keys(
+    keys = msg.Keys(
         certificate=site.certificate,
         mask_key=mask_pair.public,
         seal_key=seal_pair.public,
-        commitment=seed_commitment(sid, me, seed),
+        commitment=msg.seed_commitment(sid, me, seed),
         names=names,
         signature=b"",
     )
-    keys = replace(keys, signature=sign(keys_statement(sid, me, keys)))
+    keys = replace(keys, signature=sign(msg.keys_statement(sid, me, keys)))
 
     # 1: shares of the two secrets, for the neighbours of one roster
-    share = due(Share, (yield keys))
+    share = due(msg.Share, (yield keys))
     roster = Roster.of(site, terms, sid, keys, share)
     shared = {peer: seal_pair.agree(roster.keys[peer].seal_key) for peer in roster.peers}
     masks = {
@@ -287,10 +247,11 @@ def take_part(
         holder: seal_shares(roster, shared.get(holder), sid, holder, seeds[holder], mask_keys[holder])
         for holder in roster.holders
     }
-    dealt = dealt_hash(sealed)
+    dealt = msg.dealt_hash(sealed)
 
     # 2: the vector under its masks, for those who dealt
-    mask = due(Mask, (yield Shares(sealed=sealed, signature=sign(shares_statement(sid, roster.hash, dealt)))))
+    signature = sign(msg.shares_statement(sid, roster.hash, dealt))
+    mask = due(msg.Mask, (yield msg.Shares(sealed=sealed, signature=signature)))
     check_dealers(terms, roster, mask)
     held = {
         peer: open_shares(roster, shared[peer], sid, peer, sealed) for peer, sealed in mask.sealed.items()
@@ -306,19 +267,19 @@ def take_part(
         site.spread,
         arena.wrote,
     )
-    signature = sign(masked_statement(sid, roster.hash, arena.digest))
+    signature = sign(msg.masked_statement(sid, roster.hash, arena.digest))
 
     # 3: one list of survivors
-    agree = due(Agree, (yield Masked(vector=arena, signature=signature)))
+    agree = due(msg.Agree, (yield msg.Masked(vector=arena, signature=signature)))
     check_survivors(site, terms, roster, mask, agree)
-    survivors = survivors_statement(sid, roster.hash, agree.sites)
+    survivors = msg.survivors_statement(sid, roster.hash, agree.sites)
 
     # 4: of each site whose shares are held here, one
-    unmask = due(Unmask, (yield Agreed(signature=sign(survivors))))
+    unmask = due(msg.Unmask, (yield msg.Agreed(signature=sign(survivors))))
     check_agreed(site, terms, roster, agree, unmask, survivors)
     site.opens(terms.round, agree.sites)
     alive = set(agree.sites)
-    yield Unmasked(
+    yield msg.Unmasked(
         seeds={peer: seed_share for peer, (seed_share, _) in held.items() if peer in alive},
         keys={peer: key_share for peer, (_, key_share) in held.items() if peer not in alive},
     )
@@ -340,7 +301,7 @@ def check_terms(site: Client, asked: Offer, sid: bytes) -> None:
     site.policy.check(terms)
     if terms.round != asked.round:
         raise SecAggError(f"round {asked.round + 1} is asked for, under terms for round {terms.round + 1}")
-    proof = statement("own certificate", sid)
+    proof = msg.statement("own certificate", sid)
     name, fingerprint = site.verify(site.certificate, proof, site.sign(proof))
     if terms.cohort.get(site.site) != fingerprint or name != site.site:
         raise SecAggError("the cohort does not have this site with its present certificate")
@@ -364,24 +325,24 @@ class Roster:
     me: SiteId
     sites: tuple[SiteId, ...]  # sorted; place + 1 is a site's x in Shamir's polynomials
     hash: bytes
-    keys: dict[SiteId, Keys]  # of `peers` and this site
+    keys: dict[SiteId, msg.Keys]  # of `peers` and this site
     peers: tuple[SiteId, ...]  # whom this site masks with
     holders: tuple[SiteId, ...]  # who holds its shares: in the full graph itself, too
 
     @classmethod
-    def of(cls, site: Client, terms: Terms, sid: bytes, mine: Keys, share: Share) -> Roster:
+    def of(cls, site: Client, terms: msg.Terms, sid: bytes, mine: msg.Keys, share: msg.Share) -> Roster:
         """SecAggError unless every key is a different one, and signed for this session by its site."""
         me, keys = site.site, share.roster
         if keys.get(me) != mine:
             raise SecAggError("the roster has another key for this site than it sent")
-        lines = {name: entry_hash(name, entry) for name, entry in keys.items()}
+        lines = {name: msg.entry_hash(name, entry) for name, entry in keys.items()}
         if share.lines:
             if wrong := lines.items() - share.lines.items():
                 raise SecAggError(f"the roster has other keys for {len(wrong)} sites than its lines say")
             lines = share.lines
         sites = tuple(sorted(lines))
         check_subset("the roster", sites, terms.cohort, terms.quorum)
-        seed = graph_seed(sid, lines)
+        seed = msg.graph_seed(sid, lines)
         peers = peers_of(me, sites, terms.degree, seed)
         if keys.keys() != {me, *peers}:
             raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
@@ -394,10 +355,12 @@ class Roster:
             if missing := set(entry.names).difference(share.names):
                 raise SecAggError(f"{len(missing)} of {name}'s metrics have no place in the vector")
         holders = holders_of(me, sites, terms.degree, seed)
-        return cls(me, sites, roster_hash(seed, share.names), keys, peers, holders)
+        return cls(me, sites, msg.roster_hash(seed, share.names), keys, peers, holders)
 
 
-def deal(secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], bytes]) -> dict[SiteId, bytes]:
+def deal(
+    secret: bytes, roster: Roster, terms: msg.Terms, random: Callable[[int], bytes]
+) -> dict[SiteId, bytes]:
     """Shares of one secret, by holder."""
     place = {name: i + 1 for i, name in enumerate(roster.sites)}
     shares = shamir.share(
@@ -411,22 +374,22 @@ def deal(secret: bytes, roster: Roster, terms: Terms, random: Callable[[int], by
 
 def seal_shares(
     roster: Roster, shared: bytes | None, sid: bytes, holder: SiteId, seed: bytes, key: bytes
-) -> Sealed:
+) -> msg.Sealed:
     """Two shares for their holder; with no `shared` secret the holder is the site, and only commits."""
     commitments = (
-        share_commitment("seed", sid, roster.me, holder, seed),
-        share_commitment("key", sid, roster.me, holder, key),
+        msg.share_commitment("seed", sid, roster.me, holder, seed),
+        msg.share_commitment("key", sid, roster.me, holder, key),
     )
     if shared is None:
-        return Sealed(b"", *commitments)
+        return msg.Sealed(b"", *commitments)
     beside = b"".join((roster.hash, *commitments))
-    return Sealed(seal(shared, sid, roster.me, holder, seed + key, beside), *commitments)
+    return msg.Sealed(seal(shared, sid, roster.me, holder, seed + key, beside), *commitments)
 
 
 # --- 2
 
 
-def check_dealers(terms: Terms, roster: Roster, mask: Mask) -> None:
+def check_dealers(terms: msg.Terms, roster: Roster, mask: msg.Mask) -> None:
     """SecAggError unless enough sites dealt, and all of this site's peers among them dealt to it."""
     dealers = mask.sites
     check_subset("the list of those who dealt shares", dealers, roster.sites, terms.quorum)
@@ -437,7 +400,7 @@ def check_dealers(terms: Terms, roster: Roster, mask: Mask) -> None:
 
 
 def open_shares(
-    roster: Roster, shared: bytes, sid: bytes, site: SiteId, sealed: Sealed
+    roster: Roster, shared: bytes, sid: bytes, site: SiteId, sealed: msg.Sealed
 ) -> tuple[bytes, bytes]:
     """The shares of `site` that this one is to keep.
 
@@ -447,8 +410,8 @@ def open_shares(
     text = unseal(shared, sid, site, roster.me, sealed.text, beside)
     seed, key = text[: len(text) // 2], text[len(text) // 2 :]
     if (
-        share_commitment("seed", sid, site, roster.me, seed) != sealed.seed
-        or share_commitment("key", sid, site, roster.me, key) != sealed.key
+        msg.share_commitment("seed", sid, site, roster.me, seed) != sealed.seed
+        or msg.share_commitment("key", sid, site, roster.me, key) != sealed.key
     ):
         raise SecAggError(f"{site}'s shares for {roster.me} are not those that it told the aggregator")
     return seed, key
@@ -457,7 +420,7 @@ def open_shares(
 # --- 3
 
 
-def check_survivors(site: Client, terms: Terms, roster: Roster, mask: Mask, agree: Agree) -> None:
+def check_survivors(site: Client, terms: msg.Terms, roster: Roster, mask: msg.Mask, agree: msg.Agree) -> None:
     """SecAggError unless a sum over these sites may be opened."""
     sites = agree.sites
     check_subset("the list of survivors", sites, mask.sites, terms.quorum)
@@ -476,7 +439,7 @@ def check_survivors(site: Client, terms: Terms, roster: Roster, mask: Mask, agre
 
 
 def check_agreed(
-    site: Client, terms: Terms, roster: Roster, agree: Agree, unmask: Unmask, statement: bytes
+    site: Client, terms: msg.Terms, roster: Roster, agree: msg.Agree, unmask: msg.Unmask, statement: bytes
 ) -> None:
     """SecAggError unless so many holders of this site's shares signed its list that no other has as many."""
     voters = set(roster.holders).intersection(agree.sites)
@@ -512,7 +475,7 @@ def check_present(what: str, sites: Iterable[SiteId], me: SiteId) -> None:
         raise SecAggError(f"{what} is without this site")
 
 
-def check_holders(terms: Terms, roster: Roster, sites: Iterable[SiteId]) -> None:
+def check_holders(terms: msg.Terms, roster: Roster, sites: Iterable[SiteId]) -> None:
     """Fewer could not unmask; and who is left with fewer peers than that is hidden by fewer, too."""
     there = len(set(roster.holders).intersection(sites))
     if there < terms.threshold:

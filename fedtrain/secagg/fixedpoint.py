@@ -90,13 +90,7 @@ class FixedPoint:
     # --- Coordinates
 
     def encode_into(
-        self,
-        read: Read,
-        weight: float,
-        seed: bytes,
-        out: RingVector,
-        offset: int = 0,
-        spread: Spread = map,
+        self, read: Read, weight: float, seed: bytes, out: RingVector, offset: int = 0, spread: Spread = map
     ) -> int:
         """Coordinates offset, offset + 1, .. of a site's Δ into the ring; how many were clipped.
 

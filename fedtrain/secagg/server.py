@@ -19,47 +19,10 @@ from ..arena import AnyArena
 from ..errors import FedtrainError, SecAggError, Unfinished
 from ..exchange import Cohort
 from ..messages import MAX_SUMS, Failure, Message, Request, SiteId, misfits, numbers_in
-from .keys import (
-    SEALED_BYTES,
-    KeyPair,
-    bytes_of,
-    number_of,
-    pair_mask_key,
-    pair_mask_sign,
-    self_mask_key,
-)
+from . import messages as msg
+from .keys import SEALED_BYTES, KeyPair, bytes_of, number_of, pair_mask_key, pair_mask_sign, self_mask_key
 from .masking import BLOCK_BYTES, RINGS, Spread, add_masks, each, rooms
-from .messages import (
-    MAX_NAMES,
-    SHARE_COMMITMENT_BYTES,
-    Agree,
-    Agreed,
-    Keys,
-    Mask,
-    Masked,
-    Share,
-    Shares,
-    Terms,
-    Unmask,
-    Unmasked,
-    dealt_hash,
-    entry_hash,
-    graph_seed,
-    masked_statement,
-    roster_hash,
-    seed_commitment,
-    share_commitment,
-    shares_statement,
-    survivors_statement,
-)
-from .roster import (
-    Verify,
-    check_fresh,
-    check_signed,
-    check_signer,
-    holders_of,
-    peers_of,
-)
+from .roster import Verify, check_fresh, check_signed, check_signer, holders_of, peers_of
 from .shamir import Weights
 
 FOLDED = 4  # blocks of a vector that one worker adds: fewer take less time than to wake another worker
@@ -90,7 +53,7 @@ class SecureSum:
 
 async def secure_sum(
     cohort: Cohort,
-    terms: Terms,
+    terms: msg.Terms,
     model: bytes,
     advertise: Request,
     verify: Verify,
@@ -112,10 +75,10 @@ async def secure_sum(
     session = Session(cohort, terms, spread)
 
     # 0: keys -> U1
-    keys: dict[SiteId, Keys] = {}
+    keys: dict[SiteId, msg.Keys] = {}
     used: set[bytes] = set()
     asked: Mapping[SiteId, Request] = dict.fromkeys(sorted(terms.cohort), advertise)
-    entries = {site: entry async for site, entry in session.ask("keys", asked, Keys, deadline_s)}
+    entries = {site: entry async for site, entry in session.ask("keys", asked, msg.Keys, deadline_s)}
 
     def check_keys(site: SiteId) -> None:
         check_signed(site, entries[site], terms, sid, verify)
@@ -130,21 +93,22 @@ async def secure_sum(
     session.need("keys", keys)
     sites = tuple(sorted(keys))
     names = tuple(sorted({name for entry in keys.values() for name in entry.names}))
-    if len(names) > MAX_NAMES:
-        raise SecAggError(f"the sites have {len(names)} metrics together, at most {MAX_NAMES} are allowed")
+    if len(names) > msg.MAX_NAMES:
+        most = msg.MAX_NAMES
+        raise SecAggError(f"the sites have {len(names)} metrics together, at most {most} are allowed")
 
     # 1: shares -> U2
-    lines = {site: entry_hash(site, keys[site]) for site in sites}
-    seed = graph_seed(sid, lines)
-    roster = roster_hash(seed, names)
+    lines = {site: msg.entry_hash(site, keys[site]) for site in sites}
+    seed = msg.graph_seed(sid, lines)
+    roster = msg.roster_hash(seed, names)
     peers = {site: peers_of(site, sites, terms.degree, seed) for site in sites}
     holders = {site: holders_of(site, sites, terms.degree, seed) for site in sites}
     asked = rosters(request_id("share"), sid, keys, lines, peers, names)
-    hands = {site: hand async for site, hand in session.ask("shares", asked, Shares, step_deadline_s)}
+    hands = {site: hand async for site, hand in session.ask("shares", asked, msg.Shares, step_deadline_s)}
 
     def check_shares(site: SiteId) -> None:
         check_sealed(site, hands[site], holders[site])
-        statement = shares_statement(sid, roster, dealt_hash(hands[site].sealed))
+        statement = msg.shares_statement(sid, roster, msg.dealt_hash(hands[site].sealed))
         check_signer(verify, site, keys, statement, hands[site].signature)
 
     dealt = await aside(session.honest, "shares", check_shares, hands)
@@ -157,7 +121,7 @@ async def secure_sum(
     dealers, total = tuple(sorted(shares)), np.zeros(terms.numel(names), RINGS[terms.ring_bits])
     schema, folded = terms.schema(names), set[SiteId]()
     asked = {
-        site: Mask(
+        site: msg.Mask(
             id=request_id("mask"),
             sid=sid,
             sites=dealers,
@@ -165,11 +129,11 @@ async def secure_sum(
         )
         for site in dealers
     }
-    async for site, masked in session.ask("masked vectors", asked, Masked, step_deadline_s):
+    async for site, masked in session.ask("masked vectors", asked, msg.Masked, step_deadline_s):
         with session.checking(site, "masked vectors"):
             if masked.vector.schema != schema:
                 raise SecAggError(f"the vector is not {schema.tensors[0]}")
-            statement = masked_statement(sid, roster, masked.vector.digest)
+            statement = msg.masked_statement(sid, roster, masked.vector.digest)
             check_signer(verify, site, keys, statement, masked.signature)
             folded.add(site)
         if site in folded:  # outside: a vector that is in the sum by half ends the session
@@ -178,9 +142,9 @@ async def secure_sum(
     survivors = tuple(sorted(folded))
 
     # 3: signatures of one list of survivors
-    listed = survivors_statement(sid, roster, survivors)
-    asked = dict.fromkeys(survivors, Agree(id=request_id("agree"), sid=sid, sites=survivors))
-    votes = {site: vote async for site, vote in session.ask("signatures", asked, Agreed, step_deadline_s)}
+    listed = msg.survivors_statement(sid, roster, survivors)
+    asked = dict.fromkeys(survivors, msg.Agree(id=request_id("agree"), sid=sid, sites=survivors))
+    votes = {site: vote async for site, vote in session.ask("signatures", asked, msg.Agreed, step_deadline_s)}
 
     def check_vote(site: SiteId) -> None:
         check_signer(verify, site, keys, listed, votes[site].signature)
@@ -194,7 +158,7 @@ async def secure_sum(
     agreed(survivors)
     wanted = Wanted(session, sid, keys, shares, holders, survivors)
     asked = ballots(request_id("unmask"), sid, signatures, holders, terms)
-    async with aclosing(session.ask("shares to unmask", asked, Unmasked, step_deadline_s)) as answers:
+    async with aclosing(session.ask("shares to unmask", asked, msg.Unmasked, step_deadline_s)) as answers:
         async for site, answer in answers:
             with session.checking(site, "shares to unmask"):
                 wanted.take(site, answer)
@@ -211,7 +175,7 @@ async def secure_sum(
 class Session:
     """The exchanges of one session, and what became of each site that is no longer in it."""
 
-    def __init__(self, cohort: Cohort, terms: Terms, spread: Spread = map) -> None:
+    def __init__(self, cohort: Cohort, terms: msg.Terms, spread: Spread = map) -> None:
         self.terms, self._cohort, self._spread = terms, cohort, spread
         self.dropped: dict[SiteId, str] = {}
         self.failed: dict[SiteId, str] = {}  # of the dropped, who said why
@@ -294,17 +258,17 @@ def unfitting(names: Mapping[SiteId, tuple[str, ...]]) -> dict[SiteId, str]:
 def rosters(
     request_id: str,
     sid: bytes,
-    keys: Mapping[SiteId, Keys],
+    keys: Mapping[SiteId, msg.Keys],
     lines: dict[SiteId, bytes],
     peers: Mapping[SiteId, tuple[SiteId, ...]],
     names: tuple[str, ...],
-) -> dict[SiteId, Share]:
+) -> dict[SiteId, msg.Share]:
     """What each site is shown: itself and its peers, of all a hash. One object where all see all."""
     if all(len(found) == len(keys) - 1 for found in peers.values()):
-        whole = Share(id=request_id, sid=sid, roster=dict(keys), lines={}, names=names)
+        whole = msg.Share(id=request_id, sid=sid, roster=dict(keys), lines={}, names=names)
         return dict.fromkeys(keys, whole)
     return {
-        site: Share(
+        site: msg.Share(
             id=request_id,
             sid=sid,
             roster={name: keys[name] for name in sorted({site, *peers[site]})},
@@ -315,7 +279,7 @@ def rosters(
     }
 
 
-def check_sealed(site: SiteId, reply: Shares, holders: Collection[SiteId]) -> None:
+def check_sealed(site: SiteId, reply: msg.Shares, holders: Collection[SiteId]) -> None:
     """SecAggError unless there is something for each holder, of the size of two shares."""
     if reply.sealed.keys() != set(holders):
         raise SecAggError(f"shares for {len(reply.sealed)} sites came, {len(holders)} hold them")
@@ -323,7 +287,7 @@ def check_sealed(site: SiteId, reply: Shares, holders: Collection[SiteId]) -> No
     sealed = reply.sealed.values()
     texts, seeds, keys = (list(map(len, map(attrgetter(part), sealed))) for part in ("text", "seed", "key"))
     if (
-        {*seeds, *keys} != {SHARE_COMMITMENT_BYTES}
+        {*seeds, *keys} != {msg.SHARE_COMMITMENT_BYTES}
         or not set(texts) <= {0, SEALED_BYTES}
         or texts.count(0) != (own is not None and not own.text)
     ):
@@ -331,7 +295,10 @@ def check_sealed(site: SiteId, reply: Shares, holders: Collection[SiteId]) -> No
 
 
 def leave_out_lonely(
-    session: Session, shares: dict[SiteId, Shares], holders: Mapping[SiteId, tuple[SiteId, ...]], least: int
+    session: Session,
+    shares: dict[SiteId, msg.Shares],
+    holders: Mapping[SiteId, tuple[SiteId, ...]],
+    least: int,
 ) -> None:
     """Sites with too few holders left to be unmasked are out before anybody masks with them."""
     while lonely := [site for site in shares if sum(map(shares.__contains__, holders[site])) < least]:
@@ -365,18 +332,18 @@ def ballots(
     sid: bytes,
     signatures: Mapping[SiteId, bytes],
     holders: Mapping[SiteId, tuple[SiteId, ...]],
-    terms: Terms,
-) -> dict[SiteId, Unmask]:
+    terms: msg.Terms,
+) -> dict[SiteId, msg.Unmask]:
     """To each site that signed, as many signatures of its holders as it needs; where there are, that is."""
     signers = sorted(signatures)[: terms.threshold]
     if terms.degree == 0:
         chosen = {site: signatures[site] for site in signers}
-        return dict.fromkeys(signatures, Unmask(id=request_id, sid=sid, signatures=chosen))
+        return dict.fromkeys(signatures, msg.Unmask(id=request_id, sid=sid, signatures=chosen))
     found = {}
     for site in signatures:
         voters = [holder for holder in holders[site] if holder in signatures][: terms.threshold]
         if len(voters) == terms.threshold:
-            found[site] = Unmask(id=request_id, sid=sid, signatures={v: signatures[v] for v in voters})
+            found[site] = msg.Unmask(id=request_id, sid=sid, signatures={v: signatures[v] for v in voters})
     return found
 
 
@@ -390,8 +357,8 @@ class Wanted:
         self,
         session: Session,
         sid: bytes,
-        keys: Mapping[SiteId, Keys],
-        shares: Mapping[SiteId, Shares],
+        keys: Mapping[SiteId, msg.Keys],
+        shares: Mapping[SiteId, msg.Shares],
         holders: Mapping[SiteId, tuple[SiteId, ...]],
         survivors: Collection[SiteId],
     ) -> None:
@@ -403,7 +370,7 @@ class Wanted:
         self.secrets: dict[SiteId, bytes] = {}  # those rebuilt
         self._had: dict[SiteId, dict[SiteId, bytes]] = {site: {} for site in shares}  # shares by holder
 
-    def take(self, holder: SiteId, reply: Unmasked) -> None:
+    def take(self, holder: SiteId, reply: msg.Unmasked) -> None:
         """SecAggError unless it brings all that `holder` holds, and nothing else."""
         dealers = set(self._holders[holder])  # who holds for whom goes both ways
         seeds, keys = self._alive & dealers, self._gone & dealers
@@ -442,7 +409,7 @@ class Wanted:
 
     def _right(self, site: SiteId, secret: bytes) -> bool:
         if self.kinds[site] == "seed":
-            return seed_commitment(self._sid, site, secret) == self._keys[site].commitment
+            return msg.seed_commitment(self._sid, site, secret) == self._keys[site].commitment
         return KeyPair(secret).public == self._keys[site].mask_key
 
     def _throw_out(self, site: SiteId, had: dict[SiteId, bytes]) -> None:
@@ -450,7 +417,7 @@ class Wanted:
         wrong = [
             holder
             for holder, share in had.items()
-            if share_commitment(kind, self._sid, site, holder, share) != getattr(dealt[holder], kind)
+            if msg.share_commitment(kind, self._sid, site, holder, share) != getattr(dealt[holder], kind)
         ]
         for holder in wrong:
             del had[holder]
@@ -464,7 +431,7 @@ def take_out(
     total: NDArray[Any],
     wanted: Wanted,
     sid: bytes,
-    keys: Mapping[SiteId, Keys],
+    keys: Mapping[SiteId, msg.Keys],
     peers: Mapping[SiteId, tuple[SiteId, ...]],
     survivors: Sequence[SiteId],
     spread: Spread,

@@ -10,7 +10,7 @@ import torch
 from fedtrain.config import Config
 from fedtrain.messages import Evaluation
 from fedtrain.runtime import gossip_simulation, simulation
-from fedtrain.runtime.trainer import Description
+from fedtrain.runtime.trainer_messages import Description
 from fedtrain.store import RunStore
 from fedtrain.training.task import load_task
 from tests import peers

@@ -16,7 +16,7 @@ from fedtrain.config import Config
 from fedtrain.errors import StoreError
 from fedtrain.messages import Train
 from fedtrain.runtime import datacenter, gossip_simulation, simulation
-from fedtrain.runtime.trainer import Workbench
+from fedtrain.runtime.workbench import Workbench
 from fedtrain.store import Ledger, RunStore
 from fedtrain.transport.memory import LocalCohort
 from tests.damage import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedtrain import cli
-from fedtrain.runtime import trainer
+from fedtrain.runtime import trainer_process
 from tests.limits import WAIT_S
 from tests.worlds import Command
 
@@ -32,7 +32,7 @@ class Forked:
 
 async def fork(*command: str, **options: Any) -> asyncio.subprocess.Process:
     """The process of a command; where it is a trainer, forked: nothing of a network runs when one starts."""
-    if trainer.__name__ not in command:
+    if trainer_process.__name__ not in command:
         return await started(*command, **options)
     sys.stdout.flush()
     if pid := os.fork():
@@ -49,7 +49,7 @@ async def fork(*command: str, **options: Any) -> asyncio.subprocess.Process:
             if fd not in kept:
                 with suppress(OSError):
                     os.close(fd)
-        trainer._serve(socket.socket(fileno=int(command[-1])))
+        trainer_process.serve(socket.socket(fileno=int(command[-1])))
     finally:
         os._exit(0)
 

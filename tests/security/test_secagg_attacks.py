@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fedtrain.errors import RoundError, Unfinished, WireError
+from fedtrain.secagg import client, server
 from fedtrain.secagg import keys as session_keys
-from fedtrain.secagg import server
 from fedtrain.secagg.client import NEVER
 from fedtrain.secagg.keys import KeyPair, pair_mask_key, pair_mask_sign
 from fedtrain.secagg.masking import add_masks
@@ -500,7 +500,7 @@ def test_shares_that_are_not_those_told_to_the_aggregator_are_refused(about, mon
             return bytes(SHARE_COMMITMENT_BYTES)
         return share_commitment(kind, sid, site, holder, share)
 
-    monkeypatch.setattr("fedtrain.secagg.client.share_commitment", commitment)
+    monkeypatch.setattr(client.msg, "share_commitment", commitment)
     why = r"d's shares for [abc] are not those that it told the aggregator"
     refuses(Federation(4), honestly, why, "abc")
     assert len(lied) == 3
