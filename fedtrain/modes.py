@@ -113,6 +113,8 @@ ONLY = (
          "asynchronous.enabled = true"),
     Only(("strategy.fraction",), lambda c: not c.asynchronous.enabled,
          "asynchronous.enabled", ROUNDS, FEDERATED),
+    Only(("train.warmup", "train.decay"), lambda c: not c.asynchronous.enabled, "asynchronous.enabled",
+         ROUNDS, FEDERATED),
     Only(("simulate.speeds",), lambda c: c.asynchronous.enabled, "asynchronous.enabled",
          "asynchronous.enabled = true", ("simulate",)),
     Only(("simulate.speeds",), lambda c: c.gossip.algorithm in NEVER_WAIT, "gossip.algorithm",

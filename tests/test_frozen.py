@@ -25,7 +25,8 @@ from fedtrain.runtime.trainer_messages import Freeze
 from fedtrain.schema import Schema
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export
-from fedtrain.training.local import Engine, build_model
+from fedtrain.training.engine import build_model
+from fedtrain.training.local import Engine
 from fedtrain.training.task import Task, load_task
 from fedtrain.wire.gossip import Greeting
 from tests.inline import SITES, TASK, Inline, federation, final, project, simulation

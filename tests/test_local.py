@@ -515,3 +515,36 @@ def test_a_gpu_trains_as_the_cpu_does(precision):
         for p, d in (("fp32", "cpu"), (precision, "cuda"))
     )
     assert (flat(gpu) - flat(cpu)).norm() < (1e-4 if precision == "fp32" else 0.02) * flat(cpu).norm()
+
+
+# --- The learning rate over a run
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_learning_rate_goes_on_from_round_to_round_and_ends_with_the_run(optimizer):
+    config = replace(CONFIG, batch_size=8, optimizer=optimizer, warmup=2, decay="linear", local_epochs=2)
+    data = examples(16)  # two steps an epoch, four a round, eight in both rounds
+    asked = []
+
+    class Theirs(Small):
+        def optimizer(self, parameters):
+            kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]
+            asked.append(kind(parameters, lr=0.1))
+            asked[-1].register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+            return asked[-1]
+
+    rates = []
+    ours, theirs = (Engine(task, config, 1, rounds=2) for task in (Small(), Theirs()))
+    start = ours.initial()
+    for round in (0, 1):
+        a, b = (e.train("a", data, round, start, Arena.zeros(e.schema)).delta for e in (ours, theirs))
+        torch.testing.assert_close(flat(a), flat(b), rtol=0, atol=1e-12)
+    assert rates == pytest.approx([0.05, 0.1, *(0.1 * (1 - i / 6) for i in range(6))])
+
+
+def test_a_stream_whose_length_nobody_knows_can_have_no_schedule():
+    batches = DataLoader(TensorDataset(*examples(16)), batch_size=8)
+    with pytest.raises(ConfigError, match=r"train\.warmup, train\.decay: .* Set train\.local_steps"):
+        train(Small(), replace(CONFIG, decay="cosine"), batches)
+    update = train(Small(), replace(CONFIG, decay="cosine", local_steps=3), batches)
+    assert flat(update.delta).abs().max() > 1e-3

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from fedtrain.training import loss_scale
+from fedtrain.training import precision
 from fedtrain.training.checkpoint import Checkpoints
-from fedtrain.training.loss_scale import FIRST, LossScale
 from fedtrain.training.parallel.data import Dealt
 from fedtrain.training.parallel.state import State
+from fedtrain.training.precision import FIRST, LossScale
 from tests.test_parallel import Rows, engine
 
 
 @pytest.fixture(autouse=True)
 def grows_after_three_steps(monkeypatch):
-    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
 
 
 def test_it_moves_as_torchs_grad_scaler_does():

@@ -14,7 +14,7 @@ from torch import nn
 from fedtrain.config import Config, ParallelConfig, TrainConfig
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.training.local import seed_all
+from fedtrain.training.engine import seed_all
 from fedtrain.training.mesh import Mesh, Sizes, device_here
 from fedtrain.training.parallel.engine import MAX_SKIPPED, MeshEngine
 from fedtrain.training.parallel.estimate import estimate
@@ -226,7 +226,7 @@ def test_to_compile_without_a_compiler_is_refused_before_the_first_step(monkeypa
 @pytest.mark.parametrize(("decay", "last"), [("none", 1.0), ("linear", 1 / 90), ("cosine", 0.0003)])
 def test_the_learning_rate_rises_and_then_decays_to_the_last_step(decay, last):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = schedule_of(optimizer, ParallelConfig(warmup=10, decay=decay), 100)
+    schedule = schedule_of(optimizer, TrainConfig(warmup=10, decay=decay), 100)
     rates = []
     for _ in range(100):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -239,8 +239,8 @@ def test_the_learning_rate_rises_and_then_decays_to_the_last_step(decay, last):
 
 def test_decay_needs_to_know_the_last_step():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    with pytest.raises(ConfigError, match=r"parallel\.decay"):
-        schedule_of(optimizer, ParallelConfig(decay="cosine"), None)
+    with pytest.raises(ConfigError, match=r"train\.decay"):
+        schedule_of(optimizer, TrainConfig(decay="cosine"), None)
 
 
 # --- memory

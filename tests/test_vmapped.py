@@ -56,7 +56,7 @@ def proximal(gradient, weights, start):
 
 def both(task, config, correct=None, sites=SITES, round=2):
     """The updates of the loop and of vmap, from the same weights."""
-    engine = Engine(task, config, 1, correct)
+    engine = Engine(task, config, 1, correct, rounds=4)
     start = engine.initial()
     looped = [engine.train(site, data, round, start, Arena.zeros(engine.schema)) for site, data in sites]
     return looped, Vmapped(engine).train(sites, round, start, slab(engine, sites))
@@ -75,6 +75,7 @@ def slab(engine, sites=SITES):
         (replace(CONFIG, local_epochs=2, batch_size=0, clip_norm=0.1), None),
         (replace(CONFIG, local_steps=4, drop_last=True), None),
         (replace(CONFIG, optimizer="adam", local_epochs=2), None),
+        (replace(CONFIG, local_epochs=2, warmup=1, decay="cosine"), None),
     ],
 )
 def test_many_sites_at_once_are_the_loop_one_by_one(task, config, correct):

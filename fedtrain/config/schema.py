@@ -56,6 +56,8 @@ class TrainConfig(Settings):
     batch_size: Count = 32  # examples in a batch; 0: the whole local dataset in one batch
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"  # used unless the task has its own optimizer()
     lr: Positive = 0.01  # learning rate
+    warmup: Count = 0  # optimizer steps of the run over which the learning rate rises
+    decay: Literal["none", "linear", "cosine"] = "none"  # of the learning rate, to 0 at the run's last step
     momentum: float = 0.0  # of sgd
     weight_decay: float = 0.0  # L2 penalty of sgd and adam; decoupled decay of adamw
     clip_norm: NotNegative = 0.0  # bound on the gradient's L2 norm in a step; 0: no bound
@@ -253,8 +255,6 @@ class ParallelConfig(Settings):
     mix: Annotated[float, Meta(ge=0, lt=1)] = (
         0.0  # part of its own weights that an island keeps in a fragment
     )
-    warmup: Count = 0  # optimizer steps over which the learning rate rises
-    decay: Literal["none", "linear", "cosine"] = "none"  # of the learning rate, to 0 at the last step
     nonfinite: Literal["skip", "raise"] = "skip"  # what becomes of a step whose gradient has NaN or Inf
     log_every: AtLeastOne = 10  # steps between `step` events
     peak_tflops: NotNegative = 0.0  # of one device, for MFU; 0: known GPUs by name, else no MFU

@@ -16,7 +16,7 @@ from ..config import Config
 from ..schema import Schema
 from ..secagg.fixedpoint import FixedPoint, held
 from ..secagg.masking import KEY_BYTES, add_masks
-from ..training.local import build_model
+from ..training.engine import build_model
 from ..training.task import load_task
 from . import asynchronous, compressed, secure
 

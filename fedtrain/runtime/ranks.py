@@ -34,8 +34,8 @@ from ..config import Config
 from ..errors import ConfigError, TaskError, reason_of, story_of
 from ..messages import Metrics, SiteId, Update
 from ..schema import Schema
+from ..training.engine import Correct, build_model
 from ..training.examples import examples_of
-from ..training.local import Correct, build_model
 from ..training.mesh import Mesh, Sizes, device_here
 from ..training.parallel.data import Dealt
 from ..training.parallel.engine import MeshEngine

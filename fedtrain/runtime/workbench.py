@@ -74,7 +74,7 @@ class Workbench:
 
             self._team = gathered(config, self._task, self._load, data_dir, give_up)
         else:
-            self._engine = Engine(self._task, config.train, config.run.seed, correct)
+            self._engine = Engine(self._task, config.train, config.run.seed, correct, config.run.rounds)
         stack = self._simulated is not None and config.simulate.engine == "vmap"
         self._vmapped = Vmapped(self._engine) if stack else None
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()

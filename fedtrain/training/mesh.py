@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config import ParallelConfig
 from ..errors import ConfigError
 from .elastic import Left, meet
-from .local import device_of
+from .engine import device_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

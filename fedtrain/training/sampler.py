@@ -18,7 +18,7 @@ import torch
 
 from ..digest import seed_of
 from ..errors import ConfigError
-from .local import seed_all
+from .engine import seed_all
 
 Order = Callable[[int], torch.Tensor]  # a seed -> a permutation of all examples, int64 [count]
 

@@ -8,12 +8,10 @@ bucketed by the size of their data, so that no padding is needed and any loss is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import count as forever
-from itertools import islice
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -26,9 +24,10 @@ from ..errors import ConfigError, TaskError
 from ..messages import SiteId, Update
 from ..schema import Section, unique_tensors
 from .batches import Batch, move
+from .engine import Step, Steps, groups, norm, steps_in_round
 from .examples import Tensors, examples_of, spans
 from .local import Engine
-from .optimizers import clip, optimizer_of
+from .optimizers import FlatOptimizer
 from .task import collate_of, folder_of, user_code
 
 CHUNK = 100  # sites at once, at most; more would leave a core's cache without being cheaper to start
@@ -51,6 +50,10 @@ class Vmapped:
         # Arenas of the sites at work; what isn't trained is zero there, and stays so.
         self._slab = torch.zeros(at_once, engine.schema.nbytes, dtype=torch.uint8, device=engine.device)
         self._objectives = vmap(self._objective)
+        self._steps = Steps(self, engine.config, engine.correct)
+        self.weights: list[torch.Tensor] = []  # [sites, n]
+        self.gradients: list[torch.Tensor] = []
+        self._first: torch.Tensor | None = None  # of a round, as all sites have them in its first step
         self._kept: OrderedDict[tuple[SiteId, ...], tuple[list[Any], list[_Stack]]] = OrderedDict()
         self._kept_bytes = 0
 
@@ -63,62 +66,45 @@ class Vmapped:
         deltas = Slab(engine.schema, outs).arenas()
         updates: dict[int, Update] = {}
         for stack in self._stacks(sites):
-            slab, losses, counts, seen = self._chunk(stack, [sites[i][0] for i in stack.members], round)
+            slab, seen = self._chunk(stack, [sites[i][0] for i in stack.members], round)
+            weight = torch.stack(seen.weights).double()  # [steps, sites]
+            loss = torch.stack(seen.losses).double().mul_(weight)
+            sums = zip(stack.members, loss.sum(0).tolist(), weight.sum(0).tolist(), strict=True)
             for start, stop, to in stack.runs:  # many times cheaper than by index
                 outs[to : to + stop - start].copy_(slab[start:stop])
-            for i, loss, count in zip(stack.members, losses, counts, strict=True):
-                examples = stack.count * (count / seen)
-                updates[i] = Update(delta=deltas[i], num_examples=examples, metrics={"loss": (loss, count)})
+            for i, total, count in sums:
+                num_examples = stack.like.count * (count / seen.examples)
+                updates[i] = Update(
+                    delta=deltas[i], num_examples=num_examples, metrics={"loss": (total, count)}
+                )
         return [updates[i] for i in range(len(sites))]
 
-    def _chunk(
-        self, stack: _Stack, names: list[SiteId], round: int
-    ) -> tuple[torch.Tensor, list[float], list[float], int]:
-        """Each site's delta, an arena's bytes in a row; each one's Σ loss and Σ weight; and how many examples
-        each one's steps saw."""
-        engine, section = self.engine, self._section
+    def _chunk(self, stack: _Stack, names: list[SiteId], round: int) -> tuple[torch.Tensor, Step]:
+        """Each site's delta, an arena's bytes in a row, and what all steps of the round saw."""
+        engine, section, config = self.engine, self._section, self.engine.config
         start = engine.local.flat(section)[: section.trained]  # [n]
         slab = self._slab[: len(names)]
         local = slab[:, section.offset : section.offset + section.nbytes].view(start.dtype)
         local = local[:, : section.trained].copy_(start)  # [sites, n]
-        optimizer = optimizer_of(engine.config)
-        state = optimizer.init(local)
-        losses, counts = [], []
-        seen = 0
+        self.weights, self._first = [local], start.expand_as(local)
         engine.seed(round, *names)  # for a loss that draws from random or numpy; torch's is refused
-        batches = islice(self._batches(stack, names, round), engine.config.local_steps or None)
-        for step, (size, batch) in enumerate(batches, start=1):
-            seen += size
-            # All sites have the same weights at first: expanded, they are not copied to be multiplied with.
-            at = start.expand_as(local) if step == 1 else local
-            gradient, loss, count = self._gradient(at, batch, size)
-            losses.append(loss)
-            counts.append(count)
-            if engine.config.clip_norm:
-                clip([gradient], engine.config.clip_norm)
-            if engine.correct is not None:
-                engine.correct(gradient, local, start)
-            optimizer.step(local, gradient, state, step)
+        self._steps.begin(FlatOptimizer(config, self.weights), [start])
+        begun = self._steps.schedule(steps_in_round(config, stack.like), round, engine.rounds)
+        orders = [torch.Generator().manual_seed(seed_of(engine.run_seed, round, name)) for name in names]
+        seen = self._steps.all(groups(config, partial(self._pass, stack, orders)), begun)
         local.sub_(start)
-        weight = torch.stack(counts).double()  # [steps, sites]
-        total = torch.stack(losses).double().mul_(weight)
-        return slab, total.sum(0).tolist(), weight.sum(0).tolist(), seen
+        return slab, seen
 
-    def _batches(self, stack: _Stack, names: list[SiteId], round: int) -> Iterator[tuple[int, Batch]]:
+    def _pass(self, stack: _Stack, orders: list[torch.Generator]) -> Iterator[tuple[int, Batch]]:
         """(size, batch [sites, size, ...]), each site's in the order that the loop would take."""
-        config, device, count = self.engine.config, self.engine.device, stack.count
-        rows = torch.arange(len(names), device=device)[:, None]
-        orders: list[torch.Generator] = []
-        for _ in forever() if config.local_steps else range(config.local_epochs):
-            if config.batch_size == 0 or config.batch_size >= count:
-                yield count, stack.build(stack.columns)
-                continue
-            orders = orders or [
-                torch.Generator().manual_seed(seed_of(self.engine.run_seed, round, name)) for name in names
-            ]
-            order = torch.stack([torch.randperm(count, generator=g) for g in orders]).to(device)
-            for start, stop in spans(count, config.batch_size, config.drop_last):
-                yield stop - start, stack.build([c[rows, order[:, start:stop]] for c in stack.columns])
+        config, device, count = self.engine.config, self.engine.device, stack.like.count
+        if config.batch_size == 0 or config.batch_size >= count:
+            yield count, stack.like.build(stack.columns)
+            return
+        rows = torch.arange(len(orders), device=device)[:, None]
+        order = torch.stack([torch.randperm(count, generator=g) for g in orders]).to(device)
+        for start, stop in spans(count, config.batch_size, config.drop_last):
+            yield stop - start, stack.like.build([c[rows, order[:, start:stop]] for c in stack.columns])
 
     def _stacks(self, sites: Sequence[tuple[SiteId, Any]]) -> list[_Stack]:
         """The sites' data, stacked; kept while the same sites come with the same data."""
@@ -144,27 +130,31 @@ class Vmapped:
         _, stacks = self._kept.pop(key)
         self._kept_bytes -= sum(stack.nbytes for stack in stacks)
 
-    def _gradient(
-        self, weights: torch.Tensor, batch: Batch, size: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Each site's gradient [sites, n], mean loss and weight [sites].
-
-        Each loss hangs on its own row of the weights alone, so one backward pass through the stacked kernels
-        gives all gradients.
-        """
-        weights = weights.detach().requires_grad_()
+    def backward(self, group: tuple[int, Batch], scale: float, doing: str) -> Step:
+        """See Backend. Each loss hangs on its own row of the weights alone, so one backward pass through the
+        stacked kernels gives all gradients."""
+        size, batch = group
+        # All sites have the same weights at first: expanded, they are not copied to be multiplied with.
+        at, self._first = self.weights[0] if self._first is None else self._first, None
+        weights = at.detach().requires_grad_()
         try:
             with user_code(self._folder, "under vmap"):
                 found = self._objectives(weights, batch)
                 loss, count = found if isinstance(found, tuple) else (found, None)
-                (gradient,) = torch.autograd.grad(loss, weights, torch.ones_like(loss))
+                self.gradients = [*torch.autograd.grad(loss, weights, torch.ones_like(loss))]
         except TaskError as e:
             raise refusal(f"{e}. Random numbers, .item() and LSTM can't be vmapped") from e
         if count is None:
             count = torch.full_like(loss, size)
         elif not bool(count.all()):
             raise refusal("a batch without weight is skipped, at its own site only")
-        return gradient, loss.detach(), count.detach()
+        return Step([loss.detach()], [count.detach()], size)
+
+    def norm(self) -> torch.Tensor:
+        return norm(self.gradients)
+
+    def loss_finite(self, step: Step) -> bool:
+        return True  # nobody asks: precision is fp32
 
     def _objective(
         self, flat: torch.Tensor, batch: Batch
@@ -185,8 +175,7 @@ class _Stack:
 
     members: list[int]  # which of the sites
     columns: list[torch.Tensor]  # [sites, examples, ...]
-    count: int  # examples of each
-    build: Callable[[Any], Batch]
+    like: Tensors  # the first one's
 
     @classmethod
     def of(cls, bucket: list[tuple[int, Tensors]], device: torch.device) -> Self:
@@ -194,7 +183,7 @@ class _Stack:
         columns = [
             move(torch.stack(same), device) for same in zip(*(e.columns for e in examples), strict=True)
         ]
-        return cls(members, columns, examples[0].count, examples[0].build)
+        return cls(members, columns, examples[0])
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int]]:

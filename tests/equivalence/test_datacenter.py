@@ -16,7 +16,7 @@ from fedtrain.runtime.datacenter import pool_of, sites_of
 from fedtrain.runtime.simulation import simulate
 from fedtrain.schema import Schema, unique_tensors
 from fedtrain.store import RunStore
-from fedtrain.training.local import build_model
+from fedtrain.training.engine import build_model
 from fedtrain.training.parallel.outer import split
 from fedtrain.training.partition import SimulatedSites
 from fedtrain.training.sampler import Sampler

@@ -24,10 +24,10 @@ from ...errors import ConfigError, TaskError
 from ...messages import Metrics, add_metrics
 from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in, move
+from ..engine import Correct, build_model, seed_all
 from ..examples import Stream, examples_of
-from ..local import Correct, build_model, seed_all
-from ..loss_scale import LossScale
 from ..mesh import Mesh, is_dtensor
+from ..precision import LossScale
 from ..task import Task, collate_of, folder_of, mean_and_weight, measured, user_code
 from .context import Gathered, context_parallel, part_of
 from .data import Share
@@ -99,7 +99,7 @@ class MeshEngine(ShardedModel):
         self._parameters = [p for _, p in named if isinstance(p, nn.Parameter) and p.requires_grad]
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.optimizer = self._new_optimizer()
-        self.schedule = schedule_of(self.optimizer, self.parallel, steps)
+        self.schedule = schedule_of(self.optimizer, self.train, steps)
 
     @property
     def spread(self) -> int:

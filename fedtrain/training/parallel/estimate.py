@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...config import Config
 from ...schema import is_frozen, unique_tensors
 from ..batches import cut, examples_in
+from ..engine import build_model
 from ..examples import Stream, examples_of
-from ..local import build_model
 from ..mesh import Sizes
 from ..task import Task, collate_of, folder_of, mean_and_weight, user_code
 from .offload import BUCKET_BYTES

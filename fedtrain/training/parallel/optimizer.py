@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...config import ParallelConfig, TrainConfig
+from ...config import TrainConfig
 from ...errors import ConfigError
 from ..mesh import is_dtensor
 from ..task import Task
@@ -59,15 +59,15 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def schedule_of(
-    optimizer: torch.optim.Optimizer, config: ParallelConfig, steps: int | None
+    optimizer: torch.optim.Optimizer, config: TrainConfig, steps: int | None
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """Linear warm-up over parallel.warmup steps, then parallel.decay to 0 at the last of `steps`."""
+    """Linear warm-up over train.warmup steps, then train.decay to 0 at the last of `steps`."""
     if not config.warmup and config.decay == "none":
         return None
     if config.decay != "none" and steps is None:
         raise ConfigError(
-            "parallel.decay: data() is a stream, whose number of steps nobody knows. "
-            "Set train.local_steps, or parallel.decay = none."
+            "train.decay: data() is a stream, whose number of steps nobody knows. "
+            "Set train.local_steps, or train.decay = none."
         )
 
     def factor(step: int) -> float:

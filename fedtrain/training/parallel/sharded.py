@@ -13,7 +13,7 @@ from ...arena import Arena
 from ...digest import Digest, seed_of
 from ...errors import TaskError
 from ...schema import Schema, TensorSpec, is_frozen, unique_tensors
-from ..local import FROZEN_CHANGED, checksum
+from ..engine import FROZEN_CHANGED, checksum
 from ..mesh import Mesh, is_dtensor
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..batches import Batch
-from ..loss_scale import LossScale
+from ..precision import LossScale
 
 
 class Data(Protocol):

@@ -1,12 +1,23 @@
-"""The loss scale of fp16: small gradients don't vanish at it, and large ones don't overflow."""
+"""Training in 16 bits: what computes in them, and the loss scale that keeps fp16's gradients in range."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by train.precision
 FIRST = 2.0**16
 GROWTH_STEPS = 2000  # without an overflow, after which the scale doubles
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """What a forward pass runs within."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=NARROW[precision])
 
 
 class LossScale:

@@ -1,0 +1,315 @@
+"""What a round, an optimizer step and an evaluation are, wherever the weights lie and however gradients come
+about: in one process (local.py), for many small sites at once (vmapped.py), over ranks (parallel/engine.py).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..config import TrainConfig
+from ..digest import seed_of
+from ..errors import ConfigError, TaskError
+from ..messages import Metrics, add_metrics
+from .batches import Batch, move
+from .examples import Examples, Stream, examples_of
+from .optimizers import Factor, Optimizer, schedule
+from .precision import LossScale, autocast
+from .task import Task, collate_of, folder_of, measured, user_code
+
+# A strategy's site half, (gradient, weights, start) -> None: changes the gradient in place.
+Correct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+T = TypeVar("T")
+
+FROZEN_CHANGED = (
+    "the task changed a parameter whose requires_grad is False, which is not sent back. "
+    "Make it a buffer (register_buffer): buffers travel"
+)
+INTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
+MAX_SKIPPED = 20  # steps in a row that may be left out
+
+
+@dataclass(slots=True)
+class Step:
+    """What an optimizer step saw, or several together; of this rank, where not said otherwise."""
+
+    losses: list[torch.Tensor]  # each batch's mean loss, a scalar; of stacked sites [sites]
+    weights: list[Any]  # each batch's weight, a float; of stacked sites [sites]
+    examples: int  # of all ranks
+    taken: bool = True  # by all ranks or by none
+    norm: torch.Tensor | None = None  # of the whole gradient before clipping, where it was asked for
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Σ loss over the examples, a float64 scalar: a GPU is not waited for."""
+        return sum((m.double() * w for m, w in zip(self.losses, self.weights, strict=True)), NOTHING)
+
+    @property
+    def weight(self) -> float:
+        return math.fsum(self.weights)
+
+    def total(self) -> tuple[float, float]:
+        """(Σ loss, Σ weight)."""
+        few = len(self.losses) < 3  # a GPU is asked once, and for few values that is no sooner
+        values = [loss.item() for loss in self.losses] if few else torch.stack(self.losses).tolist()
+        return math.fsum(map(float.__mul__, values, self.weights)), self.weight
+
+
+NOTHING = torch.zeros((), dtype=torch.float64)
+
+
+class Backend(Protocol):
+    """Where weights and gradients are. A group is the batches of one optimizer step."""
+
+    @property
+    def weights(self) -> Sequence[torch.Tensor]:
+        """All that is trained here: vectors, slabs [sites, n], or a rank's pieces. Changed in place."""
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """As the last backward() left them, one for each of the weights, which they are shaped as."""
+
+    def backward(self, group: Any, scale: float, doing: str) -> Step:
+        """Leave the gradient of (Σ loss) / (Σ weight) over the group, and over all ranks, in `gradients`: it
+        was computed with a loss of `scale` times as much. A group without weight is not `taken`."""
+
+    def norm(self) -> torch.Tensor:
+        """The L2 norm of the whole gradient, the same on all ranks; of stacked sites [sites, 1]."""
+
+    def loss_finite(self, step: Step) -> bool:
+        """Whether the losses that it saw are finite, on all ranks."""
+
+
+class Steps:
+    """The one who takes optimizer steps: of a round at a site, or of a run, one after the other."""
+
+    def __init__(
+        self, backend: Backend, config: TrainConfig, correct: Correct | None = None, nonfinite: str = "take"
+    ) -> None:
+        """`nonfinite`: what becomes of a step whose gradient is not finite: take | skip | raise."""
+        self.backend, self.config, self.correct, self.nonfinite = backend, config, correct, nonfinite
+        self.scale = LossScale(config.precision)
+        self.factor: Factor | None = None  # of the learning rate
+        self._judged = self.scale.moves or nonfinite != "take"
+        self._normed = self._judged or config.clip_norm > 0
+        self._skipped = 0  # steps left out since the last one taken
+
+    def begin(self, optimizer: Optimizer, start: Sequence[torch.Tensor] = ()) -> None:
+        """From here on with this optimizer. `start`: the weights as the round began with them, for a
+        strategy's site half."""
+        self.optimizer, self.start = optimizer, start
+
+    def schedule(self, steps: int | None, round: int, rounds: int) -> int:
+        """Set the learning rate's for a round of so many `steps`; how many of the run's were before it."""
+        in_all = None if steps is None else steps * rounds
+        self.factor = schedule(self.config, in_all, counted=steps is not None)
+        return (steps or 0) * round
+
+    def take(self, group: Any, number: int = 0, doing: str = "") -> Step:
+        """One optimizer step. `number` steps of the run are done; `doing` stands in errors: "step 7", say.
+
+        TaskError where a gradient is not finite and `nonfinite` says so.
+        """
+        backend, finite = self.backend, True
+        while True:
+            step = backend.backward(group, self.scale.value, doing)
+            if self._normed and step.taken:
+                step.norm = backend.norm()
+                finite = not self._judged or bool(step.norm.isfinite().all())
+            if not self.scale.again(finite, partial(backend.loss_finite, step)):
+                break
+        if self.nonfinite != "take":
+            self._judge(step, finite, doing)
+        if step.taken:
+            gradients = backend.gradients
+            if self.config.clip_norm and step.norm is not None:
+                clip(gradients, step.norm, self.config.clip_norm)
+            if self.correct is not None:
+                for gradient, weights, begun in zip(gradients, backend.weights, self.start, strict=True):
+                    self.correct(gradient, weights, begun)
+            factor = 1.0 if self.factor is None else self.factor(number)
+            self.optimizer.step(backend.weights, gradients, factor)
+        return step
+
+    def all(self, groups: Iterable[Any], number: int = 0, doing: str = "") -> Step:
+        """One step for each group; what they saw together. `number` steps of the run are done before."""
+        total = Step([], [], 0)
+        for at, group in enumerate(groups, number):
+            step = self.take(group, at, doing)
+            total.losses += step.losses
+            total.weights += step.weights
+            total.examples += step.examples
+        return total
+
+    def _judge(self, step: Step, finite: bool, doing: str) -> None:
+        if not finite and self.nonfinite == "raise":
+            raise TaskError(
+                f"{doing}: the gradient is not finite (norm {step.norm}). Lower train.lr or set "
+                f"train.clip_norm; parallel.nonfinite = skip leaves such steps out."
+            )
+        step.taken = step.taken and finite
+        self._skipped = 0 if finite else self._skipped + 1
+        if self._skipped == MAX_SKIPPED:
+            raise TaskError(
+                f"{doing}: the gradient was not finite in {MAX_SKIPPED} steps in a row, and none of them was "
+                f"taken. Look for NaN in the data and in loss(), lower train.lr, or set train.clip_norm."
+            )
+
+
+def over(config: TrainConfig, steps: int, passes: int) -> bool:
+    """Whether a round is done after so many steps, and whole passes over the data."""
+    return steps >= config.local_steps if config.local_steps else passes >= config.local_epochs
+
+
+def groups(config: TrainConfig, one_pass: Callable[[], Iterator[T]]) -> Iterator[T]:
+    """A round's, of as many passes as it takes; none where the data is empty."""
+    steps = 0
+    for passes in count():
+        before = steps
+        for group in one_pass():
+            yield group
+            steps += 1
+            if over(config, steps, passes):
+                return
+        if steps == before and passes:
+            raise TaskError("data() gave its batches only once: return a list or a DataLoader")
+        if steps == before or over(config, steps, passes + 1):
+            return
+
+
+def steps_in_round(config: TrainConfig, examples: Examples) -> int | None:
+    """None of a stream, which ends when it ends."""
+    if config.local_steps or isinstance(examples, Stream):
+        return config.local_steps or None
+    batch = max(1, min(config.batch_size or examples.count, examples.count))
+    usable = examples.count - examples.count % batch if config.drop_last else examples.count
+    return -(-usable // (batch * config.accumulate)) * config.local_epochs
+
+
+def norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """L2, over all of them together: [1], or [sites, 1] where they are slabs."""
+    norms = [torch.linalg.vector_norm(g, dim=-1, keepdim=True) for g in gradients]
+    total: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    return total
+
+
+def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
+    """Bound the norm, that of each site where there are several; as clip_grad_norm_."""
+    factor = (limit / (norm + 1e-6)).clamp_(max=1.0)
+    if not factor.dim():
+        torch._foreach_mul_(gradients, float(factor))
+        return
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+
+
+class Trainable:
+    """A task's model where it is trained and evaluated: what all engines have."""
+
+    model: nn.Module
+
+    def __init__(self, task: Task, config: TrainConfig, run_seed: int, device: torch.device) -> None:
+        torch.set_num_threads(config.threads)
+        self.task, self.config, self.run_seed, self.device = task, config, run_seed, device
+        self._folder, self._collate = folder_of(task), collate_of(task)
+        self._autocast = autocast(config.precision, device)
+
+    def seed(self, *purpose: object) -> int:
+        """Every source of random numbers that a task may draw from, by the run and what they are for."""
+        seed = seed_of(self.run_seed, *purpose)
+        seed_all(seed, self.device)
+        return seed
+
+    def here(self, batch: Batch) -> Batch:
+        """On the device."""
+        return batch if self.device.type == "cpu" else move(batch, self.device)
+
+    def measure(self, batch: Batch) -> Metrics:
+        """What the task's evaluate() gives of a batch."""
+        return self.metrics(self.model, batch)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Metrics:
+        with self._autocast:
+            return measured(self.task, model, batch)
+
+    def measured(self, batches: Iterable[tuple[Batch, bool]]) -> Metrics:
+        """The sum over batches; one that does not count is only there for ranks that work together."""
+        total: Metrics = {}
+        with user_code(self._folder, "evaluation"), torch.no_grad():
+            for batch, counts in batches:
+                metrics = self.measure(self.here(batch))
+                if counts:
+                    add_metrics(total, metrics)
+        return total
+
+    def in_order(self, dataset: Any) -> Iterator[Batch]:
+        """Batches of train.eval_batch_size, not shuffled."""
+        return examples_of(dataset, self._collate).batches(self.config.eval_batch_size, False, None)
+
+
+def weighs_items(task: Task, model: nn.Module, batches: Iterable[Batch]) -> bool:
+    """Whether the task's loss comes as (sum, weight), so that num_examples counts tokens, say: asked of one
+    batch. How many a site has is then known only when it has trained."""
+    model.eval()
+    with user_code(folder_of(task), "training"), torch.no_grad():
+        for batch in batches:
+            return isinstance(task.loss(model, batch), tuple)
+    return False
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A sum of a tensor's bits that changes when one of them does, taken where they lie."""
+    return int(tensor.contiguous().view(INTS[tensor.itemsize]).sum(dtype=torch.int64))
+
+
+def build_model(task: Task, run_seed: int, device: torch.device) -> nn.Module:
+    """The task's model as every site, and every rank, begins with it; on the CPU."""
+    seed_all(seed_of(run_seed, "init"), device)
+    with user_code(folder_of(task), "model()"):
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"model() returned a {type(model).__name__}, not a torch.nn.Module")
+    if (parameters := list(model.parameters())) and not any(p.requires_grad for p in parameters):
+        raise ConfigError(
+            f"model() has nothing to train: requires_grad is False of all its {len(parameters)} parameters. "
+            f"Leave it True for those that training is to change."
+        )
+    return model
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Every generator that a task may draw from without naming it."""
+    # Not torch.manual_seed: it looks for every kind of accelerator, and takes 194 µs of a 400 µs round.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        # Not torch.cuda.manual_seed, which is for the device that is current.
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)  # the legacy one, which datasets and augmentations draw from
+
+
+def device_of(name: str) -> torch.device:
+    """train.device as torch knows it; "auto" is the first GPU, or else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"train.device: {name!r} is not a device. Use auto, cpu, cuda or cuda:1.") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"train.device: {name} is not here; this machine has {torch.cuda.device_count()} GPUs. "
+            f"Set it to auto or cpu, or install a torch that sees the GPU."
+        )
+    return device
