@@ -14,17 +14,22 @@ import torch
 
 from fedtrain.arena import Arena
 from fedtrain.config import LimitsConfig
+from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Reply, Request, Train, Update
 from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issue
 from fedtrain.runtime import checks
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Spool
-from fedtrain.transport.endpoints import RemoteCohort, SiteLink
-from fedtrain.transport.grpc import GrpcTransport, channel_options
+from fedtrain.transport.endpoints import TRANSPORTS, RemoteCohort, SiteLink
+from fedtrain.transport.grpc import channel_options
+from fedtrain.transport.streams import Connection, Transport
 from fedtrain.transport.tls import Tls
 from fedtrain.wire.frames import PROTOCOL, Hello
+from tests.clear import ClearTransport
 
 REQUESTS = Train | Evaluate
+STARS = {**TRANSPORTS, "clear": ClearTransport}  # one more is a file and a line
+STAR = "grpc"  # which of them a test runs over
 
 
 def certificates(folder: Path, *sites: str) -> Path:
@@ -46,10 +51,6 @@ def random_arena(numel: int, seed: int, dtype: str = "float32") -> Arena:
         flat = arena.flat(section)
         flat.copy_(torch.randn(numel, generator=torch.Generator().manual_seed(seed)))
     return arena
-
-
-def silent(kind: str, **fields: Any) -> None:
-    """A log that nobody reads."""
 
 
 @dataclass
@@ -74,7 +75,7 @@ async def aggregator(
     events: list[tuple[str, dict[str, Any]]] = []
     limits = limits or LimitsConfig()
     cohort = RemoteCohort(
-        GrpcTransport(tls(certs / "aggregator"), options.pop("heartbeat_s", 5.0)),
+        transport(certs / "aggregator", options),
         listen=f"127.0.0.1:{port}",
         identify=options.pop("identify", lambda pem: identity_of(pem).name),
         welcome=options.pop("welcome", lambda site, hello: None),
@@ -91,15 +92,27 @@ async def aggregator(
 
 
 def link(certs: Path, site: str, port: int, folder: Path, **options: Any) -> SiteLink:
-    mine = options.pop("tls", None) or tls(certs / "sites" / site)
     return SiteLink(
-        GrpcTransport(mine, options.pop("heartbeat_s", 5.0)),
+        transport(certs / "sites" / site, options),
         address=options.pop("address", f"127.0.0.1:{port}"),
         target=options.pop("target", aggregator_target("fedtrain")),
         inbox=Spool(folder / site),
         requests=REQUESTS,
         **{"emit": silent} | options,
     )
+
+
+def transport(folder: Path, options: dict[str, Any]) -> Transport:
+    """One end's, of the options that are its own."""
+    return STARS[STAR](options.pop("tls", None) or tls(folder), options.pop("heartbeat_s", 5.0))
+
+
+@contextlib.asynccontextmanager
+async def connected(certs: Path, port: int, site: str = "a") -> AsyncIterator[Connection]:
+    """A caller that makes the calls of a site by hand."""
+    mine = transport(certs / "sites" / site, {})
+    async with mine.connect(f"127.0.0.1:{port}", aggregator_target("fedtrain")) as call:
+        yield call
 
 
 @contextlib.asynccontextmanager

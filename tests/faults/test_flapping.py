@@ -10,14 +10,16 @@ from fedtrain.exchange import gather
 from fedtrain.messages import Train
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import FromAggregator, Welcome
+from tests import federation
 from tests.federation import (
+    STARS,
     aggregator,
     certificates,
+    connected,
     echo_plus,
     hello,
     link,
     random_arena,
-    raw_channel,
     sites,
 )
 from tests.limits import bounded
@@ -29,6 +31,12 @@ IDLE_S = 3600.0  # so long that no test lasts until it is over
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory):
     return certificates(tmp_path_factory.mktemp("certs"), *NAMES)
+
+
+@pytest.fixture(autouse=True, params=sorted(STARS))
+def kind(request, monkeypatch):
+    """Every claim of this page holds over each of the transports."""
+    monkeypatch.setattr(federation, "STAR", request.param)
 
 
 class FlappingPath:
@@ -105,10 +113,9 @@ def test_a_path_that_resets_every_few_megabytes_costs_no_site_and_changes_no_bit
 async def joined(certs, agg, schema):
     """A site's bare session, from Welcome to when the aggregator has noticed that it is gone."""
     lost = len(agg.of("site_lost"))
-    async with raw_channel(certs, agg.cohort.port) as channel:
-        call = channel.stream_stream("/fedtrain.Star/Session")()
-        await call.write(encode(hello(schema)))
-        assert isinstance(decode(await call.read(), FromAggregator), Welcome)
+    async with connected(certs, agg.cohort.port) as call, call("Session") as stream:
+        await stream.write(encode(hello(schema)))
+        assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
         yield
     while len(agg.of("site_lost")) == lost:  # noqa: ASYNC110  # no event tells it
         await asyncio.sleep(0.001)

@@ -1,11 +1,10 @@
-"""The star seam over real gRPC, real certificates, real sockets on loopback."""
+"""The star seam over real sockets on loopback: gRPC with real certificates, and a second transport."""
 
 import asyncio
+import contextlib
 import threading
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
 from msgspec import structs
 
@@ -14,18 +13,19 @@ from fedtrain.errors import JoinRefused, StoreError
 from fedtrain.exchange import gather
 from fedtrain.messages import Train, Update
 from fedtrain.transport import star
-from fedtrain.transport.grpc import SERVICE
 from fedtrain.transport.streams import opened
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Finished, FromAggregator, Welcome
+from tests import federation
 from tests.federation import (
+    STARS,
     aggregator,
     certificates,
+    connected,
     echo_plus,
     hello,
     link,
     random_arena,
-    raw_channel,
     sites,
 )
 from tests.limits import bounded
@@ -36,6 +36,12 @@ NAMES = ["a", "b", "c"]
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory):
     return certificates(tmp_path_factory.mktemp("certs"), *NAMES)
+
+
+@pytest.fixture(autouse=True, params=sorted(STARS))
+def kind(request, monkeypatch):
+    """Every claim of this page holds over each of the transports."""
+    monkeypatch.setattr(federation, "STAR", request.param)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
@@ -94,12 +100,11 @@ def test_a_site_whose_connection_broke_on_the_last_word_hears_it_again(certs, tm
 
     async def main():
         async with aggregator(certs, tmp_path, weights.schema, idle_s=3600) as agg:
-            async with raw_channel(certs, agg.cohort.port) as channel:
-                call = channel.stream_stream(f"/{SERVICE}/Session")()
-                await call.write(encode(hello(weights.schema)))
-                assert isinstance(decode(await call.read(), FromAggregator), Welcome)
+            async with connected(certs, agg.cohort.port) as call, call("Session") as stream:
+                await stream.write(encode(hello(weights.schema)))
+                assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
                 ending = asyncio.create_task(ended(certs, tmp_path, weights, agg, ["a", "b"], ["b", "a"]))
-                assert isinstance(decode(await call.read(), FromAggregator), Finished)
+                assert isinstance(decode(await stream.read(), FromAggregator), Finished)
             return await ending
 
     assert bounded(main()) == ["rounds done"] * 2
@@ -130,25 +135,6 @@ def test_a_site_that_no_longer_fits_when_it_comes_back_is_not_waited_for(certs, 
             await stopping
 
     bounded(main())
-
-
-@pytest.mark.parametrize("method", ["Session", "Upload"])
-def test_a_stream_that_ends_before_its_first_word_is_no_refusal(certs, tmp_path, method):
-    """A request that is cancelled between the opening of its upload and the offer ends so."""
-    weights = random_arena(10, 1)
-
-    async def main():
-        async with (
-            aggregator(certs, tmp_path, weights.schema) as agg,
-            raw_channel(certs, agg.cohort.port) as channel,
-        ):
-            call = channel.stream_stream(f"/{SERVICE}/{method}")()
-            await call.done_writing()
-            assert await call.read() is grpc.aio.EOF
-            assert await call.code() is grpc.StatusCode.OK
-            return agg.events
-
-    assert bounded(main()) == []
 
 
 def test_a_transfer_cancelled_while_its_file_is_opened_is_closed_all_the_same():
@@ -262,11 +248,11 @@ def test_a_site_that_reconnects_before_its_loss_is_noticed_is_no_second_process(
     async def main():
         async with aggregator(certs, tmp_path, weights.schema) as agg:
             said = encode(structs.replace(hello(weights.schema), process="one"))
-            async with raw_channel(certs, agg.cohort.port) as channel:
+            async with connected(certs, agg.cohort.port) as call, contextlib.AsyncExitStack() as calls:
                 for _ in range(4):
-                    call = channel.stream_stream(f"/{SERVICE}/Session")()
-                    await call.write(said)
-                    assert isinstance(decode(await call.read(), FromAggregator), Welcome)
+                    stream = await calls.enter_async_context(call("Session"))
+                    await stream.write(said)
+                    assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
             return agg.of("notice")
 
     assert bounded(main()) == []

@@ -417,6 +417,24 @@ def test_s21_garbage_on_the_port_leaves_the_aggregator_alive(certs, tmp_path):
     bounded(main())
 
 
+@pytest.mark.parametrize("method", ["Session", "Upload"])
+def test_a_stream_that_ends_before_its_first_word_is_no_refusal(certs, tmp_path, method):
+    """A request that is cancelled between the opening of its upload and the offer ends so."""
+
+    async def main():
+        async with (
+            aggregator(certs, tmp_path, MODEL.schema) as agg,
+            raw_channel(certs, agg.cohort.port) as channel,
+        ):
+            call = channel.stream_stream(f"/{SERVICE}/{method}")()
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+            assert await call.code() is grpc.StatusCode.OK
+            return agg.events
+
+    assert bounded(main()) == []
+
+
 def test_a_site_that_trains_something_else_is_told_so_once_and_no_data_moves(certs, tmp_path):
     def refuse(site, hello):
         raise JoinRefused(f"{site} and the aggregator differ in train.lr")
