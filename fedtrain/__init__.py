@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .api import aggregate, evaluate, load_model, open_run, simulate, site
     from .arena import Arena
     from .config import Config
     from .errors import FedtrainError
     from .messages import Update
+    from .results import Run
     from .schema import Schema
+    from .strategies import Strategy
     from .training.parallel.plan import Plan
     from .training.partition import partition
     from .training.shards import ShardedDataset, write_shards
@@ -23,35 +27,38 @@ _HOME = {
     "Config": "config",
     "FedtrainError": "errors",
     "Plan": "training.parallel.plan",
+    "Run": "results",
     "Schema": "schema",
     "ShardedDataset": "training.shards",
+    "Strategy": "strategies",
     "Task": "training.task",
     "Update": "messages",
+    "aggregate": "api",
+    "evaluate": "api",
+    "load_model": "api",
+    "open_run": "api",
     "partition": "training.partition",
+    "simulate": "api",
+    "site": "api",
     "write_shards": "training.shards",
 }
 
 __all__ = [
-    "Arena",
-    "Config",
-    "FedtrainError",
-    "Plan",
-    "Schema",
-    "ShardedDataset",
-    "Task",
-    "Update",
-    "partition",
+    "Arena", "Config", "FedtrainError", "Plan", "Run", "Schema", "ShardedDataset", "Strategy", "Task",
+    "Update", "aggregate", "evaluate", "load_model", "open_run", "partition", "simulate", "site",
     "write_shards",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME and name != "metrics":
-        raise AttributeError(f"module 'fedtrain' has no attribute {name!r}")
-    from importlib import import_module
-
     if name == "metrics":  # all of a module, not a name in one
         return import_module(".metrics", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module 'fedtrain' has no attribute {name!r}")
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return ["__version__", *__all__, "metrics"]

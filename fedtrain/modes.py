@@ -180,7 +180,7 @@ def check(config: Config, *names: str) -> None:
         key, value = _key(given), config.value(given)
         if key in seen or (key == given and value == NOTHING.get(key, known[key])):
             continue
-        if source is Source.SET or all(_refused(config, mode, key, source) for mode in names):
+        if source >= Source.SET or all(_refused(config, mode, key, source) for mode in names):
             raise ConfigError(f"{given} = {value!r} ({source}): {_why(config, names, key)}")
 
 

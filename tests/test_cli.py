@@ -17,7 +17,8 @@ from click.testing import CliRunner
 
 import fedtrain
 from fedtrain import events, pki
-from fedtrain.cli import RUN_COLUMNS, _width, cli, fitted
+from fedtrain.cli import cli
+from fedtrain.cli.output import RUN_COLUMNS, fitted, width_of
 from fedtrain.errors import TooFewSites
 from fedtrain.runtime import federated, simulation, site
 from fedtrain.tracking import EventLog
@@ -421,12 +422,12 @@ def test_runs_keeps_names_best_and_updated_at_80_columns(name):
         (name, "finished", "200/200", "0.3012", metrics, "0.9011 in round 112", "11-22 13:22"),
     ]
     lines = fitted(rows, 80)
-    assert _width(lines) <= 80
+    assert width_of(lines) <= 80
     assert lines[0] == (*RUN_COLUMNS[:4], *RUN_COLUMNS[5:])
     assert lines[1][-2:] == rows[1][-2:]
     assert (lines[1][0][:8], lines[1][0][-6:]) == (name[:8], name[-6:])
     assert fitted(rows, 200) == rows
-    assert fitted(rows, _width(rows) - 5)[1][4] == metrics[: -5 - 1] + "…"
+    assert fitted(rows, width_of(rows) - 5)[1][4] == metrics[: -5 - 1] + "…"
 
 
 def test_a_look_at_the_runs_opens_no_database(project):
@@ -463,7 +464,7 @@ def test_a_reader_that_has_gone_is_no_error(project):
 
 
 def test_drive_passes_on_what_the_work_raises():
-    from fedtrain.cli import drive
+    from fedtrain.cli.arguments import drive
 
     async def cancelled_by_itself():
         raise asyncio.CancelledError

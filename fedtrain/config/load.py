@@ -24,15 +24,19 @@ class Source(IntEnum):
     FILE = 0
     ENVIRONMENT = 1
     SET = 2
+    CALL = 3
 
     def __str__(self) -> str:
-        return ("in the file", "in the environment", "--set")[self]
+        return ("in the file", "in the environment", "--set", "in settings")[self]
 
 
-def read(path: Path, sets: Iterable[str], env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Source]]:
-    """What the file says, overridden by the environment and by `sets`; and the keys that they override."""
+def read(
+    path: Path | Literal[""] | None, sets: Iterable[str], env: Mapping[str, str], settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Source]]:
+    """What the file, if any, says, overridden by the environment, by `sets` and by `settings`; and the keys
+    that they override."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8")) if path else {}
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist. `fedtrain new NAME` makes a project; --config FILE names another."
@@ -43,14 +47,17 @@ def read(path: Path, sets: Iterable[str], env: Mapping[str, str]) -> tuple[dict[
     for name, value in env.items():
         if name.startswith("FEDTRAIN_") and "__" in name:
             key = name.removeprefix("FEDTRAIN_").lower().replace("__", ".")
-            put(table, key, value, name)
+            put(table, key, parsed(value), name)
             stronger[key] = Source.ENVIRONMENT
     for item in sets:
         key, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: write --set section.key=value, as in --set train.lr=0.01")
-        put(table, key.strip(), value.strip(), f"--set {item}")
+        put(table, key.strip(), parsed(value.strip()), f"--set {item}")
         stronger[key.strip()] = Source.SET
+    for key, given in settings.items():
+        put(table, key, given, f"settings: {key!r}")
+        stronger[key] = Source.CALL
     return table, stronger
 
 
@@ -94,16 +101,20 @@ def _convert(value: object, kind: Any, path: str) -> Any:
         raise ConfigError(f"{path} = {value!r}: {e}") from None
 
 
-def put(table: dict[str, Any], key: str, value: str, source: str) -> None:
-    """Override one key with text, read as a TOML value where it is one and as a plain string where not."""
+def parsed(text: str) -> Any:
+    """Text as a TOML value where it is one, as a plain string where it is not."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def put(table: dict[str, Any], key: str, value: Any, source: str) -> None:
+    """Override one key of a file's table; ConfigError names the `source` of a key that has no section."""
     section, dot, name = key.partition(".")
     if not dot:
         raise ConfigError(f"{source}: name a key as section.key, as in train.lr")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
     target = table.setdefault(section, {})
     if not isinstance(target, dict):
         raise ConfigError(f"{source}: {section} is not a section")
-    target[name] = parsed
+    target[name] = value

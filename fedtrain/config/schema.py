@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -195,10 +196,15 @@ class SimulateConfig(Settings):
 
     sites: AtLeastOne = 10  # number of sites where the task names none of its own
     partition: str = "iid"  # how one pool of examples is dealt: iid, dirichlet:0.3, shards:2, quantity:0.5
-    workers: Count = 0  # processes; 0: one a core
+    workers: int | Literal["auto"] = "auto"  # processes; auto: one a core; 0: none, sites train in this one
     engine: Literal["loop", "vmap"] = "loop"  # loop: a federation's bits; vmap: many small sites at once
     masks: bool = False  # do all of secure aggregation's work as it is done for real; the model is the same
     speeds: Annotated[str, SPEEDS] = "equal"  # how fast asynchronous sites, and peers that never wait, are
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.workers == "auto" or self.workers >= 0, "simulate.workers",
+                f'{self.workers} must be "auto" (one a core), 0 (none) or more')  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -305,13 +311,17 @@ class Config:
     @classmethod
     def load(
         cls,
-        path: Path | str = "fedtrain.toml",
+        path: Path | str | None = "fedtrain.toml",
         sets: Iterable[str] = (),
         env: Mapping[str, str] | None = None,
+        *,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        root: Path | None = None,
     ) -> Config:
-        """Read the file, then the environment, then `sets` ("train.lr=0.01")."""
-        table, stronger = read(Path(path), sets, os.environ if env is None else env)
-        config = cls.of(table, root=Path(path).resolve().parent)
+        """Read the file, then the environment, then `sets` ("train.lr=0.01"), then `settings` (key -> value,
+        as a program gives them). Without a file, `root` is the folder that it would lie in."""
+        table, stronger = read(path and Path(path), sets, os.environ if env is None else env, settings)
+        config = cls.of(table, root=root or Path(path or "").resolve().parent)
         return replace(config, given={**config.given, **stronger})
 
     @classmethod

@@ -6,16 +6,25 @@ simulation. Nothing is sent: a federation's model is evaluated at each site, fro
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
 
 from .. import __version__
 from ..config import Config
 from ..messages import SiteId, summed
+from ..schema import Schema, unique_tensors
 from ..tracking.export import Evaluated, filled, keep_evaluated, model_of
+from ..training.engine import build_model
 from ..training.local import Engine
 from ..training.partition import SimulatedSites
-from ..training.task import folder_of, load_task, shown, test_split, user_code
+from ..training.task import Task, folder_of, load_task, shown, test_split, user_code
 
 
 def evaluate(
@@ -25,11 +34,14 @@ def evaluate(
     site: SiteId | None = None,
     data_dir: Path | None = None,
     round: int | Literal["best"] | None = None,
+    task: Task | None = None,
 ) -> Evaluated:
     """The model of `source`, a run directory (of its last round, or of `round`) or an export, on the test
-    data of one site or of all. What is found is written down there, and in the model card."""
+    data of one site or of all. What is found is written down there, and in the model card.
+
+    `task`: the one that run.task names, where a program has made it already."""
     tensors, about = model_of(source, round)
-    task = load_task(config.run.task, config.root, data_dir)
+    task = task or load_task(config.run.task, config.root, data_dir)
     engine = Engine(task, config.train, config.run.seed)
     weights, frozen = filled(source, tensors, engine.schema, engine.frozen.schema)
     engine.freeze(frozen)
@@ -47,3 +59,32 @@ def evaluate(
     )  # fmt: skip
     keep_evaluated(source, evaluated)
     return evaluated
+
+
+def model_with_weights(
+    config: Config, source: Path, round: int | Literal["best"] | None, task: Task | None
+) -> nn.Module:
+    """The task's model() with the weights of `source`, as in `evaluate`; on the CPU, in evaluation mode."""
+    tensors, _ = model_of(source, round)
+    task = task or load_task(config.run.task, config.root)
+    model = build_model(task, config.run.seed, torch.device("cpu"))
+    weights, frozen = filled(source, tensors, Schema.of(model), Schema.of(model, frozen=True))
+    views = weights.views() | frozen.views()
+    with torch.no_grad():
+        for name, tensor in unique_tensors(model).items():
+            tensor.copy_(views[name])
+    return model.eval()
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the generators that a task may draw from, and torch's number of threads, as they are here: in a
+    process that is not fedtrain's own."""
+    python, legacy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_num_threads(threads)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..aggregation import WeightedMean
 from ..arena import Arena
@@ -32,16 +33,24 @@ from .simulation import agreed as agreed_simulation
 from .simulation import forget
 from .workbench import Workbench
 
+if TYPE_CHECKING:
+    from ..training.task import Task
+
 
 async def simulate(
-    config: Config, *, emit: Emit, fresh: bool = False, data_dir: Path | None = None
+    config: Config,
+    *,
+    emit: Emit,
+    fresh: bool = False,
+    data_dir: Path | None = None,
+    task: Task | None = None,
 ) -> Result:
     """Every site of the simulation as a peer, from the last committed round on, or from the first when
     `fresh`. What is committed is every peer's model; the run's model is their mean."""
     algorithm, graph = algorithm_of(config)
     if fresh:
         forget(config.gossip_dir)
-    bench = Workbench(of_a_peer(config), data_dir, simulated=True)
+    bench = Workbench(of_a_peer(config), data_dir, simulated=True, task=task)
     about = bench.description
     if strangers := graph.strangers(about.sites):
         raise ConfigError(

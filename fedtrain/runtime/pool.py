@@ -14,19 +14,23 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Cor
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..arena import AnyArena, Arena, ArenaFile, Slab, patches_to
 from ..config import Config
 from ..errors import ConfigError, TaskError, nearest
 from ..exchange import Before, Cohort
 from ..messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
+from . import trainer_messages as msg
 from .progress import Averages, plain
 from .shared_memory import SharedMemory
 from .supervised import unchanged
 from .trainer import TRIES, Trainer, TrainerDied, beside_torch
 from .trainer_messages import Description, Failed
 from .workbench import Workbench
+
+if TYPE_CHECKING:
+    from ..training.task import Task
 
 T = TypeVar("T")
 VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend on who is stacked with whom
@@ -67,18 +71,29 @@ class PoolCohort:
 
     @classmethod
     async def start(
-        cls, config: Config, workers: int | None, scratch: Path, data_dir: Path | None = None
+        cls,
+        config: Config,
+        workers: int | None,
+        scratch: Path,
+        data_dir: Path | None = None,
+        task: Task | None = None,
     ) -> Self:
-        """A pool of `workers` processes, else simulate.workers, else one a core."""
+        """A pool of `workers` processes, or of simulate.workers. Without any the sites train in this process,
+        with `task` where it is given, else with the one that run.task names."""
         memory = SharedMemory()
 
         async def start() -> Trainer:
+            if not count:
+                return LocalTrainer(Workbench(config, data_dir, simulated=True, task=task))
             return await Trainer.start(
                 config, data_dir=data_dir, scratch=scratch, simulated=True, pass_fds=memory.fds
             )
 
-        count = workers or config.simulate.workers or len(os.sched_getaffinity(0))
-        started = await beside_torch(asyncio.gather(*(start() for _ in range(count)), return_exceptions=True))
+        count = config.simulate.workers if workers is None else workers
+        if count == "auto":
+            count = len(os.sched_getaffinity(0))
+        starting = asyncio.gather(*(start() for _ in range(count or 1)), return_exceptions=True)
+        started = await beside_torch(starting)
         trainers = [t for t in started if isinstance(t, Trainer)]
         if errors := [e for e in started if isinstance(e, BaseException)]:
             await asyncio.gather(*(trainer.close() for trainer in trainers))
@@ -239,6 +254,29 @@ class PoolCohort:
                         if self._frozen is not None:
                             await another.freeze(self._frozen)
         raise AssertionError("unreachable")
+
+
+class LocalTrainer(Trainer):
+    """A trainer in this very process. What is asked of it is answered at once, by the same code."""
+
+    backlog = 0
+
+    def __init__(self, bench: Workbench) -> None:
+        self._bench, self._log, self.description = bench, None, bench.description
+
+    async def _ask(self, message: msg.Start | msg.Command) -> Any:
+        await asyncio.sleep(0)  # so that a run can be cancelled between batches
+        assert not isinstance(message, msg.Start), message
+        answer = self._bench.answer(message)
+        for failed in answer.results if isinstance(answer, msg.Done) else ():
+            if isinstance(failed, Failed):
+                self._print(failed)
+        return answer
+
+    async def close(self) -> None:
+        """There is no process."""
+
+    stop = close
 
 
 def good(result: T | Failed) -> T:

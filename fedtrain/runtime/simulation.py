@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import Config
 from ..errors import ConfigError, Damaged
@@ -28,6 +29,9 @@ from .progress import Result, finish
 from .simulated_masks import SimulatedMasks
 from .workbench import Workbench
 
+if TYPE_CHECKING:
+    from ..training.task import Task
+
 TOLD_SITES = 50  # of a round with more, events name only the updates that were refused
 
 
@@ -40,11 +44,13 @@ async def simulate(
     workers: int | None = None,
     data_dir: Path | None = None,
     start: Path | None = None,
+    task: Task | None = None,
 ) -> Result:
     """Run the whole federation here, from the last committed round on, or from the first when `fresh`.
 
     `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
     `debug` names a site that is trained in this very process, so that breakpoint() in the task works.
+    `task`: the one that run.task names, where a program has made it; without workers it is what is trained.
     """
     strategy = build(config.strategy.kind, config.strategy.options, config.root)
     compressed.check_config(config)
@@ -55,7 +61,7 @@ async def simulate(
     warn = cannot_go_back() if config.asynchronous.enabled else noticed(emit)
     store = RunStore(config.simulate_dir, durable=False, warn=warn)
     try:
-        async with await PoolCohort.start(config, workers, store.folder, data_dir) as pool:
+        async with await PoolCohort.start(config, workers, store.folder, data_dir, task) as pool:
             about = pool.description
             enough_sites(config, len(about.sites))
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
@@ -77,7 +83,7 @@ async def simulate(
             evaluators = lambda number, members: about.evaluators
             cohort: Cohort = pool
             if debug is not None:
-                bench = Workbench(config, data_dir, simulated=True)
+                bench = Workbench(config, data_dir, simulated=True, task=task)
                 if kept is not None:
                     bench.freeze(kept)
                 cohort = InlineCohort(debug, bench, pool)

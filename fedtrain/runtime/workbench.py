@@ -29,6 +29,8 @@ from .progress import Averages
 if TYPE_CHECKING:
     import torch
 
+    from ..training.task import Task
+
 CACHED_SITES = 1024  # the data of so many sites stays loaded, of those used last
 CACHED_BYTES = 2 << 30  # and no more tensors than this many bytes
 
@@ -51,8 +53,9 @@ class Workbench:
         *,
         simulated: bool,
         give_up: Callable[[str, bool, bool], None] = lambda reason, answer, config: None,
+        task: Task | None = None,
     ) -> None:
-        """`give_up`: see ranks.GiveUp."""
+        """`give_up`: see ranks.GiveUp. `task`: that of run.task, where a program has made it already."""
         from .. import strategies
         from ..training.local import Engine
         from ..training.partition import SimulatedSites
@@ -63,7 +66,7 @@ class Workbench:
             raise ConfigError('privacy.noise_multiplier: simulate.engine = "vmap" adds none. Use "loop".')
         digest = source_digest(config)  # before a line of it runs
         self._config = config
-        self._task = load_task(config.run.task, config.root, data_dir)
+        self._task = task or load_task(config.run.task, config.root, data_dir)
         self._folder = folder_of(self._task)
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
@@ -48,6 +48,12 @@ class Task:
     """
 
     data_dir: Path = Path("data")  # <project>/data unless --data says otherwise
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the constructor
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        object.__setattr__(self, "_arguments", (args, kwargs))  # in a frozen dataclass too
+        return self
 
     def model(self) -> nn.Module:
         """A fresh model. Called under a seed that is the same at every site."""
@@ -108,20 +114,22 @@ class Task:
 Averages = dict[str, float]
 
 REQUIRED = ("model", "data", "loss")
+_loaded: dict[Path, int] = {}  # file of a task -> when it had been changed last, as it was loaded
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
-    """The task that "module:Class" names, module.py (or a package) lying in `root`.
+    """The task that "module:Class" or "module:Class(size=3)" names, module.py (or a package) lying in `root`.
 
     `root` goes to the front of sys.path, so that the task can import what lies beside it.
     """
     root = root.resolve()
-    module_name, class_name = _split(spec)
+    module_name, class_name, args, kwargs = _split(spec)
     for name, file in sources(spec, root).items():
-        loaded = getattr(sys.modules.get(name), "__file__", None)
-        if loaded is not None and Path(loaded).resolve() != file:
-            del sys.modules[name]  # of another project, loaded earlier in this process
+        loaded, changed = getattr(sys.modules.get(name), "__file__", None), file.stat().st_mtime_ns
+        if loaded is not None and (Path(loaded).resolve() != file or _loaded.get(file) != changed):
+            del sys.modules[name]  # of another project, or changed since, or not loaded here
+        _loaded[file] = changed
     if sys.path[:1] != [str(root)]:
         sys.path.insert(0, str(root))
     importlib.invalidate_caches()
@@ -139,9 +147,10 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
     if missing:
         raise ConfigError(f"run.task: {spec} does not define {', '.join(f'{name}()' for name in missing)}.")
     with user_code(root):
-        task = found.__new__(found)
-        task.data_dir = data_dir or root / "data"  # set first, so that its __init__ may read it
-        task.__init__()  # type: ignore[misc]
+        task = found.__new__(found, *args, **kwargs)
+        # set first, so that its __init__ may read it; also of a frozen dataclass
+        object.__setattr__(task, "data_dir", data_dir or root / "data")
+        task.__init__(*args, **kwargs)  # type: ignore[misc]
     return task
 
 
@@ -154,12 +163,12 @@ def task_digest(spec: str, root: Path, *also: str) -> str:
     digest = hashlib.sha256()
     files = {file for each in (spec, *also) for file in sources(each, root).values()}
     for name, file in sorted((f.relative_to(root).as_posix(), f) for f in files):
-        for word in (name, *_words(_parsed(file))):
+        for word in (name, *words(_parsed(file))):
             digest.update(f"{word}\0".encode())
     return digest.hexdigest()
 
 
-def _words(tree: ast.AST) -> Iterator[str]:
+def words(tree: ast.AST) -> Iterator[str]:
     """A syntax tree without positions and docstrings, parents first. Every version of Python gives the same,
     unlike ast.dump's: fields that are empty, as those that a version adds are, stay out."""
     todo: list[Any] = [tree]
@@ -184,7 +193,7 @@ def sources(spec: str, root: Path) -> dict[str, Path]:
     Imports inside functions count; importlib.import_module("...") can't be seen.
     """
     root = root.resolve()
-    module_name, _ = _split(spec)
+    module_name = _split(spec)[0]
     top = module_name.partition(".")[0]
     if top in sys.stdlib_module_names:
         raise ConfigError(f"run.task: {top}.py has the name of one of Python's own modules. Rename it.")
@@ -214,11 +223,38 @@ def _parsed(file: Path) -> ast.Module:
         raise TaskError(f"{file.name} is not Python source: {e}") from None
 
 
-def _split(spec: str) -> tuple[str, str]:
-    module, _, name = spec.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), name)):
-        raise ConfigError(f'run.task: {spec!r} must be "module:Class", as in "task:Heart"')
-    return module, name
+def _split(spec: str) -> tuple[str, str, list[Any], dict[str, Any]]:
+    """Module, class, and what its constructor is given, of "module:Class" or "module:Class(3, size=4)"."""
+    module, _, call = spec.partition(":")
+    try:
+        match ast.parse(call, mode="eval").body:
+            case ast.Name(name):
+                args, kwargs = [], {}
+            case ast.Call(ast.Name(name), positional, named):
+                args = [ast.literal_eval(each) for each in positional]
+                kwargs = {str(each.arg): ast.literal_eval(each.value) for each in named}
+            case _:
+                raise ValueError
+        if all(part.isidentifier() for part in module.split(".")):
+            return module, name, args, kwargs
+    except (SyntaxError, ValueError):
+        pass
+    raise ConfigError(
+        f'run.task: {spec!r} must be "module:Class", as in "task:Heart", or with constants for its '
+        f'constructor, as in "task:Heart(hidden=64)"'
+    )
+
+
+def arguments_of(task: Task) -> str | None:
+    """What the constructor of a task was given, as `run.task` has it after the class: "(64, dropout=0.1)", or
+    nothing. None where an argument is no constant, so that no file can say it."""
+    args, kwargs = task._arguments
+    said = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
+    try:
+        same = not said or _split(f"m:T({said})")[2:] == ([*args], kwargs)
+    except (ConfigError, ValueError):  # the latter of an array, which is not equal as a whole
+        same = False
+    return (said and f"({said})") if same else None
 
 
 def _file_of(module: str, root: Path) -> Path | None:

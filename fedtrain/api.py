@@ -1,0 +1,287 @@
+"""What the commands do, as functions: the same rounds, the same checks, the same run directories.
+
+A *project* is a folder with a fedtrain.toml, such a file, or a Task, whose runs/ and data/ lie in the current
+folder. *Settings* are keys of the file with their values, as in {"train.lr": 0.1}; they are stronger than the
+file and checked like it. Whatever goes wrong is a FedtrainError. No function takes a signal handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import modes
+from .config import Config, one_of
+from .errors import ConfigError
+from .events import Emit, Event, silent
+from .results import Run
+from .tracking import EventLog
+from .tracking.runs import find, newest
+from .training.extract import check_sendable, named
+from .training.task import Task, arguments_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .tracking.export import Evaluated
+
+Project = Config | Task | type[Task] | Path | str
+Source = Run | Path | str  # a run, its folder or its name in the project; or what `fedtrain export` wrote
+Settings = Mapping[str, Any]
+Round = int | Literal["best"] | None  # of a run; None: the last
+NONE: Settings = MappingProxyType({})
+
+
+def simulate(
+    project: Project = ".",
+    settings: Settings = NONE,
+    *,
+    mode: str = "federated",
+    fresh: bool = False,
+    start: Source | None = None,
+    data_dir: Path | str | None = None,
+    progress: bool | None = None,
+) -> Run:
+    """Train with all sites simulated on this machine, from the last committed round on; works where an event
+    loop runs already, as in a notebook. Ctrl-C ends it cleanly, and the same call goes on.
+
+    `mode`: "federated" or "gossip". `fresh`: forget the earlier rounds of this run. `start`: whose model a
+    new run begins with. `progress`: show it as it happens; None: in a notebook only.
+    """
+    from .runtime.evaluation import generators_kept
+
+    config, task = resolved(project, settings, "gossip" if mode == "gossip" else "simulate")
+
+    def work(on_event: Emit) -> Coroutine[Any, Any, Run]:
+        return simulation(
+            config, mode=mode, fresh=fresh, start=start, data_dir=data_dir, task=task, on_event=on_event
+        )
+
+    with generators_kept(), _screen(progress) as show:
+        return _in_a_thread(work, show)
+
+
+async def simulation(
+    config: Config,
+    *,
+    mode: str = "federated",
+    debug: str | None = None,
+    fresh: bool = False,
+    start: Source | None = None,
+    data_dir: Path | str | None = None,
+    task: Task | None = None,
+    on_event: Emit = silent,
+) -> Run:
+    """`simulate` on the caller's event loop. `debug`: a site that is trained in this process anyway."""
+    one_of("mode", mode, ("federated", "gossip"))
+    run_dir = config.gossip_dir if mode == "gossip" else config.simulate_dir
+    source, data = None if start is None else source_of(config, start), _data(task, data_dir)
+    if mode == "gossip":
+        from .runtime import gossip_simulation
+
+        if source is not None:
+            raise ConfigError(
+                "--from: peers begin with the task's own model. Leave --from out, or simulate without "
+                "--mode gossip."
+            )
+        with logged(run_dir, on_event) as emit:
+            await gossip_simulation.simulate(config, emit=emit, fresh=fresh, data_dir=data, task=task)
+    else:
+        from .runtime import simulation
+
+        with logged(run_dir, on_event) as emit:
+            await simulation.simulate(
+                config, emit=emit, debug=debug, fresh=fresh, start=source, data_dir=data, task=task
+            )
+    return Run(run_dir, config, task)
+
+
+async def aggregate(
+    project: Project = ".",
+    settings: Settings = NONE,
+    *,
+    start: Source | None = None,
+    on_event: Emit = silent,
+) -> Run:
+    """Wait for the sites and train with them, as `fedtrain aggregator`. To cancel it is a clean stop: called
+    again, it goes on. `start`: as in `simulate`. `on_event` is called with each event, on the loop."""
+    from .runtime import federated
+
+    config, task = resolved(project, settings, "aggregator")
+    source = None if start is None else source_of(config, start)
+    with logged(config.run_dir, on_event) as emit:
+        await federated.serve(config, emit=emit, start=source)
+    return Run(config.run_dir, config, task)
+
+
+async def site(
+    name: str,
+    project: Project = ".",
+    settings: Settings = NONE,
+    *,
+    data_dir: Path | str | None = None,
+    on_event: Emit = silent,
+) -> str:
+    """Join the aggregator as the site of this name, as `fedtrain site`; returns why the run ended. To cancel
+    it is a clean stop: called again, it goes on."""
+    from .runtime import site
+
+    config, task = resolved(project, settings, "site")
+    with logged(config.site_dir(name), on_event) as emit:
+        return await site.run(config, name, data_dir=_data(task, data_dir), emit=emit)
+
+
+def evaluate(
+    source: Source,
+    project: Project | None = None,
+    *,
+    site: str | None = None,
+    data_dir: Path | str | None = None,
+    round: Round = None,
+) -> Evaluated:
+    """Measure a finished model on the test data that is here, and write down what is found beside it.
+
+    `project`: None is the run's own, or the current folder. `site`: on the data of this one; None: of all.
+    """
+    from .runtime import evaluation
+
+    config, task = _of(source, project)
+    path, data = source_of(config, source), _data(task, data_dir)
+    with evaluation.generators_kept():
+        return evaluation.evaluate(config, path, site=site, data_dir=data, round=round, task=task)
+
+
+def load_model(source: Source, project: Project | None = None, *, round: Round = None) -> nn.Module:
+    """The model() of a task with the weights of a run, or of an export, in evaluation mode on the CPU.
+    `project`: None is the run's own, or the current folder."""
+    config, task = _of(source, project)
+    return Run(source_of(config, source), config, task).model(round)
+
+
+def open_run(name: Path | str, project: Project = ".") -> Run:
+    """A run to look at, by its name in the project, or by its folder."""
+    config, task = resolved(project)
+    return Run(run_dir(config, str(name)), config, task)
+
+
+# --- what commands and functions share
+
+
+def resolved(project: Project, settings: Settings = NONE, mode: str = "") -> tuple[Config, Task | None]:
+    """The settings of a project, and its Task where that is what was given. ConfigError for a key that nobody
+    reads, or that this mode would ignore. A Config is taken as it is: it was checked before."""
+    if isinstance(project, Config):
+        return project, None
+    settings, kind, here = dict(settings), settings.get("strategy.kind"), Path.cwd()
+    strategies, task = [kind] if isinstance(kind, type) else [], None
+    if isinstance(project, Path | str):
+        file = Path(project) / "fedtrain.toml" if Path(project).is_dir() else Path(project)
+        if strategies:
+            settings["strategy.kind"] = named(strategies, file.resolve().parent)[1][0]
+        config = Config.load(file, settings=settings)
+    else:
+        task = project() if isinstance(project, type) else project
+        root, names, lacks = named([type(task), *strategies])
+        if strategies:
+            settings["strategy.kind"] = names[1]
+        own = {"run.task": names[0] + (arguments_of(task) or ""), "run.name": type(task).__name__.lower()}
+        config = Config.load(None, settings=own | settings, root=root)
+        run, network = config.run, config.network
+        run, network = (
+            replace(run, dir=str(here / run.dir)),
+            replace(network, certs=str(here / network.certs)),
+        )
+        config = replace(config, run=run, network=network)
+        if mode not in ("", "gossip") and (mode != "simulate" or config.simulate.workers):
+            check_sendable(task, lacks)
+    if mode:
+        modes.check(config, mode)
+    return config, task
+
+
+def source_of(config: Config, source: Source) -> Path:
+    """Where a model is: a run directory, or an export."""
+    if isinstance(source, Run):
+        return source.path
+    if Path(source).is_file() or (Path(source) / "model.safetensors").exists():
+        return Path(source)
+    return run_dir(config, str(source))
+
+
+def run_dir(config: Config, name: str | None) -> Path:
+    """A run of the project by its name; the newest without one."""
+    folder = config.root / config.run.dir
+    return newest(folder) if name is None else find(folder, name)
+
+
+@contextmanager
+def logged(run_dir: Path, on_event: Emit) -> Iterator[Emit]:
+    """An emit() whose events go to the run directory and to a listener."""
+    with EventLog(run_dir, on_event) as log:
+        yield log.emit
+
+
+def _of(source: Source, project: Project | None) -> tuple[Config, Task | None]:
+    if project is None and isinstance(source, Run):
+        return source.config, source.task
+    return resolved("." if project is None else project)
+
+
+def _data(task: Task | None, data_dir: Path | str | None) -> Path | None:
+    """Where the data is; a task that a program made finds it from the current folder."""
+    if task is None:
+        return None if data_dir is None else Path(data_dir)
+    if data_dir is not None:
+        object.__setattr__(task, "data_dir", Path(data_dir))  # of a frozen dataclass too
+    return Path.cwd() / task.data_dir
+
+
+def _screen(progress: bool | None) -> AbstractContextManager[Emit]:
+    from .tracking import live, notebook
+
+    if progress is not False and notebook.in_notebook():
+        return notebook.Notebook()
+    return live.screen() if progress else nullcontext(silent)
+
+
+def _in_a_thread(work: Callable[[Emit], Coroutine[Any, Any, Run]], show: Emit) -> Run:
+    """Await work on an event loop of its own, in a thread of its own; its events are shown in this one.
+    Ctrl-C, which this thread hears, cancels the work, which then cleans up behind itself."""
+    events = SimpleQueue[Event | None]()
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+    done: Future[Run] = Future()
+
+    async def main() -> Run:
+        under_way = asyncio.ensure_future(work(events.put))
+        begun.set_result((asyncio.get_running_loop(), under_way))
+        return await under_way
+
+    def run() -> None:
+        try:
+            done.set_result(asyncio.run(main()))
+        except BaseException as e:  # it is raised in the other thread
+            done.set_exception(e)
+        finally:
+            events.put(None)
+
+    thread = threading.Thread(target=run, name="fedtrain")
+    thread.start()
+    try:
+        while (event := events.get()) is not None:
+            show(event)
+    except BaseException:
+        loop, under_way = begun.result()
+        with suppress(RuntimeError):  # the loop may have ended by itself
+            loop.call_soon_threadsafe(under_way.cancel)
+        raise
+    finally:
+        thread.join()
+    return done.result()

@@ -1,0 +1,153 @@
+"""What commands share: their class, with its errors and exit codes; options; how their work is driven."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import signal
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from ..errors import FedtrainError, TaskError, story_of
+
+
+class Stopped(SystemExit):
+    """SIGTERM, or SIGHUP of a closed terminal; its code is 128 + the signal's number."""
+
+
+class Command(click.Command):
+    """A command whose errors are one readable line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            click.Option(
+                ["--traceback"], is_flag=True, envvar="FEDTRAIN_DEBUG", help="Show where an error came from."
+            )
+        )
+
+    def invoke(self, ctx: click.Context) -> Any:
+        traceback = ctx.params.pop("traceback")
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # the reader of our output has gone; click ends quietly
+            raise
+        except (FedtrainError, OSError) as e:
+            if traceback:
+                raise
+            if isinstance(e, TaskError) and e.__cause__ is not None:
+                click.echo(story_of(e), nl=False, err=True)
+            click.secho(f"fedtrain: {line_of(e)}", fg="red", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("Interrupted. The same command goes on from the last committed round.", err=True)
+            ctx.exit(130)
+        except Stopped as stopped:
+            with suppress(OSError):  # the terminal may be gone
+                click.echo("Stopped. The same command goes on from the last committed round.", err=True)
+            ctx.exit(cast(int, stopped.code))
+
+
+def line_of(error: Exception) -> str:
+    room = ". Make room there, then start the same command again."
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return f"{error}{room if full else ''}"
+
+
+class Commands(click.Group):
+    """Commands in the order in which they are written below."""
+
+    command_class = Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def ends() -> list[signal.Signals]:
+    """The signals that end a command in order; nohup has it ignore SIGHUP."""
+    hears = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGHUP] if hears else [signal.SIGTERM]
+
+
+def stop(number: int, _: object) -> None:
+    raise Stopped(128 + number)
+
+
+def with_config(command: Callable[..., None]) -> Callable[..., None]:
+    """--config and --set, read into the command's `config`."""
+
+    @click.option(
+        "--config",
+        "file",
+        type=click.Path(path_type=Path),
+        default="fedtrain.toml",
+        show_default=True,
+        metavar="FILE",
+        help="The project's settings.",
+    )
+    @click.option(
+        "--set", "sets", multiple=True, metavar="KEY=VALUE",
+        help="Override a setting, as in --set train.lr=0.01; may be repeated.",
+    )  # fmt: skip
+    @functools.wraps(command)
+    def read_first(file: Path, sets: tuple[str, ...], **arguments: Any) -> None:
+        from .. import modes
+        from ..config import Config
+
+        config = Config.load(file, sets)
+        if names := modes.names_of(command.__name__, config, arguments):
+            modes.check(config, *names)
+        command(config=config, **arguments)
+
+    return read_first
+
+
+begin_with = click.option(
+    "--from", "start", metavar="RUN", help="Start a new run with the last model of this one, or of an export."
+)
+as_json = click.option("--json", "json", is_flag=True, help="Print JSON, one object a line, for a program.")
+
+
+with_data = click.option(
+    "--data", "data_dir", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
+    help="Where the data is.",
+)  # fmt: skip
+
+
+def drive(work: Coroutine[Any, Any, Any]) -> None:
+    """Run to the end. Ctrl-C, SIGTERM and SIGHUP cancel the work, which then cleans up behind itself."""
+    import asyncio
+
+    stopped = 0
+
+    async def until_told_to_stop() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int) -> None:
+            nonlocal stopped
+            stopped = stopped or number
+            task.cancel()
+
+        for number in ends():
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        await work
+
+    try:
+        asyncio.run(until_told_to_stop())
+    except asyncio.CancelledError:
+        if stopped:
+            raise Stopped(128 + stopped) from None
+        raise
+
+
+def which_round(_: object, __: object, value: str | None) -> Any:
+    if value is None or value == "best":
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is neither a round's number nor best")
+    return int(value)

@@ -1,0 +1,102 @@
+"""What commands print: tables that fit the terminal, and paths as short as can be."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..runtime.plan import RoundTraffic
+    from ..tracking.runs import Summary
+
+RUN_COLUMNS = ("RUN", "STATE", "ROUND", "LOSS", "EVALUATED", "BEST", "UPDATED")
+GAP, LEAST = "  ", 12  # between columns; characters that a column which makes way keeps, unless it goes
+
+
+def run_row(s: Summary) -> tuple[str, ...]:
+    """A run as a row of RUN_COLUMNS."""
+    from ..tracking.live import averages, number
+
+    best = "" if s.best_round is None else f"{number(s.best_value)} in round {s.best_round}"
+    when = time.localtime(s.updated)
+    this_year = when.tm_year == time.localtime().tm_year
+    updated = "" if s.updated is None else time.strftime("%m-%d %H:%M" if this_year else "%Y-%m-%d", when)
+    loss = "" if s.loss is None else number(s.loss)
+    rounds = f"{s.round}/{s.rounds}" if s.rounds else ""
+    return (s.run, s.state, rounds, loss, averages(s.metrics), best, updated)
+
+
+def fitted(rows: list[tuple[str, ...]], room: int) -> list[tuple[str, ...]]:
+    """The rows of RUN_COLUMNS where there is room for so many characters: first the metrics make way, then
+    the middle of the names."""
+    at = RUN_COLUMNS.index("EVALUATED")
+    over = width_of(rows) - room
+    if over > 0:
+        left = max(len(row[at]) for row in rows) - over
+        rows = [(*row[:at], *([cut(row[at], left)] if left >= LEAST else []), *row[at + 1 :]) for row in rows]
+    if (over := width_of(rows) - room) > 0:
+        left = max(LEAST, max(len(row[0]) for row in rows) - over)
+        rows = [(cut(row[0], left, tail=left // 2), *row[1:]) for row in rows]
+    return rows
+
+
+def width_of(rows: list[tuple[str, ...]]) -> int:
+    """Characters of a whole row, as `columns` prints it."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def cut(cell: str, width: int, tail: int = 0) -> str:
+    return cell if len(cell) <= width else cell[: width - tail - 1] + "…" + cell[len(cell) - tail :]
+
+
+def room() -> int:
+    """Characters in a line of the terminal; elsewhere as many as one likes."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+
+
+def columns(rows: list[tuple[str, ...]]) -> None:
+    """Print rows of cells, one under the other; a line too long for the terminal is cut."""
+    widths, most = [max(map(len, column)) for column in zip(*rows, strict=True)], room()
+    for row in rows:
+        text = GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        click.echo(text if len(text) <= most else text[: most - 1] + "…")
+
+
+def short(path: Path) -> str:
+    """Relative to where the user is, when it lies there."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def plan_lines(found: RoundTraffic, noun: str) -> Iterator[tuple[str, str]]:
+    """What `fedtrain plan` says of a round, and how much it is."""
+    from ..tracking.live import size
+
+    whom = "each site" if noun == "round" else "a site for each update"
+    yield f"to {whom}", size(found.down_bytes)
+    yield f"from {whom}", size(found.up_bytes)
+    yield "through the aggregator", size(found.aggregator_bytes)
+    yield f"in all {found.rounds} {noun}s", size(found.run_bytes)
+    if masks := found.masks:
+        yield "a site masks with", f"{masks.neighbours} others"
+        yield "may drop out", f"{masks.may_drop} sites"
+        yield "masks cost a site", f"{masks.site_s * 1e3:,.1f} ms on this machine"
+        yield "the aggregator", f"{masks.aggregator_s * 1e3:,.1f} ms"
+        yield "if so many drop out", f"{masks.aggregator_worst_s * 1e3:,.1f} ms"
+
+
+def row_of_the_table(config: Config, mode: str) -> None:
+    """Print which keys a mode reads, and which of those that are set are for others."""
+    from .. import modes
+
+    click.echo(f"{modes.MODES[mode].command} reads {modes.row(config, mode)}.")
+    if idle := modes.idle(config, mode):
+        click.echo(f"set for other modes: {', '.join(idle)}")
