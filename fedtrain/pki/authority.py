@@ -1,11 +1,11 @@
-"""The authority of one federation: a root that can be kept offline, one issuing CA, leaves of days.
+"""The certificate authority (CA) of one federation: an offline root, one issuing CA, short-lived leaves.
 
     ca/root.pem  ca/root.key.pem            10 years; the key is needed only to renew the issuing CA
     ca/issuing.pem  ca/issuing.key.pem      1 year; may sign only names under <federation>.fedtrain
-    ca/issued                               its register: a line for each certificate, for `revoke`
+    ca/issued                               the CA's register: a line for each certificate, for `revoke`
     aggregator/  sites/NAME/                key.pem (0600), cert.pem (leaf + issuing), root.pem
 
-Each leaf folder stands alone: copied to where it is used, it is all that TLS needs there.
+Each leaf folder (aggregator/, sites/NAME/) has all that TLS needs on the machine to which it is copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLOCK_SKEW = timedelta(minutes=5)  # a certificate is valid at once, on a machin
 
 @dataclass(frozen=True)
 class Authority:
-    """Who signs: a CA's certificate, its key, and the root that is at the top."""
+    """A CA that signs certificates: its certificate, its key, and the root above it."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -42,7 +42,7 @@ class Authority:
 
     @classmethod
     def load(cls, certs_dir: Path) -> Authority:
-        """The issuing CA under `certs_dir`."""
+        """The issuing CA under `certs_dir`; ConfigError when there is none."""
         ca = Path(certs_dir) / "ca"
         if not (ca / "issuing.pem").exists():
             raise ConfigError(
@@ -56,16 +56,16 @@ class Authority:
 
     @property
     def federation(self) -> str:
-        """The one that this authority may sign for: its name constraint says so."""
+        """The name of the federation for which this CA may sign, read from the CA's name constraint."""
         constraints = self.certificate.extensions.get_extension_for_class(x509.NameConstraints).value
         subtrees = constraints.permitted_subtrees or []
         return str(subtrees[0].value).removesuffix(".fedtrain")
 
 
 def init(certs_dir: Path, federation: str = "fedtrain", *, now: datetime | None = None) -> Path:
-    """Make the root and the issuing CA, or only a new issuing CA under a root that is there; returns ca/.
+    """Make the root and the issuing CA, or only a new issuing CA where a root exists; returns the folder ca/.
 
-    An existing authority is never overwritten: every certificate in the field would stop working.
+    ConfigError where an issuing CA exists: overwriting it would end every certificate that it has signed.
     """
     check_label("federation", federation)
     ca, now = Path(certs_dir) / "ca", now or datetime.now(UTC)
@@ -93,11 +93,11 @@ def issue(
     csr: bytes | None = None,
     now: datetime | None = None,
 ) -> Path:
-    """Make, or renew, the folder of the aggregator or of one site; returns it. No other folder is touched.
+    """Make or renew the folder of the aggregator or of one site; returns its path. `days`: the lifetime.
 
     Renewing keeps the key, so that a process that reads the folder meanwhile never sees a key and a
-    certificate that do not match; delete key.pem first to change it. With `csr` (PEM) the key stays
-    where it was made: only the request's public key is used, role and name are decided here.
+    certificate that do not match; delete key.pem first to make a new key. With `csr` (a signing request in
+    PEM) the private key stays with the requester: only the public key is taken from the request.
     """
     certs_dir, now = Path(certs_dir), now or datetime.now(UTC)
     if days <= 0:
@@ -129,14 +129,14 @@ def issue(
 
 
 def _enter(certs_dir: Path, name: str, certificate: x509.Certificate) -> None:
-    """Into the register, before the certificate is anywhere: none is out of which it doesn't know."""
+    """Add a certificate to the register, before its file is written: the register misses none in use."""
     path = certs_dir / "ca" / "issued"
     with writing(path), path.open("a") as register:
         register.write(f"{serial_hex(certificate)} {name} {certificate.not_valid_after_utc:%Y-%m-%dT%H:%M}\n")
 
 
 def issued(certs_dir: Path) -> list[tuple[str, str, datetime]]:
-    """(serial, whose, until when) of every certificate that was made here, expired ones too."""
+    """(serial, site or "aggregator", expiry in UTC) of every certificate of this CA, expired ones too."""
     path = Path(certs_dir) / "ca" / "issued"
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return [(serial, name, datetime.fromisoformat(f"{until}+00:00")) for serial, name, until in lines]
@@ -152,7 +152,7 @@ def sign(
     not_before: datetime,
     not_after: datetime,
 ) -> x509.Certificate:
-    """A leaf that says just this. `issue` decides what is right; a security test asks for what is wrong."""
+    """A leaf certificate with exactly these fields, unchecked: `issue` checks them; security tests forge."""
     return (
         _certificate(common_name, public, authority.certificate.subject, not_before, not_after)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -170,7 +170,7 @@ def save(
     authority: Authority,
     key: ec.EllipticCurvePrivateKey | None = None,
 ) -> Path:
-    """Write a leaf's folder, each file at once; without `key`, the one that lies there stays."""
+    """Write a leaf's folder and return it; each file is replaced atomically. Without `key`, key.pem stays."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if key is not None:
         write(folder / "key.pem", _pem(key), 0o600)
@@ -211,7 +211,7 @@ def _make_issuing(ca: Path, federation: str, now: datetime) -> None:
 def _certificate(
     common_name: str, public: PublicKey, issuer: x509.Name, not_before: datetime, not_after: datetime
 ) -> x509.CertificateBuilder:
-    """What all certificates have."""
+    """A builder with the fields that root, issuing CA and leaves have in common."""
     return (
         x509.CertificateBuilder()
         .subject_name(_name(common_name))
@@ -299,7 +299,7 @@ def write(path: Path, data: bytes, mode: int = 0o644) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
     with writing(path), os.fdopen(fd, "wb") as f:
-        os.fchmod(fd, mode)  # whatever the umask, or a file that an interrupted run left
+        os.fchmod(fd, mode)  # overrides the umask, and the mode of a file that an interrupted run left
         f.write(data)
         os.fsync(fd)
     os.replace(temporary, path)

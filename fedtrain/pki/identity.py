@@ -1,10 +1,10 @@
-"""A certificate read: role, name and federation are its one DNS name, and nothing else is believed.
+"""Read a certificate: role, name and federation come from its single DNS name, and from nothing else.
 
     aggregator.<federation>.fedtrain      may serve only   (EKU serverAuth)
     <name>.site.<federation>.fedtrain     may call only    (EKU clientAuth)
 
-So a site that pins `aggregator_target` cannot be fooled by another site's certificate of the same
-authority (S4), and an aggregator that reads `identity_of` on every call knows who is calling (S5).
+A site pins `aggregator_target`, so another site's certificate can't pose as the aggregator (S4 of
+docs/security.md). The aggregator reads `identity_of` on every call, so it knows which site calls (S5).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ USAGE = {"aggregator": ExtendedKeyUsageOID.SERVER_AUTH, "site": ExtendedKeyUsage
 UNREADABLE = (
     ValueError, x509.InvalidVersion, x509.ExtensionNotFound, x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType, CryptographyDeprecationWarning,
-)  # what `cryptography` raises for bytes that are no certificate of ours  # fmt: skip
+)  # the errors that `cryptography` raises for malformed certificates  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a certificate proves."""
+    """The holder of a certificate, as the certificate names it."""
 
     role: str  # aggregator | site
-    name: str  # "aggregator", or the site's
+    name: str  # "aggregator", or the site's name
     federation: str
     serial: str  # hex, as `openssl x509 -serial` prints it
     not_after: datetime  # UTC
@@ -64,7 +64,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Credentials:
-    """A folder made by `issue`, checked: what one end of a TLS connection needs, all PEM."""
+    """The key and certificates of one end of a TLS connection, in PEM, read from a folder made by `issue`."""
 
     key: bytes
     chain: bytes  # leaf, then issuing CA
@@ -73,7 +73,7 @@ class Credentials:
 
     @classmethod
     def load(cls, folder: Path, now: datetime | None = None) -> Credentials:
-        """Read and check a folder; a CertificateError says what is wrong with which file, and what to do."""
+        """Read and check a folder; a CertificateError names the bad file and says what to do."""
         folder, now = Path(folder), now or datetime.now(UTC)
         if not folder.exists() and folder.parent.name == "sites":
             there = [path.parent.name for path in folder.parent.glob("*/cert.pem")]
@@ -92,9 +92,10 @@ class Credentials:
 
 
 def identity_of(pem: bytes) -> Identity:
-    """Whose certificate this is (of a chain: its first). Strict: exactly one name, ours, with its own usage.
+    """The identity in a certificate (of a chain: the first one). Signature and dates are not checked here.
 
-    It says nothing about who signed it or whether it has expired: the TLS handshake does that.
+    CertificateError unless the certificate has exactly one DNS name, of our form, and its role's key usage.
+    The TLS handshake checks who signed a certificate and whether it has expired.
     """
     leaf = certificates(pem, None)[0]
     try:
@@ -127,12 +128,12 @@ def identity_of(pem: bytes) -> Identity:
 
 
 def aggregator_target(federation: str) -> str:
-    """The name that a site demands of the aggregator's certificate, wherever it is reached."""
+    """The DNS name that a site requires in the aggregator's certificate, at whatever address it calls."""
     return f"aggregator.{federation}.fedtrain"
 
 
 def dns_name(role: str, name: str, federation: str) -> str:
-    """The one name in a certificate; a ConfigError says what a name may look like."""
+    """The DNS name for a certificate; ConfigError when a part of the name is not allowed."""
     check_label("federation", federation)
     if role == "aggregator":
         return aggregator_target(federation)
@@ -144,6 +145,7 @@ def dns_name(role: str, name: str, federation: str) -> str:
 
 
 def check_label(what: str, label: str) -> None:
+    """ConfigError unless `label` can be one part of a DNS name; `what` says in the message what it names."""
     if not re.fullmatch(LABEL, label):
         raise ConfigError(
             f"{what} name {label[:80]!r}: use 1 to 63 of a-z, 0-9 and '-', not '-' first or last, "
@@ -152,6 +154,7 @@ def check_label(what: str, label: str) -> None:
 
 
 def serial_hex(certificate: x509.Certificate | x509.RevokedCertificate) -> str:
+    """The serial number in upper-case hex with an even number of digits, as openssl prints it."""
     digits = f"{certificate.serial_number:X}"
     return digits.zfill(len(digits) + len(digits) % 2)
 
@@ -166,7 +169,7 @@ def _read(path: Path) -> bytes:
 
 
 def certificates(pem: bytes, path: Path | None = None) -> list[x509.Certificate]:
-    """At least one."""
+    """The certificates in PEM bytes, at least one; `path` names the file in the CertificateError."""
     try:
         with _warnings_are_errors():
             return x509.load_pem_x509_certificates(pem)
@@ -174,13 +177,13 @@ def certificates(pem: bytes, path: Path | None = None) -> list[x509.Certificate]
         raise CertificateError(f"{path or 'these bytes'}: not a PEM certificate") from None
 
 
-_filters = threading.Lock()  # of warnings, which are the process's
+_filters = threading.Lock()  # warning filters belong to the whole process
 
 
 @contextmanager
 def _warnings_are_errors() -> Iterator[None]:
-    """What `cryptography` reads with a warning, as a serial number below 1, is in no certificate of ours; and
-    whoever sends a damaged one shall not write to our stderr."""
+    """Raise the warnings of `cryptography`, as for a serial number below 1: none of our certificates causes
+    one, and a sender of damaged certificates must not be able to write to our stderr."""
     with _filters, warnings.catch_warnings(action="error", category=CryptographyDeprecationWarning):
         yield
 
@@ -197,7 +200,7 @@ def _check_key(key: bytes, leaf: x509.Certificate, folder: Path) -> None:
 
 
 def _check_chain(chain: list[x509.Certificate], folder: Path) -> None:
-    """Each is signed by the next. A folder with files of two authorities would only fail in the handshake."""
+    """CertificateError unless each is signed by the next one: files of two CAs fail only in the handshake."""
     for below, above in pairwise(chain):
         try:
             below.verify_directly_issued_by(above)

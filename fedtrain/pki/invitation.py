@@ -1,11 +1,11 @@
-"""How a newcomer finds its first peer: by a code that works once, for one name.
+"""Invitations: a code by which a newcomer joins through its first peer. A code works once, for one name.
 
-    invited/<digest of a key>     beside the inviting peer's curve.key: for whom, until when, and when it came
+    invited/<digest of a key>     beside the host's curve.key: the guest, the expiry, and when it was used
 
-ZeroMQ lets in whom its key names, and a newcomer's key is not on any roster yet. So an invitation carries a
-CURVE key pair for one call: the peer that made it lets that key in, hears the newcomer's signed entry, and
-answers with its roster. The code alone opens nothing, since the entry must be signed with the certificate of
-the name that was invited; whoever else shows it is told so.
+ZeroMQ accepts only known CURVE keys, and a newcomer's key is not on any roster yet. So an invitation carries
+a key pair for one connection: the host, the peer that made the invitation, accepts that key, receives the
+newcomer's signed roster entry, and sends its roster. The code alone opens nothing, since the entry must be
+signed with the certificate of the invited name; any other holder gets an error that says so.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ..messages import SiteId
 from .authority import write
 from .identity import check_label
 
-KEPT = timedelta(days=30)  # after its end an invitation is remembered, to say what is wrong with it
+KEPT = timedelta(days=30)  # how long the host keeps an expired invitation, to explain a refusal
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the newcomer is given."""
+    """An invitation as the newcomer (the guest) gets it."""
 
     guest: SiteId
     host: SiteId
     address: str  # of the host, host:port
     key: bytes  # the host's CURVE public key, z85
-    secret: bytes  # for the one call, z85; the host keeps its public half only
+    secret: bytes  # CURVE secret key of the one connection, z85; the host keeps the public key only
 
     @property
     def code(self) -> str:
-        """One word, to be pasted."""
+        """The invitation as one base64 word, to be pasted on a command line."""
         return base64.urlsafe_b64encode(msgspec.msgpack.encode(self)).decode().rstrip("=")
 
     @classmethod
@@ -56,7 +56,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Invited(msgspec.Struct, kw_only=True):
-    """What the host remembers."""
+    """An invitation as the host keeps it."""
 
     guest: SiteId
     until: datetime
@@ -64,18 +64,19 @@ class Invited(msgspec.Struct, kw_only=True):
 
 
 class Guestbook:
-    """The invitations of one peer. Each is a file, read when it is asked for: what another process writes
-    counts at once, and what was used stays used after a restart."""
+    """The invitations that one peer has made. Each is a file, read at every use: a change by another process
+    counts at once, and a used invitation stays used after a restart."""
 
     def __init__(self, folder: Path, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
-        """`folder`: where the peer's certificate and curve.key are."""
+        """`folder`: the peer's folder with its certificate and curve.key."""
         self._folder, self._now = Path(folder) / "invited", now
 
     def invite(
         self, guest: SiteId, *, host: SiteId, address: str, key: bytes, life: timedelta,
         new: Callable[[], tuple[bytes, bytes]],
     ) -> Invitation:  # fmt: skip
-        """`new` makes a CURVE key pair (public, secret)."""
+        """Make an invitation for `guest`, valid for `life`. `key`: the host's CURVE public key. `new` makes
+        a CURVE key pair (public, secret). ConfigError when `guest` can't be a site's name."""
         check_label("site", guest)
         public, secret = new()
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -86,15 +87,15 @@ class Guestbook:
         return Invitation(guest=guest, host=host, address=address, key=key, secret=secret)
 
     def find(self, key: bytes) -> Invited | None:
-        """What this one-time key is for; None when no invitation of ours has it."""
+        """The invitation with this one-time public key; None when this peer has made no such invitation."""
         try:
             return msgspec.json.decode(self._path(key).read_bytes(), type=Invited)
         except (FileNotFoundError, UnicodeDecodeError, RecursionError, msgspec.DecodeError):
             return None
 
     def check(self, key: bytes, peer: SiteId, *, again: bool = False) -> None:
-        """CertificateError, in a line that the newcomer is told, unless this key lets `peer` in now.
-        `again`: it has come in by it before, and may hear the answer once more."""
+        """CertificateError, whose line is sent to the newcomer, unless this key admits `peer` now.
+        `again`: the peer was admitted by it before, and may be sent the answer once more."""
         invited = self.find(key)
         if invited is None:
             raise CertificateError("no such invitation was made here")
@@ -112,7 +113,7 @@ class Guestbook:
             )
 
     def spend(self, key: bytes) -> None:
-        """It was used: from now on, and after a restart, it lets nobody in."""
+        """Mark an invitation as used: from now on, and after a restart, it admits no other peer."""
         invited = self.find(key)
         assert invited is not None, "only what was found is spent"
         self._write(key, msgspec.structs.replace(invited, used=self._now()))

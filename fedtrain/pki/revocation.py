@@ -1,10 +1,10 @@
-"""Which certificates count no more: a federation's one list, an X.509 CRL (RFC 5280) that its CA signs.
+"""Revoked certificates: a federation's single list, an X.509 CRL (RFC 5280) that its CA signs.
 
     revoked.pem     beside ca/, aggregator/ and sites/: the list, then the issuing CA's certificate
-    ca/issued       one line a certificate: serial, whose, until when; what `revoke` revokes
+    ca/issued       one line a certificate: serial, site, expiry; `revoke` finds a site's serials here
 
-The list says itself that it is true, so anybody may carry it: between peers the newest one travels along
-with the roster. It has a number that grows; an older one is never believed again.
+The list carries its CA's signature, so anybody may pass it on: peers send the newest one along with the
+roster. Each list has a higher number than the one before; an older list is never accepted again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from .authority import Authority, issued, write
 from .identity import certificates, serial_hex
 
 LIST = "revoked.pem"
-LIST_BYTES = 48 << 10  # about 1,000 serials; those of expired certificates need not be in it
+LIST_BYTES = 48 << 10  # about 1,000 serials; expired certificates need not be listed
 UNREADABLE = (*identity.UNREADABLE, CertificateError, TypeError, InvalidSignature, UnsupportedAlgorithm)
 
 
 def revoke(certs_dir: Path, names: Iterable[str], *, now: datetime | None = None) -> list[str]:
-    """Add every certificate that these sites still have to the list, and sign it anew; their serials."""
+    """Add the unexpired certificates of these sites to the list and sign it; returns the serials.
+    ConfigError when one of the sites has no such certificate."""
     certs_dir, now = Path(certs_dir), now or datetime.now(UTC)
     authority, path = Authority.load(certs_dir), certs_dir / LIST
     number, known = 0, frozenset[str]()
@@ -64,7 +65,7 @@ def revoke(certs_dir: Path, names: Iterable[str], *, now: datetime | None = None
 
 
 def check(data: bytes, root: x509.Certificate) -> tuple[int, frozenset[str]]:
-    """The number of a list, and the serials in it; CertificateError unless the root's CA has signed it."""
+    """The number and the serials of a list; CertificateError unless a CA under `root` has signed the list."""
     if len(data) > LIST_BYTES:
         raise CertificateError(f"a revocation list of {len(data)} bytes: at most {LIST_BYTES}")
     try:
@@ -77,17 +78,17 @@ def check(data: bytes, root: x509.Certificate) -> tuple[int, frozenset[str]]:
     except UNREADABLE:
         raise CertificateError("not a revocation list of this federation") from None
     pem = serialization.Encoding.PEM
-    plain = revoked.public_bytes(pem) + issuing.public_bytes(pem) == data  # no free space beside it
+    plain = revoked.public_bytes(pem) + issuing.public_bytes(pem) == data  # no other bytes in between
     if not may or not signed or not plain:
         raise CertificateError("a revocation list that this federation's CA has not signed")
     return number, frozenset(serial_hex(each) for each in revoked)
 
 
 class Revoked:
-    """The newest list that was seen: in the file, or passed on by others."""
+    """The newest list known, from the file or from another peer. Called with a serial: is it revoked?"""
 
     def __init__(self, path: Path, root: bytes) -> None:
-        self.data = b""  # as it was signed; empty: there is none yet
+        self.data = b""  # the list as it was signed; empty while there is none
         self._path, self._root = Path(path), certificates(root)[0]
         self._number, self._serials = -1, frozenset[str]()
 
@@ -95,14 +96,14 @@ class Revoked:
         return serial in self._serials
 
     def reload(self) -> None:
-        """Look at the file again; CertificateError when it is damaged: what was known goes on counting."""
+        """Read the file again; CertificateError when it is damaged, and the list known before stays."""
         try:
             self._take(self._path.read_bytes())
         except FileNotFoundError:
             return
 
     def add(self, data: bytes) -> None:
-        """A list that came from a peer: checked, and kept as the file if it is newer."""
+        """Check a list that a peer sent, and write it to the file if it is newer."""
         if self._take(data):
             write(self._path, data)
 

@@ -1,12 +1,12 @@
-"""The roster of a gossip run: who may speak, under which CURVE key, and where. Each entry is its peer's word.
+"""The roster of a gossip run: the peers that may take part, each with its CURVE key and its address.
 
     roster/NAME.peer     one file a peer: name, CURVE public key, address, signed with its certificate's key
-    curve.key            beside key.pem: the secret half, mode 0600, made at the site on first use
+    curve.key            beside key.pem: the CURVE key pair, mode 0600, made at the site on first use
 
-ZeroMQ knows no certificates. So a site signs its CURVE key with the key of its certificate, and everybody
-takes only entries whose certificate leads to the federation's root, names the peer, and is not revoked. The
-folder is looked at again while a run goes on: a new file lets a peer in, a deleted one cuts it off, and so
-does the federation's revocation list, which travels with the entries.
+ZeroMQ knows no certificates. So a peer signs its CURVE key with the key of its certificate, and other peers
+accept only an entry whose certificate leads to the federation's root, names the peer, and is not revoked.
+The folder is read again while a run goes on: a new file admits a peer; a deleted file, or the federation's
+revocation list, which travels with the entries, cuts a peer off.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from .signing import SIGNED_BYTES, Signed, Signer, Verifier, claimed
 
 SUFFIX = ".peer"
 Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
-CONTEXT = b"fedtrain roster entry 1\0"  # what is signed begins with this, and so is no other statement
+CONTEXT = b"fedtrain roster entry 1\0"  # signed bytes begin with this: the signature serves for nothing else
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer says of itself."""
+    """A peer's statement of its own key and address."""
 
     peer: SiteId
     federation: str
     key: bytes  # CURVE public key, z85, 40 bytes
-    address: str | None = None  # host:port; None: it can't be called, it calls
-    number: int = 0  # grows with each new claim of a peer: the highest counts. Seconds since 1970, so that
-    # one made on a new machine, from nothing, counts more than those before
+    address: str | None = None  # host:port; None for a peer that only makes outbound connections
+    number: int = 0  # the claim with the highest number counts; seconds since 1970, so that a claim made on
+    # a new machine, without the former files, still has a higher number
 
 
 def enrol(signer: Signer, claim: Claim) -> Signed:
-    """A peer's own entry; anybody may pass it on."""
+    """A peer's entry, signed by the peer; anybody may pass it on."""
     return Signed.by(signer, CONTEXT, claim)
 
 
 def check(data: bytes, verifier: Verifier, federation: str) -> tuple[Contact, int]:
-    """What an entry's bytes say, and its number; CertificateError says why it can't be believed."""
+    """The contact in an entry's bytes, and the entry's number; CertificateError when it is not valid."""
     signed_by, claim = claimed(data, Claim, CONTEXT, "roster entry", verifier)
     if signed_by != claim.peer:
         raise CertificateError(
@@ -69,14 +69,14 @@ def check(data: bytes, verifier: Verifier, federation: str) -> tuple[Contact, in
 
 
 def _is_z85_key(text: bytes) -> bool:
-    """32 bytes as ZeroMQ writes them: 8 groups of 5 characters, each a number below 2^32, base 85."""
+    """Whether `text` is 32 bytes in ZeroMQ's z85: 8 groups of 5 characters, each a base-85 number < 2^32."""
     digits = [Z85.find(character) for character in text]
     numbers = [sum(d * 85 ** (4 - i) for i, d in enumerate(digits[at : at + 5])) for at in range(0, 40, 5)]
     return len(text) == 40 and min(digits) >= 0 and max(numbers) < 1 << 32
 
 
 def is_address(text: str) -> bool:
-    """What ZeroMQ can call: a name or an IPv4 address, or an IPv6 address in brackets; and a port."""
+    """Whether `text` is host:port for ZeroMQ; host: a name, an IPv4 address, or an IPv6 address in []."""
     host, _, port = text.rpartition(":")
     if re.fullmatch(r"[1-9]\d{0,4}", port, re.ASCII) is None or int(port) > 65535:
         return False
@@ -87,7 +87,7 @@ def is_address(text: str) -> bool:
 
 
 class Roster:
-    """The entries of a folder, checked, and looked at again when it changes. Safe to ask from any thread."""
+    """The checked entries of a folder; `reload` reads the folder again. Safe to read from any thread."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class Roster:
         mask_keys: MaskKeys | None = None,
         refuse: Callable[[str, str], None] = lambda file, reason: None,
     ) -> None:
-        """`revoked`: the list that the verifier asks. `refuse(file, reason)` hears of each entry that is not
-        believed, once."""
+        """`revoked`: the list that the verifier uses. `refuse(file, reason)` is called once for each entry
+        that is not valid."""
         self.folder, self._verifier, self._federation = Path(folder), verifier, federation
         self._revoked, self._guests, self._refuse = revoked, guests, refuse
         self._mask_keys = mask_keys
@@ -109,7 +109,7 @@ class Roster:
         self._contacts: dict[SiteId, Contact] = {}
         self._names: dict[bytes, SiteId] = {}
         self._numbers: dict[SiteId, int] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._refused: set[tuple[str, str]] = set()
         self.reload()
 
     def contact(self, peer: SiteId) -> Contact | None:
@@ -125,25 +125,24 @@ class Roster:
         return sorted(self._contacts)
 
     def statements(self) -> list[bytes]:
-        """What to give to a peer that joins: each entry as its peer signed it, the revocation list, and the
-        keys of those who mask."""
+        """The statements for a peer that joins: each entry as its peer signed it, the revocation list, and
+        the mask keys."""
         lists = [self._revoked.data] if self._revoked is not None and self._revoked.data else []
         keys = self._mask_keys.statements(self.peers()) if self._mask_keys is not None else []
         return [*self._entries.values(), *lists, *keys]
 
     def entry(self, peer: SiteId) -> bytes:
-        """One peer's, as it signed it."""
+        """The entry of one peer, as that peer signed it; KeyError when the roster lacks the peer."""
         return self._entries[peer]
 
     def is_guest(self, key: bytes) -> bool:
-        """Whether a key is an invitation's, of any time: its holder may be told what is wrong with it."""
+        """Whether a key is of an invitation, expired ones too: its holder may be sent a refusal's reason."""
         return self._guests is not None and self._guests.find(key) is not None
 
     def reload(self) -> bool:
-        """Read the folder again; True when somebody is new, gone, or has another key or address.
+        """Read the folder again; True when a peer is new, is gone, or has another key or address.
 
-        Every entry is checked each time, so a certificate that has expired or was revoked meanwhile strikes
-        its peer off.
+        Every entry is checked each time, so a peer whose certificate has expired or was revoked is dropped.
         """
         try:
             if self._revoked is not None:
@@ -155,15 +154,15 @@ class Roster:
             try:
                 with path.open("rb") as file:
                     files[path.name] = file.read(SIGNED_BYTES + 1)
-            except FileNotFoundError:  # deleted at this moment
+            except FileNotFoundError:  # deleted since the folder was listed
                 continue
             except OSError as e:
                 self._refuse_once(path.name, f"it can't be read: {e.strerror}")
         return self._set(files)
 
     def add(self, data: bytes) -> Contact | None:
-        """A statement that came from a peer: checked, then kept as a file if it is newer than what is there.
-        Whose it is; None for what is no entry. CertificateError when it is no good."""
+        """Check a statement that a peer sent, and keep it as a file if it is newer than the one here. Returns
+        the contact of an entry, None for another kind of statement. CertificateError when it is not valid."""
         if self._mask_keys is not None and data.startswith(MASK):
             self._mask_keys.add(data)
             return None
@@ -187,8 +186,8 @@ class Roster:
         return contact
 
     def admit(self, key: bytes, data: bytes) -> Contact:
-        """The entry of a newcomer who showed an invitation, by the key of its call. CertificateError says
-        why it does not come in. Who has come in may ask again, so that a lost answer is no harm."""
+        """Admit a newcomer by its entry `data` and the invitation with the CURVE key `key` of its connection;
+        CertificateError says why not. A peer that was admitted may ask again, in case the answer was lost."""
         contact, _ = check(data, self._verifier, self._federation)
         if self._guests is None:
             raise CertificateError("nobody is invited here")
@@ -221,13 +220,13 @@ class Roster:
         return changed
 
     def _refuse_once(self, file: str, why: str) -> None:
-        if (file, why) not in self._told:
-            self._told.add((file, why))
+        if (file, why) not in self._refused:
+            self._refused.add((file, why))
             self._refuse(file, why)
 
 
 def save(folder: Path, peer: SiteId, data: bytes) -> Path:
-    """Write an entry in one step."""
+    """Write a peer's entry into the roster's folder in one step; returns the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{peer}{SUFFIX}"
     temporary = folder / f".{peer}.{secrets.token_hex(4)}"
@@ -238,7 +237,8 @@ def save(folder: Path, peer: SiteId, data: bytes) -> Path:
 
 
 def own_curve(folder: Path, new: Callable[[], tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """(public, secret) in z85 from `folder`/curve.key, made by `new` on first use, and never leaving it."""
+    """(public, secret) in z85 from `folder`/curve.key, which `new` makes on first use. CertificateError when
+    others can read the file or it is damaged."""
     path = Path(folder) / "curve.key"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -1,7 +1,7 @@
 """Statements signed with the key of a certificate, for readers who trust the root and not the messenger.
 
-TLS proves to the aggregator who speaks. What one site must believe of another, through an aggregator that
-may lie, is signed: ECDSA on P-256 with SHA-256, the same key and chain that TLS uses.
+TLS proves a sender to the aggregator only. Statements from site to site pass through an aggregator that may
+lie, so they are signed: ECDSA on P-256 with SHA-256, with the key and the certificates that TLS uses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..messages import SiteId
 from .identity import Credentials, Identity, certificates, identity_of
 
 ECDSA = ec.ECDSA(hashes.SHA256())
-CHAIN_BYTES = 16 << 10  # ours have under 2 KiB
-SIGNED_BYTES = 32 << 10  # of a claim that is passed on; ours have under 3 KiB
+CHAIN_BYTES = 16 << 10  # the longest certificate chain read; ours have under 2 KiB
+SIGNED_BYTES = 32 << 10  # the longest signed claim read; ours have under 3 KiB
 
 Claim = TypeVar("Claim")
 
@@ -34,7 +34,7 @@ Claim = TypeVar("Claim")
 class Signer:
     """Signs as the holder of `certificate`."""
 
-    certificate: bytes  # PEM: leaf, then issuing CA; what a Verifier needs beside a signature
+    certificate: bytes  # PEM: leaf, then issuing CA; a Verifier needs it together with a signature
     _key: ec.EllipticCurvePrivateKey = field(repr=False)
 
     @classmethod
@@ -46,7 +46,7 @@ class Signer:
         return cls(_pem(certificates(credentials.chain)), key)
 
     def sign(self, message: bytes) -> bytes:
-        """DER, about 71 bytes; another one each time."""
+        """The signature in DER, about 71 bytes; ECDSA gives other bytes at each call."""
         return self._key.sign(message, ECDSA)
 
 
@@ -57,12 +57,12 @@ class Trusted:
     identity: Identity
     fingerprint: bytes
     key: ec.EllipticCurvePublicKey
-    not_before: datetime  # of the whole chain
-    not_after: datetime
+    not_before: datetime  # when the last certificate of the chain becomes valid, UTC
+    not_after: datetime  # when the first certificate of the chain expires, UTC
 
 
 class Verifier:
-    """Says which site signed, if its certificate leads to this root. Keeps checked chains."""
+    """Verifies which site has signed a message, by a chain up to this root. Checked chains are cached."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class Verifier:
         revoked: Callable[[str], bool] = lambda serial: False,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`root`: PEM. `revoked` is asked each time, with a serial as in Identity.serial."""
+        """`root`: PEM. `revoked(serial)` is called at every check, with a serial as in Identity.serial."""
         self._store = Store(certificates(root)[:1])
         self._federation, self._revoked, self._now = federation, revoked, now
         self._trusted = lru_cache(maxsize=4096)(self._trust)
 
     def verify(self, certificate: bytes, message: bytes, signature: bytes) -> tuple[SiteId, bytes]:
-        """The signing site's name, and the fingerprint of its certificate (PEM: leaf, then issuing CA).
+        """The signing site's name, and the fingerprint of its certificate. `certificate`: PEM, leaf first.
 
         CertificateError unless the chain leads to the root within name constraints and dates, the role is
-        site, the federation ours, the serial not revoked, and the signature by this key over this message.
+        site, the federation ours, the serial not revoked, and the signature is of this key and this message.
         """
         trusted = self._trusted(certificate)
         identity, now = trusted.identity, self._now()
@@ -108,7 +108,7 @@ class Verifier:
         if identity.role != "site" or identity.federation != self._federation:
             raise CertificateError(f"{identity} is not a site of {self._federation}")
         leaf, *above = certificates(certificate)
-        if _pem([leaf, *above]) != certificate:  # one chain, one sequence of bytes: no free space beside it
+        if _pem([leaf, *above]) != certificate:  # each chain has one encoding only: no bytes in between
             raise CertificateError(f"{identity}: its certificate chain is not in plain PEM")
         rules = PolicyBuilder().store(self._store).time(self._now())
         try:
@@ -134,23 +134,23 @@ def _pem(chain: Iterable[x509.Certificate]) -> bytes:
 
 
 def fingerprint(certificate: bytes) -> bytes:
-    """SHA-256 of the first certificate in PEM bytes (a chain, or what TLS gives), as openssl prints it."""
+    """SHA-256 (32 bytes) of the first certificate in PEM bytes, the digest that openssl prints."""
     return certificates(certificate)[0].fingerprint(hashes.SHA256())
 
 
-# --- Claims that anybody may pass on
+# --- Signed claims, which anybody may pass on
 
 
 class Signed(msgspec.Struct, frozen=True, kw_only=True):
-    """A claim as it was signed, and all that is needed to believe it."""
+    """A claim with its signature and the signer's certificate chain."""
 
-    claim: bytes  # in MessagePack, the very bytes that were signed
+    claim: bytes  # in MessagePack, exactly the bytes that were signed
     signature: bytes  # DER
     certificate: bytes  # PEM: leaf, then issuing CA
 
     @classmethod
     def by(cls, signer: Signer, context: bytes, claim: msgspec.Struct) -> Signed:
-        """`context`: what is signed begins with it, and so does no other kind of claim."""
+        """Sign `context` followed by `claim`; each kind of claim has its own `context`."""
         body = msgspec.msgpack.encode(claim)
         return cls(claim=body, signature=signer.sign(context + body), certificate=signer.certificate)
 
@@ -162,7 +162,7 @@ class Signed(msgspec.Struct, frozen=True, kw_only=True):
 def claimed(
     data: bytes, kind: type[Claim], context: bytes, what: str, verifier: Verifier
 ) -> tuple[SiteId, Claim]:
-    """Who signed these bytes, and what they claim; CertificateError says why that can't be believed."""
+    """The site that has signed `data`, and its claim of type `kind`; CertificateError if it is not valid."""
     if len(data) > SIGNED_BYTES:
         raise CertificateError(f"a {what} of {len(data)} bytes: at most {SIGNED_BYTES}")
     try:

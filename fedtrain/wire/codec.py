@@ -1,4 +1,4 @@
-"""Messages and frames <-> bytes. What cannot be decoded to the type that is due is a WireError."""
+"""Encode messages and frames as bytes, and decode them; bytes of any other type raise WireError."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ UNFETCHED = Path()
 
 
 class Named(msgspec.Struct, frozen=True, array_like=True):
-    """An arena in a message's header."""
+    """An arena in a message's header: its name, while its bytes travel separately."""
 
     digest: str
     schema: Schema
-    ways: tuple[tuple[str, str], ...] = ()  # of its patches: the base's digest, and the patch's
-    patch: Schema | None = None  # of each of them
+    ways: tuple[tuple[str, str], ...] = ()  # for each patch: the digest of its base, and its own digest
+    patch: Schema | None = None  # the schema of the patches, the same for all of them
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message's header. Its arenas are named by digest and schema; their bytes travel beside it."""
+    """A message's header. It names arenas by digest and schema; their bytes travel separately. WireError
+    when the header is over 4 MiB."""
     body = msgspec.msgpack.encode(message, enc_hook=_name_arena)
     if len(body) > MESSAGE_BYTES:
         raise WireError(f"a header of {len(body)} bytes is over the limit of {MESSAGE_BYTES}")
@@ -33,7 +34,8 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(body: bytes, kind: Any) -> Any:
-    """The message, checked against `kind`. Its arenas are ArenaFiles whose bytes are still to be fetched."""
+    """The message, checked against the type `kind`. Its arenas are ArenaFiles with bytes still to be fetched.
+    WireError when the body is over 4 MiB or is no such message."""
     if len(body) > MESSAGE_BYTES:
         raise WireError(f"a frame of {len(body)} bytes is over the limit of {MESSAGE_BYTES}")
     try:
@@ -43,13 +45,13 @@ def decode(body: bytes, kind: Any) -> Any:
 
 
 def fetch_list(message: msgspec.Struct) -> list[ArenaFile]:
-    """The arenas that a decoded message names; the transport fills in their paths."""
+    """The arenas that a decoded message names; the transport fetches them and sets their paths."""
     values = (getattr(message, name) for name in message.__struct_fields__)
     return [value for value in values if isinstance(value, ArenaFile)]
 
 
 def arenas(message: msgspec.Struct) -> list[AnyArena]:
-    """The arenas of a message about to be sent."""
+    """The arenas of a message, in the order of its fields."""
     values = (getattr(message, name) for name in message.__struct_fields__)
     return [value for value in values if isinstance(value, AnyArena)]
 

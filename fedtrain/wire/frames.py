@@ -1,13 +1,13 @@
-"""The frames between a site and an aggregator, and how they are laid out.
+"""The frames between a site and an aggregator.
 
 Each frame is a msgspec struct in MessagePack: typed, checked while it is decoded, and unable to name code.
-A model's bytes never stand in a frame; they follow as raw chunks in a stream of their own:
+A model's bytes are never in a frame; they follow as raw chunks in a stream of their own:
 
   Session   Hello, Status..., Leaving -> Welcome | Refused, Ask..., Cancel..., Note..., Finished
   Download  Fetch -> chunks                                the model that an Ask names, from any offset
   Upload    Offer, chunks... -> Resume, Stored | Moot | Refused   a reply's header, then the bytes it names
 
-Only the site opens connections. Its name is its certificate's: no frame carries one.
+Only the site opens connections. The aggregator reads the site's name from its certificate, never in a frame.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import msgspec
 
 from ..schema import Schema
 
-PROTOCOL = 3  # both ends must say the same
+PROTOCOL = 3  # the protocol's version, which must be the same at both ends
 CHUNK_BYTES = 1 << 20
 MESSAGE_BYTES = 4 << 20  # no frame or chunk is larger; gRPC refuses it before reading it
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of what a session carries."""
+    """Base class of the frames."""
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a site lets itself be asked, by its own fedtrain.toml. It refuses the rest, whoever asks; told at
-    joining, an aggregator asks for less."""
+    """The requests that a site accepts, by its own fedtrain.toml; it refuses all others. A site sends its
+    bounds as it joins, so that the aggregator stays within them."""
 
-    trainings: int  # in the run: its rounds, or where there are none the turns that they may take
-    rounds: int  # run.rounds
-    every: int  # evaluate.every
+    trainings: int  # in the whole run: its rounds, or the most turns of a site where there are no rounds
+    rounds: int  # run.rounds of the site
+    every: int  # evaluate.every of the site
 
     def training(self, round: int) -> str:
-        """Why it does not train in this round (0 first); nothing when it does."""
+        """The reason why the site does not train in this round (0 first); "" when it does."""
         if round < self.trainings:
             return ""
         most = f"at most {self.trainings} times in this run (its own run.rounds)"
         return f"it trains {most}, and this is time {round + 1}"
 
     def evaluation(self, number: int) -> str:
-        """Why it does not evaluate the model after so many rounds; nothing when it does."""
+        """The reason why the site does not evaluate the model after `number` rounds; "" when it does."""
         if not self.every:
             return "it never evaluates (its own evaluate.every = 0)"
         if number > self.rounds or (number % self.every and number < self.rounds):
@@ -53,70 +53,78 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Frame, frozen=True, kw_only=True, tag=True):
-    """The site's first frame: all that both ends must have alike before any data moves."""
+    """The site's first frame. The aggregator compares it with its own task, schema and settings."""
 
     protocol: int
-    version: str  # of fedtrain, for the message when protocols differ
+    version: str  # of fedtrain, shown when the protocols differ
     task_digest: str
     schema: Schema
     agreed: dict[str, str]  # Config.agreed()
-    frozen: Schema = Schema(())  # of the parameters that training leaves alone
-    examples: float | None = None  # of the site's data; later claims may not exceed it
-    bounds: Bounds | None = None  # None: it answers whatever is asked
-    process: str = (
-        ""  # drawn as it starts: one that reconnects is known from another with the same certificate
-    )
+    frozen: Schema = Schema(())  # of the parameters that are not trained
+    examples: float | None = None  # number of the site's examples, which no later update may exceed
+    bounds: Bounds | None = None  # None: the site accepts every request
+    process: str = ""  # random, of this start: tells a reconnect from another process of the same certificate
 
 
 class Status(Frame, frozen=True, kw_only=True, tag=True):
-    """What the site is doing, for the table that people watch."""
+    """What the site is doing at present, for the aggregator's status table."""
 
     state: str
 
 
 class Leaving(Frame, frozen=True, kw_only=True, tag=True):
-    """The site's last frame: it has heard that the run is over, and needs not be told again."""
+    """The site's last frame: it has received Finished, and the aggregator need not send it again."""
 
 
 class Welcome(Frame, frozen=True, kw_only=True, tag=True):
+    """The aggregator's first frame to a site that it accepts."""
+
     heartbeat_s: float
     frozen: str = ""  # digest of the run's frozen parameters; a site whose model() has others Fetches them
 
 
 class Refused(Frame, frozen=True, kw_only=True, tag=True):
-    """No, and why, in one line; `final` when asking again changes nothing."""
+    """A refusal with its reason in one line; `final` when another attempt can't succeed."""
 
     reason: str
     final: bool = False
 
 
 class Ask(Frame, frozen=True, kw_only=True, tag=True):
+    """A request to a site, for training or an evaluation."""
+
     body: bytes  # a Request, encoded by codec.encode
 
 
 class Cancel(Frame, frozen=True, kw_only=True, tag=True):
-    """The round of this request is over; stop working on it."""
+    """Stop working on the request `id`: its round is over."""
 
     id: str
 
 
 class Note(Frame, frozen=True, kw_only=True, tag=True):
+    """A line for the site's log."""
+
     line: str
 
 
 class Finished(Frame, frozen=True, kw_only=True, tag=True):
-    """The run is over; there is no need to reconnect."""
+    """The run is over, and the site need not reconnect."""
 
     reason: str
 
 
 class Fetch(Frame, frozen=True, kw_only=True, tag=True):
+    """Ask for the bytes with this digest, from this offset on."""
+
     digest: str
     offset: int
 
 
 class Offer(Frame, frozen=True, kw_only=True, tag=True):
-    id: str  # of the request that this answers
+    """A reply's header, before its bytes."""
+
+    id: str  # of the request that this reply answers
     body: bytes  # a Reply, encoded by codec.encode
 
 
@@ -128,11 +136,11 @@ class Resume(Frame, frozen=True, kw_only=True, tag=True):
 
 
 class Stored(Frame, frozen=True, kw_only=True, tag=True):
-    """The reply is whole and kept."""
+    """The aggregator has stored the whole reply."""
 
 
 class Moot(Frame, frozen=True, kw_only=True, tag=True):
-    """Enough had answered already; this reply is needed no more."""
+    """The reply is no longer needed: enough sites had answered before."""
 
 
 FromSite = Hello | Status | Leaving

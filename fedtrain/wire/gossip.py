@@ -1,4 +1,4 @@
-"""What peers say to each other: a header of 64 bytes, then its body. Little-endian, no pickle.
+"""The messages between peers: a header of 64 bytes, then its body. Little-endian, no pickle.
 
     bytes  0-3    magic "FTGP"            32-39  sender, SHA-256 of its name, first 8 bytes
            4      version                 40-43  index     44-47  count      both in chunks
@@ -9,19 +9,18 @@
           24-27   view epoch
           28-31   round
 
-How a share travels (transport/courier.py):
+How a share travels from its giver to its taker (transport/courier.py). -> giver to taker, <- taker to giver:
 
-    giver  OFFER(round, transfer, bytes)  ->              taker
-                                          the body, then up to 4 chunks, the first, each a frame of its own
-           <- ACK(index, count)           has `index` chunks, takes up to `count`: the giver's credit
-           CHUNK(index) ...               ->                 up to 4 chunks from `index` on, each a frame
-           <- DONE                        has it whole, and counts it; it is given
-    or     <- REFUSE(reason)              does not count it, and never will
-    or     CANCEL                         -> comes no more of it; with transfer 0: has none for you
-    again  <- NACK(index, count)          go back to chunk `index`; an OFFER that came bare is answered so
-    and    WANT(round)                    -> expects your share of this round
+    OFFER(round, transfer, bytes)  ->   the size and note of the share, then its first chunks, up to 4
+    <- ACK(index, count)                the taker has `index` chunks and accepts up to `count`: flow control
+    CHUNK(index) ...               ->   up to 4 chunks from `index` on, one a frame
+    <- DONE                             the taker has the whole share and uses it; the transfer is over
+    <- REFUSE(reason)                   instead of DONE: the taker does not use this share, and never will
+    CANCEL                         ->   the giver ends this transfer; with transfer 0: it has no share to give
+    <- NACK(index, count)               send again from chunk `index`; also answers an OFFER without chunks
+    <- WANT(round)                      the taker expects the share of this round
 
-A letter is a share without a round (LETTER, else the same), a state is what PULL is answered with (STATE).
+A LETTER is the OFFER of an asynchronous message, which belongs to no round; a STATE is the answer to a PULL.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from .frames import CHUNK_BYTES
 MAGIC = b"FTGP"
 VERSION = 2
 HEADER_BYTES = 64
-NOTE_BYTES = 4096  # of an offer's note
-TEXT_BYTES = 64 << 10  # of the body of a HELLO, MEMBERS, PING ...: everything that isn't an offer or a chunk
+NOTE_BYTES = 4096  # the longest note of an offer
+TEXT_BYTES = 64 << 10  # the longest body of a HELLO, MEMBERS, PING ...: of all but offers and chunks
 FRAME_BYTES = CHUNK_BYTES * 11 // 10  # no larger frame is read
 
 _LAYOUT = struct.Struct("<4sBBH8s8sII8sIIdII")
@@ -49,9 +48,11 @@ assert _LAYOUT.size == HEADER_BYTES
 
 
 class Kind(IntEnum):
-    HELLO = 1  # who I am (a signed entry), what I train
+    """The kinds of messages."""
+
+    HELLO = 1  # the sender's signed roster entry, and a Greeting
     WELCOME = 2
-    REJECT = 3  # a HELLO, with the reason
+    REJECT = 3  # refuses a HELLO or a JOIN, with the reason
     MEMBERS = 4  # signed entries of the roster, and the list of the revoked
     OFFER = 5
     LETTER = 6
@@ -65,30 +66,30 @@ class Kind(IntEnum):
     PULL = 14
     PING = 15
     PONG = 16
-    SUSPECT = 17  # please ping this one for me
+    SUSPECT = 17  # asks the receiver to ping the peer that the body names
     LEAVE = 18
-    REFUSE = 19  # a share
-    JOIN = 20  # the entry of one who shows an invitation; answered by MEMBERS and WELCOME, or REJECT
+    REFUSE = 19  # refuses a share, with the reason
+    JOIN = 20  # a newcomer's entry, with an invitation; the answer is MEMBERS and WELCOME, or REJECT
 
 
 _KINDS = {int(kind): kind for kind in Kind}
 
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a HELLO: what both ends must have alike, and which start of its process a peer is in."""
+    """The body of a HELLO. Task, schema and settings must be the same at both ends."""
 
-    version: str  # of fedtrain, for the message when protocols differ
+    version: str  # of fedtrain, shown when the protocols differ
     task_digest: str
     schema_digest: str
     agreed: dict[str, str]  # Config.agreed()
     frozen_digest: str = ""  # of the parameters that are not trained
-    boot: bytes = b""
-    mask_key: bytes = b""  # X25519, of this start too; empty without gossip.masks
-    mask_number: int = 0  # of the key: grows from start to start
+    boot: bytes = b""  # random, of this start of the peer's process
+    mask_key: bytes = b""  # X25519 public key, made anew at each start; empty without gossip.masks
+    mask_number: int = 0  # the number of mask_key, which grows with each start
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):
-    """What a message is about. Fields that its kind doesn't use are 0."""
+    """The fields of a message's header. Fields that its kind doesn't use are 0."""
 
     kind: Kind
     round: int = 0
@@ -102,7 +103,7 @@ class Header(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """What all messages of one peer in one run have alike."""
+    """The header fields that are the same in all messages of one peer in one run."""
 
     run: bytes  # [8]
     schema: bytes  # [8]
@@ -110,15 +111,17 @@ class Stamp(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, run: str, schema_digest: str, sender: str) -> Stamp:
+        """The stamp of a run's name, a schema's digest and a peer's name."""
         return cls(short(run), short(schema_digest), short(sender))
 
 
 def short(text: str) -> bytes:
-    """8 bytes that stand for a text in headers."""
+    """8 bytes that identify a text in headers: the first 8 of its SHA-256."""
     return hashlib.sha256(text.encode()).digest()[:8]
 
 
 def pack(header: Header, stamp: Stamp) -> bytes:
+    """A header's 64 bytes."""
     h = header
     return _LAYOUT.pack(
         MAGIC, VERSION, h.kind, h.codec, stamp.run, stamp.schema, h.epoch, h.round, stamp.sender,
@@ -127,7 +130,7 @@ def pack(header: Header, stamp: Stamp) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> tuple[Header, Stamp]:
-    """A header off the wire, checked in itself; WireError says what is wrong with it."""
+    """A header's fields from its 64 bytes; WireError when a field is not valid."""
     if len(data) != HEADER_BYTES:
         raise WireError(f"a header of {len(data)} bytes, {HEADER_BYTES} are due")
     (
@@ -148,19 +151,19 @@ def unpack(data: bytes | memoryview) -> tuple[Header, Stamp]:
 
 
 def text_of(header: Header, body: bytes | bytearray | memoryview) -> bytes:
-    """The body of a message that is neither an offer nor a chunk."""
+    """The body of a message that is neither an offer nor a chunk; WireError when it is over 64 KiB."""
     if len(body) > TEXT_BYTES:
         raise WireError(f"a {header.kind.name} of {len(body)} bytes, at most {TEXT_BYTES} are read")
     return bytes(body)
 
 
 def chunks_of(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """How many chunks a payload makes."""
+    """The number of chunks of a payload of `nbytes`."""
     return -(-nbytes // chunk_bytes)
 
 
 def pack_offer(nbytes: int, note: bytes) -> bytes:
-    """The body of an OFFER, LETTER or STATE."""
+    """The body of an OFFER, LETTER or STATE; WireError when the note is over 4 KiB."""
     if len(note) > NOTE_BYTES:
         raise WireError(f"a note of {len(note)} bytes is over the limit of {NOTE_BYTES}")
     return _NBYTES.pack(nbytes) + note
@@ -169,7 +172,7 @@ def pack_offer(nbytes: int, note: bytes) -> bytes:
 def unpack_offer(
     header: Header, body: bytes | bytearray | memoryview, limit: int, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[int, bytes]:
-    """(bytes of the payload, note). Nothing is allocated for an offer that says more than `limit` bytes."""
+    """(bytes of the payload, note). WireError, before anything is allocated, for more than `limit` bytes."""
     if not _NBYTES.size <= len(body) <= _NBYTES.size + NOTE_BYTES:
         raise WireError(f"an offer's body of {len(body)} bytes")
     (nbytes,) = _NBYTES.unpack_from(body)
