@@ -3,19 +3,19 @@
 FedtrainError
   ConfigError        the user's files, flags or task; the message says what to change
   StoreError         the run's directory is on a network disk, or in use, or its disk is full
-    Damaged          a file there does not hold what was written to it
+    Damaged          a file of the run's directory does not hold the bytes that were written to it
   CertificateError   a certificate or key is missing, expired, or of the wrong role
-  ConnectError       the other end cannot be reached or will not talk to us; says why
+  ConnectError       the other end cannot be reached, or refuses the connection; the message says why
     JoinRefused      aggregator and site do not agree on task, model, config or version
-  TaskError          the user's task raised; carries its type and place, never its data
+  TaskError          the user's task raised an error; has its type and place in the code, never its data
   RoundError         a round could not be finished; the global weights are unchanged
     TooFewSites      fewer valid replies than min_sites
-      Unfinished     fewer than a secure sum needs; says who dropped out, and who sent what cannot be
-    SecAggError      a secure sum can't be made, or what came back can't be one
-    Diverged         the model that a round makes is not finite, or too large to go on from
-  BadUpdate          an update was refused and named; the round goes on with the others
-  WireError          bytes that are not ours: unknown frame, wrong size, wrong digest
-    Broken           a transfer ended early, or what was kept of it is damaged; the same again may go well
+      Unfinished     too few for a secure sum; names sites that dropped out, and senders of bad messages
+    SecAggError      a secure sum can't be computed, or its result is not valid
+    Diverged         the new model is not finite, or too large to be trained further
+  BadUpdate          one site's update was refused, and the site named; the round goes on with the others
+  WireError          bytes that do not follow the protocol: unknown frame, wrong size, wrong digest
+    Broken           a transfer ended early, or its stored part is damaged; a second try may succeed
 """
 
 import re
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-SHOWN = 2  # calls of a traceback, at each end
+SHOWN = 2  # calls shown at each end of a traceback
 
 
 class FedtrainError(Exception):
@@ -33,8 +33,8 @@ class FedtrainError(Exception):
 
 
 def story_of(error: BaseException) -> str:
-    """The traceback of what the user's code raised, from where that code begins, its middle left out where it
-    is long; nothing of an error of ours, for its line says all."""
+    """The traceback of an error of the user's code, from the first call in that code on, without the middle
+    of a long one; "" for a FedtrainError without a cause, whose message says everything."""
     while isinstance(error, FedtrainError):
         if error.__cause__ is None:
             return ""
@@ -54,7 +54,8 @@ def story_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line about an error for whoever asked, without data values, which a message may quote."""
+    """One line about an error for the other end: our own message, or the type and place of a foreign error,
+    whose message may quote data."""
     if isinstance(error, FedtrainError):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -70,7 +71,7 @@ class StoreError(FedtrainError):
 
 
 class Damaged(StoreError):
-    """A file does not hold what was written to it."""
+    """A file does not hold the bytes that were written to it."""
 
 
 class CertificateError(FedtrainError):
@@ -78,15 +79,15 @@ class CertificateError(FedtrainError):
 
 
 class ConnectError(FedtrainError):
-    """The other end cannot be reached, or refused us; the message is one line for a person."""
+    """The other end cannot be reached, or refuses the connection; the message is one line for a person."""
 
 
 class JoinRefused(ConnectError):
-    """Both ends talk, but disagree on what to train; retrying changes nothing."""
+    """Both ends are connected, but their tasks or settings differ; another attempt changes nothing."""
 
 
 class TaskError(FedtrainError):
-    """The user's task raised while loading, training or evaluating."""
+    """The user's task raised an error while loading, training or evaluating."""
 
 
 class RoundError(FedtrainError):
@@ -98,10 +99,10 @@ MEND = "Mend that, or lower strategy.min_sites; the same command goes on from th
 
 
 def grouped(reasons: Mapping[str, str]) -> str:
-    """Site -> why, as sentences: each reason once, with the sites that it is of; of many the first three."""
+    """Sentences from {site: reason}: each reason once, with its sites; the first three reasons."""
     sites_of: dict[str, list[str]] = {}
     for site in sorted(reasons):
-        own = rf"site {re.escape(site)}, |{re.escape(repr(site))}"  # what TaskErrors say of their site
+        own = rf"site {re.escape(site)}, |{re.escape(repr(site))}"  # the site in a TaskError
         sites_of.setdefault(re.sub(own, "", reasons[site]), []).append(site)
     lines = [
         f"{some(sites)}: {(reasons[sites[0]] if len(sites) == 1 else reason).rstrip('.')}."
@@ -111,7 +112,7 @@ def grouped(reasons: Mapping[str, str]) -> str:
 
 
 def some(sites: Sequence[str]) -> str:
-    """The first five names, and how many more there are."""
+    """The first five names, and the number of the others."""
     return ", ".join(sites[:5]) + (f" and {len(sites) - 5} more" if sites[5:] else "")
 
 
@@ -126,7 +127,7 @@ class TooFewSites(RoundError):
         failed: Mapping[str, str] = MappingProxyType({}),
         silent: Sequence[str] = (),
     ) -> None:
-        """`failed`: site -> why what it gave can't be used; `silent`: who gave nothing in time."""
+        """`failed`: site -> why its reply can't be used; `silent`: the sites that did not reply in time."""
         if not failed:
             what = f"{have} sites replied, {need} are needed."
         else:
@@ -139,7 +140,7 @@ class TooFewSites(RoundError):
 
 
 class Unfinished(TooFewSites):
-    """A secure sum was not made: fewer sites, or good shares, than it takes. Nothing was learnt."""
+    """A secure sum was not opened: too few sites, or too few valid shares. Nothing was learnt."""
 
     def __init__(
         self,
@@ -152,8 +153,8 @@ class Unfinished(TooFewSites):
         survivors: Sequence[str] = (),
         failed: Mapping[str, str] | None = None,
     ) -> None:
-        """`dropped`, `blamed`: site -> what happened; `survivors`: over whom the sum may have been opened;
-        `failed`: of those that dropped out, who said why."""
+        """`dropped`: site -> the step at which it dropped out; `blamed`: site -> its invalid message;
+        `survivors`: the sites whose sum may have been opened; `failed`: site -> its own account of why."""
         known = {**(failed or {}), **blamed}
         advice = MEND if known.keys() >= dropped.keys() and known else LESS
         reasons = grouped({**dropped, **blamed})
@@ -165,16 +166,16 @@ class Unfinished(TooFewSites):
 
 
 class SecAggError(RoundError):
-    """A secure sum can't be made, or what came back can't be one; nothing was learnt."""
+    """A secure sum can't be computed, or its result is not valid; nothing was learnt."""
 
 
 class Diverged(RoundError):
-    """The model that a round makes could not be trained further; it is not committed."""
+    """The new model of a round is not finite, or too large to be trained further; it is not committed."""
 
     def __init__(self, problem: str, sizes: Mapping[str, float]) -> None:
         """`sizes`: site -> its update's norm times its weight; {} where single updates are hidden.
 
-        The `culprit` is the site whose update outweighs all others' together: there is one at most.
+        The `culprit` is the site whose update is larger than all others together, or None.
         """
         self.culprit: str | None = None
         largest = max(sizes, key=sizes.__getitem__, default="")
@@ -197,7 +198,7 @@ class Diverged(RoundError):
 
 
 class BadUpdate(FedtrainError):
-    """One site's update cannot be used; it is quarantined and named, the round goes on."""
+    """One site's update cannot be used. It is quarantined, the site named, and the round goes on."""
 
 
 class WireError(FedtrainError):
@@ -205,12 +206,12 @@ class WireError(FedtrainError):
 
 
 class Broken(WireError):
-    """A transfer that is tried again: it ended early, or what had been kept of it was damaged."""
+    """A transfer ended early, or its stored part was damaged; the transfer is tried again."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Give an OSError that has no path this one: write() on a full disk doesn't say where."""
+    """Add `path` to an OSError without a path: write() on a full disk doesn't name the file."""
     try:
         yield
     except OSError as e:
@@ -220,8 +221,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def nearest(name: str, there: Iterable[str], *, most: int = 10) -> str:
-    """Which of the names that are there was meant, as a sentence after another; or what there is."""
-    import difflib  # which costs as much to load as the rest of this page
+    """A sentence to append to a message: " Did you mean X?", or the first `most` of the existing names."""
+    import difflib  # here, because it takes as long to load as the rest of this file
 
     known = sorted(there)
     if near := difflib.get_close_matches(name, known, n=1):

@@ -1,4 +1,4 @@
-"""How many updates become one, one file a rule. A new one is its file and its line in RULES."""
+"""Aggregation rules, which make one update of many, one file each. A new rule needs a line in RULES."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["RULES", "Mean", "Rule", "Stack", "WeightedMean", "aggregate", "build
 def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> Rule:
     """The rule that [aggregation] describes: its name, and the keys that are the rule's own fields.
 
-    `updates`: how few there may be in a round; ConfigError when the rule can't keep its promise with those.
+    `updates`: the fewest updates in a round; ConfigError when the rule needs more, or for a wrong option.
     """
     config.one_of("aggregation.rule", kind, RULES)
     config.check_options("aggregation.rule", kind, options, RULES, also=["rule"])
@@ -50,13 +50,13 @@ def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> 
 
 
 def aggregate(rule: Rule, schema: Schema, updates: Sequence[Update]) -> Arena:
-    """One delta of many, given in site order; memory is O(chunk) beside the result when they are files."""
+    """One delta of many updates, given in site order. For updates in files it takes O(chunk) extra memory."""
     for update in updates:
         assert update.delta.schema.digest == schema.digest, "updates are checked before they are aggregated"
     return rule.combine(schema, updates)
 
 
 def _named(kind: str, rule: Rule) -> str:
-    """The rule with its options as they are, as a person would say it."""
+    """The rule's name with its options, for a message."""
     options = ", ".join(f"{name} = {getattr(rule, name)!r}" for name in config.options_of(type(rule)))
     return f"{kind} with {options}" if options else kind

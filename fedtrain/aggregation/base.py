@@ -1,4 +1,4 @@
-"""What an aggregation rule is: it reads many updates side by side, a chunk of coordinates at a time."""
+"""The base class of aggregation rules, which read many updates side by side, in chunks of coordinates."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Rule:
 
 
 class Updates:
-    """Stack of updates as they lie in memory or in files."""
+    """Stack of updates in memory or in files."""
 
     def __init__(self, schema: Schema, updates: Sequence[Update]) -> None:
         if not updates:
@@ -123,7 +123,7 @@ class Updates:
 
 
 class Vectors:
-    """Stack of plain vectors [n, d], all of whose coordinates count as trained."""
+    """Stack of plain vectors, rows [n, d]; all coordinates count as trained."""
 
     def __init__(self, rows: Vector) -> None:
         if rows.ndim != 2 or not len(rows):
@@ -150,7 +150,7 @@ class Vectors:
 
 def weighted_sum(rows: Rows, weights: Iterable[float]) -> Vector:
     """Σ wᵢ·rowᵢ, each product and each sum rounded once and in order, so that no bit depends on where a
-    chunk ends. A row of weight 0 is not looked at. `rows` are overwritten."""
+    chunk ends. A row of weight 0 is not read, so it may hold NaN. `rows` are overwritten."""
     total = rows.new_zeros(rows.shape[1])
     for row, weight in zip(rows, weights, strict=True):
         if weight:

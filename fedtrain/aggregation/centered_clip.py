@@ -1,4 +1,4 @@
-"""Centered clipping: from a centre on, no update pulls further than a radius."""
+"""Centered clipping: the pull of each update on a centre is limited to a radius."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CenteredClip(Rule):
-    """v ← v + mean of (xᵢ − v)·min(1, radius/‖xᵢ − v‖), a few times (Karimireddy et al. 2021, Algorithm 2).
+    """v ← v + mean of (xᵢ − v)·min(1, radius/‖xᵢ − v‖), iterated (Karimireddy et al. 2021, Algorithm 2).
 
-    Distances are over the trained floats, and what is not trained moves by the median. A hostile update moves
-    v by at most radius/n a step. From "zero" v begins where nothing has changed: at the global model, or,
-    given a neighbourhood's differences from one's own model, at that (self-centred clipping, He et al. 2022).
+    Distances are over the trained floats; coordinates that are not trained move by the median. A hostile
+    update moves v by at most radius/n a step. With start "zero" v begins at the global model or, for a peer's
+    neighbours, at the peer's own model (self-centred clipping, He et al. 2022).
     """
 
-    radius: float = 0.0  # L2 norm; 0: the median of the distances, anew in each step
-    iterations: int = 3  # each reads all updates once
+    radius: float = 0.0  # L2 norm; 0: the median of the distances, found anew in each step
+    iterations: int = 3  # steps; each reads all updates once
     start: str = "median"  # median (of each coordinate) | zero
 
     def __post_init__(self) -> None:
@@ -52,13 +52,11 @@ class CenteredClip(Rule):
             far = distances(stack, centre)
             shares = _shares(far, self.radius or float(far.median()))
             kept = 1 - math.fsum(shares) / n
-            left, weights = (
-                left * kept,
-                [w * kept + share / n for w, share in zip(weights, shares, strict=True)],
-            )
+            weights = [w * kept + share / n for w, share in zip(weights, shares, strict=True)]
+            left *= kept
         return stack.reduce(centre, rest=median)
 
 
 def _shares(far: torch.Tensor, radius: float) -> list[float]:
-    """min(1, radius/distance), 1 for no distance."""
+    """min(1, radius/distance) for each distance; 1 for a distance of 0."""
     return [1.0 if d <= radius else radius / d for d in far.tolist()]

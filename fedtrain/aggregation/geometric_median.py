@@ -19,11 +19,11 @@ T = TypeVar("T")
 class GeometricMedian(Rule):
     """Smoothed Weiszfeld steps from the coordinate-wise median (Pillutla et al. 2022, Algorithm 1).
 
-    Distances are over the trained floats, and what is not trained moves by the median. Updates count alike
-    (the paper weighs them by their examples, of which a hostile site claims many).
+    Distances are over the trained floats; coordinates that are not trained move by the median. All updates
+    have the same weight: the paper weights them by examples, but a hostile site may claim any number.
     """
 
-    iterations: int = 8  # each reads all updates once
+    iterations: int = 8  # Weiszfeld steps; each reads all updates once
 
     def __post_init__(self) -> None:
         require(self.iterations >= 1, "aggregation.iterations", f"{self.iterations} must be at least 1")

@@ -1,4 +1,4 @@
-"""Krum: the one update that lies closest to its neighbours."""
+"""Krum: the single update that is closest to its nearest neighbours."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class Choosing(Rule):
-    """The plain mean of some updates, and nothing of the others. A rule of this kind is `chosen` alone."""
+    """Base of rules that take the plain mean of some updates and ignore the others; they define `chosen`."""
 
     def chosen(self, stack: Stack[Any]) -> Collection[int]:
-        """The places of those that count, one at least."""
+        """The indices of the updates that count, at least one."""
         raise NotImplementedError("a rule says which it chooses")
 
     def of(self, stack: Stack[T]) -> T:
@@ -38,13 +38,13 @@ class Choosing(Rule):
 
 @dataclass(frozen=True)
 class Krum(Choosing):
-    """The update whose n − f − 2 nearest lie closest, by summed squares (Blanchard et al. 2017, §3).
+    """The update with the least summed squared distance to its n − f − 2 nearest (Blanchard et al. 2017, §3).
 
-    Distances are over the trained floats, and what is not trained moves by the median. Ties go to the first,
-    in site order. Of fewer than f + 3 rows each is measured by its one nearest.
+    Distances are over the trained floats; coordinates that are not trained move by the median. Ties go to the
+    first in site order. With fewer than f + 3 updates, each one's distance to its single nearest counts.
     """
 
-    f: int = 1  # hostile updates that it withstands
+    f: int = 1  # hostile updates that the rule withstands
 
     def __post_init__(self) -> None:
         require(self.f >= 0, "aggregation.f", f"{self.f} must be 0 or more")
@@ -58,20 +58,18 @@ class Krum(Choosing):
 
 
 def by_score(stack: Stack[Any], f: int) -> list[int]:
-    """Places of the rows, the best first: one pass, n(n − 1)/2 distances in float64."""
+    """Indices of the rows, the best Krum score first: one pass, n(n − 1)/2 distances in float64."""
     import torch
 
     n = stack.count
     pairs = torch.zeros(n * (n - 1) // 2, dtype=torch.float64)
     for rows in stack.trained():
-        pairs += torch.pdist(
-            rows
-        ).square()  # of the differences themselves, so that a huge row spoils no other
+        pairs += torch.pdist(rows).square()  # by differences, so that one huge row spoils no other's distance
     squares = torch.zeros(n, n, dtype=torch.float64)
     above = torch.triu_indices(n, n, offset=1)
     squares[above[0], above[1]] = pairs
     squares += squares.T.clone()
-    squares.fill_diagonal_(-1.0)  # each row's own place is its first when sorted
+    squares.fill_diagonal_(-1.0)  # so each row's distance to itself comes first when sorted
     nearest = squares.sort(dim=1).values[:, 1 : 1 + max(1, n - f - 2)]
     order: list[int] = nearest.sum(dim=1).sort(stable=True).indices.tolist()
     return order

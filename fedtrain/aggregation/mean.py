@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-PRODUCTS = 1 << 17  # of weights and coordinates held at a time when rows of a slab are folded
+PRODUCTS = 1 << 17  # float64 products (weight times coordinate) held at a time when rows of a slab are folded
 
 
 @dataclass(frozen=True)
 class Mean(Rule):
-    """Each update counts as its examples do; plain vectors count alike. It follows one bad row anywhere."""
+    """Updates weighted by their examples; plain vectors weighted alike. One bad row can move it anywhere."""
 
     linear: ClassVar[bool] = True
 
@@ -46,9 +46,9 @@ class WeightedMean:
         import torch
 
         self._schema, self._total, self._folded = schema, 0.0, 0
-        self._rows: list[Update] = []  # neighbours in a slab, not folded yet
+        self._rows: list[Update] = []  # consecutive rows of a slab that are not folded yet
         scratch = torch.empty(max(_longest(schema), PRODUCTS), dtype=torch.float64)
-        self._parts = []  # (section, start, stop, the sum there, scratch of its size)
+        self._parts = []  # (section, start, stop, the sum of that chunk, scratch memory of its size)
         for section in schema.moving:
             total = torch.zeros(section.numel, dtype=torch.float64)
             for start, stop in chunks(section):
@@ -56,7 +56,7 @@ class WeightedMean:
         self._scratch = scratch
 
     def add(self, update: Update) -> None:
-        """Fold the next update in: at once, or with its neighbours when it lies in a slab."""
+        """Add the next update: at once, or together with the following rows when it is a row of a slab."""
         delta, weight = update.delta, update.num_examples
         self._total += weight
         self._folded += 1
@@ -71,7 +71,7 @@ class WeightedMean:
             _fold(total, delta.chunk(section, start, stop), weight, scratch)
 
     def _fold_rows(self) -> None:
-        """As one by one, with the products of many rows made in one go."""
+        """Add the pending rows: the bits of one by one, with the products of many rows computed at once."""
         import torch
 
         rows, self._rows = self._rows, []
@@ -88,7 +88,7 @@ class WeightedMean:
                     total.add_(product)
 
     def result(self) -> Arena:
-        """The mean so far."""
+        """The mean so far; RoundError when the updates have no examples."""
         if self._rows:
             self._fold_rows()
         check_total(self._total, self._folded)
@@ -99,7 +99,7 @@ class WeightedMean:
 
     @staticmethod
     def combine(schema: Schema, updates: Sequence[Update]) -> Arena:
-        """The mean of updates that lie in files, chunk by chunk: memory is the result and a few chunks."""
+        """The mean of updates in files, chunk by chunk: memory is the result and a few chunks."""
         import torch
 
         total = 0.0
@@ -110,14 +110,15 @@ class WeightedMean:
         sums, scratch = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
         for section in schema.moving:
             for start, stop in chunks(section):
-                part, room = sums[: stop - start].zero_(), scratch[: stop - start]
+                part, product = sums[: stop - start].zero_(), scratch[: stop - start]
                 for update in updates:
-                    _fold(part, update.delta.chunk(section, start, stop), update.num_examples, room)
+                    _fold(part, update.delta.chunk(section, start, stop), update.num_examples, product)
                 narrow_into(mean.chunk(section, start, stop), part.div_(total))
         return mean
 
 
 def check_total(total: float, count: int) -> None:
+    """RoundError when `count` updates have `total` examples and that is not positive."""
     if not total > 0:
         raise RoundError(
             f"{count} updates weigh {total:g} examples together, so they have no mean. "

@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Median(Rule):
-    """In each coordinate the middle value, or the mean of the middle two (Yin et al. 2018, Definition 1).
+    """Each coordinate's middle value, or the mean of the middle two (Yin et al. 2018, Definition 1).
 
-    While less than half of the updates are hostile, each coordinate stays within the honest ones.
+    While less than half of the updates are hostile, each coordinate stays within the honest values.
     """
 
     @property
@@ -30,5 +30,5 @@ class Median(Rule):
 
 
 def median(rows: Rows) -> Vector:
-    """What the other robust rules make of coordinates that are not trained, as well."""
+    """The median of each coordinate, [d] of [n, d]; overwrites `rows`."""
     return trimmed(rows, len(rows))

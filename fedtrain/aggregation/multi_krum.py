@@ -1,4 +1,4 @@
-"""Multi-Krum: the mean of the m updates that Krum likes best."""
+"""Multi-Krum: the mean of the m updates with the best Krum scores."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .krum import Choosing, by_score
 class MultiKrum(Choosing):
     """The plain mean of the m updates with the best scores (Blanchard et al. 2017, §3); m = 1 is Krum.
 
-    Nearer to the mean than Krum where most sites are honest and their data differ.
+    Its result is nearer to the mean than Krum's where most sites are honest and their data differ.
     """
 
-    f: int = 1  # hostile updates that it withstands
+    f: int = 1  # hostile updates that the rule withstands
     m: int = 0  # updates that are kept; 0: all but f
 
     def __post_init__(self) -> None:

@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrimmedMean(Rule):
-    """In each coordinate the f lowest and the f highest values are left out (Yin et al. 2018, Definition 2).
+    """Each coordinate's mean without its f lowest and f highest values (Yin et al. 2018, Definition 2).
 
-    While at most f updates are hostile, each coordinate stays within the honest ones. Of fewer than 2f + 1
-    rows it takes the middle.
+    While at most f updates are hostile, each coordinate stays within the honest values. With fewer than
+    2f + 1 updates the result is the median.
     """
 
-    f: int = 1  # left out at each end
-    fraction: float = 0.0  # above 0: so large a part of the updates, rounded up, in place of f
+    f: int = 1  # updates left out at each end
+    fraction: float = 0.0  # above 0: the part of the updates left out at each end, rounded up, instead of f
 
     def __post_init__(self) -> None:
         require(self.f >= 0, "aggregation.f", f"{self.f} must be 0 or more")
@@ -40,7 +40,7 @@ class TrimmedMean(Rule):
 
 
 def trimmed(rows: Rows, f: int) -> Vector:
-    """The mean of each coordinate's values without the f lowest and the f highest; at least the middle."""
+    """Each coordinate's mean without its f lowest and f highest values; the middle one or two always stay."""
     f = min(f, (len(rows) - 1) // 2)
     values = rows.numpy()
     values.sort(axis=0)  # 2 to 5 times as fast as torch's

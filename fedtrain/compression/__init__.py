@@ -1,4 +1,4 @@
-"""A vector in fewer bytes, one file a compressor. A new one is its file and its line in COMPRESSORS."""
+"""Compressors of vectors, one file each. A new compressor needs a file, and a line in COMPRESSORS."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "topk": TopK,
 }
 
-SHAPES = ("shapes",)  # the model's, not an option
+SHAPES = ("shapes",)  # fields that the model sets, not the user
 
 __all__ = ["COMPRESSORS", "Compressor", "DeltaCodec", "ErrorFeedback", "Linear", "build", "parse"]
 
 
 def parse(text: str) -> Compressor:
-    """A compressor in one line: "float16", "topk:0.01", "quantize:4,block=128", "error_feedback:sign".
+    """The compressor of a text: "float16", "topk:0.01", "quantize:4,block=128", "error_feedback:sign".
 
-    After the colon stand options by name, or in the order of the fields; for error_feedback what it wraps.
+    The options after the colon have names, or stand in the order of the fields. The option of error_feedback
+    is the compressor inside. ConfigError for an unknown kind or option.
     """
     kind, colon, rest = text.strip().partition(":")
     config.one_of("compression", kind, COMPRESSORS)
@@ -57,7 +58,7 @@ def parse(text: str) -> Compressor:
 
 
 def build(kind: str, options: Mapping[str, Any]) -> Compressor:
-    """The compressor of that name; every mistake is a ConfigError that says what to change."""
+    """The compressor `kind` with these options; ConfigError for an unknown kind or option."""
     config.one_of("compression", kind, COMPRESSORS)
     config.check_options("compression", kind, options, COMPRESSORS, parts=SHAPES)
     if COMPRESSORS[kind] is ErrorFeedback:

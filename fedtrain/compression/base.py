@@ -1,4 +1,4 @@
-"""What a compressor is: it turns a vector into fewer bytes and back."""
+"""The base classes of compressors, which turn a vector into fewer bytes and back."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     import torch
 
     Vector = torch.Tensor  # float32 [n], on the CPU
-    Payload = torch.Tensor  # uint8 [bytes_for(n)]: all that travels, ready for a socket
-    State = dict[str, torch.Tensor]  # what lives between rounds; {} when nothing does
+    Payload = torch.Tensor  # uint8 [bytes_for(n)]: the bytes to send
+    State = dict[str, torch.Tensor]  # kept by the sender between rounds; {} for a compressor without state
     Array = np.ndarray[Any, np.dtype[np.float32]]  # [n] or [m]
 
 
 class Compressor:
-    """A way to say a vector in fewer bytes. The fields of a compressor are its configuration. What lives
-    between two calls is in the state, which callers keep, so that a killed site goes on with its state.
+    """A way to encode a vector in fewer bytes. The fields of a compressor are its configuration. Everything
+    that changes between calls is in the state, which callers keep, so that a killed site goes on with it.
 
     Both ends know n and the seed, so neither travels. The seed is of (run, round) where a sum over several
     senders is wanted (see Linear), and of (run, round, site) elsewhere. A compressor gives the same bytes on
-    every machine: it takes everything random from `Keystream`. A custom compressor is a frozen dataclass:
+    every machine: it takes all random numbers from `Keystream`. A custom compressor is a frozen dataclass:
 
     >>> from dataclasses import dataclass
     >>> import torch
@@ -75,7 +75,7 @@ class Compressor:
         return self
 
     def shaped(self, shapes: Sequence[tuple[int, ...]]) -> Self:
-        """The compressor for the vector that tensors of these shapes make, one after the other."""
+        """The compressor for a vector that is the concatenation of tensors with these shapes."""
         return self
 
 
@@ -98,7 +98,7 @@ class Linear(Compressor):
         raise NotImplementedError("a linear compressor lifts")
 
     def length(self, n: int) -> int:
-        """How many values a projection of n has."""
+        """The number of values in the projection of n values."""
         raise NotImplementedError("a linear compressor knows its length")
 
     def encode(self, vector: Vector, seed: int, state: State) -> tuple[Payload, State]:
@@ -134,7 +134,7 @@ def checked(vector: Vector) -> Vector:
 
 
 def sized(payload: Payload, compressor: Compressor, n: int) -> Payload:
-    """The payload, if it is as long as it must be."""
+    """The payload; BadUpdate when its length is not `bytes_for(n)`."""
     expected = compressor.bytes_for(n)
     if payload.numel() != expected:
         raise BadUpdate(f"{payload.numel()} bytes for {n} values by {compressor}, expected {expected}")
@@ -142,7 +142,7 @@ def sized(payload: Payload, compressor: Compressor, n: int) -> Payload:
 
 
 def buffer_of(n: int, out: Vector | None) -> Vector:
-    """`out`, or a new float32 vector [n] for a decoded one."""
+    """`out`, or a new float32 vector [n] where `out` is None."""
     import torch
 
     assert out is None or out.shape == (n,), (n, out)
@@ -150,10 +150,10 @@ def buffer_of(n: int, out: Vector | None) -> Vector:
 
 
 class Keystream:
-    """Random bytes of a seed: the AES-128-CTR keystream under a key made of it.
+    """Random bytes of a seed: the AES-128-CTR keystream under a key derived from the seed.
 
-    The same on every machine and with every version of every library, which numpy's and torch's generators
-    don't promise; and faster. The seed is no secret, and the bytes are none.
+    The bytes are the same on every machine and with every library version, which numpy's and torch's
+    generators don't promise, and come faster. Neither the seed nor the bytes are secret.
     """
 
     def __init__(self, seed: int, purpose: str) -> None:
@@ -163,7 +163,7 @@ class Keystream:
         self._stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
     def fill(self, out: np.ndarray[Any, Any]) -> None:
-        """The next bytes, into a contiguous array."""
+        """Fill a contiguous array with the next bytes."""
         import numpy as np
 
         buffer = out.reshape(-1).view(np.uint8)

@@ -10,10 +10,10 @@ from .float16 import Float16
 
 @dataclass(frozen=True)
 class BFloat16(Float16):
-    """2 bytes a value, rounded to the nearest: relative error at most 2⁻⁸, at every size, never to Inf.
+    """2 bytes a value, rounded to the nearest: relative error at most 2⁻⁸ for all values, never to Inf.
 
-    Under secure aggregation it is the identity: there the ring's bits decide what travels.
+    Under secure aggregation it is the identity, because the ring's bits decide the size there.
     """
 
     dtype: ClassVar[str] = "bfloat16"
-    largest: ClassVar[float] = 3.3895313892515355e38  # the largest finite one
+    largest: ClassVar[float] = 3.3895313892515355e38  # the largest finite bfloat16

@@ -1,4 +1,4 @@
-"""A vector in blocks that have a scale each, worked on a few at a time, in a core's cache."""
+"""Vectors in blocks with one scale each, processed in chunks of blocks that fit in a core's cache."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
     from .base import Payload, Vector
 
-CHUNK = 1 << 18  # values worked on at a time: fewer cost more in calls, more in cache misses
+CHUNK = 1 << 18  # values processed at a time: fewer cost more calls, more cost more cache misses
 
 
 def check_block(block: int) -> None:
-    """Whole blocks must fill a chunk, and whole bytes a block."""
+    """ConfigError unless whole blocks fill a chunk, and whole bytes fill a block."""
     fits = 8 <= block <= CHUNK and CHUNK % block == 0
     require(fits, "compression.block", f"{block} must be a power of two from 8 to {CHUNK}")
 
 
 def scale_bytes(n: int, block: int) -> int:
-    """A float32 a block, the last one maybe short."""
+    """Bytes of the scales of n values: a float32 for each block; the last block may be short."""
     return 4 * -(-n // block)
 
 
 def parts(payload: Payload, n: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scales as float32, the rest); views."""
+    """(scales as float32, the bytes after them), both views of the payload."""
     import torch
 
     edge = scale_bytes(n, block)
@@ -35,7 +35,7 @@ def parts(payload: Payload, n: int, block: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def chunks(vector: Vector, block: int) -> Iterator[tuple[int, Vector]]:
-    """(start, values as [blocks, block]); a short last block is filled up with zeros."""
+    """Chunks as (start, values [blocks, block]); a short last block is filled up with zeros."""
     import torch
 
     for at in range(0, len(vector), CHUNK):
@@ -46,7 +46,7 @@ def chunks(vector: Vector, block: int) -> Iterator[tuple[int, Vector]]:
 
 
 def scale_(vector: Vector, scales: Vector, block: int) -> None:
-    """Multiply each block in place by its scale; the last may be short."""
+    """Multiply each block in place by its scale; the last block may be short."""
     whole = len(vector) // block
     vector[: whole * block].view(whole, block).mul_(scales[:whole, None])
     if len(vector) % block:

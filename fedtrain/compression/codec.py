@@ -1,4 +1,4 @@
-"""A whole model's difference in fewer bytes: its trained coordinates by a compressor, all else as it is."""
+"""Model differences in fewer bytes: a compressor encodes the trained coordinates, the rest stays as it is."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeltaCodec:
-    """Makes an arena of `schema` one of `coded`, which travels and is kept like any other, and back.
+    """Encodes arenas of `schema` as arenas of the schema `coded`, which is sent and stored like any other.
 
     The trained coordinates of each dtype are one vector for the compressor, as float32. Buffers and integers
-    stand beside it whole. State names begin with the dtype, as in "float32/residual".
+    are copied whole. State names begin with the dtype, as in "float32/residual".
     """
 
     schema: Schema
@@ -29,7 +29,7 @@ class DeltaCodec:
 
     @cached_property
     def coded(self) -> Schema:
-        """What lies where in an encoded arena: for each dtype the payload's bytes, and the rest."""
+        """The schema of an encoded arena: for each dtype the payload's bytes, and the rest."""
         specs = [
             TensorSpec(f"{section.dtype}/payload", (compressor.bytes_for(section.trained),), "uint8", False)
             for section, compressor in self._trained()
@@ -43,7 +43,7 @@ class DeltaCodec:
 
     @property
     def stateful(self) -> bool:
-        """Whether the sender keeps anything from one call to the next."""
+        """Whether the compressor has a state, which the sender keeps from one call to the next."""
         return bool(self.compressor.init(0))
 
     def init(self) -> State:
@@ -55,8 +55,8 @@ class DeltaCodec:
         }
 
     def encode(self, delta: Arena, seed: int, state: State, out: Arena | None = None) -> tuple[Arena, State]:
-        """The encoded arena, in `out` where it is given, and the next state; `delta` and `state` stay as they
-        are. BadUpdate for NaN and Inf."""
+        """(the encoded arena, in `out` where given; the next state). `delta` and `state` are not changed.
+        BadUpdate for NaN and Inf."""
         out = Arena.zeros(self.coded) if out is None else out
         views, after = out.views(), dict(state)
         for section, compressor in self._trained():
@@ -72,13 +72,13 @@ class DeltaCodec:
         return out, after
 
     def decode(self, coded: AnyArena, seed: int) -> Arena:
-        """The difference again, as well as it can be told. BadUpdate when the bytes can't be what they
-        should; nothing larger than the model is allocated, whatever they say."""
+        """The decoded difference, an approximation. BadUpdate for malformed bytes; nothing larger than the
+        model is allocated for them."""
         if difference := self.coded.difference(coded.schema):
             raise BadUpdate(f"the compressed update does not fit the model: {difference}")
         views, out = coded.load().views(), Arena.zeros(self.schema)
         for section, compressor in self._trained():
-            payload = views[f"{section.dtype}/payload"].clone()  # aligned, as numbers in it must be
+            payload = views[f"{section.dtype}/payload"].clone()  # aligned in memory for its numbers
             vector, narrow = out.flat(section)[: section.trained], section.dtype != "float32"
             found = compressor.decode(payload, seed, section.trained, None if narrow else vector)
             if narrow:
@@ -94,7 +94,7 @@ class DeltaCodec:
                 yield section, self.compressor.shaped(shapes)
 
     def _rest(self) -> Iterator[tuple[Section, int]]:
-        """(section, from which coordinate on) of what is not compressed."""
+        """(section, start) of the coordinates that are not compressed."""
         for section in self.schema.sections:
             if section.moves and section.trained < section.numel:
                 yield section, section.trained

@@ -1,4 +1,4 @@
-"""What a compressor left out is kept, and added to what comes next."""
+"""Error feedback: the part of a vector that a compressor leaves out is added to the next vector."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ErrorFeedback(Compressor):
-    """Send C(x + e), keep e ← x + e − what was sent (Karimireddy et al. 2019, Algorithm 2).
+    """Send C(x + e), then e ← x + e − C(x + e) (Karimireddy et al. 2019, Algorithm 2).
 
-    So all that was sent, and the residual, add up to all inputs: nothing is lost, it comes later.
+    So the sent vectors and the residual e add up to the sum of all inputs: every value is sent in the end.
     C is the inner compressor's `contraction`. The residual is one vector at the sender.
     """
 

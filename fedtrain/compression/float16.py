@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Float16(Linear):
     """2 bytes a value, rounded to the nearest: relative error at most 2⁻¹¹ from 6·10⁻⁵ on, absolute 3·10⁻⁸
-    below. Larger values than 65504 become that.
+    below. Values beyond ±65504 become ±65504.
 
-    Under secure aggregation it is the identity: there the ring's bits decide what travels.
+    Under secure aggregation it is the identity, because the ring's bits decide the size there.
     """
 
     dtype: ClassVar[str] = "float16"

@@ -1,4 +1,4 @@
-"""Each matrix times a narrow random one, the same at every sender: drawn by a shared seed."""
+"""Low-rank projections: each matrix times a narrow random matrix that all senders draw from one seed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class LowRank(Linear):
     size: E‖M̂ − M‖² ≤ (⌈columns/rank⌉ − 1)‖M‖², what random orthonormal columns give. Without the scale (each
     column of B divided by its length) it is the orthogonal projection, with δ ≥ 1/⌈columns/rank⌉.
 
-    A tensor is a matrix of its first dimension by all others. Those with no more columns than the rank, and
-    so biases and scalars, are sent as they are. Without shapes the vector counts as one nearly square matrix.
-    Payload: the Ps as float32, one after the other.
+    A tensor is a matrix of its first dimension by all others. Matrices with no more columns than the rank,
+    so biases and scalars too, are sent unchanged. Without shapes the vector is one nearly square matrix.
+    Payload: P of each matrix as float32, one after the other.
     """
 
     rank: int = 4
     unbiased: bool = True
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors that make the vector; see shaped()
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors in the vector; see shaped()
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "compression.rank", f"{self.rank} must be at least 1")
@@ -81,7 +81,7 @@ class LowRank(Linear):
         return replace(self, unbiased=False)
 
     def _bases(self, n: int, seed: int, dtype: object) -> Iterator[tuple[tuple[int, int, int], Array | None]]:
-        """Every matrix with its B; None where it is sent as it is."""
+        """Every matrix as (start, rows, columns), with its B; None for a matrix that is sent unchanged."""
         import numpy as np
 
         stream = Keystream(seed, "lowrank")
@@ -98,9 +98,9 @@ class LowRank(Linear):
 
 
 def matrices(shapes: Sequence[tuple[int, ...]], n: int) -> list[tuple[int, int, int]]:
-    """(start, rows, columns) of each tensor in a vector of n; what has one dimension is a column.
+    """(start, rows, columns) of each tensor in a vector of n; a tensor of one dimension is a column.
 
-    Without shapes: one nearly square matrix, and a column of what is left over.
+    Without shapes: one nearly square matrix, and a column of the values left over.
     """
     if not shapes:
         rows = math.isqrt(n)

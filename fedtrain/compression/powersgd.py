@@ -1,4 +1,4 @@
-"""Each matrix as the product of two narrow ones that fit it: a step of power iteration a call."""
+"""PowerSGD: each matrix as the product of two narrow ones, found by one power iteration a call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class PowerSGD(Compressor):
     """P = orthonormalize(M·Q), Q ← Mᵀ·P, M̂ = P·Qᵀ (Vogels et al. 2019, Algorithm 1, for one sender).
 
-    Q is kept from call to call, so that P finds the leading directions of what changes slowly. M̂ is M
+    Q is kept from call to call, so that P finds the leading directions of matrices that change slowly. M̂ is M
     projected on `rank` directions: biased, a contraction; use it with error feedback. Matrices are as for
-    lowrank; those that P and Q would not make smaller are sent as they are.
+    lowrank; a matrix that is no larger than its P and Q is sent unchanged.
     Payload: P and Q of each matrix as float32.
     """
 
     rank: int = 4
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors that make the vector; see shaped()
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors in the vector; see shaped()
 
     def __post_init__(self) -> None:
         require(self.rank >= 1, "compression.rank", f"{self.rank} must be at least 1")
@@ -38,7 +38,7 @@ class PowerSGD(Compressor):
         return replace(self, shapes=tuple(shapes))
 
     def init(self, n: int) -> State:
-        """Any Q that is not special."""
+        """A pseudo-random first Q."""
         import numpy as np
         import torch
 

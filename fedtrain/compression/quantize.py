@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .base import Payload, State, Vector
 
-SMALLEST = 1e-36  # a block with nothing larger is sent as zeros: its scale has no reciprocal in float32
+SMALLEST = 1e-36  # a block below this is sent as zeros: its scale has no reciprocal in float32
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Quantize(Compressor):
     """q = floor(x·L/s + u), x̂ = q·s/L with s = max |x| in the block, L = 2^(bits − 1) − 1 and u uniform.
 
     Stochastic rounding (Alistarh et al. 2017, §3.1, with the largest value for the norm) is unbiased:
-    E x̂ = x to 2⁻¹⁷ of a step, |x̂ − x| < s/L, and its variance is at most (s/2L)² a value. To the nearest
-    (u = ½) it is biased, |x̂ − x| ≤ s/2L and ≤ |x|, and δ ≥ 1/block.
+    E x̂ = x to 2⁻¹⁷ of a step, |x̂ − x| < s/L, and its variance is at most (s/2L)² a value. Rounding to the
+    nearest (u = ½) is biased, |x̂ − x| ≤ s/2L and ≤ |x|, and δ ≥ 1/block.
     Payload: a float32 a block (s/L), then the integers in two's complement, 1, 2 or 4 in a byte, the first in
     its lowest bits.
     """
 
     bits: int = 8  # 8 | 4 | 2
-    block: int = 1024  # values with one scale: smaller is more exact and larger, 32/block bits a value more
+    block: int = 1024  # values with one scale: a smaller block is more exact, and costs 32/block bits a value
     unbiased: bool = True  # stochastic rounding; false: to the nearest
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Quantize(Compressor):
             factor = torch.where(largest < SMALLEST, 0.0, levels / largest)
             torch.mul(part, factor[:, None], out=steps)
             if self.unbiased:
-                stream.fill(draws[: steps.numel()])  # u - ½, for what follows is rounded and not floored
+                stream.fill(draws[: steps.numel()])  # u - ½: the sum is rounded below, not floored
                 dither.copy_(torch.from_numpy(draws))
                 steps.view(-1).add_(dither[: steps.numel()], alpha=2.0**-16)
             _pack(steps.round_().clamp_(-levels, levels).view(-1), self.bits, codes[at * self.bits // 8 :])
@@ -78,11 +78,11 @@ class Quantize(Compressor):
         return replace(self, unbiased=False)
 
 
-WORDS = {4: ("int16", 0x0F0F), 2: ("int32", 0x03030303)}  # bits -> what one byte of codes is spread over
+WORDS = {4: ("int16", 0x0F0F), 2: ("int32", 0x03030303)}  # bits -> the integer for one byte of codes, a mask
 
 
 def _pack(steps: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Whole float32 of so many bits each, a multiple of 8 of them, into the first bytes of `out`, or all."""
+    """Write `steps` (whole numbers in float32, a multiple of 8 of them) to `out` as codes of `bits` each."""
     import torch
 
     count = min(len(out), len(steps) * bits // 8)
@@ -98,7 +98,7 @@ def _pack(steps: torch.Tensor, bits: int, out: torch.Tensor) -> None:
 
 
 def _unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """The first codes of `packed`, as many as `out` has room for, as float32."""
+    """Read the first len(out) codes of `packed` into `out` as float32."""
     import torch
 
     packed = packed[: -(-len(out) * bits // 8)]

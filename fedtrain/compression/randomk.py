@@ -1,4 +1,4 @@
-"""Some coordinates, the same at every sender: drawn by a shared seed."""
+"""Random-k: a random part of the coordinates, which all senders draw from one seed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RandomK(Linear):
-    """One coordinate, drawn uniformly, of each of k = ⌈fraction·n⌉ runs that the vector is cut into.
+    """One coordinate, drawn uniformly, of each of the k = ⌈fraction·n⌉ segments of the vector.
 
-    `lift` scales it by its run's length (n/k), so it is unbiased, and E‖x̂ − x‖² ≤ (⌈n/k⌉ − 1)‖x‖², as of k
-    drawn at random without the runs, which make it one pass in memory order and no shuffle of n. Without the
-    scale δ ≥ 1/⌈n/k⌉. Places don't travel, and so tell nothing about a site's values.
+    `lift` multiplies a value by its segment's length (n/k), so it is unbiased. E‖x̂ − x‖² ≤ (⌈n/k⌉ − 1)‖x‖²,
+    as for k coordinates drawn anywhere, but with one pass in memory order and no shuffle of n. Without the
+    scale δ ≥ 1/⌈n/k⌉. Indices are not sent, so they reveal nothing about a site's values.
     Payload: k float32.
     """
 
@@ -55,7 +55,7 @@ class RandomK(Linear):
         return min(n, math.ceil(self.fraction * n - 1e-9) or 1)
 
     def _draw(self, n: int, seed: int) -> tuple[Indices, Indices]:
-        """(places, lengths of the runs), [k] each. Uniform to n/k · 2⁻³²."""
+        """(indices, lengths of the segments), [k] each. Uniform to n/k · 2⁻³²."""
         import numpy as np
 
         k = self.length(n)

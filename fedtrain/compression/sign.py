@@ -1,4 +1,4 @@
-"""One bit a value, and a scale for each block."""
+"""Scaled signs: one bit a value, and a scale for each block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sign(Compressor):
 
     Biased: use it with error feedback. A contraction with δ = ‖x‖₁²/(n‖x‖₂²) in a block, which is 1/n at the
     worst and 0.64 for normal values.
-    Payload: a float32 a block, then a bit a value, 1 where it is negative, the first in the highest.
+    Payload: a float32 a block, then a bit a value, 1 for a negative value, the first in a byte's highest bit.
     """
 
     block: int = 4096  # values with one scale
@@ -40,9 +40,8 @@ class Sign(Compressor):
         scales, bits = parts(payload, n, self.block)
         for at, part in chunks(vector, self.block):
             sizes = torch.abs(part, out=scratch[: part.numel()].view(part.shape))
-            scales[at // self.block :][: len(part)] = sizes.mul_(1 / self.block).sum(
-                1
-            )  # which can't overflow
+            sizes.mul_(1 / self.block)  # before the sum, which can't overflow so
+            scales[at // self.block :][: len(part)] = sizes.sum(1)
             packed = torch.from_numpy(np.packbits(part.lt(0).view(-1).numpy()))
             there = bits[at // 8 :][: len(packed)]
             there.copy_(packed[: len(there)])

@@ -1,4 +1,4 @@
-"""The k largest values, and where they were."""
+"""Top-k: the k largest values, and their indices."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Indices = np.ndarray[Any, np.dtype[np.int64]]
 
-CHUNK = 1 << 16  # values looked at at a time, so that they stay in a core's cache
-SAMPLE = 1 << 17  # values from which the threshold is guessed
+CHUNK = 1 << 16  # values compared at a time, so that they stay in a core's cache
+SAMPLE = 1 << 17  # values from which the threshold is estimated
 
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """x̂ = x at the k = ⌈fraction·n⌉ largest |x|, 0 elsewhere; of equal ones the first (Stich et al. 2018).
+    """x̂ = x at the k = ⌈fraction·n⌉ largest |x|, 0 elsewhere; ties go to the first (Stich et al. 2018).
 
     Biased: use it with error feedback, never on parameters themselves. A contraction with δ ≥ k/n.
-    Payload: the k values, as float32 or bfloat16, then their places (see Places). With feedback what bfloat16
-    rounds off is left for the next time, as the smaller values are.
+    Payload: the k values, as float32 or bfloat16, then their indices (see Places). Error feedback keeps the
+    rounding errors of bfloat16 for the next call, like the smaller values.
     """
 
     fraction: float = 0.01
@@ -67,7 +67,7 @@ class TopK(Compressor):
         return k * self._dtype.itemsize + Places.of(n, k).nbytes
 
     def count(self, n: int) -> int:
-        """k: at least 1, where there is one."""
+        """k for a vector of n: at least 1 where n is not 0."""
         return min(n, math.ceil(self.fraction * n - 1e-9) or 1)
 
     @property
@@ -79,10 +79,10 @@ class TopK(Compressor):
 
 @dataclass(frozen=True)
 class Places:
-    """k rising numbers below n in about k·(2 + log₂ n/k) bits, as many for any such numbers (Elias 1974).
+    """A code for k rising numbers below n in about k·(2 + log₂ n/k) bits, whatever the numbers (Elias 1974).
 
-    The `low` lowest bits of each number stand as they are: all first bits, then all second ones. The rest,
-    which rises slowly, is a row of bits in which that of the i-th number stands at rest + i.
+    The `low` lowest bits of each number are stored in planes: all first bits, then all second ones. The high
+    part of the i-th number, h, is stored as a 1 at position h + i of a row of bits.
     """
 
     n: int
@@ -96,19 +96,21 @@ class Places:
 
     @property
     def nbytes(self) -> int:
+        """The length of the code."""
         return self.low * self._plane + -(-self._row // 8)
 
     @property
     def _plane(self) -> int:
-        """Bytes of one bit of each number."""
+        """Bytes of a plane, which has one bit of each number."""
         return -(-self.k // 8)
 
     @property
     def _row(self) -> int:
-        """Bits of the row."""
+        """Bits of the row, which has the high parts."""
         return self.k + ((self.n - 1) >> self.low) if self.k else 0
 
     def encode(self, places: Indices) -> Bytes:
+        """The bytes of k rising numbers below n."""
         import numpy as np
 
         row = np.zeros(self._row, dtype=bool)
@@ -117,7 +119,7 @@ class Places:
         return np.concatenate([*planes, np.packbits(row)])
 
     def decode(self, data: Bytes) -> Indices:
-        """BadUpdate unless the bytes are k rising numbers below n."""
+        """The numbers in the bytes; BadUpdate unless there are k of them, rising and below n."""
         import numpy as np
 
         row = np.flatnonzero(np.unpackbits(data[self.low * self._plane :], count=self._row))
@@ -134,10 +136,10 @@ class Places:
 
 
 def largest(values: Array, k: int) -> Indices:
-    """The places of the k largest |values|, rising; of equal ones the first. Exact.
+    """The indices of the k largest |values|, rising; ties go to the first. Exact.
 
-    No sort: a sample gives a threshold that a few more than k should reach, those are picked in one pass, and
-    the exact k among them. When too few reach it, the threshold is lowered.
+    Values are not sorted: a sample gives a threshold that a few more than k values should reach, one pass
+    selects those, and the k largest are chosen among them. When too few reach it, the threshold is lowered.
     """
     import numpy as np
 
@@ -162,7 +164,7 @@ def largest(values: Array, k: int) -> Indices:
 
 
 def _reaching(values: Array, threshold: np.float32) -> Indices:
-    """Places with |value| >= threshold."""
+    """Indices with |value| >= threshold."""
     import numpy as np
 
     sizes, found = np.empty(min(CHUNK, len(values)), dtype=values.dtype), []

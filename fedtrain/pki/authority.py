@@ -26,6 +26,7 @@ from ..errors import CertificateError, ConfigError, writing
 from .identity import USAGE, certificates, check_label, dns_name, serial_hex
 
 PublicKey = ec.EllipticCurvePublicKey
+PrivateKey = ec.EllipticCurvePrivateKey
 
 ROOT_LIFE = timedelta(days=3650)
 ISSUING_LIFE = timedelta(days=365)
@@ -37,7 +38,7 @@ class Authority:
     """A CA that signs certificates: its certificate, its key, and the root above it."""
 
     certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+    key: PrivateKey
     root: x509.Certificate
 
     @classmethod
@@ -48,11 +49,8 @@ class Authority:
             raise ConfigError(
                 f"{ca} holds no certificate authority. Make it once per federation: fedtrain certs init"
             )
-        return cls(
-            _load_certificate(ca / "issuing.pem"),
-            _load_key(ca / "issuing.key.pem"),
-            _load_certificate(ca / "root.pem"),
-        )
+        issuing, root = _load_certificate(ca / "issuing.pem"), _load_certificate(ca / "root.pem")
+        return cls(issuing, _load_key(ca / "issuing.key.pem"), root)
 
     @property
     def federation(self) -> str:
@@ -165,10 +163,7 @@ def sign(
 
 
 def save(
-    folder: Path,
-    certificate: x509.Certificate,
-    authority: Authority,
-    key: ec.EllipticCurvePrivateKey | None = None,
+    folder: Path, certificate: x509.Certificate, authority: Authority, key: PrivateKey | None = None
 ) -> Path:
     """Write a leaf's folder and return it; each file is replaced atomically. Without `key`, key.pem stays."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -237,19 +232,13 @@ def _key_usage(
     *, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
 ) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=digital_signature,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=key_cert_sign,
-        crl_sign=crl_sign,
-        encipher_only=False,
-        decipher_only=False,
-    )
+        digital_signature=digital_signature, key_cert_sign=key_cert_sign, crl_sign=crl_sign,
+        content_commitment=False, key_encipherment=False, data_encipherment=False,
+        key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
 
 
-def _own_key(folder: Path) -> ec.EllipticCurvePrivateKey:
+def _own_key(folder: Path) -> PrivateKey:
     """The folder's key, or a new one."""
     path = folder / "key.pem"
     return _load_key(path) if path.exists() else ec.generate_private_key(ec.SECP256R1())
@@ -276,17 +265,17 @@ def _load_certificate(path: Path) -> x509.Certificate:
         raise CertificateError(f"{path}: not a readable PEM certificate ({e})") from None
 
 
-def _load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+def _load_key(path: Path) -> PrivateKey:
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as e:
         raise CertificateError(f"{path}: not a readable, unencrypted PEM private key ({e})") from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
+    if not isinstance(key, PrivateKey):
         raise CertificateError(f"{path}: not an elliptic-curve key")
     return key
 
 
-def _pem(thing: x509.Certificate | ec.EllipticCurvePrivateKey) -> bytes:
+def _pem(thing: x509.Certificate | PrivateKey) -> bytes:
     if isinstance(thing, x509.Certificate):
         return thing.public_bytes(serialization.Encoding.PEM)
     return thing.private_bytes(

@@ -118,13 +118,8 @@ def identity_of(pem: bytes) -> Identity:
             f"{dns} may be used for {', '.join(u._name for u in usages)}; {role} certificates "
             f"are for {USAGE[role]._name} only"
         )
-    return Identity(
-        role=role,
-        name=match.groupdict().get("name", "aggregator"),
-        federation=match["federation"],
-        serial=serial,
-        not_after=leaf.not_valid_after_utc,
-    )
+    name = match.groupdict().get("name", "aggregator")
+    return Identity(role, name, match["federation"], serial, leaf.not_valid_after_utc)
 
 
 def aggregator_target(federation: str) -> str:

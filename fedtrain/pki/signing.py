@@ -120,13 +120,8 @@ class Verifier:
         key = leaf.public_key()
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             raise CertificateError(f"{identity}: its certificate has no P-256 key, which signing needs")
-        return Trusted(
-            identity,
-            fingerprint(certificate),
-            key,
-            max(c.not_valid_before_utc for c in chain),
-            min(c.not_valid_after_utc for c in chain),
-        )
+        start, end = max(c.not_valid_before_utc for c in chain), min(c.not_valid_after_utc for c in chain)
+        return Trusted(identity, fingerprint(certificate), key, start, end)
 
 
 def _pem(chain: Iterable[x509.Certificate]) -> bytes:

@@ -1,4 +1,4 @@
-"""Differential privacy of what leaves a site: clip and noise, and what that costs."""
+"""Differential privacy of a site's updates: clipping, Gaussian noise, and the privacy budget spent."""
 
 from .accountant import epsilon
 from .gaussian import Gaussian

@@ -1,19 +1,19 @@
-"""What releases with Gaussian noise cost: epsilon at a delta, by Rényi differential privacy."""
+"""The privacy budget of releases with Gaussian noise: ε at a δ, by Rényi differential privacy (RDP)."""
 
 from __future__ import annotations
 
 import math
 
-TIMES = 60  # the interval of orders is cut to 0.618 of it: to one part in 10^12
+TIMES = 60  # steps of the golden-section search; each cuts the interval of orders to 0.618 of it: to 1e-12
 
 
 def epsilon(sigma: float, releases: int, delta: float) -> float:
-    """ε such that `releases` of the Gaussian mechanism together are (ε, delta)-private.
+    """ε such that `releases` of the Gaussian mechanism together are (ε, delta)-differentially private.
 
-    `sigma`: the noise's standard deviation over the sensitivity, how far the vector of one data set can lie
-    from that of any other it is told apart from. Each release has RDP α/(2σ²) at order α (Mironov 2017,
-    Corollary 3), orders add up (Proposition 1), and at each order ε = RDP + ln((α−1)/α) − (ln δ + ln α)/(α−1)
-    (Canonne, Kamath, Steinke 2020, Proposition 12; Balle et al. 2020, Theorem 21). The best order is taken.
+    `sigma`: the noise's standard deviation divided by the sensitivity, the largest distance between the
+    vectors of two data sets. Each release has RDP α/(2σ²) at order α (Mironov 2017, Corollary 3), releases
+    add up (Proposition 1), and at each order ε = RDP + ln((α−1)/α) − (ln δ + ln α)/(α−1) (Canonne, Kamath,
+    Steinke 2020, Proposition 12; Balle et al. 2020, Theorem 21). The result is the least ε of all orders.
     """
     assert sigma > 0, sigma
     assert 0 < delta < 1, delta
@@ -21,7 +21,7 @@ def epsilon(sigma: float, releases: int, delta: float) -> float:
         return 0.0
     rho = releases / (2 * sigma**2)
 
-    def at(log_order: float) -> float:  # of α − 1
+    def at(log_order: float) -> float:  # ε at order α, given ln(α − 1)
         above = math.exp(log_order)
         order = 1 + above
         return rho * order + math.log(above / order) - math.log(delta * order) / above

@@ -1,4 +1,4 @@
-"""The Gaussian mechanism on an update: shortened to a norm, then noise of a multiple of that norm."""
+"""The Gaussian mechanism for an update: clip its norm, then add noise proportional to the clipping norm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Normals = NDArray[np.float64]  # 1-D
 
-PIECE = 1 << 18  # coordinates at a time
+PIECE = 1 << 18  # coordinates processed at a time
 KEY_BYTES = 16
 
 
@@ -24,21 +24,22 @@ KEY_BYTES = 16
 class Gaussian:
     """Δ·min(1, clip/‖Δ‖₂) + N(0, (multiplier·clip)²) in each trained coordinate.
 
-    Any two updates lie at most 2·clip apart, so whoever sees the result can hardly tell which data a site
-    has: local differential privacy with σ = multiplier/2 (see `epsilon`). Nothing else may leave the site:
-    what is not trained must not have moved.
+    Any two clipped updates lie at most 2·clip apart, so this is local differential privacy with
+    σ = multiplier/2 (see `epsilon`): a reader of the result can hardly infer the site's data. No other value
+    may leave the site, so coordinates that are not trained must not have moved.
     """
 
-    clip: float  # L2 norm over all trained coordinates
-    multiplier: float
+    clip: float  # the largest L2 norm of an update, over all trained coordinates
+    multiplier: float  # the noise's standard deviation divided by `clip`
 
     @property
     def sigma(self) -> float:
-        """The noise over the sensitivity."""
+        """The noise's standard deviation divided by the sensitivity."""
         return self.multiplier / 2
 
     def apply(self, delta: Arena, key: bytes) -> float:
-        """In place; the norm before. `key` [16 bytes]: new and unforeseeable each time, except to simulate.
+        """Clip `delta` and add noise, in place; returns the norm before clipping. `key` [16 bytes]: fresh and
+        unpredictable for each call, except in a simulation.
 
         BadUpdate for an update that isn't finite, ConfigError for a model whose buffers move.
         """
@@ -66,7 +67,7 @@ class Gaussian:
 
 
 def normals(key: bytes, sizes: list[int]) -> Iterator[Normals]:
-    """Vectors of independent standard normal numbers, from the AES-128 keystream of a key.
+    """Vectors of independent standard normal numbers with these sizes, from the AES-128 keystream of a key.
 
     Box–Muller with 53 bits for each uniform number, in float64: up to 8.5 standard deviations.
     """

@@ -1,4 +1,4 @@
-"""How the global model moves, one file a strategy. A new one is its file and its line in STRATEGIES."""
+"""Strategies, which say how the global model moves, one file each. A new one needs a line in STRATEGIES."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ __all__ = ["STRATEGIES", "Strategy", "build", "corrects", "server_step", "state_
 def build(kind: str, options: Mapping[str, Any], root: Path | None = None) -> Strategy:
     """The strategy that [strategy] describes: its kind, and the keys that are the strategy's own fields.
 
-    A kind "module:Class" is the user's own, and module.py lies in `root`, beside the task.
+    A kind "module:Class" is a class of the user in module.py in the folder `root`, next to the task.
+    ConfigError for an unknown kind or option, or where there is no such class.
     """
     if ":" in kind:
         cls = _own(kind, root)

@@ -1,4 +1,4 @@
-"""What FedAdagrad, FedAdam and FedYogi share: all of Reddi et al. 2021, Algorithm 2, but the line for v."""
+"""The common part of FedAdagrad, FedAdam and FedYogi: Reddi et al. 2021, Algorithm 2, but the line for v."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(strategy: Adaptive) -> None:
 
 
 def init(strategy: Adaptive, weights: Vector) -> State:
-    """m₋₁ = 0, and v₋₁ = τ², the least that the paper allows."""
+    """m₋₁ = 0, and v₋₁ = τ², the smallest value that the paper allows."""
     return {"m": weights.new_zeros(weights.shape), "v": weights.new_full(weights.shape, strategy.tau**2)}
 
 

@@ -1,4 +1,4 @@
-"""What a strategy is: the server's optimizer and the site's gradient correction, in one frozen dataclass."""
+"""The base class of strategies: a server optimizer and a site's gradient correction, in one dataclass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     Vector = torch.Tensor  # 1-D, float32 or float64: every trained coordinate of one dtype, in arena order
-    State = dict[str, torch.Tensor]  # what lives between rounds; {} when nothing does
+    State = dict[str, torch.Tensor]  # kept between rounds; {} for a strategy without state
 
 
 class Strategy:

@@ -1,4 +1,4 @@
-"""DiLoCo: islands take many local steps, and Nesterov momentum moves what they share."""
+"""DiLoCo: islands take many local steps, and Nesterov momentum moves the model that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedProx: each site is held near the global model by a proximal term in its loss."""
+"""FedProx: a proximal term in the loss keeps each site's model near the global model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Who talks to whom, and how much it counts. A new graph is its function and its line in KINDS.
+"""Topologies: which peers exchange models, and with which weights. A new graph needs a line in KINDS.
 
-A round's graph is a pure function of (sorted members, view epoch, seed, round), so all peers know all of it
-without a word about it.
+A round's graph is a pure function of (sorted members, view epoch, seed, round), so every peer computes the
+whole graph without a message.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Family:
     """A family of graphs."""
 
     graph: Graph
-    weights: str = "metropolis"  # unless others are asked for
-    example: str = ""  # of its argument, "" when it takes none
-    period: Callable[[int, str], int] = lambda n, argument: 1  # rounds until it repeats; 0: never
-    instead: Callable[[int, str], str] = lambda n, argument: "complete"  # of n peers that can't have it
+    weights: str = "metropolis"  # the default weights
+    example: str = ""  # an example of the argument, "" for a graph without one
+    period: Callable[[int, str], int] = lambda n, argument: 1  # rounds until the graph repeats; 0: never
+    instead: Callable[[int, str], str] = lambda n, argument: "complete"  # for n peers without such a graph
 
 
 KINDS: dict[str, Family] = {
@@ -83,54 +83,56 @@ KINDS: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Topology:
-    """A graph for every round, over whoever is a member then."""
+    """A graph for every round, over the members of that round."""
 
     kind: str
     argument: str = ""
-    weights: str = ""  # metropolis, uniform or push-sum; "": what suits the kind
+    weights: str = ""  # metropolis, uniform or push-sum; "": the kind's default
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.argument}" if self.argument else self.kind
 
     @property
     def fingerprint(self) -> str:
-        """Of a graph from a file: equal edges have equal ones."""
+        """A digest of the edges of a graph from a file: the same edges have the same fingerprint."""
         edges = sorted(set(read(Path(self.argument))))
         return hashlib.sha256(repr(edges).encode()).hexdigest()[:16]
 
     def round(self, members: int | Members, t: int, seed: int = 0, epoch: int = 0) -> Mixing:
-        """The graph of round t. `epoch` numbers the views of who is a member; a new one is a new draw."""
+        """The graph of round t (0 first), with weights. `members`: names, or a number of peers. `epoch` is
+        the number of the membership view: a new view draws random graphs anew. ConfigError when these
+        members can't have such a graph."""
         members = tuple(sorted(names(members) if isinstance(members, int) else members))
         period = self.period(len(members))
         return _round(self, members, t % period if period else t, seed, epoch)
 
     def period(self, n: int) -> int:
-        """After so many rounds it repeats; 0: never."""
+        """The number of rounds after which the graphs of n peers repeat; 0: never."""
         return max(1, found) if (found := KINDS[self.kind].period(n, self.argument)) or n < 2 else 0
 
     def check(self, members: int | Members, seed: int = 0, epoch: int = 0) -> None:
-        """ConfigError unless what one member knows can come to every other."""
+        """ConfigError unless there is a path from every member to every other, over all rounds together."""
         members = tuple(sorted(names(members) if isinstance(members, int) else members))
-        told: list[set[int]] = [set() for _ in members]
+        out: list[set[int]] = [set() for _ in members]
         for t in range(self.period(len(members)) or 16 + 4 * len(members).bit_length()):
             for j, i, _ in self.round(members, t, seed, epoch).edges:
-                told[j].add(i)
-        if pair := unreached([sorted(peers) for peers in told]):
-            teller, listener = (members[i] for i in pair)
+                out[j].add(i)
+        if pair := unreached([sorted(peers) for peers in out]):
+            sender, receiver = (members[i] for i in pair)
             raise ConfigError(
-                f"topology: {self} of {len(members)} peers is not connected: {listener} never hears of "
-                f"{teller}, so they can't agree. Add edges, or choose another kind."
+                f"topology: {self} of {len(members)} peers is not connected: {receiver} never hears of "
+                f"{sender}, so they can't agree. Add edges, or choose another kind."
             )
 
     def strangers(self, members: Members) -> list[PeerId]:
-        """Whom a graph from a file names and who is no member, sorted."""
+        """The names in a graph's file that are not members, sorted."""
         if self.kind != "file":
             return []
         return sorted({name for edge in read(Path(self.argument)) for name in edge} - set(members))
 
     def near(self, members: Members, seed: int = 0, epoch: int = 0) -> tuple[Topology, str]:
-        """This one and "", or where these members can't have it the nearest that they can, and why: peers
-        come and go while a run goes on."""
+        """(self, "") where these members can have such a graph, else (the nearest possible one, the reason).
+        Runs use it because peers come and go."""
         try:
             self.round(members, 0, seed, epoch)
         except ConfigError as e:
@@ -139,7 +141,7 @@ class Topology:
 
 
 def parse(spec: str, weights: str = "") -> Topology:
-    """The topology of "ring", "base:1", "regular:4" or "file:graph.txt"."""
+    """The topology of a text like "ring", "base:1", "regular:4" or "file:graph.txt", or a ConfigError."""
     kind, colon, argument = spec.partition(":")
     one_of("topology", kind, KINDS)
     found = KINDS[kind]
@@ -154,11 +156,11 @@ def parse(spec: str, weights: str = "") -> Topology:
 
 
 def names(n: int) -> list[PeerId]:
-    """0, 1, ... padded with zeros, so that their order is the order of numbers."""
+    """n names "0", "1", ... padded with zeros, so that they sort like numbers."""
     return [f"{i:0{len(str(max(n - 1, 0)))}d}" for i in range(n)]
 
 
-@lru_cache(maxsize=64)  # all peers of a simulation ask for the same
+@lru_cache(maxsize=64)  # all peers of a simulation ask for the same graph
 def _round(topology: Topology, members: tuple[PeerId, ...], t: int, seed: int, epoch: int) -> Mixing:
     kind = KINDS[topology.kind]
     when = () if topology.period(len(members)) else (t,)

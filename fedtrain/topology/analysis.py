@@ -1,8 +1,8 @@
-"""How fast a topology agrees, by theory: what it costs to come to 1e-3 of the first disagreement.
+"""How fast peers agree, by theory: rounds and bytes until 1e-3 of the first disagreement is left.
 
-Mₜ is the product of the first t mixing matrices; with push-sum weights each row of it is divided by its sum,
-as the models are by their mass. The disagreement after t rounds, from a random start, is
-‖Mₜ − 11ᵀ/n‖_F / √(n − 1) of the first; the worst start has ‖Mₜ − 11ᵀ/n‖₂.
+Mₜ is the product of the first t mixing matrices; with push-sum weights each row of Mₜ is divided by its sum,
+as the models are by their mass. After t rounds a disagreement of random models is ‖Mₜ − 11ᵀ/n‖_F / √(n − 1)
+of the first one; the worst start has ‖Mₜ − 11ᵀ/n‖₂.
 """
 
 from __future__ import annotations
@@ -24,39 +24,38 @@ if TYPE_CHECKING:
     from .mixing import Matrix
 
 GOAL = 1e-3
-EXACT = 1e-12  # what float64 leaves of 0
-MOST_ROUNDS = 1 << 24  # of a graph that repeats
-MOST_DRAWS = 4096  # rounds of a graph that never repeats
-DRAWS = 9  # of such a graph, of which the median is told
+EXACT = 1e-12  # a deviation that counts as 0, given float64's rounding
+MOST_ROUNDS = 1 << 24  # rounds searched for a graph that repeats
+MOST_DRAWS = 4096  # rounds searched for a graph that never repeats
+DRAWS = 9  # seeds tried for a graph that never repeats; the report has their median
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one should know of a topology before choosing it."""
+    """The figures of a topology for a number of peers."""
 
     topology: str
     weights: str
     peers: int
     period: int  # rounds until the graph repeats; 0: never
-    degree: int  # the most peers that one tells in a round
+    degree: int  # the most peers to which one peer sends in a round
     sends: float  # models that a peer sends in a round, on average
-    sigma: (
-        float  # σ₂ of a period's product, as a rate a round; of a graph that never repeats, the rate to 1e-3
-    )
-    exact_after: int | None  # rounds after which all models are the mean
-    rounds: int | None  # to 1e-3, from a random start
+    sigma: float  # σ₂ of a period's product, a round; of a graph that never repeats, the mean rate to 1e-3
+    exact_after: int | None  # rounds after which all models are the mean; None: never
+    rounds: int | None  # rounds to 1e-3 from a random start; None: more than were searched
 
     @property
     def gap(self) -> float:
+        """The spectral gap, 1 − σ₂."""
         return 1 - self.sigma
 
     @property
     def models(self) -> float | None:
-        """That a peer sends on the way to 1e-3."""
+        """The number of models that a peer sends until 1e-3 is reached."""
         return None if self.rounds is None else self.rounds * self.sends
 
     def lines(self, parameters: int) -> list[str]:
-        """For a person; a model has so many float32 parameters."""
+        """The report as text, for a model with this number of float32 parameters."""
         rounds = f"more than {MOST_ROUNDS if self.period else MOST_DRAWS}"
         sent = "unknown"
         if self.rounds is not None and self.models is not None:
@@ -77,7 +76,7 @@ class Report:
 
 
 def report(topology: Topology, n: int, seed: int = 0) -> Report:
-    """Theory's figures for n peers; ConfigError when they could never agree."""
+    """The figures of a topology of n peers; ConfigError when the peers could never agree."""
     from . import KINDS
 
     require(n >= 1, "topology", f"{n} peers: at least 1 is needed")
@@ -107,7 +106,7 @@ def report(topology: Topology, n: int, seed: int = 0) -> Report:
 
 
 def product(topology: Topology, n: int, t: int, seed: int = 0) -> Matrix:
-    """Mₜ before the division by mass, float64 [n, n]."""
+    """Mₜ, float64 [n, n], before its rows are divided by their sums."""
     m = np.eye(n)
     for number in range(t):
         m = topology.round(n, number, seed).matrix @ m
@@ -115,12 +114,12 @@ def product(topology: Topology, n: int, t: int, seed: int = 0) -> Matrix:
 
 
 def deviation(m: Matrix) -> float:
-    """σ₂: what is left of the worst disagreement, ‖M − 11ᵀ/n‖₂ with rows divided by their mass."""
+    """σ₂, the part of the worst disagreement that is left: ‖M − 11ᵀ/n‖₂ with rows divided by their sums."""
     return float(np.linalg.norm(_from_mean(m), 2))
 
 
 def left(m: Matrix) -> float:
-    """What is left of a random disagreement."""
+    """The part of a random disagreement that is left, ‖M − 11ᵀ/n‖_F / √(n − 1)."""
     return float(np.linalg.norm(_from_mean(m))) / math.sqrt(max(1, len(m) - 1))
 
 
@@ -130,10 +129,10 @@ def _from_mean(m: Matrix) -> Matrix:
 
 
 def rounds_to(topology: Topology, n: int, goal: float, seed: int = 0) -> int | None:
-    """Rounds until a random start has only so much of its disagreement left; None when it takes too long.
+    """Rounds until the part `goal` of a random disagreement is left; None for more than were searched.
 
-    The product over whole periods is raised to powers of two, then searched from above; so a ring of a
-    thousand peers costs no more than a few dozen products.
+    The product over a period is squared again and again, then a binary search finds the round; so a ring of
+    a thousand peers costs no more than a few dozen products.
     """
     if n == 1:
         return 0
@@ -146,7 +145,7 @@ def rounds_to(topology: Topology, n: int, goal: float, seed: int = 0) -> int | N
             return None
         powers.append(powers[-1] @ powers[-1])
     m, periods = np.eye(n), 0
-    for exponent in range(len(powers) - 2, -1, -1):  # the most periods that are not enough
+    for exponent in range(len(powers) - 2, -1, -1):  # the most periods that don't reach the goal
         if left(further := powers[exponent] @ m) > goal:
             m, periods = further, periods + (1 << exponent)
     for t in range(period):
@@ -172,7 +171,8 @@ def _size(nbytes: float) -> str:
 
 
 def draw(topology: Topology, n: int, path: Path, seed: int = 0) -> None:
-    """The graph as a picture; of one that changes, its first rounds side by side."""
+    """Draw the graph into an image file; for a graph that changes, its first rounds side by side.
+    ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -195,10 +195,7 @@ def draw(topology: Topology, n: int, path: Path, seed: int = 0) -> None:
         if n <= 40:
             for name, at_x, at_y in zip(mixing.members, 1.13 * x, 1.13 * y, strict=True):
                 axes.text(at_x, at_y, name, ha="center", va="center", fontsize=8)
-        axes.set(
-            xlim=(-1.3, 1.3),
-            ylim=(-1.3, 1.3),
-            title=f"{topology}" + (f", round {t + 1}" if shown > 1 else ""),
-        )
+        title = f"{topology}, round {t + 1}" if shown > 1 else str(topology)
+        axes.set(xlim=(-1.3, 1.3), ylim=(-1.3, 1.3), title=title)
         axes.axis("off")
     figure.savefig(path, dpi=110)

@@ -1,4 +1,4 @@
-"""Graphs drawn by a seed: all peers draw the same, for all know seed, round and members."""
+"""Random graphs: all peers draw the same graph, because all know the seed, the round and the members."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from .mixing import Out
 
-TRIES = 200  # draws before a graph is given up; the message says why
+TRIES = 200  # draws of a graph before a ConfigError
 
 
 def regular(n: int, degree: int, draw: Random) -> Out:
@@ -30,9 +30,9 @@ def regular(n: int, degree: int, draw: Random) -> Out:
 
 
 def nearest_degree(n: int, degree: int) -> int:
-    """The degree nearest to this one that n peers, three or more, can all have."""
+    """The nearest possible degree of a regular graph of n peers, n >= 3."""
     degree = max(2, min(degree, n - 1))
-    return degree + n * degree % 2  # of an odd n an odd degree is at most n - 2
+    return degree + n * degree % 2  # n·degree must be even; for an odd n, an odd degree is at most n - 2
 
 
 def _matched_ends(n: int, degree: int, draw: Random) -> Out | None:
@@ -54,7 +54,7 @@ def _matched_ends(n: int, degree: int, draw: Random) -> Out | None:
 
 
 def erdos_renyi(n: int, probability: float, draw: Random) -> Out:
-    """Each pair is an edge with this probability; drawn again until it is connected."""
+    """Each pair is an edge with this probability; the graph is drawn again until it is connected."""
     if not 0 < probability <= 1:
         raise ConfigError(f"topology: erdos-renyi:{probability:g} is no probability: choose one in (0, 1].")
     for _ in range(TRIES):
@@ -73,7 +73,7 @@ def erdos_renyi(n: int, probability: float, draw: Random) -> Out:
 
 
 def matching(n: int, draw: Random) -> Out:
-    """Pairs at random; of an odd number of peers one is left alone."""
+    """Random pairs; one peer of an odd number has no neighbour."""
     order = draw.sample(range(n), n)
     out: list[list[int]] = [[] for _ in range(n)]
     for i, j in zip(order[::2], order[1::2], strict=False):
@@ -81,21 +81,21 @@ def matching(n: int, draw: Random) -> Out:
     return out
 
 
-def epidemic(n: int, told: int, draw: Random) -> Out:
-    """Each peer tells so many others, drawn at random by itself."""
-    if not 1 <= told < max(n, 2):
-        raise ConfigError(f"topology: epidemic:{told} of {n} peers: choose a number from 1 to {n - 1}.")
-    others = [draw.sample(range(n - 1), min(told, n - 1)) for _ in range(n)]
+def epidemic(n: int, fanout: int, draw: Random) -> Out:
+    """Each peer sends to `fanout` random others, drawn for each peer by itself."""
+    if not 1 <= fanout < max(n, 2):
+        raise ConfigError(f"topology: epidemic:{fanout} of {n} peers: choose a number from 1 to {n - 1}.")
+    others = [draw.sample(range(n - 1), min(fanout, n - 1)) for _ in range(n)]
     return [sorted(j + (j >= i) for j in peers) for i, peers in enumerate(others)]
 
 
 def connected(out: Out) -> bool:
-    """Whether what one peer knows can come to every other."""
+    """Whether there is a path from every peer to every other (strongly connected)."""
     return unreached(out) is None
 
 
 def unreached(out: Out) -> tuple[int, int] | None:
-    """(a peer, one to whom nothing that it knows can come); None where there are no such two."""
+    """A pair (a, b) of peers without a path from a to b; None for a strongly connected graph."""
     back: list[list[int]] = [[] for _ in out]
     for j, peers in enumerate(out):
         for i in peers:
@@ -108,7 +108,7 @@ def unreached(out: Out) -> tuple[int, int] | None:
 
 
 def _reached(out: Out) -> set[int]:
-    """Those to whom what the first one knows can come."""
+    """The peers to which there is a path from the first one."""
     seen, todo = {0}, [0]
     while todo:
         fresh = set(out[todo.pop()]) - seen

@@ -1,4 +1,4 @@
-"""Graphs that change from round to round and are done after a number of rounds: every model is the mean.
+"""Graphs that change from round to round, and make every model the exact mean after some rounds.
 
 A schedule is a list of rounds, a round a list of pairs (i, j, weight). Round t of a run is round t modulo
 the schedule's length.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def one_peer_exponential(n: int, t: int) -> Out:
-    """In round t, i tells i + 2^(t mod ⌈log₂ n⌉) (Ying et al. 2021, §4). Exact when n is a power of two."""
+    """In round t, i sends to i + 2^(t mod ⌈log₂ n⌉) (Ying et al. 2021, §4). Exact if n is a power of two."""
     offsets = hops(n)
     return [[(i + offsets[t % len(offsets)]) % n] for i in range(n)] if offsets else [[]]
 
@@ -29,9 +29,9 @@ def one_peer_exponential(n: int, t: int) -> Out:
 def base(n: int, k: int) -> list[Pairs]:
     """The Base-(k+1) graph (Takezawa et al. 2023, Algorithm 3): exact for any n, with k neighbours at most.
 
-    n is cut into p groups of q peers, p what n has of prime factors up to k + 1. The groups average within
-    themselves by the simple graph, then peers of equal places by hyper-hypercubes. Where the simple graph
-    over all peers is shorter, it is that.
+    The n peers are p groups of q, where p is the product of n's prime factors up to k + 1. A group averages by
+    the simple graph, then the peers at the same place of all groups average by hyper-hypercubes. Where the
+    simple graph over all n peers has fewer rounds, the result is that graph.
     """
     peers = list(range(n))
     p = _smooth_part(n, k)
@@ -45,18 +45,18 @@ def base(n: int, k: int) -> list[Pairs]:
 
 
 def simple_base(peers: Sequence[int], k: int) -> list[Pairs]:
-    """The simple Base-(k+1) graph (the same, Algorithm 2).
+    """The simple Base-(k+1) graph (Takezawa et al. 2023, Algorithm 2).
 
     n is written in base k + 1; the digit a of the place (k+1)^p gives a block of a·(k+1)^p peers, in a
-    parts. First every block finds its own mean. Then block after block, the largest first, meets all later
-    ones: each of these peers takes from a block, by one peer of each part, what brings it to their common
-    mean, and the parts spread among themselves what they got in return.
+    parts. First every block averages within itself. Then each block, the largest first, meets all later
+    blocks: each peer of a later block averages with one peer of each part, with weights that bring it to the
+    common mean, and the parts then average within themselves.
     """
     if _smooth_part(len(peers), k) == len(peers):
         return hyper_hypercube(peers, k)
     blocks = _blocks(peers, k)
     own = [hyper_hypercube([i for part in parts for i in part], k) for parts in blocks]
-    begin = len(own[0])  # the first block is the largest and takes longest
+    begin = len(own[0])  # the first block is the largest and takes the most rounds
     schedules = own
     for number, parts in enumerate(blocks[:-1]):
         later = [i for block in blocks[number + 1 :] for part in block for i in part]
@@ -69,8 +69,8 @@ def simple_base(peers: Sequence[int], k: int) -> list[Pairs]:
 
 
 def hyper_hypercube(peers: Sequence[int], k: int) -> list[Pairs]:
-    """The k-peer hyper-hypercube (the same, Algorithm 1): round l averages groups of nₗ ≤ k + 1 peers, where
-    n is the product of as few nₗ as there can be."""
+    """The k-peer hyper-hypercube (Takezawa et al. 2023, Algorithm 1): round l averages groups of nₗ ≤ k + 1
+    peers, where n is the product of as few nₗ as possible."""
     rounds, stride = [], 1
     for factor in _factors(len(peers), k + 1):
         pairs = []
@@ -83,12 +83,12 @@ def hyper_hypercube(peers: Sequence[int], k: int) -> list[Pairs]:
 
 
 def _beside(schedules: Iterable[list[Pairs]]) -> list[Pairs]:
-    """Schedules over different peers, or at different times, as one."""
+    """One schedule of several, which have different peers or different rounds."""
     return [[pair for pairs in rounds for pair in pairs] for rounds in zip_longest(*schedules, fillvalue=[])]
 
 
 def _blocks(peers: Sequence[int], k: int) -> list[list[Sequence[int]]]:
-    """For each digit of n in base k + 1, the highest first: so many parts of its place's size."""
+    """For each digit a of n in base k + 1, the highest first: a parts of the size of the digit's place."""
     base, size = k + 1, 1
     while size * base <= len(peers):
         size *= base
@@ -103,9 +103,9 @@ def _blocks(peers: Sequence[int], k: int) -> list[list[Sequence[int]]]:
 
 
 def _smooth_part(n: int, k: int) -> int:
-    """The largest divisor of n all of whose prime factors are at most k + 1."""
+    """The largest divisor of n whose prime factors are all at most k + 1."""
     part = 1
-    for prime in range(2, k + 2):  # what is not prime divides no more by then
+    for prime in range(2, k + 2):  # a composite number no longer divides n when its turn comes
         while n % prime == 0:
             n //= prime
             part *= prime
@@ -114,7 +114,7 @@ def _smooth_part(n: int, k: int) -> int:
 
 @cache
 def _factors(n: int, largest: int) -> tuple[int, ...]:
-    """The shortest product of numbers up to `largest` that is n, which has such a product."""
+    """n as the product of as few numbers up to `largest` as possible; n must be such a product."""
     if n == 1:
         return ()
     divisors = (d for d in range(min(n, largest), 1, -1) if n % d == 0)

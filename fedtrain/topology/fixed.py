@@ -1,4 +1,4 @@
-"""Graphs that are the same in every round. Each gives, for every index, the indices that it tells."""
+"""Graphs that are the same in every round. Each function gives, for every index, the indices it sends to."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ if TYPE_CHECKING:
 
 
 def ring(n: int) -> Out:
-    """Each peer talks to the one before it and the one after it."""
+    """Each peer exchanges with the peer before it and the peer after it."""
     return [sorted({(i - 1) % n, (i + 1) % n} - {i}) for i in range(n)]
 
 
 def torus(n: int) -> Out:
-    """A grid whose borders meet, as near to a square as n allows; of a prime number of peers, a ring."""
+    """A grid whose borders meet, as near to a square as n allows; for a prime n, a ring."""
     rows = next(r for r in range(math.isqrt(n), 0, -1) if n % r == 0)
     columns = n // rows
     out = []
     for i in range(n):
         row, column = divmod(i, columns)
-        beside = {row * columns + (column + step) % columns for step in (-1, 1)}
-        above = {(row + step) % rows * columns + column for step in (-1, 1)}
-        out.append(sorted((beside | above) - {i}))
+        same_row = {row * columns + (column + step) % columns for step in (-1, 1)}
+        same_column = {(row + step) % rows * columns + column for step in (-1, 1)}
+        out.append(sorted((same_row | same_column) - {i}))
     return out
 
 
 def complete(n: int) -> Out:
+    """Each peer exchanges with all others."""
     return [[j for j in range(n) if j != i] for i in range(n)]
 
 
@@ -37,7 +38,7 @@ def star(n: int) -> Out:
 
 
 def exponential(n: int) -> Out:
-    """i tells i + 1, 2, 4, ... (Ying et al. 2021, §3): log₂ n neighbours, and each in one direction."""
+    """i sends to i + 1, i + 2, i + 4, ... (Ying et al. 2021, §3): log₂ n edges, each in one direction."""
     return [[(i + hop) % n for hop in hops(n)] for i in range(n)]
 
 

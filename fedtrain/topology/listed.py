@@ -1,11 +1,11 @@
 """A graph from a file, one edge a line:
 
-    # who has a line to whom
+    # a comment
     berlin paris
     paris -> rome
 
-The first goes both ways, the second one way. Names are the members'; `fedtrain topology -n` knows its
-peers by their numbers, 0 first.
+The first edge goes both ways, the second one way. The names are peers; `fedtrain topology -n` names its peers
+by numbers, 0 first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def read(path: Path) -> list[tuple[PeerId, PeerId]]:
-    """Every edge in its direction: the first tells the second."""
+    """Every directed edge as (sender, receiver); ConfigError for an unreadable file or a wrong line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -41,10 +41,10 @@ def read(path: Path) -> list[tuple[PeerId, PeerId]]:
 
 
 def listed(members: Sequence[PeerId], path: Path) -> Out:
-    """The part of the file's graph among the members."""
+    """The graph in the file, without peers that are not members."""
     index = {name: i for i, name in enumerate(members)}
     out: list[set[int]] = [set() for _ in members]
-    for teller, told in read(path):
-        if teller in index and told in index:
-            out[index[teller]].add(index[told])
+    for sender, receiver in read(path):
+        if sender in index and receiver in index:
+            out[index[sender]].add(index[receiver])
     return [sorted(peers) for peers in out]

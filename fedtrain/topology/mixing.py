@@ -1,4 +1,4 @@
-"""A round's graph with its weights: the mixing matrix W, W[i, j] what j's model counts at i."""
+"""A round's graph with its weights: the mixing matrix W, where W[i, j] is the weight of j's model at i."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Matrix = npt.NDArray[np.float64]
-    Out = Sequence[Sequence[int]]  # out[j]: the indices that j tells, without itself
+    Out = Sequence[Sequence[int]]  # out[j]: the indices to which j sends, without j itself
     Edges = Sequence[tuple[int, int, float]]  # (j, i, W[i, j]), j other than i
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """Who tells whom in one round, and how much it counts. Peers are known by name, in sorted order."""
+    """The weighted edges of one round. The members are sorted by name; an edge names them by index."""
 
     members: tuple[PeerId, ...]
     edges: Edges
-    own: tuple[float, ...]  # W[i, i]
+    own: tuple[float, ...]  # W[i, i], the weight of a peer's own model
 
     @classmethod
     def symmetric(cls, members: Sequence[PeerId], pairs: Edges) -> Mixing:
-        """Each pair both ways, with the same weight; what is left of 1 is a peer's own."""
+        """Each pair (i, j, weight) as an edge both ways; a peer's own weight is 1 minus its edges' weights."""
         own = np.ones(len(members))
         for i, j, weight in pairs:
             own[i] -= weight
@@ -47,27 +47,28 @@ class Mixing:
 
     @cached_property
     def graph(self) -> dict[PeerId, Neighborhood]:
-        """Every peer's part of it, by name."""
+        """Every peer's neighborhood, by name."""
         incoming: list[dict[PeerId, float]] = [{} for _ in self.members]
         outgoing: list[dict[PeerId, float]] = [{} for _ in self.members]
         for j, i, weight in sorted(self.edges):
             incoming[i][self.members[j]] = weight
         for j, i, weight in sorted(self.edges, key=lambda e: e[1]):
             outgoing[j][self.members[i]] = weight
-        tell = {name: tuple(heard) for name, heard in zip(self.members, incoming, strict=True)}
+        senders = {name: tuple(into) for name, into in zip(self.members, incoming, strict=True)}
         parts = zip(self.members, self.own, incoming, outgoing, strict=True)
         return {
-            name: Neighborhood(name, own, heard, told, {other: tell[other] for other in told})
-            for name, own, heard, told in parts
+            name: Neighborhood(name, own, into, out, {other: senders[other] for other in out})
+            for name, own, into, out in parts
         }
 
     @property
     def degree(self) -> int:
-        """The most peers that any peer tells."""
+        """The most peers to which one peer sends."""
         return max((len(part.outgoing) for part in self.graph.values()), default=0)
 
     @property
     def doubly_stochastic(self) -> bool:
+        """Whether all rows and columns of W sum to 1, so that the mean of the models stays."""
         w = self.matrix
         return bool(np.allclose(w.sum(0), 1, atol=1e-12) and np.allclose(w.sum(1), 1, atol=1e-12))
 
@@ -76,13 +77,13 @@ class Mixing:
 
 
 def metropolis(members: Sequence[PeerId], out: Out) -> Mixing:
-    """W[i, j] = 1/(1 + max(dᵢ, dⱼ)) (Metropolis–Hastings): symmetric on any graph without directions."""
-    told = [set(peers) for peers in out]
-    if any(j not in told[i] for j, peers in enumerate(told) for i in peers):
+    """W[i, j] = 1/(1 + max(dᵢ, dⱼ)) (Metropolis–Hastings): symmetric. ConfigError for one-way edges."""
+    near = [set(peers) for peers in out]
+    if any(j not in near[i] for j, peers in enumerate(near) for i in peers):
         raise ConfigError('weights: "metropolis" wants edges that go both ways. Use "push-sum".')
     pairs = [
-        (i, j, 1 / (1 + max(len(told[i]), len(told[j]))))
-        for j, peers in enumerate(told)
+        (i, j, 1 / (1 + max(len(near[i]), len(near[j]))))
+        for j, peers in enumerate(near)
         for i in sorted(peers)
         if i < j
     ]
@@ -90,9 +91,10 @@ def metropolis(members: Sequence[PeerId], out: Out) -> Mixing:
 
 
 def uniform(members: Sequence[PeerId], out: Out) -> Mixing:
-    """The plain mean of own and what is told, 1/(1 + d), where every peer tells d and is told by d."""
-    told_by = np.bincount([i for peers in out for i in peers], minlength=len(out))
-    degrees = {*(len(peers) for peers in out), *told_by.tolist()}
+    """The plain mean of a peer's own and d received models: weights 1/(1 + d). ConfigError unless every peer
+    sends to d peers and receives from d."""
+    incoming = np.bincount([i for peers in out for i in peers], minlength=len(out))
+    degrees = {*(len(peers) for peers in out), *incoming.tolist()}
     if len(degrees) > 1:
         raise ConfigError(
             f'weights: "uniform" keeps the mean only where all peers have as many neighbours; here they have '
@@ -104,7 +106,7 @@ def uniform(members: Sequence[PeerId], out: Out) -> Mixing:
 
 
 def push_sum(members: Sequence[PeerId], out: Out) -> Mixing:
-    """Each peer deals its mass in equal shares to itself and those it tells: columns of W sum to 1."""
+    """Each peer splits its mass equally among itself and the peers it sends to: columns of W sum to 1."""
     edges = [(j, i, 1 / (1 + len(peers))) for j, peers in enumerate(out) for i in peers]
     return Mixing(tuple(members), edges, tuple(1 / (1 + len(peers)) for peers in out))
 
