@@ -29,7 +29,7 @@ def one_peer_exponential(n: int, t: int) -> Out:
 def base(n: int, k: int) -> list[Pairs]:
     """The Base-(k+1) graph (Takezawa et al. 2023, Algorithm 3): exact for any n, with k neighbours at most.
 
-    The n peers are p groups of q, where p is the product of n's prime factors up to k + 1. A group averages by
+    The n peers are p groups of q, where p is the product of n's prime factors up to k + 1. Groups average by
     the simple graph, then the peers at the same place of all groups average by hyper-hypercubes. Where the
     simple graph over all n peers has fewer rounds, the result is that graph.
     """

@@ -30,7 +30,7 @@ class Mixing:
 
     @classmethod
     def symmetric(cls, members: Sequence[PeerId], pairs: Edges) -> Mixing:
-        """Each pair (i, j, weight) as an edge both ways; a peer's own weight is 1 minus its edges' weights."""
+        """Each pair (i, j, weight) as an edge both ways; a peer's own weight is what is left of 1."""
         own = np.ones(len(members))
         for i, j, weight in pairs:
             own[i] -= weight

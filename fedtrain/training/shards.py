@@ -290,9 +290,7 @@ class Cache:
         partial = self._partial(shard.sha256)
         partial.unlink(missing_ok=True)
         while not self._reserve(shard, partial):
-            time.sleep(
-                WAIT_S
-            )  # it ends: those who hold what is here have their room, and let go when they opened it
+            time.sleep(WAIT_S)  # ends, because holders of a lock have their space and release it on opening
         digest = hashlib.sha256()
         try:
             with partial.open("r+b") as f:
