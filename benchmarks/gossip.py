@@ -35,7 +35,7 @@ import common
 import torch
 import zmq
 
-from fedtrain.exchange import Contact, Offer, Share
+from fedtrain.exchange import Contact, Share, ShareHeader
 from fedtrain.transport.admission import Curve
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.frames import CHUNK_BYTES
@@ -54,7 +54,7 @@ class Average:
     def __init__(self, x: torch.Tensor, acc: torch.Tensor) -> None:
         self.x, self.acc = x, acc
 
-    def begin(self, offer: Offer) -> None:
+    def begin(self, offer: ShareHeader) -> None:
         assert offer.nbytes == self.acc.nbytes
 
     def mix(self, peer: str, offset: int, chunk: memoryview) -> None:

@@ -135,7 +135,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Offer:
+class ShareHeader:
     """A neighbour's share, before its bytes."""
 
     peer: PeerId
@@ -155,7 +155,7 @@ class Mixer(Protocol):
     whoever was first: so a sum of floats has the same bits in every run and over every transport.
     """
 
-    def begin(self, offer: Offer) -> None:
+    def begin(self, offer: ShareHeader) -> None:
         """A share is about to come. BadUpdate refuses it (size, codec, weight) before a byte is mixed."""
 
     def mix(self, peer: PeerId, offset: int, chunk: memoryview) -> None:
@@ -180,7 +180,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True)
-class Letter:
+class ReceivedShare:
     """A share that came outside of an exchange, whole; its payload is the receiver's own."""
 
     peer: PeerId
@@ -235,11 +235,11 @@ class Neighbors(Protocol):
         """Asynchronous modes: send and don't wait. The payload is the transport's from here on. An earlier
         post to the same peer that has not begun to leave is replaced."""
 
-    def take(self) -> list[Letter]:
-        """Letters since the last call, at most one from each peer, its latest; in the peers' order."""
+    def take(self) -> list[ReceivedShare]:
+        """What was posted to us since the last call: of each peer its latest, in the peers' order."""
 
     def publish(self, round: int, share: Share) -> None:
         """Our state, for whoever joins late and pulls it; a snapshot, the transport's from here on."""
 
-    async def pull(self, peer: PeerId, timeout_s: float) -> Letter | None:
+    async def pull(self, peer: PeerId, timeout_s: float) -> ReceivedShare | None:
         """The state that a peer has published; None when it has none, or doesn't answer in time."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fedtrain.errors import BadUpdate
-from fedtrain.exchange import Contact, Offer, Share
+from fedtrain.exchange import Contact, Share, ShareHeader
 from fedtrain.transport.admission import Curve
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
@@ -32,9 +32,9 @@ class Sum:
 
     def __init__(self, acc: torch.Tensor) -> None:
         self.acc, self.weight = acc, dict[str, float]()
-        self.begun, self.order, self.ended = list[Offer](), list[tuple[int, str]](), dict[str, int]()
+        self.begun, self.order, self.ended = list[ShareHeader](), list[tuple[int, str]](), dict[str, int]()
 
-    def begin(self, offer: Offer) -> None:
+    def begin(self, offer: ShareHeader) -> None:
         if offer.nbytes != self.acc.nbytes:
             raise BadUpdate(f"{offer.nbytes} bytes, {self.acc.nbytes} are due")
         self.weight[offer.peer] = offer.weight

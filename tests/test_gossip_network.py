@@ -9,9 +9,9 @@ import torch
 
 from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Share
-from fedtrain.transport import courier
-from fedtrain.transport.courier import Limits
+from fedtrain.transport import courier, receiver
 from fedtrain.transport.memory import Crashed, Faults, LocalNetwork
+from fedtrain.transport.shares import Limits
 from fedtrain.wire.gossip import Header, Kind
 from tests.gossip import MIB, Sum, share, vector
 from tests.limits import bounded
@@ -98,7 +98,7 @@ def test_a_giver_that_was_started_again_believes_that_its_share_was_had_before()
 
 def test_first_chunks_that_come_too_early_and_find_no_room_are_asked_for_again(monkeypatch):
     _, calm = bounded(all_to_all(LocalNetwork("abc"), 5 * MIB // 4))
-    monkeypatch.setattr(courier, "EARLY_BYTES", 5 << 20)  # for the chunks of one, and not of two
+    monkeypatch.setattr(receiver, "EARLY_BYTES", 5 << 20)  # for the chunks of one, and not of two
     network = LocalNetwork("abc")
     _, got = bounded(all_to_all(network, 5 * MIB // 4, c=3.0))
     for name, (mixer, done) in got.items():

@@ -15,7 +15,7 @@ from fedtrain.arena import Arena
 from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError, TaskError
-from fedtrain.exchange import Exchanged, Letter, Offer, Share
+from fedtrain.exchange import Exchanged, ReceivedShare, Share, ShareHeader
 from fedtrain.gossip import Blend, Parcel, Received
 from fedtrain.messages import Update
 from fedtrain.runtime import gossip_simulation, simulation
@@ -331,7 +331,7 @@ def test_one_part_travels_without_a_copy():
 def offered(parts, fields, nbytes=None, note=None):
     share = share_of(Parcel(parts, fields), 0.5, 1)
     size = len(share.payload) if nbytes is None else nbytes
-    return Offer("1", 0, size, 0.5, 1, 0, share.note if note is None else note), share
+    return ShareHeader("1", 0, size, 0.5, 1, 0, share.note if note is None else note), share
 
 
 def inbox():
@@ -538,7 +538,7 @@ def test_rounds_of_a_pace_are_counted_once_wherever_a_run_is_stopped(pace):
 def test_a_letter_that_can_t_be_read_is_as_if_it_had_not_come():
     class Silent:
         def take(self):
-            return [Letter("1", 0, Share(memoryview(b"garbage"), note=b"garbage"))]
+            return [ReceivedShare("1", 0, Share(memoryview(b"garbage"), note=b"garbage"))]
 
     peer = Peer("0", gossip.build("swift", {}), arena(PLAIN, 0), halfway_to(torch.zeros(50)), Silent())
     assert dict(peer._newest(8, {"x": torch.zeros(50, dtype=F64)}).parcels) == {}
@@ -555,7 +555,7 @@ def test_a_letter_that_can_t_be_read_is_as_if_it_had_not_come():
 def test_s16_a_letter_that_is_not_as_ours_is_as_if_it_had_not_come(parts):
     class Sent:
         def take(self):
-            return [Letter("1", 0, share_of(Parcel(parts), 0.5, 1))]
+            return [ReceivedShare("1", 0, share_of(Parcel(parts), 0.5, 1))]
 
     peer = Peer("0", gossip.build("swift", {}), arena(PLAIN, 0), halfway_to(torch.zeros(50)), Sent())
     assert dict(peer._newest(8, {"x": torch.zeros(50, dtype=F64)}).parcels) == {}

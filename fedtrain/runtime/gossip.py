@@ -18,7 +18,7 @@ from .. import aggregation, compression, topology
 from ..arena import Arena
 from ..config import CompressionConfig, Config
 from ..errors import BadUpdate, ConfigError, SecAggError, TaskError
-from ..exchange import Exchanged, Neighborhood, Neighbors, Offer, PeerId
+from ..exchange import Exchanged, Neighborhood, Neighbors, PeerId, ShareHeader
 from ..gossip import (
     ALGORITHMS,
     Algorithm,
@@ -198,7 +198,7 @@ class Peer:
         self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it told last
         self._now = torch.zeros(2, dtype=torch.float64)  # and what it measures now
         self._metrics: Metrics = {}
-        self._letters: dict[PeerId, tuple[int, Parcel]] = {}  # the newest of each, and when it came
+        self._posted: dict[PeerId, tuple[int, Parcel]] = {}  # the newest of each, and when it came
 
     @property
     def bytes_out(self) -> int:
@@ -282,21 +282,22 @@ class Peer:
         return start + trained_part(delta), {name: v + moved[name] for name, v in others.items()}
 
     def _newest(self, staleness: int, like: Mapping[str, torch.Tensor]) -> Received:
-        for letter in self._neighbors.take():
+        for posted in self._neighbors.take():
             inbox = Inbox({}, like, 2 * self.model.schema.nbytes + (1 << 16))
-            share = letter.share
+            share = posted.share
             try:
-                inbox.begin(Offer(letter.peer, letter.round, len(share.payload), share.weight, share.degree,
-                                  share.codec, share.note))  # fmt: skip
-                inbox.mix(letter.peer, 0, share.payload)
+                nbytes = len(share.payload)
+                inbox.begin(ShareHeader(posted.peer, posted.round, nbytes, share.weight, share.degree,
+                                        share.codec, share.note))  # fmt: skip
+                inbox.mix(posted.peer, 0, share.payload)
             except BadUpdate:
                 continue  # as if it had not come: what is stale returns to self
-            parcel = inbox.parcel(letter.peer)
+            parcel = inbox.parcel(posted.peer)
             if not self._robust and not all(map(good, parcel.parts.values())):
                 continue
-            self._letters[letter.peer] = self.round, parcel
+            self._posted[posted.peer] = self.round, parcel
         return Received(
-            {p: parcel for p, (at, parcel) in self._letters.items() if self.round - at <= staleness}
+            {p: parcel for p, (at, parcel) in self._posted.items() if self.round - at <= staleness}
         )
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from ..arena import Arena, narrow_into, widened
 from ..errors import BadUpdate, ConfigError, WireError
-from ..exchange import Offer, PeerId, Share
+from ..exchange import PeerId, Share, ShareHeader
 from ..gossip import Blend, Fold, Parcel
 from ..schema import ALIGN, FLOATS
 from ..wire.codec import decode
@@ -117,7 +117,7 @@ class Inbox:
         self._parts: dict[PeerId, list[_Part]] = {}
         self._fields: dict[PeerId, dict[str, float]] = {}
 
-    def begin(self, offer: Offer) -> None:
+    def begin(self, offer: ShareHeader) -> None:
         import torch
 
         note = _checked_note(offer.note)

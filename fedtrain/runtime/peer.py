@@ -25,7 +25,7 @@ from ..config import Config
 from ..digest import digest_of
 from ..errors import BadUpdate, CertificateError, ConfigError, JoinRefused, SecAggError, TaskError
 from ..events import Emit, Record, noticed
-from ..exchange import Contact, Letter, Neighborhood, PeerId, Share
+from ..exchange import Contact, Neighborhood, PeerId, ReceivedShare, Share
 from ..gossip import Algorithm
 from ..messages import Update, averages
 from ..pki import Credentials, Revoked
@@ -40,7 +40,7 @@ from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.admission import FAST, Curve, curve_speed, join
-from ..transport.courier import Limits
+from ..transport.shares import Limits
 from ..transport.zmq import ZmqNeighbors
 from ..wire.gossip import Greeting, Stamp
 from .checks import flaw
@@ -506,7 +506,7 @@ def _written(arena: Arena, path: Path) -> Path:
     return path
 
 
-def state_of(letter: Letter, schema: Schema) -> Arena:
+def state_of(letter: ReceivedShare, schema: Schema) -> Arena:
     """The model that a neighbour gave; BadUpdate unless it is whole, of our kind, and can be trained."""
     data = letter.share.payload
     if len(data) != schema.nbytes or digest_of(data).encode() != letter.share.note:

@@ -29,7 +29,7 @@ from ..events import Emit
 from ..exchange import Contact, PeerId
 from ..wire.gossip import FRAME_BYTES, Header, Stamp, pack, short
 from .admission import Curve, Door, Guests, Roster
-from .courier import Parts
+from .shares import Parts
 
 SENDING = 16  # messages queued in libzmq on a connection, each of a batch of chunks at most
 BATCH = 64  # messages read from one socket before the others are looked at

@@ -21,10 +21,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from ..errors import ConnectError, WireError
-from ..exchange import Exchanged, Letter, Mixer, PeerId, Share
+from ..exchange import Exchanged, Mixer, PeerId, ReceivedShare, Share
 from ..messages import Reply, Request, SiteId
 from ..wire.gossip import Header, Kind
-from .courier import Courier, Limits, Parts
+from .courier import Courier
+from .shares import Limits, Parts
 
 Handler = Callable[[Request], Reply | Awaitable[Reply]]
 
@@ -181,7 +182,7 @@ class LocalNetwork:
     def _deliver(self, giver: PeerId, taker: PeerId, header: Header, parts: Parts) -> None:
         if peer := self._up.get(taker):
             if header.kind is Kind.PING:
-                peer.courier.heard(giver, header.round, self.now)
+                peer.courier.announced(giver, header.round, self.now)
             else:
                 try:
                     peer.courier.receive(giver, header, parts, self.now)
@@ -232,11 +233,11 @@ class LocalNeighbors:
 
     @property
     def bytes_in(self) -> int:
-        return self.courier.bytes_in
+        return self.courier.receiver.bytes_in
 
     @property
     def bytes_out(self) -> int:
-        return self.courier.bytes_out
+        return self.courier.sender.bytes_out
 
     @property
     def waits(self) -> bool:
@@ -268,18 +269,18 @@ class LocalNeighbors:
         self.courier.post(round, shares, self._network.now)
         self._network.touched(self)
 
-    def take(self) -> list[Letter]:
-        letters, self.courier.letters = self.courier.letters, {}
-        return [letters[peer] for peer in sorted(letters)]
+    def take(self) -> list[ReceivedShare]:
+        received = self.courier.receiver.take_posted()
+        return [received[peer] for peer in sorted(received)]
 
     def publish(self, round: int, share: Share) -> None:
         self.courier.publish(round, share)
 
-    async def pull(self, peer: PeerId, timeout_s: float) -> Letter | None:
+    async def pull(self, peer: PeerId, timeout_s: float) -> ReceivedShare | None:
         self.courier.pull(peer, self._network.now)
-        await self._wait(lambda: peer in self.courier.states, timeout_s)
-        self.courier.forget_pull(peer)
-        return self.courier.states.pop(peer, None)
+        await self._wait(lambda: peer in self.courier.receiver.states, timeout_s)
+        self.courier.receiver.forget_pull(peer)
+        return self.courier.receiver.states.pop(peer, None)
 
     async def sleep(self, seconds: float) -> None:
         """Let the network's time pass, as for a training that takes long."""

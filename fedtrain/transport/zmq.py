@@ -25,15 +25,16 @@ import zmq
 
 from ..errors import CertificateError, ConnectError, JoinRefused, WireError
 from ..events import Emit, Event, Notice, SiteJoined, SiteLost, SiteRefused, UpdateRefused, silent
-from ..exchange import Exchanged, Letter, Mixer, PeerId, Share
+from ..exchange import Exchanged, Mixer, PeerId, ReceivedShare, Share
 from ..malloc import keep_freed
 from ..wire.codec import decode, encode
 from ..wire.frames import Refused
 from ..wire.gossip import Greeting, Header, Kind, Stamp, text_of, unpack
 from .admission import Curve, Roster, bundles
-from .courier import Body, Courier, Limits, Parts
+from .courier import Courier
 from .links import Link, Links
 from .membership import Membership
+from .shares import Body, Limits, Parts
 
 WAITING = 1000  # messages that wait here for one peer: credit keeps an honest one far below
 TOKENS = 4000.0  # control messages that a peer may send at once,
@@ -84,16 +85,18 @@ class ZmqNeighbors:
         self._heartbeat_s, self._idle_s, self._io_threads = float(heartbeat_s), float(idle_s), io_threads
         self._stamp = Stamp.of(run, greeting.schema_digest, me)
         self._greeting = msgspec.structs.replace(greeting, boot=secrets.token_bytes(8))
-        self._courier = Courier(self._limits, first_transfer=secrets.randbits(31), refuse=self._share_refused)
+        self._courier = Courier(
+            self._limits, first_transfer=secrets.randbits(31), refused=self._share_refused
+        )
         self._membership = Membership(
             me, now=time.monotonic(), draw=random.Random(secrets.randbits(64)), period_s=self._heartbeat_s,
             suspicion_s=self._idle_s,
         )  # fmt: skip
         self._commands: deque[Callable[[], object]] = deque()
-        self._lock = threading.Lock()  # over _letters, which both threads touch
-        self._letters: dict[PeerId, Letter] = {}
+        self._lock = threading.Lock()  # over _posted, which both threads touch
+        self._posted: dict[PeerId, ReceivedShare] = {}
         self._exchange: asyncio.Future[Exchanged] | None = None
-        self._pulls: dict[PeerId, asyncio.Future[Letter | None]] = {}
+        self._pulls: dict[PeerId, asyncio.Future[ReceivedShare | None]] = {}
         self._passed_on: frozenset[bytes] = frozenset()  # statements that all connected peers were sent
         self._round = 0
         self._view = View((me,), self._membership.epoch, False)
@@ -131,11 +134,11 @@ class ZmqNeighbors:
 
     @property
     def bytes_in(self) -> int:
-        return self._courier.bytes_in
+        return self._courier.receiver.bytes_in
 
     @property
     def bytes_out(self) -> int:
-        return self._courier.bytes_out
+        return self._courier.sender.bytes_out
 
     def connected(self) -> list[PeerId]:
         """The peers with whom we agree and are connected, sorted."""
@@ -198,16 +201,16 @@ class ZmqNeighbors:
 
         self._do(post)
 
-    def take(self) -> list[Letter]:
+    def take(self) -> list[ReceivedShare]:
         with self._lock:
-            letters, self._letters = self._letters, {}
-        return [letters[peer] for peer in sorted(letters)]
+            posted, self._posted = self._posted, {}
+        return [posted[peer] for peer in sorted(posted)]
 
     def publish(self, round: int, share: Share) -> None:
         self._do(lambda: self._courier.publish(round, share))
 
-    async def pull(self, peer: PeerId, timeout_s: float) -> Letter | None:
-        answer: asyncio.Future[Letter | None] = self._loop.create_future()
+    async def pull(self, peer: PeerId, timeout_s: float) -> ReceivedShare | None:
+        answer: asyncio.Future[ReceivedShare | None] = self._loop.create_future()
 
         def ask() -> None:
             self._pulls[peer] = answer
@@ -216,7 +219,7 @@ class ZmqNeighbors:
 
         def forget() -> None:
             if self._pulls.pop(peer, None):
-                self._courier.forget_pull(peer)
+                self._courier.receiver.forget_pull(peer)
 
         self._do(ask)
         try:
@@ -289,7 +292,7 @@ class ZmqNeighbors:
         if membership.changes != self._seen:
             self._seen = membership.changes
             self._view = View(tuple(membership.alive()), membership.epoch, membership.degraded())
-            self._courier.epoch = self._view.epoch
+            self._courier.state.epoch = self._view.epoch
 
     def _look_at_links(self, now: float) -> None:
         for link in self._links:
@@ -377,7 +380,7 @@ class ZmqNeighbors:
         now, body = time.monotonic(), parts[0] if parts else b""
         match header.kind:
             case Kind.PING | Kind.PONG | Kind.SUSPECT:
-                self._courier.heard(link.peer, header.round, now)
+                self._courier.announced(link.peer, header.round, now)
                 if len(body):  # otherwise it only says where it is
                     self._membership.receive(link.peer, header.kind, text_of(header, body), now)
             case Kind.MEMBERS:
@@ -421,7 +424,7 @@ class ZmqNeighbors:
         again = link.welcomed and greeting.boot == link.boot
         link.welcomed, link.boot = True, greeting.boot
         self._say(link, Header(Kind.WELCOME, self._round))
-        self._courier.heard(link.peer, header.round, time.monotonic())
+        self._courier.announced(link.peer, header.round, time.monotonic())
         if not again:
             self._greet(link)  # it may not have known us before
             self._agreed(link)
@@ -493,13 +496,13 @@ class ZmqNeighbors:
                     self._links.to(peer)
             finished, courier.finished = courier.finished, None
             self._on_loop(_settle, done, finished)
-        if courier.letters:
+        if courier.receiver.posted:
             with self._lock:
-                self._letters |= courier.letters
-            courier.letters.clear()
-        for peer in list(courier.states):
+                self._posted |= courier.receiver.take_posted()
+        states = courier.receiver.states
+        for peer in list(states):
             if answer := self._pulls.pop(peer, None):
-                self._on_loop(_settle, answer, courier.states.pop(peer))
+                self._on_loop(_settle, answer, states.pop(peer))
 
     def _share_refused(self, peer: PeerId, round: int, reason: str) -> None:
         self._tell(UpdateRefused(site=peer, round=round + 1, reason=reason))

@@ -20,7 +20,7 @@ How a share travels from its giver to its taker (transport/courier.py). -> giver
     <- NACK(index, count)               send again from chunk `index`; also answers an OFFER without chunks
     <- WANT(round)                      the taker expects the share of this round
 
-A LETTER is the OFFER of an asynchronous message, which belongs to no round; a STATE is the answer to a PULL.
+A POST is the OFFER of an asynchronous share, which belongs to no round; a STATE is the answer to a PULL.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Kind(IntEnum):
     REJECT = 3  # refuses a HELLO or a JOIN, with the reason
     MEMBERS = 4  # signed entries of the roster, and the list of the revoked
     OFFER = 5
-    LETTER = 6
+    POST = 6
     STATE = 7
     CHUNK = 8
     DONE = 9
@@ -163,7 +163,7 @@ def chunks_of(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 
 def pack_offer(nbytes: int, note: bytes) -> bytes:
-    """The body of an OFFER, LETTER or STATE; WireError when the note is over 4 KiB."""
+    """The body of an OFFER, POST or STATE; WireError when the note is over 4 KiB."""
     if len(note) > NOTE_BYTES:
         raise WireError(f"a note of {len(note)} bytes is over the limit of {NOTE_BYTES}")
     return _NBYTES.pack(nbytes) + note

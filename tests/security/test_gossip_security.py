@@ -12,7 +12,7 @@ import zmq
 
 from fedtrain.exchange import Contact
 from fedtrain.transport.admission import Curve
-from fedtrain.transport.courier import Limits
+from fedtrain.transport.shares import Limits
 from fedtrain.transport.zmq import BAN_S, PATIENCE
 from fedtrain.wire.codec import encode
 from fedtrain.wire.gossip import Header, Kind, Stamp, pack, pack_offer, unpack
@@ -276,7 +276,7 @@ def bad_messages():
         "deep": (Header(Kind.HELLO), b"\x91" * 60_000),
         "10GB": (Header(Kind.OFFER, 0, 7, count=10240, weight=1.0), pack_offer(10 << 30, b"")),
         "count": (Header(Kind.OFFER, 0, 7, count=9, weight=1.0), pack_offer(4000, b"")),
-        "letter-10GB": (Header(Kind.LETTER, 0, 7, count=10240, weight=1.0), pack_offer(10 << 30, b"")),
+        "letter-10GB": (Header(Kind.POST, 0, 7, count=10240, weight=1.0), pack_offer(10 << 30, b"")),
         "offer-body": (Header(Kind.OFFER, 0, 7, count=1), b"\xff" * 7000),
     }
 
@@ -355,7 +355,7 @@ def test_s21_bad_chunks_with_the_offer_of_a_round_to_come_are_refused_at_once(ch
 def test_s21_a_frame_over_the_limit_is_never_read():
     async def main():
         async with with_mallory() as (p, mallory):
-            mallory.say(Header(Kind.LETTER), bytes(8 << 20))
+            mallory.say(Header(Kind.POST), bytes(8 << 20))
             x, mixer, both = exchange_of(p, mallory=False)
             await both
             assert torch.equal(mixer.acc, x)

@@ -1,0 +1,392 @@
+"""The shares of a peer's neighbours on their way to its mixer. One half of transport/courier.py, without I/O.
+
+Memory is bounded by `Limits.window` chunks a neighbour: chunks flow on credit, which is given as they are
+mixed, so a slow taker slows its giver down. A share counts once, by its round and transfer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import BadUpdate, WireError
+from ..exchange import Mixer, PeerId, ReceivedShare, Share, ShareHeader
+from ..wire.gossip import Header, Kind, unpack_offer
+from .shares import AGAIN, UNSCHEDULED, Body, Parts, PeerState
+
+Refused = Callable[[PeerId, int, str], None]  # giver, round, reason
+EARLY_BYTES = 64 << 20  # of the chunks of rounds to come that are kept; others are asked for again
+PATIENCE_S = 0.05  # before a giver that has offered nothing yet is asked
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A share that is expected, or coming."""
+
+    peer: PeerId
+    offer: ShareHeader | None = None
+    transfer: int = 0
+    count: int = 0
+    received: int = 0  # chunks
+    mixed: int = 0  # chunks handed to the mixer
+    credit: int = 0
+    held: deque[Body] = field(default_factory=deque)  # chunks received that wait for their turn
+    asked_again: bool = False  # for a chunk that was left out
+    asked_at: int = -1  # chunks received when the share was last offered again
+    outcome: str = ""  # "whole", or why it is not; "" while under way
+    into: memoryview | None = None  # where a share outside of an exchange goes
+
+    @property
+    def whole(self) -> bool:
+        return self.offer is not None and self.received == self.count
+
+
+class Receiver:
+    """All shares on their way in: those of the exchange, and posts and states outside of it."""
+
+    def __init__(self, state: PeerState, refused: Refused) -> None:
+        self.bytes_in = 0
+        self.posted: dict[PeerId, ReceivedShare] = {}  # the latest of each peer
+        self.states: dict[PeerId, ReceivedShare | None] = {}  # answers to `pull`; None: it has none
+        self._state, self._limits, self._size = state, state.limits, state.limits.chunk_bytes
+        self._refused = refused
+        self._slots: dict[PeerId, Incoming] = {}  # of the exchange, in mixing order
+        self._order: list[Incoming] = []
+        self._head = 0  # slots before this one have ended
+        self._asked_s = 0.0  # when shares were last asked for that were not offered
+        self._early: dict[PeerId, tuple[Header, Parts]] = {}  # offers of rounds to come
+        self._counted: dict[PeerId, int] = {}  # the last round in which a peer's share was received whole
+        self._coming: dict[tuple[PeerId, Kind], Incoming] = {}  # outside of an exchange
+        self._finished: dict[PeerId, deque[int]] = {}  # transfers outside of an exchange that were received
+        self._pulling: dict[PeerId, float] = {}  # when each peer was last asked for its state
+
+    def begin(self, expected: Sequence[PeerId], mixer: Mixer) -> None:
+        """Take the shares of an exchange."""
+        state, self._mixer, self._head = self._state, mixer, 0
+        self._asked_s = state.begun_s - self._limits.retry_s + PATIENCE_S
+        self._slots = {peer: Incoming(peer) for peer in expected}
+        self._order = list(self._slots.values())
+        early, self._early = self._early, {}
+        for peer, slot in self._slots.items():
+            if peer in early:
+                continue
+            if peer in state.dead:
+                self._lose(slot, state.dead[peer])
+            elif (round := state.announced.get(peer, (0, 0.0))[0]) > state.round:
+                self._lose(slot, f"went on to round {round}")
+        for peer, (header, parts) in early.items():
+            self.offered(peer, header, parts)
+
+    def stop(self, why: str) -> None:
+        """Take no more in this exchange."""
+        for slot in self._slots.values():
+            self._lose(slot, why)
+
+    def ended(self) -> bool:
+        """Whether all shares of the exchange have come, or will not."""
+        self._mix_on()
+        return self._head == len(self._order)
+
+    def outcomes(self) -> dict[PeerId, str]:
+        """Of each giver of the exchange: "whole", or why its share is not."""
+        return {peer: slot.outcome for peer, slot in self._slots.items()}
+
+    def pull(self, peer: PeerId, now: float) -> None:
+        self.states.pop(peer, None)
+        self._pulling[peer] = now
+        self._state.say(peer, Kind.PULL)
+
+    def forget_pull(self, peer: PeerId) -> None:
+        self._pulling.pop(peer, None)
+        self._coming.pop((peer, Kind.STATE), None)
+
+    def take_posted(self) -> dict[PeerId, ReceivedShare]:
+        """What was posted since the last call."""
+        posted, self.posted = self.posted, {}
+        return posted
+
+    # --- what happens
+
+    def pull_refused(self, peer: PeerId) -> None:
+        """REFUSE without a transfer: the peer has no state to give."""
+        if self._pulling.pop(peer, None) is not None:
+            self.states[peer] = None
+
+    def lost(self, peer: PeerId, why: str) -> None:
+        self._early.pop(peer, None)
+        if slot := self._slots.get(peer):
+            self._lose(slot, why)
+        for kind in UNSCHEDULED:
+            self._coming.pop((peer, kind), None)
+
+    def found(self, peer: PeerId) -> None:
+        slot = self._slots.get(peer)
+        if self._state.open and slot and not slot.outcome and slot.offer is None:
+            self._state.say(peer, Kind.WANT, round=self._state.round)
+        if peer in self._pulling:
+            self._state.say(peer, Kind.PULL)
+
+    def went_on(self, peer: PeerId, round: int) -> None:
+        """The giver is in a later round: what it has not offered does not come."""
+        if (slot := self._slots.get(peer)) and slot.offer is None:
+            self._lose(slot, f"went on to round {round}")
+
+    def tick(self, now: float) -> None:
+        state, retry_s = self._state, self._limits.retry_s
+        if state.open:
+            for slot in self._order[self._head :]:
+                if not slot.outcome and not slot.whole:  # a whole one waits for its turn alone
+                    if now >= state.until(slot.peer):
+                        self._lose(slot, f"did not finish within {state.deadline_s:g} s")
+                    elif slot.offer is None and now >= self._asked_s + retry_s:
+                        state.say(slot.peer, Kind.WANT, round=state.round)
+            if now >= self._asked_s + retry_s:
+                self._asked_s = now
+        for peer, asked_s in list(self._pulling.items()):
+            if now >= asked_s + retry_s:
+                self._pulling[peer] = now
+                if (peer, Kind.STATE) not in self._coming:
+                    state.say(peer, Kind.PULL)
+
+    def wake_s(self) -> float:
+        """When `tick` has something to do, by the same sums: rounded otherwise, time would stand."""
+        rest = self._order[self._head :] if self._state.open else []
+        waiting = [slot for slot in rest if not slot.outcome and not slot.whole]
+        times = [self._state.until(slot.peer) for slot in waiting]
+        if any(slot.offer is None for slot in waiting):
+            times.append(self._asked_s + self._limits.retry_s)
+        times += [asked_s + self._limits.retry_s for asked_s in self._pulling.values()]
+        return min(times, default=math.inf)
+
+    def offered(self, peer: PeerId, header: Header, parts: Parts) -> None:
+        """OFFER: a share of the round under way, of an earlier or of a later one, with its first chunks."""
+        body, chunks = (parts[0], parts[1:]) if parts else (b"", ())
+        nbytes, note = unpack_offer(header, body, self._limits.payload_bytes, self._size)
+        if len(chunks) > self._limits.batch:
+            raise WireError(f"an offer with {len(chunks)} chunks, {self._limits.batch} at most are taken")
+        self._check(nbytes, 0, chunks)
+        slot = self._slots.get(peer) if header.round == self._state.round else None
+        if header.round > self._state.round:
+            self._early_offer(peer, header, parts)
+        elif self._counted.get(peer) == header.round:
+            self._state.say(peer, Kind.DONE, round=header.round, transfer=header.transfer)
+        elif slot is None or not self._state.open or slot.outcome:
+            reason = (slot and slot.outcome) or (
+                f"round {header.round} is over" if not self._state.open or header.round < self._state.round
+                else f"not an in-neighbour in round {header.round}"
+            )  # fmt: skip
+            self._decline(peer, header, reason)
+        elif slot.offer is None:
+            self._accept(slot, header, nbytes, note, chunks)
+        elif slot.transfer == header.transfer:
+            self._where(slot, header)
+        else:  # the giver was started again in the middle of a transfer
+            self._lose(slot, "its first share was broken off")
+            self._decline(peer, header, "broken off")
+
+    def _decline(self, peer: PeerId, header: Header, reason: str) -> None:
+        self._state.say(peer, Kind.REFUSE, round=header.round, transfer=header.transfer, body=reason.encode())
+
+    def _early_offer(self, peer: PeerId, header: Header, parts: Parts) -> None:
+        """An offer of a round to come waits, and its chunks too, as far as there is room."""
+        before = self._early.get(peer)
+        if before and (header.transfer == before[0].transfer or header.round < before[0].round):
+            return
+        others = (kept for other, (_, kept) in self._early.items() if other != peer)
+        room = EARLY_BYTES - sum(len(part) for kept in others for part in kept)
+        self._early[peer] = (header, parts if sum(map(len, parts)) <= room else parts[:1])
+
+    def _accept(self, slot: Incoming, header: Header, nbytes: int, note: bytes, chunks: Parts) -> None:
+        offer = ShareHeader(slot.peer, header.round, nbytes, header.weight, header.degree, header.codec, note)
+        slot.transfer, slot.count = header.transfer, header.count
+        try:
+            self._mixer.begin(offer)
+        except BadUpdate as e:
+            self._bad(slot, str(e))
+            return
+        slot.offer = offer
+        slot.credit = len(chunks)
+        if slot.count == 0 or chunks:
+            self._take(slot, chunks)
+        else:
+            self._grant(slot)
+
+    def _where(self, slot: Incoming, header: Header) -> None:
+        """Answer an offer that is repeated, by how far its share has come. Chunks were lost if the connection
+        was, or if none came since the share was offered last."""
+        again = header.index == AGAIN or slot.received == slot.asked_at
+        slot.asked_at = slot.received
+        kind = Kind.NACK if again else Kind.ACK
+        self._state.say(slot.peer, kind, header.round, slot.transfer, slot.received, slot.credit)
+
+    def _grant(self, slot: Incoming) -> None:
+        """Give more credit, a few times a window. While no chunk has come, none is on its way either."""
+        credit = min(slot.count, slot.mixed + self._limits.window)
+        if credit - slot.credit >= min(slot.count - slot.credit, max(1, self._limits.window // 4)) > 0:
+            slot.credit = credit
+            assert slot.offer is not None
+            kind = Kind.ACK if slot.received else Kind.NACK
+            self._state.say(slot.peer, kind, slot.offer.round, slot.transfer, slot.received, credit)
+
+    def chunks(self, peer: PeerId, header: Header, chunks: Parts) -> None:
+        """CHUNK: chunks that follow one another, from the header's index on."""
+        slot = self._receiving(peer, header)
+        if slot is None or header.index < slot.received:  # their share is over, or they come twice
+            return
+        assert slot.offer is not None
+        if header.index + len(chunks) > slot.credit:
+            raise WireError(f"{len(chunks)} chunks from {header.index} on, but credit is {slot.credit}")
+        if header.index > slot.received:
+            if not slot.asked_again:
+                slot.asked_again = True
+                self._state.say(peer, Kind.NACK, slot.offer.round, slot.transfer, slot.received, slot.credit)
+            return
+        self._check(slot.offer.nbytes, header.index, chunks)
+        self._take(slot, chunks)
+
+    def _check(self, nbytes: int, index: int, chunks: Parts) -> None:
+        for at, chunk in enumerate(chunks, index):
+            due = min(self._size, nbytes - at * self._size)
+            if len(chunk) != due or due <= 0:
+                raise WireError(f"chunk {at} has {len(chunk)} bytes, {due} are due")
+
+    def _take(self, slot: Incoming, chunks: Parts) -> None:
+        """The next chunks of a share, whose sizes have been checked."""
+        begin, slot.asked_again = slot.received, False
+        slot.received += len(chunks)
+        self.bytes_in += sum(map(len, chunks))
+        if slot.into is not None:
+            for at, chunk in enumerate(chunks, begin):
+                slot.into[at * self._size :][: len(chunk)] = chunk
+            slot.mixed = slot.received
+            if slot.whole:
+                self._complete_unscheduled(slot)
+            else:
+                self._grant(slot)
+            return
+        slot.held.extend(chunks)
+        if slot.whole:
+            self._complete(slot)
+        self._mix_on()
+
+    def _receiving(self, peer: PeerId, header: Header) -> Incoming | None:
+        unscheduled = (self._coming.get((peer, kind)) for kind in UNSCHEDULED)
+        for slot in (self._slots.get(peer), *unscheduled):
+            if (
+                slot is not None
+                and slot.offer is not None
+                and not slot.outcome
+                and slot.transfer == header.transfer
+                and slot.offer.round == header.round
+            ):
+                return slot
+        return None
+
+    def _complete(self, slot: Incoming) -> None:
+        """All bytes of a share are here: it counts, even if its chunks still wait for their turn."""
+        assert slot.offer is not None
+        self._counted[slot.peer] = slot.offer.round
+        self._state.say(slot.peer, Kind.DONE, round=slot.offer.round, transfer=slot.transfer)
+
+    def _mix_on(self) -> None:
+        """Hand on all chunks whose turn it is: at each offset the peers in their order."""
+        if not self._state.open:
+            return
+        while self._head < len(self._order) and self._order[self._head].outcome:
+            self._head += 1
+        turn = 1 << 62  # chunks that all peers before have had mixed
+        for slot in self._order[self._head :]:
+            if turn == 0:
+                break
+            if slot.outcome:
+                continue
+            before = slot.mixed
+            while slot.held and slot.mixed < turn and not slot.outcome:
+                self._mix(slot, slot.held.popleft())
+            if slot.offer is not None and slot.mixed == slot.count and not slot.outcome:
+                self._end(slot, "whole")
+            if not slot.outcome:
+                turn = min(turn, slot.mixed)
+                if slot.mixed > before:
+                    self._grant(slot)
+
+    def _mix(self, slot: Incoming, body: Body) -> None:
+        try:
+            self._mixer.mix(slot.peer, slot.mixed * self._size, memoryview(body))
+            slot.mixed += 1
+        except BadUpdate as e:
+            self._bad(slot, str(e))
+
+    def _bad(self, slot: Incoming, reason: str) -> None:
+        """Our mixer refuses a share: its giver is told, and named in the log."""
+        self._refused(slot.peer, self._state.round, reason)
+        if not slot.whole:
+            header = Header(Kind.REFUSE, self._state.round, slot.transfer)
+            self._decline(slot.peer, header, reason[:200])
+        self._end(slot, f"refused: {reason}")
+
+    def _lose(self, slot: Incoming, why: str) -> None:
+        """Nothing more comes of a share. One that is whole stays, and is mixed in its turn."""
+        if not slot.outcome and not slot.whole:
+            self._end(slot, why)
+            self._mix_on()
+
+    def _end(self, slot: Incoming, outcome: str) -> None:
+        slot.outcome = outcome
+        slot.held.clear()
+        if slot.offer is not None:
+            self._mixer.end(slot.peer, min(slot.mixed * self._size, slot.offer.nbytes))
+
+    def cancelled(self, peer: PeerId, header: Header) -> None:
+        """CANCEL: no more comes of this share; of transfer 0: there is none."""
+        for kind in UNSCHEDULED:
+            if (coming := self._coming.get((peer, kind))) and coming.transfer == header.transfer:
+                del self._coming[peer, kind]
+                return
+        if (early := self._early.get(peer)) and early[0].transfer == header.transfer:
+            del self._early[peer]
+        slot = self._slots.get(peer)
+        if slot is None or header.round != self._state.round or not self._state.open:
+            return
+        if header.transfer == 0 and slot.offer is None:
+            self._lose(slot, f"has no share for us in round {header.round}")
+        elif header.transfer and slot.transfer in (0, header.transfer):
+            self._lose(slot, "gave up on us")
+
+    def unscheduled(self, peer: PeerId, header: Header, body: Body) -> None:
+        """POST or STATE: a share outside of an exchange comes, into a buffer of its own."""
+        if header.kind is Kind.STATE and peer not in self._pulling:
+            self._decline(peer, header, "not asked for")
+            return
+        nbytes, note = unpack_offer(header, body, self._limits.payload_bytes, self._size)
+        if header.transfer in self._finished.get(peer, ()):
+            self._state.say(peer, Kind.DONE, round=header.round, transfer=header.transfer)
+            return
+        coming = self._coming.get((peer, header.kind))
+        if coming is not None and coming.transfer == header.transfer:
+            self._where(coming, header)
+            return
+        offer = ShareHeader(peer, header.round, nbytes, header.weight, header.degree, header.codec, note)
+        coming = Incoming(peer, offer, header.transfer, header.count, into=memoryview(bytearray(nbytes)))
+        self._coming[peer, header.kind] = coming
+        if coming.whole:
+            self._complete_unscheduled(coming)
+        else:
+            self._grant(coming)
+
+    def _complete_unscheduled(self, coming: Incoming) -> None:
+        offer = coming.offer
+        assert offer is not None
+        assert coming.into is not None
+        share = Share(coming.into, offer.weight, offer.degree, offer.codec, offer.note)
+        received = ReceivedShare(offer.peer, offer.round, share)
+        if self._coming.get((offer.peer, Kind.STATE)) is coming:
+            del self._coming[offer.peer, Kind.STATE], self._pulling[offer.peer]
+            self.states[offer.peer] = received
+        else:
+            del self._coming[offer.peer, Kind.POST]
+            self.posted[offer.peer] = received
+        self._finished.setdefault(offer.peer, deque(maxlen=16)).append(coming.transfer)
+        self._state.say(offer.peer, Kind.DONE, round=offer.round, transfer=coming.transfer)

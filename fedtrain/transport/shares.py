@@ -1,0 +1,56 @@
+"""What both directions of a peer's transfers have in common: limits, the exchange under way, the outbox."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..exchange import PeerId
+from ..wire.frames import CHUNK_BYTES
+from ..wire.gossip import Header, Kind
+
+Body = bytes | bytearray | memoryview
+Parts = Sequence[Body]  # of a message, after its header
+AGAIN = 1  # the index of an offer that is repeated after its connection was lost
+UNSCHEDULED = (Kind.POST, Kind.STATE)  # shares outside of an exchange
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one peer takes from another."""
+
+    payload_bytes: int = 4 << 30  # of one share; a run sets it from its schema
+    chunk_bytes: int = CHUNK_BYTES  # the same at all peers
+    window: int = 16  # chunks that a giver may be ahead of what was mixed
+    batch: int = 4  # chunks in one message, and with an offer: each message costs the taker a wakeup
+    retry_s: float = 1.0  # silence after which an offer is repeated
+
+
+@dataclass(slots=True, eq=False)
+class PeerState:
+    """What a peer knows of its exchange and of the other peers."""
+
+    limits: Limits
+    outbox: deque[tuple[PeerId, Header, Parts]] = field(default_factory=deque)
+    epoch: int = 0  # of the view; it stands in every header
+    round: int = -1  # of the exchange under way, or of the last one
+    open: bool = False  # an exchange is under way
+    begun_s: float = 0.0  # when it began
+    deadline_s: float = 0.0  # seconds that a peer has for it
+    announced: dict[PeerId, tuple[int, float]] = field(default_factory=dict)  # a peer's last round, and when
+    dead: dict[PeerId, str] = field(default_factory=dict)  # why each dead peer is so
+
+    def until(self, peer: PeerId) -> float:
+        """A peer's deadline. It counts from when the peer announced this round, or the round before, if that
+        is after our start."""
+        round, at_s = self.announced.get(peer, (-1, 0.0))
+        late = round in (self.round - 1, self.round)
+        return (max(self.begun_s, at_s) if late else self.begun_s) + self.deadline_s
+
+    def say(
+        self, peer: PeerId, kind: Kind, round: int = 0, transfer: int = 0, index: int = 0, count: int = 0,
+        body: bytes = b"",
+    ) -> None:  # fmt: skip
+        header = Header(kind, round, transfer, index, count, epoch=self.epoch)
+        self.outbox.append((peer, header, (body,) if body else ()))
