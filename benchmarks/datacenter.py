@@ -117,7 +117,7 @@ def ranks(folder: Path, case: str, steps: int) -> None:
 
         def ours() -> None:
             room.engine.seed("step", room.state.step, 0, room.mesh.data_rank)
-            room.engine.step(room.data.take(), "step")
+            room.engine.steps.take(room.data.take(), "step")
             room.state.step += 1
 
         works = {"ours": ours, "bare": loop(task, bare), "fused": loop(task, bare, fused=True)}

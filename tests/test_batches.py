@@ -159,7 +159,7 @@ def by_mesh(task, data):
     start = engine.gather()
     dealt = Dealt(data, config.train, 3, "a", collate=collate_of(task))
     while dealt.epoch < 1:
-        engine.step(dealt.take(), "a step")
+        engine.steps.take(dealt.take(), "a step")
     return engine, engine.gather().data.view(torch.float64) - start.data.view(torch.float64)
 
 

@@ -52,15 +52,15 @@ def test_a_batch_that_no_scale_helps_counts_as_one_overflow_and_the_scale_grows_
     measure = task.loss
     task.loss = lambda model, batch: calls.append(1) or measure(model, batch)
     shares = [(task.data(""), 32)]
-    assert found.step(shares, "step 1").taken
+    assert found.steps.take(shares, "step 1").taken
     task.poison, calls[:] = True, []
-    assert not found.step(shares, "step 2").taken
+    assert not found.steps.take(shares, "step 2").taken
     assert len(calls) == 1, "the loss itself is not finite: it is not computed again"
-    assert found.loss_scale.value == FIRST / 2
+    assert found.steps.scale.value == FIRST / 2
     task.poison = False
     for step in range(3, 6):
-        assert found.step(shares, f"step {step}").taken
-    assert found.loss_scale.value == FIRST
+        assert found.steps.take(shares, f"step {step}").taken
+    assert found.steps.scale.value == FIRST
 
 
 def test_a_gradient_that_is_not_finite_without_a_scale_either_counts_as_one_overflow():
@@ -76,15 +76,15 @@ def test_it_stands_in_the_checkpoint_and_begins_anew_with_a_round_that_does(tmp_
     task = Rows()
     found = engine(task, precision="fp16")
     state = State(
-        found.parts, found.optimizer, None, Dealt(task.data(""), found.train, 0, "a"),
-        loss_scale=found.loss_scale,
+        found.parts, found.optimizer, Dealt(task.data(""), found.config, 0, "a"),
+        loss_scale=found.steps.scale,
     )  # fmt: skip
-    found.loss_scale.again(False, lambda: True)
-    found.loss_scale.again(True, lambda: True)
-    kept = found.loss_scale.state_dict()
+    found.steps.scale.again(False, lambda: True)
+    found.steps.scale.again(True, lambda: True)
+    kept = found.steps.scale.state_dict()
     with_checkpoints = Checkpoints(tmp_path, every=1, keep=1, background=False)
     with_checkpoints.save(1, state)
     found.begin_round(afresh=True)
-    assert found.loss_scale.value == FIRST
+    assert found.steps.scale.value == FIRST
     assert with_checkpoints.restore(state)
-    assert found.loss_scale.state_dict() == kept == {"value": FIRST / 2, "steps": 1}
+    assert found.steps.scale.state_dict() == kept == {"value": FIRST / 2, "steps": 1}

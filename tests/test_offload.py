@@ -88,7 +88,7 @@ def test_a_checkpoint_of_state_on_a_disk_goes_on_in_memory_and_back(tmp_path):
             pass
 
     def run(model, optimizer):
-        return State([model], optimizer, None, NoData())
+        return State([model], optimizer, NoData())
 
     whole, first, second, third = Net(), Net(), Net(), Net()
     train(whole, OPTIMIZERS["adamw"](whole.parameters()), 0, 6)

@@ -14,12 +14,12 @@ from torch import nn
 from fedtrain.config import Config, ParallelConfig, TrainConfig
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.training.engine import seed_all
+from fedtrain.training.engine import MAX_SKIPPED, seed_all
 from fedtrain.training.mesh import Mesh, Sizes, device_here
-from fedtrain.training.parallel.engine import MAX_SKIPPED, MeshEngine
+from fedtrain.training.optimizers import TorchOptimizer, schedule
+from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.parallel.estimate import estimate
 from fedtrain.training.parallel.flops import peak_flops
-from fedtrain.training.parallel.optimizer import schedule_of
 from fedtrain.training.parallel.outer import split
 from fedtrain.training.parallel.pipeline import Replay, even_cuts, inputs_of
 from fedtrain.training.parallel.plan import KNOWN, Plan, plan_of
@@ -133,11 +133,11 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out():
     found = engine(task)
     before = weights(found).clone()
     task.poison = True
-    step = found.step([(task.data(""), 32)], "step 1")
+    step = found.steps.take([(task.data(""), 32)], "step 1")
     assert not step.taken
     assert torch.equal(weights(found), before)
     task.poison = False
-    assert found.step([(task.data(""), 32)], "step 2").taken
+    assert found.steps.take([(task.data(""), 32)], "step 2").taken
     assert not torch.equal(weights(found), before)
 
 
@@ -145,7 +145,7 @@ def test_or_it_ends_the_run_where_that_is_wished():
     task = Rows()
     task.poison = True
     with pytest.raises(TaskError, match=r"step 7: the gradient is not finite"):
-        engine(task, nonfinite="raise").step([(task.data(""), 32)], "step 7")
+        engine(task, nonfinite="raise").steps.take([(task.data(""), 32)], "step 7")
 
 
 def test_steps_may_be_left_out_but_not_for_ever():
@@ -154,14 +154,14 @@ def test_steps_may_be_left_out_but_not_for_ever():
     shares = [(task.data(""), 32)]
     task.poison = True
     for step in range(1, MAX_SKIPPED):
-        assert not found.step(shares, f"step {step}").taken
+        assert not found.steps.take(shares, f"step {step}").taken
     task.poison = False
-    assert found.step(shares, "step 20").taken
+    assert found.steps.take(shares, "step 20").taken
     task.poison = True
     for step in range(21, 20 + MAX_SKIPPED):
-        assert not found.step(shares, f"step {step}").taken
+        assert not found.steps.take(shares, f"step {step}").taken
     with pytest.raises(TaskError, match=r"step 40: the gradient was not finite in 20 steps in a row"):
-        found.step(shares, "step 40")
+        found.steps.take(shares, "step 40")
 
 
 class Blocks(Rows):
@@ -173,7 +173,7 @@ class Blocks(Rows):
 def test_a_steps_arithmetic_is_that_of_its_model_also_where_activations_are_computed_again(again):
     task = Blocks()
     found = engine(task, peak_tflops=1.0, checkpoint_activations=again)
-    found.step([(task.data(""), 32)], "step 1")
+    found.steps.take([(task.data(""), 32)], "step 1")
     forward = [2 * 32 * inputs * outputs for inputs, outputs in ((4, 8), (8, 8), (8, 8), (8, 2))]
     assert found.flops == 3 * sum(forward) - forward[0]  # nobody asks for the gradient of the examples
 
@@ -214,7 +214,7 @@ def test_seeds_are_those_of_the_device_that_trains(monkeypatch, device, seeded):
 
 def test_a_rank_without_examples_in_its_first_step_says_what_to_change():
     with pytest.raises(ConfigError, match=r"train\.batch_size"):
-        engine(Rows()).step([(None, 1)], "step 1")
+        engine(Rows()).steps.take([(None, 1)], "step 1")
 
 
 def test_to_compile_without_a_compiler_is_refused_before_the_first_step(monkeypatch):
@@ -225,22 +225,20 @@ def test_to_compile_without_a_compiler_is_refused_before_the_first_step(monkeypa
 
 @pytest.mark.parametrize(("decay", "last"), [("none", 1.0), ("linear", 1 / 90), ("cosine", 0.0003)])
 def test_the_learning_rate_rises_and_then_decays_to_the_last_step(decay, last):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = schedule_of(optimizer, TrainConfig(warmup=10, decay=decay), 100)
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer, factor = TorchOptimizer(inner), schedule(TrainConfig(warmup=10, decay=decay), 100)
     rates = []
-    for _ in range(100):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
+    for step in range(100):
+        optimizer.step([], factor(step))
+        rates.append(inner.param_groups[0]["lr"])
     assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert max(rates) == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(last, abs=1e-4)
 
 
 def test_decay_needs_to_know_the_last_step():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     with pytest.raises(ConfigError, match=r"train\.decay"):
-        schedule_of(optimizer, TrainConfig(decay="cosine"), None)
+        schedule(TrainConfig(decay="cosine"), None)
 
 
 # --- memory

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedtrain.errors import ConfigError
-from fedtrain.training.sampler import Sampler, drawing, in_order, share_of
+from fedtrain.training.sampler import Draws, Sampler, in_order, share_of
 
 sizes = st.fixed_dictionaries(
     {
@@ -147,8 +147,8 @@ def test_what_is_drawn_under_a_seed_changes_no_other_draw():
     torch.set_rng_state(state[0])
     np.random.set_state(state[1])
     random.setstate(state[2])
-    with drawing(9):
+    with Draws(9):
         inside = draw()
     assert draw() == plain
-    with drawing(9):
+    with Draws(9):
         assert draw() == inside

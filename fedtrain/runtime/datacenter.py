@@ -33,9 +33,10 @@ from ..store import Checkpoint, RunStore
 from ..strategies import Strategy, build, corrects, server_step, state_init
 from ..tracking.export import beginning
 from ..training.elastic import Leave, Left, shares_store
+from ..training.engine import Step, over, steps_in_round
 from ..training.mesh import AXES, Mesh, Sizes, joined
 from ..training.parallel.data import Dealt, pooled
-from ..training.parallel.engine import MeshEngine, Step
+from ..training.parallel.engine import MeshEngine
 from ..training.parallel.estimate import estimate
 from ..training.parallel.outer import Outer
 from ..training.parallel.state import State
@@ -144,8 +145,8 @@ class Datacenter:
         self.in_step = not self.islands or (mesh.alike(steps or 0) and steps is not None)
         self.outer = None if strategy is None else self._outer(strategy)
         self.state = State(
-            self.engine.parts, self.engine.optimizer, self.engine.schedule, self.data,
-            self.outer, mesh.island if self.islands else None, self.engine.loss_scale,
+            self.engine.parts, self.engine.optimizer, self.data,
+            self.outer, mesh.island if self.islands else None, self.engine.steps.scale,
         )  # fmt: skip
 
     def run(self, start: Path | None) -> Result:
@@ -188,7 +189,7 @@ class Datacenter:
         meter = Meter(engine, self.config, self.emit)
         engine.begin_round(afresh=self.afresh)
         if self.afresh:
-            state.optimizer, state.schedule = engine.optimizer, engine.schedule
+            state.optimizer = engine.optimizer
             self.data.begin(state.round)
             engine.seed(state.round, self.name)
         if self.outer is not None:
@@ -200,7 +201,7 @@ class Datacenter:
             with self.leave.during("step"):
                 with user_code(folder_of(engine.task), doing):
                     shares = self.data.take()
-                step = engine.step(shares, doing)
+                step = engine.steps.take(shares, doing, state.step)
             state.step += 1
             meter.add(step, state.step, state.round + 1)
             if self.outer is not None:
@@ -224,15 +225,11 @@ class Datacenter:
 
     def _round_is_over(self) -> bool:
         train, state = self.config.train, self.state
-        if train.local_steps:
-            return state.step - state.begun >= train.local_steps
-        passes = self.data.epoch - (0 if self.afresh else state.round * train.local_epochs)
-        return passes >= train.local_epochs
+        before = 0 if self.afresh or train.local_steps else state.round * train.local_epochs
+        return over(train, state.step - state.begun, self.data.epoch - before)
 
     def _steps_in_a_round(self) -> int | None:
-        """None where a stream ends when it ends."""
-        train, epoch = self.config.train, self.data.steps_an_epoch
-        return train.local_steps or (None if epoch is None else epoch * train.local_epochs)
+        return steps_in_round(self.config.train, self.data.examples)
 
     def _steps_in_all(self) -> int | None:
         steps = self._steps_in_a_round()

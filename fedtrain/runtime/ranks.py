@@ -34,7 +34,7 @@ from ..config import Config
 from ..errors import ConfigError, TaskError, reason_of, story_of
 from ..messages import Metrics, SiteId, Update
 from ..schema import Schema
-from ..training.engine import Correct, build_model
+from ..training.engine import Correct, build_model, steps_in_round, weighs_items
 from ..training.examples import examples_of
 from ..training.mesh import Mesh, Sizes, device_here
 from ..training.parallel.data import Dealt
@@ -209,11 +209,9 @@ class Team:
 
     def weighs_items(self, dataset: Any) -> bool:
         model = build_model(self.task, self.config.run.seed, torch.device("cpu"))
-        with user_code(folder_of(self.task), "training"), torch.no_grad():
-            examples = examples_of(dataset, collate_of(self.task))
-            for batch in examples.batches(self.config.train.eval_batch_size, False, None):
-                return isinstance(self.task.loss(model, batch), tuple)
-        return False
+        examples = examples_of(dataset, collate_of(self.task))
+        batches = examples.batches(self.config.train.eval_batch_size, False, None)
+        return weighs_items(self.task, model, batches)
 
     # --- every rank
 
@@ -240,23 +238,16 @@ class Team:
         data.begin(round)
         # The first rank draws what a site of one would.
         engine.seed(round, site, *([mesh.data_rank] if mesh.data_rank else []))
-        loss, weight, seen, steps = torch.zeros((), dtype=torch.float64, device=mesh.device), 0.0, 0, 0
-        while steps < train.local_steps if train.local_steps else data.epoch < train.local_epochs:
-            doing = f"site {site}, round {round}"
-            with user_code(folder_of(self.task), doing):
-                shares = data.take()
-            step = engine.step(shares, doing)
-            steps += 1
-            loss += step.loss
-            weight += step.weight
-            seen += step.examples
-        whole = engine.over_ranks(weight)
-        total = engine.over_ranks(float(loss))
+        doing = f"site {site}, round {round}"
+        begun = engine.steps.schedule(steps_in_round(train, data.examples), round, self.config.run.rounds)
+        with user_code(folder_of(self.task), doing):
+            seen = engine.steps.all(data.round(), begun, doing)
+        total, whole = map(engine.over_ranks, seen.total())
         local = engine.gather()
         if weights is None or out is None or local is None:
             return None
         subtract(local, weights, out)
-        num_examples = data.examples.count * whole / seen / mesh.sizes.cp
+        num_examples = data.examples.count * whole / seen.examples / mesh.sizes.cp
         return Update(delta=out, num_examples=num_examples, metrics={"loss": (total, whole)})
 
     def _evaluate(self, site: SiteId, weights: Arena | None) -> Metrics:

@@ -114,7 +114,7 @@ class Steps:
         self.factor = schedule(self.config, in_all, counted=steps is not None)
         return (steps or 0) * round
 
-    def take(self, group: Any, number: int = 0, doing: str = "") -> Step:
+    def take(self, group: Any, doing: str = "", number: int = 0) -> Step:
         """One optimizer step. `number` steps of the run are done; `doing` stands in errors: "step 7", say.
 
         TaskError where a gradient is not finite and `nonfinite` says so.
@@ -136,24 +136,23 @@ class Steps:
             if self.correct is not None:
                 for gradient, weights, begun in zip(gradients, backend.weights, self.start, strict=True):
                     self.correct(gradient, weights, begun)
-            factor = 1.0 if self.factor is None else self.factor(number)
-            self.optimizer.step(backend.weights, gradients, factor)
+            self.optimizer.step(gradients, 1.0 if self.factor is None else self.factor(number))
         return step
 
     def all(self, groups: Iterable[Any], number: int = 0, doing: str = "") -> Step:
         """One step for each group; what they saw together. `number` steps of the run are done before."""
         total = Step([], [], 0)
         for at, group in enumerate(groups, number):
-            step = self.take(group, at, doing)
+            step = self.take(group, doing, at)
             total.losses += step.losses
             total.weights += step.weights
             total.examples += step.examples
         return total
 
     def _judge(self, step: Step, finite: bool, doing: str) -> None:
-        if not finite and self.nonfinite == "raise":
+        if not finite and self.nonfinite == "raise" and step.norm is not None:
             raise TaskError(
-                f"{doing}: the gradient is not finite (norm {step.norm}). Lower train.lr or set "
+                f"{doing}: the gradient is not finite (norm {float(step.norm)}). Lower train.lr or set "
                 f"train.clip_norm; parallel.nonfinite = skip leaves such steps out."
             )
         step.taken = step.taken and finite

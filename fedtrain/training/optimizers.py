@@ -94,20 +94,20 @@ def slots(config: TrainConfig) -> int:
 class Optimizer(Protocol):
     """What an engine steps with: one round's, or a whole run's."""
 
-    def step(self, weights: Sequence[torch.Tensor], gradients: list[torch.Tensor], factor: float) -> None:
-        """Move all `weights`, with a learning rate of `factor` times that of [train] or of the task."""
+    def step(self, gradients: list[torch.Tensor], factor: float) -> None:
+        """Move all weights, with a learning rate of `factor` times that of [train] or of the task."""
 
 
 class FlatOptimizer:
     """One of [train] over vectors, or slabs of them."""
 
     def __init__(self, config: TrainConfig, weights: Sequence[torch.Tensor]) -> None:
-        self._rule, self._steps = configured(config), 0
+        self._rule, self._weights, self._steps = configured(config), weights, 0
         self._states = [self._rule.init(vector) for vector in weights]
 
-    def step(self, weights: Sequence[torch.Tensor], gradients: list[torch.Tensor], factor: float) -> None:
+    def step(self, gradients: list[torch.Tensor], factor: float) -> None:
         self._steps += 1
-        for vector, gradient, state in zip(weights, gradients, self._states, strict=True):
+        for vector, gradient, state in zip(self._weights, gradients, self._states, strict=True):
             self._rule.step(vector, gradient, state, self._steps, self._rule.lr * factor)
 
 
@@ -119,7 +119,7 @@ class TorchOptimizer:
         self._rates = [group["lr"] for group in inner.param_groups]
         self._factor = 1.0
 
-    def step(self, weights: Sequence[torch.Tensor], gradients: list[torch.Tensor], factor: float) -> None:
+    def step(self, gradients: list[torch.Tensor], factor: float) -> None:
         if factor != self._factor:
             self._factor = factor
             for group, rate in zip(self.inner.param_groups, self._rates, strict=True):

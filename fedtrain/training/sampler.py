@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,15 +126,32 @@ def share_of(total: int, rank: int, ranks: int) -> tuple[int, int]:
     return total * rank // ranks, total * (rank + 1) // ranks
 
 
-@contextmanager
-def drawing(seed: int) -> Iterator[None]:
-    """Within, torch (on the CPU), numpy and random draw from `seed`; afterwards they go on as if nothing
-    had been drawn."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    seed_all(seed, torch.device("cpu"))
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+class Draws:
+    """Within `with draws:` torch (on the CPU), numpy and random draw from `seed`, and go on there next time;
+    outside they go on as if nothing had been drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed: int | None = seed
+        self._aside: list[Any] = []  # the states of those that are not in use
+
+    def __enter__(self) -> None:
+        outside = _states()
+        if self._seed is None:
+            _go_on(self._aside)
+        else:
+            seed_all(self._seed, torch.device("cpu"))
+        self._seed, self._aside = None, outside
+
+    def __exit__(self, *_: object) -> None:
+        outside, self._aside = self._aside, _states()
+        _go_on(outside)
+
+
+def _states() -> list[Any]:
+    return [torch.get_rng_state(), np.random.get_state(), random.getstate()]
+
+
+def _go_on(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])

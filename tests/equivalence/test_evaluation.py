@@ -69,7 +69,7 @@ def evaluate_train_evaluate(rank: int, ranks: int, folder: Path) -> None:
         engine.install(initial)
         losses = [loss(engine.evaluate(data))]
         for step in range(3):
-            engine.step(dealt.take(), f"step {step}")
+            engine.steps.take(dealt.take(), f"step {step}")
         committed = engine.gather()
         losses.append(loss(engine.evaluate(data)))
         engine.install(initial)

@@ -6,7 +6,7 @@ any world: a rank's share of one is a slice of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -17,15 +17,16 @@ from ...config import TrainConfig
 from ...digest import seed_of
 from ...errors import ConfigError, TaskError
 from ..batches import Batch, cut, examples_in
+from ..engine import over
 from ..examples import Collate, Items, Stream, Tensors, examples_of
-from ..sampler import Order, Sampler, drawing, in_order, share_of
+from ..sampler import Draws, Order, Sampler, in_order, share_of
 
 Share = tuple[Batch | None, int]  # a rank's part of a batch, and how many examples the whole batch has
 
 
 class Dealt:
-    """state.Data over whatever Task.data returned: tensors and datasets by a Sampler, which resumes anywhere;
-    streams in their own order, of which the batches already taken are read again and passed over."""
+    """Whatever Task.data returned: tensors and datasets by a Sampler, which resumes anywhere; streams in
+    their own order, of which the batches already taken are read again and passed over."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Dealt:
         """`name`: whose data it is; a part of the seed of its order. `collate`: as of examples_of."""
         self.examples = examples_of(data, collate)
         self.train, self.run_seed, self.name, self.rank, self.ranks = train, run_seed, name, rank, ranks
-        self._feed: Sampled | Streamed
+        self._feed: Sampler | Streamed
         if isinstance(self.examples, Stream):
             self._feed = Streamed(self.examples, train, seed_of(run_seed, name), rank, ranks)
             return
@@ -52,17 +53,12 @@ class Dealt:
                 f"train.batch_size: {size} examples can't be shared by {ranks} data-parallel ranks. "
                 f"It is what they take together: raise it to a multiple of {ranks}."
             )
-        self._feed = Sampled(self.examples, self._sampler(self._order_of_run))
+        self._feed = self._sampler(self._order_of_run)
 
     @property
     def epoch(self) -> int:
         """Whole passes taken; where rounds begin afresh, in this round."""
         return self._feed.epoch
-
-    @property
-    def steps_an_epoch(self) -> int | None:
-        """None of a stream, which ends when it ends."""
-        return self._feed.sampler.steps if isinstance(self._feed, Sampled) else None
 
     def example(self) -> Batch | None:
         """Some examples, for whoever must see a batch beforehand; None of a stream."""
@@ -72,26 +68,36 @@ class Dealt:
         return self.examples.take(torch.arange(max(1, size // self.ranks)))
 
     def begin(self, round: int) -> None:
-        """From here on in the order that a site of this name has in this round of a federation."""
+        """From here on in the order that a site of this name has in this round, whether of one process or
+        of several."""
+        seed = seed_of(self.run_seed, round, self.name)
         if isinstance(self.examples, Stream):
-            seed = seed_of(self.run_seed, round, self.name)
-            self._feed = Streamed(self.examples, self.train, seed, self.rank, self.ranks)
+            self._feed = Streamed(self.examples, self.train, seed, self.rank, self.ranks, resumes=False)
             return
-        generator = torch.Generator().manual_seed(seed_of(self.run_seed, round, self.name))
-        count = self.examples.count
+        generator, count = torch.Generator().manual_seed(seed), self.examples.count
+        self._feed = self._sampler(lambda _: torch.randperm(count, generator=generator))
 
-        def order(_: int) -> torch.Tensor:
-            return torch.randperm(count, generator=generator)
-
-        self._feed = Sampled(self.examples, self._sampler(order))
+    def round(self) -> Iterator[list[Share]]:
+        """All steps of the round that was begun."""
+        for steps in count():
+            if over(self.train, steps, self.epoch):
+                return
+            yield self.take()
 
     def take(self) -> list[Share]:
-        return self._feed.take()
+        """The batches of the next optimizer step: this rank's share of each, None where it has none, and how
+        many examples all ranks' shares hold together. The last step of an epoch may have fewer."""
+        if isinstance(self._feed, Streamed) or isinstance(self.examples, Stream):
+            return self._feed.take()  # type: ignore[return-value]  # Streamed, of a Stream
+        take = self.examples.take
+        return [(take(share.mine) if len(share.mine) else None, share.total) for share in self._feed.take()]
 
     def state_dict(self) -> dict[str, Any]:
+        """Where the next take() begins: plain numbers."""
         return self._feed.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, whatever was taken before."""
         self._feed.load_state_dict(state)
 
     def _sampler(self, order: Order) -> Sampler:
@@ -110,45 +116,28 @@ class Dealt:
         return torch.randperm(self.examples.count, generator=torch.Generator().manual_seed(seed))
 
 
-class Sampled:
-    """Tensors or a dataset, by index."""
-
-    def __init__(self, examples: Tensors | Items, sampler: Sampler) -> None:
-        self.examples, self.sampler = examples, sampler
-
-    @property
-    def epoch(self) -> int:
-        return self.sampler.epoch
-
-    def take(self) -> list[Share]:
-        return [
-            (self.examples.take(share.mine) if len(share.mine) else None, share.total)
-            for share in self.sampler.take()
-        ]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sampler.load_state_dict(state)
-
-
 class Streamed:
     """The user's own batches: every rank reads all of them and keeps its slice of each.
 
-    What a loader draws (its shuffling, an augmentation) comes from the seed, the pass and the batch: so all
-    ranks read the same batches, and a resumed run those of one that never stopped.
+    What a loader draws (its shuffling, an augmentation) comes from the seed, so all ranks read the same
+    batches: in a run that resumes anew for each batch of each pass, so that it reads those of one that never
+    stopped; in a round of a site once, so that it reads those of a site of one process.
     """
 
-    def __init__(self, examples: Stream, train: TrainConfig, seed: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self, examples: Stream, train: TrainConfig, seed: int, rank: int, ranks: int, *, resumes: bool = True
+    ) -> None:
         self.examples, self.train, self.seed, self.rank, self.ranks = examples, train, seed, rank, ranks
+        self._draws = None if resumes else Draws(seed)
         self.epoch = self._taken = 0  # _taken: batches of the present pass
         self._pass: Iterator[Batch] | None = None
         self._next: list[Batch] = []  # read ahead, so that the end of a pass is seen with its last batch
 
     def take(self) -> list[Share]:
         if self._pass is None:
-            self._pass = islice(passed(self.examples, self.train, self.seed, self.epoch), self._taken, None)
+            own, seed, epoch = self._draws, self.seed, self.epoch
+            draws = (own or Draws(seed_of(seed, epoch, number)) for number in count())
+            self._pass = islice(passed(self.examples, self.train, draws), self._taken, None)
             self._next = list(islice(self._pass, 1))
             if not self._next:
                 raise TaskError("data() gave its batches only once: return a list or a DataLoader")
@@ -171,12 +160,12 @@ class Streamed:
         return (cut(batch, low, high) if high > low else None), total
 
 
-def passed(examples: Stream, train: TrainConfig, seed: int, epoch: int) -> Iterator[Batch]:
+def passed(examples: Stream, train: TrainConfig, draws: Iterable[Draws]) -> Iterator[Batch]:
     """Every batch of a pass. Nothing here knows who takes them: so a loader's workers end as soon as nobody
     does, and not when Python comes to look for garbage, which may be in one of them."""
     batches = examples.batches(train.batch_size, train.drop_last, None)
-    for number in count():
-        with drawing(seed_of(seed, epoch, number)):
+    for own in draws:
+        with own:
             batch = next(batches, None)
         if batch is None:
             return

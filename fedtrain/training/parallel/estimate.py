@@ -16,16 +16,15 @@ from ..batches import cut, examples_in
 from ..engine import build_model
 from ..examples import Stream, examples_of
 from ..mesh import Sizes
+from ..optimizers import slots
 from ..task import Task, collate_of, folder_of, mean_and_weight, user_code
 from .offload import BUCKET_BYTES
 from .plan import Plan, plan_of
 from .wrap import save_memory
 
-SLOTS = {"sgd": 0, "adam": 2, "adamw": 2}  # tensors of a parameter's size that the optimizer keeps
-
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of the rank that has most. What a CUDA context or a process takes by itself (some hundred MB) and
     what allocators waste come on top."""
 
@@ -39,7 +38,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def estimate(task: Task, config: Config, ranks: int, data: Any) -> Memory:
+def estimate(task: Task, config: Config, ranks: int, data: Any) -> MemoryEstimate:
     """Parameters, gradients and optimizer's state are counted, as the mesh of so many ranks cuts them.
     Activations are measured: what autograd keeps of two examples of `data`, for as many as a rank has."""
     sizes, parallel, train = Sizes.of(config.parallel, ranks), config.parallel, config.train
@@ -48,15 +47,14 @@ def estimate(task: Task, config: Config, ranks: int, data: Any) -> Memory:
     whole, trained = _cut_bytes(model, plan, sizes, parallel.sp)
     shards = sizes.dp_shard * sizes.cp if parallel.zero >= 2 else 1
     together = max(_units_bytes(model, plan, sizes)) if parallel.zero == 3 else 0  # gathered for its turn
-    slots = SLOTS[train.optimizer] + (train.optimizer == "sgd" and train.momentum > 0)
-    sharing = sizes.dp if parallel.zero == 1 else shards
-    state = slots * trained // sharing
+    kept, sharing = slots(train), sizes.dp if parallel.zero == 1 else shards
+    state = kept * trained // sharing
     if parallel.offload in ("disk", "nvme"):  # what is read, stepped and written at a time
-        state = min(state, 3 * slots * BUCKET_BYTES)
+        state = min(state, 3 * kept * BUCKET_BYTES)
     width = 2 if train.precision != "fp32" and parallel.zero >= 2 else 4
     gathered = whole * width // 4 if parallel.zero == 2 else together * width // 4
     activations = _activations(model, plan, task, config, data, sizes)
-    return Memory(whole // shards + gathered, trained // shards, state, activations)
+    return MemoryEstimate(whole // shards + gathered, trained // shards, state, activations)
 
 
 def _cut_bytes(model: nn.Module, plan: Plan, sizes: Sizes, sp: bool) -> tuple[int, int]:

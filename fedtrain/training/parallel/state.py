@@ -34,20 +34,7 @@ class Data(Protocol):
         """Go on from there, whatever was taken before."""
 
 
-class Checkpoints(Protocol):
-    """Where states are kept. Every rank calls each method at the same step."""
-
-    def restore(self, state: State) -> bool:
-        """Load the newest whole checkpoint into `state`; False when there is none."""
-
-    def maybe_save(self, state: State, step: int) -> None:
-        """After each optimizer step: save when one is due. May return before it is on disk."""
-
-    def finish(self, state: State) -> None:
-        """After the last step: everything is on disk when this returns."""
-
-
-class Outer(Protocol):
+class Exchanged(Protocol):
     """What islands share, and how far they are with it."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -61,7 +48,7 @@ class Outer(Protocol):
 
 
 class State:
-    """Model, optimizer, learning-rate schedule, loss scale, place in the data, the outer optimizer's state.
+    """Model, optimizer, loss scale, place in the data, the outer optimizer's state, the steps taken.
 
     A torch.distributed.checkpoint.stateful.Stateful: tensors of `state_dict` are DTensors where a mesh
     shards them, and every key is the same whatever the mesh, so dcp.save from one and dcp.load into another
@@ -72,15 +59,14 @@ class State:
         self,
         parts: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
-        schedule: torch.optim.lr_scheduler.LRScheduler | None,
         data: Data,
-        outer: Outer | None = None,
+        outer: Exchanged | None = None,
         island: int | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
         """`parts`: the model, or this rank's stages of it; names in them are those of the whole model.
         `island`: which one this rank is of, where islands train apart: each then keeps its own."""
-        self.parts, self.optimizer, self.schedule, self.data = list(parts), optimizer, schedule, data
+        self.parts, self.optimizer, self.data = list(parts), optimizer, data
         self.outer, self.loss_scale = outer, loss_scale or LossScale("fp32")
         self._shared = outer.tensors() if outer is not None else {}
         self._own = "" if island is None else f"island-{island}"
@@ -90,13 +76,12 @@ class State:
         self._made = False  # whether the optimizer has its slots
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model", "optimizer", "schedule", "loss_scale", "data", "step", "begun", "outer"}, of an island
+        """{"model", "optimizer", "loss_scale", "data", "step", "begun", "outer"}, of an island
         under its name, and {"shared": what islands share, "round"}."""
         self._init_optimizer()
         own = {
             "model": self.model(),
             "optimizer": self._slots(),
-            "schedule": {} if self.schedule is None else self.schedule.state_dict(),
             "loss_scale": self.loss_scale.state_dict(),
             "data": self.data.state_dict(),
             "step": self.step,
@@ -115,8 +100,6 @@ class State:
         _copy(self._shared, state["shared"])
         if self.outer is not None:
             self.outer.load_state_dict(own["outer"])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(dict(own["schedule"]))
         self.loss_scale.load_state_dict(own["loss_scale"])
         self.data.load_state_dict(dict(own["data"]))
         self.step, self.begun, self.round = int(own["step"]), int(own["begun"]), int(state["round"])

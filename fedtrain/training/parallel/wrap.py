@@ -21,6 +21,7 @@ from ...config import ParallelConfig
 from ...errors import ConfigError
 from ..batches import Batch
 from ..mesh import Mesh
+from ..precision import NARROW
 from ..task import Task
 from .plan import Plan
 
@@ -192,8 +193,7 @@ def _sharded(
     flat = mesh[("dp_replicate", shards[0])] if copies else mesh.flat(shards)
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
-        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=NARROW[precision], reduce_dtype=torch.float32)
     pinned = mesh.device.type == "cuda"  # memory that a GPU copies from; there is none without one
     offload = OffloadPolicy() if config.offload == "none" else CPUOffloadPolicy(pin_memory=pinned)
     for module in [*units, root]:
