@@ -35,6 +35,7 @@ from ..tracking.export import beginning
 from ..training.elastic import Leave, Left, shares_store
 from ..training.engine import Step, over, steps_in_round
 from ..training.mesh import AXES, Mesh, Sizes, joined
+from ..training.optimizers import schedule
 from ..training.parallel.data import Dealt, pooled
 from ..training.parallel.engine import MeshEngine
 from ..training.parallel.estimate import estimate
@@ -137,10 +138,8 @@ class Datacenter:
             everything, config.train, config.run.seed, self.name, mesh.data_rank, mesh.data_ranks,
             collate_of(task),
         )  # fmt: skip
-        self.engine = MeshEngine(
-            task, config, mesh, steps=self._steps_in_all(), example=self.data.example(),
-            correct=self.correct,
-        )  # fmt: skip
+        self.engine = MeshEngine(task, config, mesh, example=self.data.example(), correct=self.correct)
+        self.engine.steps.factor = schedule(config.train, self._steps_in_all())
         steps = self._steps_in_a_round()
         self.in_step = not self.islands or (mesh.alike(steps or 0) and steps is not None)
         self.outer = None if strategy is None else self._outer(strategy)

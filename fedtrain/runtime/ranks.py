@@ -34,7 +34,7 @@ from ..config import Config
 from ..errors import ConfigError, TaskError, reason_of, story_of
 from ..messages import Metrics, SiteId, Update
 from ..schema import Schema
-from ..training.engine import Correct, build_model, steps_in_round, weighs_items
+from ..training.engine import Correct, build_model, weighs_items
 from ..training.examples import examples_of
 from ..training.mesh import Mesh, Sizes, device_here
 from ..training.parallel.data import Dealt
@@ -234,14 +234,7 @@ class Team:
         )  # fmt: skip
         engine = self._engine_for(data)
         engine.install(weights)
-        engine.begin_round(afresh=True)
-        data.begin(round)
-        # The first rank draws what a site of one would.
-        engine.seed(round, site, *([mesh.data_rank] if mesh.data_rank else []))
-        doing = f"site {site}, round {round}"
-        begun = engine.steps.schedule(steps_in_round(train, data.examples), round, self.config.run.rounds)
-        with user_code(folder_of(self.task), doing):
-            seen = engine.steps.all(data.round(), begun, doing)
+        seen = engine.train(data, round, self.config.run.rounds)
         total, whole = map(engine.over_ranks, seen.total())
         local = engine.gather()
         if weights is None or out is None or local is None:

@@ -22,14 +22,14 @@ from ...errors import ConfigError, TaskError
 from ...messages import Metrics, summed
 from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in
-from ..engine import Correct, Step, Steps, Trainable, build_model
+from ..engine import Correct, Step, Steps, Trainable, build_model, steps_in_round
 from ..examples import Stream, examples_of
 from ..mesh import Mesh, is_dtensor
-from ..optimizers import TorchOptimizer, of_parameters, schedule
+from ..optimizers import TorchOptimizer, of_parameters
 from ..sampler import share_of
 from ..task import Task, mean_and_weight, user_code
 from .context import Gathered, context_parallel, part_of
-from .data import Share
+from .data import Dealt, Share
 from .flops import Flops, peak_flops
 from .hooks import compress
 from .plan import plan_of
@@ -49,11 +49,10 @@ class MeshEngine(Trainable, ShardedModel):
         config: Config,
         mesh: Mesh,
         *,
-        steps: int | None = None,
         example: Batch | None = None,
         correct: Correct | None = None,
     ) -> None:
-        """`steps`: how many there will be, where train.decay asks. `example`: any batch, for pp."""
+        """`example`: any batch, for pp."""
         Trainable.__init__(self, task, config.train, config.run.seed, mesh.device)
         self.mesh, self.parallel = mesh, config.parallel
         if self.parallel.zero >= 2:
@@ -80,7 +79,6 @@ class MeshEngine(Trainable, ShardedModel):
         self.gradients: list[torch.Tensor] = []  # this rank's pieces
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.steps = Steps(self, config.train, correct, self.parallel.nonfinite)
-        self.steps.factor = schedule(config.train, steps)
         self._renew()
 
     def _parallel(self, model: nn.Module, example: Batch | None) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -211,6 +209,16 @@ class MeshEngine(Trainable, ShardedModel):
             return weight
         each = torch.tensor(weight, dtype=torch.float64, device=self.mesh.device)
         return float(self.mesh.sum(each, axes))
+
+    def train(self, data: Dealt, round: int, rounds: int) -> Step:
+        """All steps of a site's round, with an optimizer of its own: as a site of one process takes them."""
+        self.begin_round(afresh=True)
+        data.begin(round)
+        self.seed(round, data.name, *([data.rank] if data.rank else []))  # the first draws as a site of one
+        begun = self.steps.schedule(steps_in_round(self.config, data.examples), round, rounds)
+        doing = f"site {data.name}, round {round}"
+        with user_code(self._folder, doing):
+            return self.steps.all(data.round(), begun, doing)
 
     def begin_round(self, *, afresh: bool) -> None:
         """Remember where the round began, for a strategy's site half. `afresh`: with a new optimizer, and the
