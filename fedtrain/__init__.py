@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import aggregate, evaluate, load_model, open_run, simulate, site
+    from .api import aggregate, evaluate, load_model, load_task, open_run, simulate, site
     from .arena import Arena
     from .config import Config
     from .errors import FedtrainError
@@ -36,6 +36,7 @@ _HOME = {
     "aggregate": "api",
     "evaluate": "api",
     "load_model": "api",
+    "load_task": "api",
     "open_run": "api",
     "partition": "training.partition",
     "simulate": "api",
@@ -45,8 +46,8 @@ _HOME = {
 
 __all__ = [
     "Arena", "Config", "FedtrainError", "Plan", "Run", "Schema", "ShardedDataset", "Strategy", "Task",
-    "Update", "aggregate", "evaluate", "load_model", "open_run", "partition", "simulate", "site",
-    "write_shards",
+    "Update", "aggregate", "evaluate", "load_model", "load_task", "open_run", "partition", "simulate",
+    "site", "write_shards",
 ]  # fmt: skip
 
 

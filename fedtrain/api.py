@@ -8,6 +8,7 @@ file and checked like it. Whatever goes wrong is a FedtrainError. No function ta
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
@@ -18,9 +19,9 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import modes
+from . import modes, training
 from .config import Config, one_of
-from .errors import ConfigError
+from .errors import ConfigError, FedtrainError
 from .events import Emit, Event, silent
 from .results import Run
 from .tracking import EventLog
@@ -166,6 +167,12 @@ def load_model(source: Source, project: Project | None = None, *, round: Round =
     return Run(source_of(config, source), config, task).model(round)
 
 
+def load_task(project: Project = ".") -> Task:
+    """The Task of a project, as a run would make it: for its data() and model()."""
+    config, task = resolved(project)
+    return task or training.task.load_task(config.run.task, config.root)
+
+
 def open_run(name: Path | str, project: Project = ".") -> Run:
     """A run to look at, by its name in the project, or by its folder."""
     config, task = resolved(project)
@@ -268,7 +275,8 @@ def _in_a_thread(work: Callable[[Emit], Coroutine[Any, Any, Run]], show: Emit) -
         try:
             done.set_result(asyncio.run(main()))
         except BaseException as e:  # it is raised in the other thread
-            done.set_exception(e)
+            plain = isinstance(e, FedtrainError) and not os.environ.get("FEDTRAIN_DEBUG")
+            done.set_exception(e.with_traceback(None) if plain else e)  # its line says all that a user needs
         finally:
             events.put(None)
 

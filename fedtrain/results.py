@@ -73,7 +73,7 @@ class Run:
         ax = ax or plt.figure().add_subplot(xlabel="round", title=self.path.name)
         for name in names or self.metrics:
             points = [(row["round"], row[name]) for row in history if row.get(name) is not None]
-            ax.plot(*zip(*points, strict=True), label=name)
+            ax.plot(*zip(*points, strict=True), label=f"{self.board.run}: {name}")
         ax.legend()
         return ax
 

@@ -140,7 +140,7 @@ def test_a_plot_draws_the_named_columns_by_round(project):
     run = fedtrain.simulate(project, HERE)
     axes = run.plot("accuracy", "training_loss")
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-    assert drawn["accuracy"] == [row["accuracy"] for row in run.history]
+    assert drawn["heart: accuracy"] == [row["accuracy"] for row in run.history]
     with pytest.raises(ConfigError, match=r"no round has 'acuracy'. Did you mean accuracy\?"):
         run.plot("acuracy")
 

@@ -128,6 +128,20 @@ def test_the_readme_shows_a_whole_task_in_fifteen_lines_that_trains(tmp_path):
     assert torch.isfinite(update.delta.views()["weight"]).all()
 
 
+@pytest.mark.slow(8)
+def test_what_the_readme_types_in_python_gives_what_it_shows(tmp_path, monkeypatch):
+    import doctest
+    import shutil
+
+    (block,) = [b for language, b in FENCE.findall((ROOT / "README.md").read_text()) if language == "pycon"]
+    shutil.copytree(
+        ROOT / "examples" / "heart", tmp_path / "examples" / "heart", ignore=shutil.ignore_patterns("runs")
+    )
+    monkeypatch.chdir(tmp_path)
+    typed = doctest.DocTestParser().get_doctest(block, {}, "README", None, None)
+    assert doctest.DocTestRunner().run(typed) == (0, 4)
+
+
 def test_from_nothing_to_three_sites_takes_eight_commands():
     blocks = [block for _, block in FENCE.findall((ROOT / "README.md").read_text())]
     (steps,) = [block.splitlines() for block in blocks if "fedtrain certs init" in block]
