@@ -37,14 +37,22 @@ from fedtrain import pki
 from fedtrain.arena import Arena
 from fedtrain.malloc import keep_freed
 from fedtrain.messages import Reply, Request, Update
-from fedtrain.runtime.crew import Crew
+from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.client import Client, Policy
-from fedtrain.secagg.encoding import Encoding, rounding_seed
+from fedtrain.secagg.encoding import Encoded, Encoding, rounding_seed
 from fedtrain.secagg.fixedpoint import FixedPoint
-from fedtrain.secagg.masking import BLOCK_BYTES, TAG_BYTES, ZEROS, Spread, counter_mode, galois_mode
+from fedtrain.secagg.masking import (
+    BLOCK_BYTES,
+    TAG_BYTES,
+    ZEROS,
+    Parallel,
+    counter_mode,
+    exhaust,
+    galois_mode,
+)
 from fedtrain.secagg.messages import Advertise, Mask, Terms
-from fedtrain.secagg.server import secure_sum
+from fedtrain.secagg.server import masked_sum
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.wire import codec
 
@@ -90,18 +98,20 @@ CASES = [
 class Site:
     """A site whose training has ended, and the time that it takes over its replies."""
 
-    def __init__(self, name: str, case: Case, spread: Spread, verifier: pki.Verifier, folder: Path) -> None:
+    def __init__(
+        self, name: str, case: Case, parallel: Parallel, verifier: pki.Verifier, folder: Path
+    ) -> None:
         signer = pki.Signer.of(pki.Credentials.load(folder / "sites" / name))
         self.client = Client(
             name, case.policy, certificate=signer.certificate, sign=self.timed(signer.sign),
-            verify=self.timed(verifier.verify), spread=spread,
+            verify=self.timed(verifier.verify), parallel=parallel,
         )  # fmt: skip
         self.fingerprint = pki.fingerprint(signer.certificate)
         self.values = np.random.default_rng(list(name.encode())).standard_normal(case.params, np.float32)
         self.values *= 0.01
         delta = Arena.wrap(case.encoding.schema, padded(self.values, case.encoding.schema.nbytes))
         self.update = Update(delta=delta, num_examples=50.0, metrics=dict.fromkeys(METRICS, (20.0, 50.0)))
-        self.encoding, self.spread = case.encoding, spread
+        self.own = Encoded(case.encoding, self.update, rounding_seed("bench", name), parallel=parallel)
         self.spent_s = self.signatures_s = self.counting_s = self.sent_bytes = 0.0
 
     def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +127,7 @@ class Site:
         began = clock()
         if isinstance(request, Advertise):
             self.spent_s = self.signatures_s = self.counting_s = self.sent_bytes = 0.0
-            reply = self.client.begin(request, MODEL, METRICS, self.encode)
+            reply = self.client.begin(request, MODEL, self.own)
         else:
             reply = self.client.answer(request)
         done = clock()
@@ -125,10 +135,6 @@ class Site:
         self.sent_bytes += len(codec.encode(reply)) + sum(a.schema.nbytes for a in codec.arenas(reply))
         self.counting_s += clock() - done
         return reply
-
-    def encode(self, names: tuple[str, ...], out: np.ndarray) -> None:
-        seed = rounding_seed("bench", self.client.site)
-        self.encoding.encode(self.update, names, seed, out, spread=self.spread)
 
 
 def padded(values: np.ndarray, nbytes: int) -> bytearray:
@@ -147,10 +153,10 @@ class Timing:
     upload_bytes: float  # of a survivor
 
 
-def run(case: Case, rounds: int, spread: Spread, folder: Path) -> list[Timing]:
+def run(case: Case, rounds: int, parallel: Parallel, folder: Path) -> list[Timing]:
     verifier = pki.Verifier((folder / "ca/root.pem").read_bytes(), RUN["federation"])
     names = [f"s{i:03}" for i in range(case.sites)]
-    sites = {name: Site(name, case, spread, verifier, folder) for name in names}
+    sites = {name: Site(name, case, parallel, verifier, folder) for name in names}
     lost = set(names[: round(case.sites * case.dropout)])
     cohort = LocalCohort(sites, lambda site, request: isinstance(request, Mask) and site in lost)
     there = [sites[name] for name in names if name not in lost]
@@ -171,13 +177,14 @@ def run(case: Case, rounds: int, spread: Spread, folder: Path) -> list[Timing]:
 
         async def once(terms: Terms = terms, offer: Advertise = offer) -> tuple[np.ndarray, float]:
             began = clock()
-            total = await secure_sum(
+            masked = await masked_sum(
                 cohort, terms, MODEL, offer, verifier.verify, deadline_s=600, step_deadline_s=600,
-                spread=spread,
+                parallel=parallel,
             )  # fmt: skip
+            total = await masked.unmask()
             assert total.sites == tuple(name for name in names if name not in lost)
             assert not total.blamed
-            mean = case.encoding.decode(total.vector, len(total.sites), total.names, spread)
+            mean = case.encoding.decode(total.vector, len(total.sites), total.names, parallel)
             spent = clock() - began
             assert mean.metrics["loss"] == (20.0 * len(there), 50.0 * len(there))
             return mean.delta.views()["w"].numpy(), spent
@@ -235,12 +242,12 @@ def neighbours(case: Case) -> int:
     return case.policy.graph(case.sites)[2] or case.sites - 1
 
 
-def measure(threads: int, spread: Spread) -> Rates:
+def measure(threads: int, parallel: Parallel) -> Rates:
     def streaming(kernel: Callable[[bytes], Callable[..., object]]) -> Callable[[int], None]:
         def work(_: int) -> None:
-            stream, room = kernel(bytes(16)), memoryview(bytearray(BLOCK_BYTES + TAG_BYTES))
+            stream, out = kernel(bytes(16)), memoryview(bytearray(BLOCK_BYTES + TAG_BYTES))
             for block in range(BLOCKS):
-                stream(block.to_bytes(12, "big"), ZEROS, room)
+                stream(block.to_bytes(12, "big"), ZEROS, out)
 
         return work
 
@@ -249,8 +256,12 @@ def measure(threads: int, spread: Spread) -> Rates:
         for _ in range(BLOCKS):
             np.add(total, block, out=total)
 
+    def all_of(work: Callable[[int], None]) -> None:
+        with parallel(work, range(threads)) as mine:
+            exhaust(mine)
+
     stream_s, mask_s = (
-        min(fastest(lambda work=work: list(spread(work, range(threads)))) for work in works)
+        min(fastest(lambda work=work: all_of(work)) for work in works)
         for works in ([streaming(counter_mode), streaming(galois_mode)], [adding])
     )
     pair, public = X25519PrivateKey.generate(), X25519PrivateKey.generate().public_key()
@@ -319,16 +330,16 @@ def main() -> None:
     if args.cpu:
         clock, args.threads = time.thread_time, 1
     with tempfile.TemporaryDirectory() as name:
-        spread = Crew(args.threads)
+        parallel = ThreadPool(args.threads)
         folder = Path(name) / "certs"
         pki.init(folder, RUN["federation"])
         for i in range(max(case.sites for case in CASES)):
             pki.issue(folder, "site", f"s{i:03}")
-        rates = measure(args.threads, spread)
+        rates = measure(args.threads, parallel)
         for case in CASES:
             if args.case in case.name:
-                timings = run(case, args.rounds, spread, folder)
-                rates = rates.best(measure(args.threads, spread))  # a slow minute makes no bound easier
+                timings = run(case, args.rounds, parallel, folder)
+                rates = rates.best(measure(args.threads, parallel))  # a slow minute makes no bound easier
                 report(case, timings, rates)
         common.emit("secagg", "machine", "threads", args.threads, "")
         common.emit("secagg", "machine", "keystream", rates.keystream / 1e9, "GB/s")

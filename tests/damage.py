@@ -19,7 +19,7 @@ from fedtrain.config import Config
 from fedtrain.errors import Broken, FedtrainError, WireError
 from fedtrain.events import Event
 from fedtrain.messages import Evaluate, Evaluation, Failure, Found, Reply, Request, Train, Update
-from fedtrain.runtime import federated, secure
+from fedtrain.runtime import federated, secure_rounds, secure_site
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.privacy import Spent
 from fedtrain.runtime.progress import finish
@@ -166,9 +166,9 @@ class Star:
             )
             answers: Any = InTheOpen(config, cohort, self._emit)
             if self.masks:
-                answers = secure.UnderMasks(
+                answers = secure_rounds.UnderMasks(
                     config, cohort, self._emit, federation=SimulatedKeys.FEDERATION,
-                    fingerprints=self.keys.fingerprints, verify=self.keys.verify, settled=store.set_plan,
+                    callers=self.keys, verifier=self.keys, plans=store,
                 )  # fmt: skip
             result = await federated.run(config, answers, store, strategy, self._emit)
             finish(store, result.rounds, result.reason, self._emit)
@@ -179,10 +179,8 @@ class Star:
     def _site(self, name: str, ledger: Ledger) -> Site:
         mine = None
         if self.masks:
-            mine = secure.SecureSite(
-                self.config, name, SimulatedKeys.FEDERATION, certificate=name.encode(),
-                verify=self.keys.verify, opened=ledger.sums(), keep=ledger.keep_sum,
-                sign=lambda message: self.keys.key(name).sign(message, secure.ECDSA),
+            mine = secure_site.SecureSite(
+                self.config, name, SimulatedKeys.FEDERATION, self.keys.signer(name), self.keys, sums=ledger,
             )  # fmt: skip
         spent = Spent(self.config.privacy, ledger.folder, self._emit)
         return Site(name, SCHEMA, ledger, Toy(), secure=mine, spent=spent)
@@ -222,8 +220,8 @@ class Wire:
         self, site: Site, ledger: Ledger, inbox: Spool, masks: bool, watch: Callable[[int], None]
     ) -> None:
         self.site, self.ledger, self.inbox, self.watch = site, ledger, inbox, watch
-        self.requests = secure.REQUESTS if masks else Train | Evaluate
-        self.replies = secure.REPLIES if masks else Found
+        self.requests = secure_site.REQUESTS if masks else Train | Evaluate
+        self.replies = secure_rounds.REPLIES if masks else Found
 
     async def __call__(self, request: Request) -> Reply:
         asked = decode(encode(request), self.requests)

@@ -17,7 +17,7 @@ from fedtrain.messages import Failure, Request
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.client import Client, Policy
 from fedtrain.secagg.messages import Advertise, RingArena, Terms
-from fedtrain.secagg.server import SecureSum, secure_sum
+from fedtrain.secagg.server import SecureSum, masked_sum
 from fedtrain.transport.memory import LocalCohort
 
 MODEL = hashlib.sha256(b"the global model").digest()
@@ -80,13 +80,13 @@ class Member:
 
     def __call__(self, request: Request) -> Any:
         if isinstance(request, Advertise):
-            reply = self.client.begin(request, self.model, self.names, self.encode)
+            reply = self.client.begin(request, self.model, self)
         else:
             reply = self.client.answer(request)  # type: ignore[arg-type]
         self.said.append(reply)
         return self.lie(reply)
 
-    def encode(self, names: tuple[str, ...], out: np.ndarray[Any, Any]) -> None:
+    def write(self, names: tuple[str, ...], out: np.ndarray[Any, Any]) -> None:
         """The values, then ones for the metrics."""
         out[: len(self.values)] = self.values.astype(out.dtype)
         out[len(self.values) :] = 1
@@ -156,30 +156,31 @@ class Federation:
         self.terms = replace(self.terms, **fresh | changes)
 
     def sum(
-        self, bend: Callable[[str, Any], Request | None] = lambda site, request: request, **options: Any
+        self,
+        bend: Callable[[str, Any], Request | None] = lambda site, request: request,
+        agreed: Callable[[tuple[str, ...]], None] = lambda sites: None,
+        **options: Any,
     ) -> SecureSum:
-        """One session, through a cohort that `bend`s what is sent."""
+        """One session, through a cohort that `bend`s what is sent; `agreed(U3)` before it is unmasked."""
         request_id = self.terms.request_id("advertise")
         advertise = Advertise(id=request_id, round=self.terms.round, weights=NO_WEIGHTS, terms=self.terms)
-        return asyncio.run(
-            secure_sum(
-                Bent(self.members, bend),
-                self.terms,
-                MODEL,
-                advertise,
-                self.authority.verify,
-                deadline_s=60,
-                step_deadline_s=60,
-                **options,
+
+        async def session() -> SecureSum:
+            cohort, verify = Bent(self.members, bend), self.authority.verify
+            masked = await masked_sum(
+                cohort, self.terms, MODEL, advertise, verify, deadline_s=60, step_deadline_s=60, **options
             )
-        )
+            agreed(masked.sites)
+            return await masked.unmask()
+
+        return asyncio.run(session())
 
     def plain(self, sites: Iterable[str], names: tuple[str, ...] = ("loss",)) -> np.ndarray[Any, Any]:
         """The sum of what these sites send, modulo the ring."""
         total = np.zeros(self.terms.numel(names), f"u{self.policy.ring_bits // 8}")
         for site in sites:
             vector = np.zeros_like(total)
-            self.members[site].encode(names, vector)
+            self.members[site].write(names, vector)
             total += vector
         return total
 

@@ -1,7 +1,6 @@
 """A site's vector in the ring, and the sum read back."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from fedtrain.aggregation import WeightedMean
 from fedtrain.arena import Arena, ArenaFile, Slab
 from fedtrain.errors import RoundError, SecAggError
 from fedtrain.messages import Update
+from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.encoding import Encoding, norm_of, rounding_seed
 from fedtrain.secagg.fixedpoint import PER_BLOCK, FixedPoint
@@ -143,8 +143,7 @@ def test_all_cores_read_a_file_and_make_of_it_what_one_makes_of_memory(tmp_path,
     how, one = Encoding(FixedPoint(3, 32, clip=1.0, max_weight=20.0), schema), update(1, schema)
     (tmp_path / "delta").write_bytes(one.delta.payload)
     spooled = Update(delta=ArenaFile(schema, tmp_path / "delta"), num_examples=one.num_examples)
-    with ThreadPoolExecutor(3) as pool:
-        found = encoded(how, spooled, (), rounding_seed(0), spread=pool.map)
+    found = encoded(how, spooled, (), rounding_seed(0), parallel=ThreadPool(3))
     assert np.array_equal(found, encoded(how, one, (), rounding_seed(0)))
 
 

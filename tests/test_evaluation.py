@@ -11,7 +11,7 @@ from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Evaluation, Failure
-from fedtrain.runtime import asynchronous, datacenter, gossip_simulation, peer, secure, simulation
+from fedtrain.runtime import asynchronous, datacenter, gossip_simulation, peer, plain_sums, simulation
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.simulated_masks import SimulatedMasks
 from fedtrain.transport.memory import LocalCohort
@@ -141,7 +141,7 @@ def at_evaluation(answer, *sites):
     return handlers(**{site: handler(site) for site in sites})
 
 
-@pytest.mark.parametrize("answers", [InTheOpen, secure.FixedPointSums, SimulatedMasks])
+@pytest.mark.parametrize("answers", [InTheOpen, plain_sums.FixedPointSums, SimulatedMasks])
 def test_an_evaluation_that_fails_at_all_sites_ends_the_run_and_one_that_some_give_does_not(
     tmp_path, answers
 ):

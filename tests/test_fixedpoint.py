@@ -1,7 +1,6 @@
 """Fixed point: right in expectation, near the plain mean, and no sum that wraps."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from hashlib import sha256
 from itertools import pairwise
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedtrain.errors import ConfigError, SecAggError
+from fedtrain.runtime.threads import ThreadPool
 from fedtrain.secagg.fixedpoint import MAX_VALUE_BITS, ONE, PER_BLOCK, SCALAR_LIMIT, FixedPoint, held
 from fedtrain.secagg.masking import RINGS, TAG_BYTES, keystream
 
@@ -261,10 +261,9 @@ def test_chunks_make_the_integers_of_the_whole(cuts, ring_bits):
 @pytest.mark.parametrize("ring_bits", RINGS)
 def test_workers_make_the_integers_of_one(ring_bits):
     point, values = FixedPoint(5, ring_bits, 0.25, 1.0), some_values(3 * PER_BLOCK + 7)
-    with ThreadPoolExecutor(3) as pool:
-        many, clipped = encoded(point, values, spread=pool.map)
-        mean = np.zeros(len(values), np.float32)
-        point.decode_into(many, 1, 1.0, mean, pool.map)
+    pool, mean = ThreadPool(3), np.zeros(len(values), np.float32)
+    many, clipped = encoded(point, values, parallel=pool)
+    point.decode_into(many, 1, 1.0, mean, pool)
     alone, expected = encoded(point, values)
     assert np.array_equal(many, alone)
     assert clipped == expected

@@ -19,7 +19,7 @@ from fedtrain.errors import ConfigError, JoinRefused, StoreError, TaskError
 from fedtrain.events import silent
 from fedtrain.runtime import datacenter, gossip_simulation, peer
 from fedtrain.runtime.plan import round_plan
-from fedtrain.runtime.secure import hash_of
+from fedtrain.runtime.secure_terms import hash_of
 from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.trainer_messages import Freeze
 from fedtrain.schema import Schema

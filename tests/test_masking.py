@@ -1,6 +1,6 @@
 """Masks: the same stream from both kernels, added modulo 2^r, and gone when both ends have added it."""
 
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from hashlib import sha256
 
 import numpy as np
@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedtrain.runtime.threads import ThreadPool
 from fedtrain.secagg import masking
 from fedtrain.secagg.masking import BLOCK_BYTES, RINGS, TAG_BYTES, add_masks, keystream
 
@@ -79,8 +80,7 @@ def test_workers_give_the_bits_of_one(ring_bits, blocks):
     together = alone.copy()
     masks = [(key, 1 - 2 * (i % 2)) for i, key in enumerate(KEYS)]
     add_masks(alone, masks)
-    with ThreadPoolExecutor(3) as pool:
-        add_masks(together, masks, pool.map)
+    add_masks(together, masks, ThreadPool(3))
     assert np.array_equal(alone, together)
     assert len(np.unique(alone[:1000])) > 900
 
@@ -90,8 +90,7 @@ def test_each_part_is_told_of_once_when_all_masks_are_on_it():
     expected, told = vector.copy(), {}
     masks = [(key, 1) for key in KEYS]
     add_masks(expected, masks)
-    with ThreadPoolExecutor(3) as pool:
-        add_masks(vector, masks, pool.map, lambda a, b: told.update({(a, b): vector[a:b].copy()}))
+    add_masks(vector, masks, ThreadPool(3), lambda a, b: told.update({(a, b): vector[a:b].copy()}))
     assert [a for a, b in sorted(told)] == [0, *(b for a, b in sorted(told))][:-1]
     assert np.array_equal(np.concatenate([told[part] for part in sorted(told)]), expected)
 
@@ -122,7 +121,9 @@ def test_no_masks_leave_a_vector_and_an_empty_vector_needs_none():
 
 def test_what_a_worker_raises_reaches_the_caller():
     with pytest.raises(ValueError, match="key"):
-        add_masks(np.zeros(5, np.uint32), [(KEYS[0], 1)], lambda work, items: (_fail() for _ in items))
+        add_masks(
+            np.zeros(5, np.uint32), [(KEYS[0], 1)], lambda work, items: nullcontext(_fail() for _ in items)
+        )
 
 
 def _fail():

@@ -19,7 +19,7 @@ from fedtrain.config import Config, LimitsConfig, TrainConfig
 from fedtrain.errors import BadUpdate, SecAggError, TaskError
 from fedtrain.messages import MAX_SUMS, Evaluate, Evaluation, averages, misfits, sized_names, summed
 from fedtrain.runtime import checks, federated
-from fedtrain.runtime.secure import exact_sums
+from fedtrain.runtime.plain_sums import exact_sums
 from fedtrain.runtime.workbench import source_digest
 from fedtrain.schema import Schema
 from fedtrain.secagg.encoding import Encoding

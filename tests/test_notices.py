@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from fedtrain.arena import Slab
 from fedtrain.errors import FedtrainError, RoundError
 from fedtrain.messages import Evaluate, Evaluation, Failure, Update
-from fedtrain.runtime import gossip_simulation, secure
+from fedtrain.runtime import gossip_simulation, plain_sums
 from fedtrain.runtime.simulated_masks import SimulatedMasks
 from fedtrain.runtime.simulation import simulate
 from fedtrain.store import RoundPlan
@@ -102,7 +102,7 @@ def told(answers_of, cfg, sites, train, evaluate):
 def test_a_simulation_without_masks_tells_what_masks_tell(tmp_path, trouble):
     sites, settings, train, evaluate = TROUBLES[trouble]
     cfg = config(tmp_path, **settings)
-    openly = told(secure.FixedPointSums, cfg, sites, train, evaluate)
+    openly = told(plain_sums.FixedPointSums, cfg, sites, train, evaluate)
     assert openly == told(SimulatedMasks, cfg, sites, train, evaluate)
     assert any("values were clipped" in text for *_, text in openly) == ("clipped" in trouble)
 
@@ -113,10 +113,10 @@ def test_clipped_values_of_updates_in_slabs_are_counted_too(tmp_path):
     rows = torch.stack([updates[site].delta.data.view(torch.uint8).flatten() for site in SITES])
     slab = dict(zip(SITES, Slab(zeros().schema, rows).arenas(), strict=True))
     cohort = LocalCohort({site: lambda r, s=site: replace(updates[s], delta=slab[s]) for site in SITES})
-    asyncio.run(secure.FixedPointSums(cfg, cohort, events).train(RoundPlan(0, 0, SITES), zeros()))
+    asyncio.run(plain_sums.FixedPointSums(cfg, cohort, events).train(RoundPlan(0, 0, SITES), zeros()))
     alone = Events()
     openly = LocalCohort({site: lambda r, s=site: updates[s] for site in SITES})
-    asyncio.run(secure.FixedPointSums(cfg, openly, alone).train(RoundPlan(0, 0, SITES), zeros()))
+    asyncio.run(plain_sums.FixedPointSums(cfg, openly, alone).train(RoundPlan(0, 0, SITES), zeros()))
     assert events.of("notice") == alone.of("notice")
     assert "values were clipped to secagg.clip" in events.of("notice")[0]["text"]
 

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations_with_replacement, product
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from fedtrain.arena import Arena, ArenaFile
 from fedtrain.digest import digest_of
 from fedtrain.errors import BadUpdate, SecAggError, TooFewSites, Unfinished
 from fedtrain.messages import Evaluation
+from fedtrain.runtime.threads import ThreadPool
 from fedtrain.secagg import client, keys, messages
 from fedtrain.secagg.client import Client
 from fedtrain.secagg.masking import BLOCK_BYTES, RINGS
@@ -26,7 +26,7 @@ from fedtrain.secagg.messages import (
     Keys,
     Masked,
     RingArena,
-    Sealed,
+    SealedShares,
     Share,
     Shares,
     Unmasked,
@@ -34,7 +34,7 @@ from fedtrain.secagg.messages import (
     seed_commitment,
     statement,
 )
-from fedtrain.secagg.server import Session, fold, leave_out_lonely
+from fedtrain.secagg.server import SumSession, fold, leave_out_lonely
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.wire import encode
 
@@ -160,7 +160,7 @@ def test_s13_a_site_whose_neighbours_are_lost_is_left_out_before_anybody_masks()
 
 
 def test_a_site_with_too_few_holders_left_is_out_before_anybody_masks_with_it():
-    session = Session(LocalCohort({}), Federation(5).terms)
+    session = SumSession(LocalCohort({}), Federation(5).terms)
     holders = {"a": ("b", "c"), "b": ("a", "c"), "c": ("a", "d"), "d": ("c", "e")}
     dealt = dict.fromkeys("abcd", Shares(sealed={}, signature=b""))  # e did not deal, so d is alone, then c
     leave_out_lonely(session, dealt, holders, 2)
@@ -280,8 +280,7 @@ def test_all_cores_add_a_vector_as_one_does_from_memory_or_from_a_file(tmp_path,
     (tmp_path / "vector").write_bytes(arena.payload)
     for vector in (arena, ArenaFile(arena.schema, tmp_path / "vector")):
         sums = total.copy()
-        with ThreadPoolExecutor(3) as pool:
-            fold(sums, vector, pool.map)
+        fold(sums, vector, ThreadPool(3))
         assert np.array_equal(sums, total + numbers)
 
 
@@ -352,7 +351,7 @@ def test_a_site_whose_vote_is_forged_is_named_and_still_in_the_sum():
 
 
 def replace_text(sealed, text):
-    return Sealed(text, sealed.seed, sealed.key)
+    return SealedShares(text, sealed.seed, sealed.key)
 
 
 def signed(member, entry, terms):
@@ -469,7 +468,7 @@ def test_values_that_no_update_gives_are_found_in_the_sum():
 # --- The aggregator's order of work
 
 
-def test_agreed_is_called_with_the_survivors_before_any_share_is_asked_for():
+def test_the_survivors_are_known_before_any_share_is_asked_for():
     federation, seen = Federation(5), []
 
     def bend(site, request):
@@ -487,15 +486,15 @@ def test_no_more_sites_are_waited_for_than_it_takes_to_unmask():
     assert [len(m.answers(Unmasked)) for m in federation.members.values()] == [1] * 7 + [0] * 3
 
 
-def test_heavy_work_is_given_aside():
+def test_heavy_work_is_done_in_a_thread():
     given = []
 
-    async def aside(work, *args):
+    async def in_thread(work, *args):
         given.append(work.__name__)
         return work(*args)
 
-    Federation(3).sum(aside=aside)
-    assert given == ["honest", "honest", "fold", "fold", "fold", "honest", "rebuild", "take_out"]
+    Federation(3).sum(in_thread=in_thread)
+    assert given == ["honest", "honest", "fold", "fold", "fold", "honest", "rebuild", "_take_out"]
 
 
 # --- A site's memory
@@ -536,22 +535,22 @@ def test_a_restarted_site_is_a_dropout(step, there):
     assert np.array_equal(found.vector, federation.plain(there))
 
 
-def test_the_next_session_masks_in_the_room_of_the_last_which_nobody_can_read_then():
+def test_the_next_session_masks_in_the_memory_of_the_last_which_nobody_can_read_then():
     """Whoever still sent the last vector would send what is written for the next one, unmasked at first."""
     federation = Federation(3)
     federation.sum()
     member, read = federation.members["a"], []
     (last,) = member.answers(Masked)
-    room, encode = last.vector.bytes, member.encode
+    memory, write = last.vector.bytes, member.write
 
-    def encoded(names, out):
-        encode(names, out)
+    def written(names, out):
+        write(names, out)
         read.append(bytes(last.vector.payload))
 
-    member.encode = encoded
+    member.write = written
     federation.again()
     federation.sum()
-    assert member.answers(Masked)[1].vector.bytes is room
+    assert member.answers(Masked)[1].vector.bytes is memory
     assert read == [b""]
 
 
@@ -645,7 +644,7 @@ def test_a_session_under_real_certificates(tmp_path):
 def test_a_site_uploads_little_more_than_the_ring_takes(ring_bits, value_bits, most):
     federation = Federation(10, length=1_000_000, ring_bits=ring_bits, value_bits=value_bits)
     for member in federation.members.values():
-        member.encode = lambda names, out: out.fill(0)
+        member.write = lambda names, out: out.fill(0)
     federation.sum()
     said = federation.members["a"].said
     (masked,) = federation.members["a"].answers(Masked)

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import math
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
@@ -13,15 +12,17 @@ from msgspec.structs import replace
 from fedtrain import compression
 from fedtrain.arena import Arena, ArenaFile, Slab
 from fedtrain.config import Config
+from fedtrain.digest import seed_of
 from fedtrain.errors import ConfigError, Diverged, TooFewSites
 from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.pki import Credentials, revoke
 from fedtrain.pki.signing import Verifier, fingerprint
-from fedtrain.runtime import federated, secure
+from fedtrain.runtime import federated, plain_sums, secure_rounds, secure_site, secure_terms
 from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.simulated_masks import MaskedCohort, SimulatedMasks
-from fedtrain.runtime.site import Site, secure_site
+from fedtrain.runtime.site import Site, secure_site_of
+from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
 from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool
@@ -51,13 +52,13 @@ def test_a_session_is_bound_to_every_byte_of_the_model_in_a_file_or_in_memory(tm
     w, n = model.payload[: 300_000 * 4], model.payload[schema.sections[1].offset :][: 5 * 8]
     parts = [*(w[at : at + (1 << 19)] for at in range(0, len(w), 1 << 19)), n]
     expected = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
-    with ThreadPoolExecutor(workers) as pool:
-        assert secure.hash_of(model, pool.map) == expected
-        assert secure.hash_of(ArenaFile(schema, tmp_path / "weights"), pool.map) == expected
+    pool = ThreadPool(workers)
+    assert secure_terms.hash_of(model, pool) == expected
+    assert secure_terms.hash_of(ArenaFile(schema, tmp_path / "weights"), pool) == expected
     for at in (0, (1 << 19) - 1, 1 << 19, 300_000 * 4 - 1, schema.sections[1].offset + 39):
         other = model.load()
         other.data[at] ^= 1
-        assert secure.hash_of(other) != expected
+        assert secure_terms.hash_of(other) != expected
 
 
 def config(folder, *, sites=SITES, **sections):
@@ -115,7 +116,7 @@ def mean_of(answers, sites=SITES, number=0):
 
 
 def fixed(cfg, sites=SITES, cohort=None, number=0):
-    return mean_of(secure.FixedPointSums(cfg, cohort or openly(sites), Events()), sites, number)
+    return mean_of(plain_sums.FixedPointSums(cfg, cohort or openly(sites), Events()), sites, number)
 
 
 # --- Masks change nothing
@@ -146,7 +147,7 @@ def test_updates_of_a_simulation_which_lie_in_slabs_have_the_same_sum(tmp_path, 
     means, events = [], Events()
     for replies in (updates, stacked):
         cohort = LocalCohort({site: lambda request, reply=reply: reply for site, reply in replies.items()})
-        means.append(mean_of(secure.FixedPointSums(config(tmp_path, **keys), cohort, events), sites))
+        means.append(mean_of(plain_sums.FixedPointSums(config(tmp_path, **keys), cohort, events), sites))
     assert len(means[0].sites) == len(means[1].sites) == 12
     assert means[0].delta.digest == means[1].delta.digest
     assert means[0].metrics == means[1].metrics
@@ -180,7 +181,7 @@ def test_groups_are_redrawn_each_round_and_their_means_are_what_a_robust_rule_se
         strategy={"min_sites": 9},
         aggregation={"rule": rule},
     )
-    drawn = [secure.groups_of(cfg, RoundPlan(number, 0, sites)) for number in range(4)]
+    drawn = [secure_rounds.groups_of(cfg, RoundPlan(number, 0, sites)) for number in range(4)]
     assert all(sorted(chain(*each)) == sites for each in drawn)
     assert len({tuple(map(tuple, each)) for each in drawn}) == 4
     hostile = {"site-a": lambda r: Update(delta=found("a", size=1e4).delta, num_examples=10.0)}
@@ -195,7 +196,7 @@ def test_what_is_compressed_linearly_is_summed_compressed(tmp_path, compressor):
     cfg = config(tmp_path, secagg={"max_examples": 20}, compression={"up": compressor})
     mean = fixed(cfg)
     assert mean_of(SimulatedMasks(cfg, openly(), Events())).delta.digest == mean.delta.digest
-    squeeze, seed = compression.parse(compressor).shaped([(300,)]), secure.seed_of(3, "compression", 0)
+    squeeze, seed = compression.parse(compressor).shaped([(300,)]), seed_of(3, "compression", 0)
     plain = mean_of(InTheOpen(cfg, openly(), Events())).delta.views()["w"].numpy()
     expected = squeeze.lift(squeeze.project(plain, seed), seed, 300)
     assert torch.allclose(mean.delta.views()["w"], torch.from_numpy(expected), atol=2e-4, rtol=0)
@@ -235,9 +236,9 @@ def test_too_few_abort_and_the_next_attempt_trains_nobody_again(tmp_path):
 def test_too_few_groups_for_the_rule_fail_the_attempt(tmp_path):
     sites = [f"site-{c}" for c in "abcdefghi"]
     keys = {"secagg": {"groups": 3}, "aggregation": {"rule": "median"}, "strategy": {"min_sites": 9}}
-    gone = secure.groups_of(config(tmp_path, **keys), RoundPlan(0, 0, sites))[1][0]
+    gone = secure_rounds.groups_of(config(tmp_path, **keys), RoundPlan(0, 0, sites))[1][0]
     lossy = openly(sites, loses=lambda site, request: site == gone)
-    answers = secure.FixedPointSums(config(tmp_path, **keys), lossy, Events())
+    answers = plain_sums.FixedPointSums(config(tmp_path, **keys), lossy, Events())
     answers._config = config(tmp_path, **keys | {"strategy": {"min_sites": 6}})  # so that groups are too few
     with pytest.raises(TooFewSites, match="groups with a sum, for median: 2 sites replied, 3 are needed"):
         mean_of(answers, sites)
@@ -265,7 +266,7 @@ def test_a_sum_that_broke_off_while_it_was_opened_is_had_again_over_the_same_sit
 def test_groups_that_were_summed_stay_when_another_one_is_tried_again(tmp_path):
     sites = [f"site-{c}" for c in "abcdefghi"]
     cfg = config(tmp_path, run={"rounds": 1}, secagg={"groups": 3}, strategy={"min_sites": 9})
-    first, events, asked = secure.groups_of(cfg, RoundPlan(0, 0, sites)), Events(), []
+    first, events, asked = secure_rounds.groups_of(cfg, RoundPlan(0, 0, sites)), Events(), []
     lost = first[1][0]
 
     def loses(site, request):
@@ -289,7 +290,8 @@ def test_a_site_insists_on_its_own_least_cohort_whatever_the_aggregator_asks_for
     with pytest.raises(TooFewSites, match="a cohort of 3 sites: this site sums with 4 or more"):
         mean_of(answers, SITES[:3])
     assert (
-        secure.policy(config(tmp_path, strategy={"min_sites": 15}, secagg={"groups": 3}), "").min_sites == 5
+        secure_terms.policy(config(tmp_path, strategy={"min_sites": 15}, secagg={"groups": 3}), "").min_sites
+        == 5
     )
 
 
@@ -386,12 +388,12 @@ def test_clipped_values_are_counted_without_saying_whose(tmp_path):
 )
 def test_what_secure_aggregation_cannot_give_is_refused_before_the_first_round(tmp_path, sections, said):
     with pytest.raises(ConfigError, match=said):
-        secure.check_config(config(tmp_path, **sections))
+        secure_terms.check_config(config(tmp_path, **sections))
 
 
 def test_the_graph_of_many_sites_is_as_sparse_as_the_fractions_agreed_on_let_it_be(tmp_path):
     def degree(**keys):
-        return secure.policy(config(tmp_path, secagg=keys), "ward").graph(100)[2]
+        return secure_terms.policy(config(tmp_path, secagg=keys), "ward").graph(100)[2]
 
     assert degree() == 0  # all mask with all
     assert degree(full_graph=99) == 62  # of the published table: 20 % corrupt, 20 % lost
@@ -456,8 +458,8 @@ class Federation:
         self.cohort = RemoteCohort(
             GrpcTransport(tls(self.certs / "aggregator"), 5.0), listen="127.0.0.1:0", identify=identify,
             welcome=lambda site, hello: None,
-            admit=lambda site, request, reply: secure.admit(request, reply, 10_000),
-            inbox=lambda site: Spool(self.folder / "inbox" / site), replies=secure.REPLIES,
+            admit=lambda site, request, reply: secure_rounds.admit(request, reply, 10_000),
+            inbox=lambda site: Spool(self.folder / "inbox" / site), replies=secure_rounds.REPLIES,
             idle_s=0.2, emit=self.events,
         )  # fmt: skip
         await self.cohort.start()
@@ -469,20 +471,22 @@ class Federation:
         return self
 
     def aggregator(self):
-        return secure.UnderMasks(
+        return secure_rounds.UnderMasks(
             self.cfg, self.cohort, self.events, federation="fedtrain",
-            verify=self.verify,
-            fingerprints=lambda sites: {s: self.seen[s] for s in sites if s in self.seen},
+            verifier=self, callers=self,
         )  # fmt: skip
+
+    def fingerprints(self, sites):
+        return {s: self.seen[s] for s in sites if s in self.seen}
 
     def start(self, site):
         credentials = Credentials.load(self.certs / "sites" / site)
         ledger = Ledger(self.folder / f"ledger-{site}")
-        mine = secure_site(self.configs.get(site, self.cfg), site, credentials, ledger)
+        mine = secure_site_of(self.configs.get(site, self.cfg), site, credentials, ledger)
         worker = Site(site, SCHEMA, ledger, self.trainers[site], secure=mine)
         link = SiteLink(
             GrpcTransport(tls(self.certs / "sites" / site), 5.0), address=f"127.0.0.1:{self.cohort.port}",
-            target="aggregator.fedtrain.fedtrain", inbox=ledger.inbox, requests=secure.REQUESTS | Train,
+            target="aggregator.fedtrain.fedtrain", inbox=ledger.inbox, requests=secure_site.REQUESTS | Train,
             emit=silent,
         )  # fmt: skip
 

@@ -19,12 +19,18 @@ def numbers(seed):
     return lambda: draws.randrange(PRIME)
 
 
+def drawing(coefficients):
+    """Random bytes that give these coefficients."""
+    numbers = iter(coefficients)
+    return lambda n: next(numbers).to_bytes(n, "little")
+
+
 def rebuilt(xs, ys):
     return Weights.at_zero(xs).combine(ys)
 
 
 def test_the_shares_of_a_line_are_worked_by_hand():
-    ys = share(10, [1, 2, 7], 2, lambda: 3)  # 10 + 3x
+    ys = share(10, [1, 2, 7], 2, drawing([3]))  # 10 + 3x
     assert ys == [13, 16, 31]
     assert Weights.at_zero([1, 2]).values == (2, PRIME - 1)  # 2·y(1) − y(2)
 
@@ -32,7 +38,7 @@ def test_the_shares_of_a_line_are_worked_by_hand():
 @pytest.mark.parametrize("threshold", [1, 2, 3, 4, 5])
 def test_every_subset_of_threshold_shares_gives_the_secret(threshold):
     xs = [3, 1, 4, 15, 9]
-    ys = share(PRIME - 7, xs, threshold, numbers(0))
+    ys = share(PRIME - 7, xs, threshold, drawing(iter(numbers(0), None)))
     for count in range(threshold, 6):
         for chosen in combinations(range(5), count):
             assert rebuilt([xs[i] for i in chosen], [ys[i] for i in chosen]) == PRIME - 7
@@ -61,7 +67,7 @@ def test_one_share_too_few_fits_every_secret(secret, other, threshold):
 
 def test_sharing_draws_as_many_coefficients_as_the_threshold_needs():
     drawn = iter(range(1, 3))
-    share(5, [1, 2, 3, 4], 3, lambda: next(drawn))
+    share(5, [1, 2, 3, 4], 3, drawing(drawn))
     assert list(drawn) == []
 
 
@@ -106,8 +112,7 @@ def test_many_steps_between_reductions_change_nothing():
     """Horner's rule in one step each, reduced each time, beside the runs of the real one."""
     draws, xs = numbers(3), [*range(1, 200), PRIME - 1]
     coefficients = [draws() for _ in range(199)]
-    given_out = iter(coefficients)
-    for x, y in zip(xs, share(77, xs, 200, lambda: next(given_out)), strict=True):
+    for x, y in zip(xs, share(77, xs, 200, drawing(coefficients)), strict=True):
         plain = 0
         for c in [*coefficients, 77]:
             plain = (plain * x + c) % PRIME
@@ -116,8 +121,8 @@ def test_many_steps_between_reductions_change_nothing():
 
 def test_shares_are_what_they_were():
     """Frozen: with the same coefficients another version makes the same shares."""
-    coefficients = iter([2**200 + 9, 2**254 + 1, 123456789])
-    ys = share(2**255 - 20, [1, 2, 3, 1000, PRIME - 1], 4, lambda: next(coefficients))
+    coefficients = [2**200 + 9, 2**254 + 1, 123456789]
+    ys = share(2**255 - 20, [1, 2, 3, 1000, PRIME - 1], 4, drawing(coefficients))
     assert [f"{y:064x}" for y in ys] == [
         "40000000000001000000000000000000000000000000000000000000075bcd1e",
         "000000000000080000000000000000000000000000000000000000000eb79a9b",

@@ -11,7 +11,8 @@ from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.runtime.pool import PoolCohort
-from fedtrain.runtime.secure import ECDSA, SecureSite, encoding_of, policy
+from fedtrain.runtime.secure_site import SecureSite
+from fedtrain.runtime.secure_terms import encoding_of, policy
 from fedtrain.runtime.simulated_masks import SimulatedKeys
 from fedtrain.runtime.site import Site
 from fedtrain.runtime.supervised import Supervised
@@ -60,10 +61,7 @@ def config_of(folder):
 
 def secure_site(config):
     keys = SimulatedKeys()
-    return SecureSite(
-        config, "a", SimulatedKeys.FEDERATION, certificate=b"a", verify=keys.verify,
-        sign=lambda message: keys.key("a").sign(message, ECDSA),
-    )  # fmt: skip
+    return SecureSite(config, "a", SimulatedKeys.FEDERATION, keys.signer("a"), keys)
 
 
 def requests(kind, folder, config):

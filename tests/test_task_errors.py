@@ -10,8 +10,8 @@ from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import TaskError, TooFewSites, Unfinished
 from fedtrain.messages import Failure, Update
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.plain_sums import FixedPointSums
 from fedtrain.runtime.pool import PoolCohort, good
-from fedtrain.runtime.secure import FixedPointSums
 from fedtrain.runtime.trainer import Trainer
 from fedtrain.runtime.trainer_messages import Failed, Trained
 from fedtrain.schema import Schema, TensorSpec

@@ -1,14 +1,14 @@
 """What a round asks of its sites, and how their answers become one: in the open here, under masks in
-`secure.py`. The loop (`federated.py`) is given one or the other, and can't tell which.
+`secure_rounds.py`. The loop (`federated.py`) is given one or the other, and can't tell which.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -36,9 +36,9 @@ from ..messages import (
 from ..store import RoundPlan
 from . import checks
 from .progress import Averages, check_failures
+from .threads import in_thread
 
 T = TypeVar("T")
-SMALL_BYTES = 1 << 20  # a model on which one may work on the event loop; on a larger one in a thread
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class InTheOpen:
         if mean is None:
             delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled)
         else:
-            delta = await aside(schema.nbytes, mean.result)
+            delta = await in_thread(schema.nbytes, mean.result)
         return Mean(delta, averages(trained), list(trained), sizes)
 
     async def _checked(
@@ -190,7 +190,7 @@ async def checked(request: Train, reply: Reply, config: Config) -> tuple[Update,
     """The reply, which is an update that can be used, and its norm; else BadUpdate."""
     checks.answers(request, reply, config.limits)
     assert isinstance(reply, Update), reply
-    return reply, await aside(reply.delta.schema.nbytes, checks.inspect, reply, config.limits)
+    return reply, await in_thread(reply.delta.schema.nbytes, checks.inspect, reply, config.limits)
 
 
 def evaluated(request: Evaluate, reply: Reply, config: Config) -> Metrics:
@@ -219,8 +219,3 @@ def rule_of(config: Config, updates: int | None = None) -> Rule:
 def kept(update: Update) -> Update:
     """A copy for rules that look at all updates together: shared memory is needed again before that."""
     return msgspec.structs.replace(update, delta=update.delta.load())
-
-
-async def aside(nbytes: int, work: Callable[..., T], *args: Any) -> T:
-    """Work on a model of so many bytes, in a thread where it would hold up the event loop."""
-    return work(*args) if nbytes <= SMALL_BYTES else await asyncio.to_thread(work, *args)

@@ -42,7 +42,6 @@ from . import checks, compressed
 from .answers import (
     InTheOpen,
     alike,
-    aside,
     checked,
     evaluate_id,
     evaluated,
@@ -62,6 +61,7 @@ from .progress import (
     plain,
     reason_to_stop,
 )
+from .threads import in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +243,7 @@ class Loop:
             self._emit(UpdateRefused(round=number, site=site, reason=str(e)))
             self._cohort.tell(site, f"version {number}: the update was refused: {e}")
             return
-        delta = await aside(update.delta.schema.nbytes, self._store.keep, site, update.delta)
+        delta = await in_thread(update.delta.schema.nbytes, self._store.keep, site, update.delta)
         taken = self._store.take(site, turn, msgspec.structs.replace(update, delta=delta))
         self._turns[site], self._counted[site] = taken.turn, turn.number
         self._buffer.append(taken)
@@ -302,9 +302,11 @@ class Loop:
         buffer = sorted(self._buffer, key=lambda b: (b.site, b.turn.number))
         before, nbytes = self._newest, self._newest.weights.schema.nbytes
         updates = [self._discounted(b) for b in buffer]
-        delta = await aside(nbytes, aggregate, self._answers.rule, before.weights.schema, updates)
-        weights, state = await aside(nbytes, server_step, self._strategy, before.weights, before.state, delta)
-        if problem := await aside(nbytes, checks.flaw, weights, state):
+        delta = await in_thread(nbytes, aggregate, self._answers.rule, before.weights.schema, updates)
+        weights, state = await in_thread(
+            nbytes, server_step, self._strategy, before.weights, before.state, delta
+        )
+        if problem := await in_thread(nbytes, checks.flaw, weights, state):
             await self._blame(buffer, problem)
             return
         metrics = averages({f"{i:09}": b.update.metrics for i, b in enumerate(buffer)})
@@ -319,8 +321,8 @@ class Loop:
             "staleness": sum(self._staleness(b.turn) for b in buffer) / len(buffer),
         }
         after = Checkpoint(before.round + 1, weights, state)
-        after = await aside(nbytes, compressed.shortened, self._config, before, after)
-        prepared = await aside(nbytes, self._store.prepare, after)
+        after = await in_thread(nbytes, compressed.shortened, self._config, before, after)
+        prepared = await in_thread(nbytes, self._store.prepare, after)
         self._store.commit(after, record, prepared)
         self._newest, self._mark, self._attempt = self._store.on_disk(after), mark, 1
         self._buffer.clear()
@@ -336,7 +338,7 @@ class Loop:
         )
         sizes = {
             f"{b.site}, turn {b.turn.number}": b.update.num_examples
-            * await aside(nbytes, checks.inspect, b.update, limits)
+            * await in_thread(nbytes, checks.inspect, b.update, limits)
             for b in buffer
         }
         error = Diverged(problem, sizes)

@@ -28,7 +28,7 @@ from ..store import Checkpoint, RoundPlan, RunStore
 from ..strategies import Strategy, build, server_step, state_init
 from ..wire.frames import PROTOCOL, Bounds, Hello
 from . import asynchronous, checks, compressed
-from .answers import Answers, InTheOpen, aside
+from .answers import Answers, InTheOpen
 from .progress import (
     Averages,
     Evaluators,
@@ -43,6 +43,7 @@ from .progress import (
     plain,
     reason_to_stop,
 )
+from .threads import all_cores, in_thread, while_torch_loads
 
 # --- the loop
 
@@ -116,8 +117,8 @@ async def _train(
             plan = RoundPlan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
         nbytes = after.weights.schema.nbytes
-        after = await aside(nbytes, compressed.shortened, config, checkpoint, after)
-        prepared = await aside(nbytes, store.prepare, after)
+        after = await in_thread(nbytes, compressed.shortened, config, checkpoint, after)
+        prepared = await in_thread(nbytes, store.prepare, after)
         store.commit(after, record, prepared, inside)
         if store.durable:
             store.clear_inbox()
@@ -142,11 +143,11 @@ async def federated_round(
     began, cohort = time.monotonic(), answers.cohort
     bytes_in, bytes_out = cohort.bytes_in, cohort.bytes_out
     mean = await answers.train(plan, checkpoint.weights)
-    weights, state = await aside(
+    weights, state = await in_thread(
         checkpoint.weights.schema.nbytes,
         server_step, strategy, checkpoint.weights, checkpoint.state, mean.delta,
     )  # fmt: skip
-    if problem := await aside(weights.schema.nbytes, checks.flaw, weights, state):
+    if problem := await in_thread(weights.schema.nbytes, checks.flaw, weights, state):
         raise Diverged(problem, mean.sizes)
     record: Record = {
         "loss": mean.metrics.get("loss"),
@@ -196,9 +197,8 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     from ..pki import Credentials, Verifier
     from ..transport.endpoints import TRANSPORTS, RemoteCohort
     from ..transport.tls import Tls
-    from . import secure
+    from . import secure_rounds
     from .callers import Callers
-    from .trainer import beside_torch
 
     keep_freed()
     compressed.check_config(config)
@@ -208,7 +208,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     store = RunStore(config.run_dir, warn=noticed(emit))
     try:
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
-        schema, task_digest = await beside_torch(_begin(config, store, strategy, start))
+        schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start))
         frozen = store.frozen
         callers = Callers(credentials, config.root / config.network.certs)
         codec = compressed.up_codec(config, schema)
@@ -216,7 +216,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
 
         def admit(site: SiteId, request: Request, reply: Reply) -> None:
             if config.secagg.enabled:
-                secure.admit(request, reply, longest)
+                secure_rounds.admit(request, reply, longest)
             else:
                 checks.admit(request, reply, due, config.limits, store.joined().get(site))
 
@@ -241,7 +241,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
             welcome=welcome,
             admit=admit,
             inbox=store.inbox,
-            replies=secure.REPLIES if config.secagg.enabled else Found,
+            replies=secure_rounds.REPLIES if config.secagg.enabled else Found,
             frozen=store.frozen_file(),
             idle_s=config.network.idle,
             emit=emit,
@@ -249,16 +249,16 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         sites = compressed.decompressing(config, schema, cohort, store.keep)
         answers: Answers
         if config.secagg.enabled:
-            longest = secure.longest_vector(config, schema)
-            answers = secure.UnderMasks(
+            longest = secure_rounds.longest_vector(config, schema)
+            answers = secure_rounds.UnderMasks(
                 config, cohort, emit,
                 federation=credentials.identity.federation,
-                fingerprints=callers.fingerprints,
-                verify=Verifier(
+                callers=callers,
+                verifier=Verifier(
                     credentials.root, credentials.identity.federation, revoked=callers.revoked
-                ).verify,
-                settled=store.set_plan,
-                spread=secure.spread(),
+                ),
+                plans=store,
+                parallel=all_cores(),
                 frozen=frozen.sha256,
             )  # fmt: skip
         else:

@@ -49,9 +49,9 @@ from .gossip import agreed as agreed_of_peers
 from .parcels import trained_part
 from .privacy import Spent
 from .progress import Result, evaluation_is_due, finish, keep_evaluation, plain, reason_to_stop
-from .secure import spread
 from .supervised import Supervised, Trains
-from .trainer import TRIES, Trainer, beside_torch
+from .threads import all_cores, while_torch_loads
+from .trainer import TRIES, Trainer
 
 RELOAD_S = 2.0  # between looks at the roster's folder
 ANSWERS = 4  # heartbeats within which whoever is called has answered, or shown that it is no peer
@@ -92,7 +92,7 @@ async def run(
         start = start_trainer or (
             lambda scratch: Trainer.start(of_a_peer(config), data_dir=data_dir, scratch=scratch)
         )
-        trainer = await beside_torch(Supervised.begin(lambda: start(store.folder)))
+        trainer = await while_torch_loads(Supervised.begin(lambda: start(store.folder)))
         try:
             about = trainer.description
             agreed = agreed_of_peers(config)
@@ -109,7 +109,9 @@ async def run(
                 agreed["gossip.graph"] = graph.fingerprint
             circles = None
             if config.gossip.masks:
-                circles = Circles(name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), spread())
+                circles = Circles(
+                    name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), all_cores()
+                )
             greeting = Greeting(
                 version=__version__, task_digest=about.task_digest, schema_digest=about.schema.digest,
                 agreed=agreed, frozen_digest=store.frozen.digest,

@@ -13,12 +13,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from ..config import Config
+from ..pki.signing import ECDSA
 from ..schema import Schema
 from ..secagg.fixedpoint import FixedPoint, held
 from ..secagg.masking import KEY_BYTES, add_masks
 from ..training.engine import build_model
 from ..training.task import load_task
-from . import asynchronous, compressed, secure
+from . import asynchronous, compressed, secure_terms
+from .threads import all_cores
 
 MASKS, MASKED_BYTES, TRIES = 8, 8 << 20, 5  # of the measurement: some tens of milliseconds
 ROUNDED = 1 << 20  # coordinates
@@ -81,11 +83,11 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
     if not config.secagg.enabled:
         up_bytes = up.coded.nbytes if up else schema.nbytes
         return RoundTraffic(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, None)
-    secure.check_config(config)
+    secure_terms.check_config(config)
     each = max(sites // config.secagg.groups, 1)
-    encoding = secure.encoding_of(config, 0, each, schema)
+    encoding = secure_terms.encoding_of(config, 0, each, schema)
     up_bytes = encoding.numel(("loss",)) * encoding.point.dtype.itemsize
-    quorum, threshold, degree = secure.policy(config, "").graph(each)
+    quorum, threshold, degree = secure_terms.policy(config, "").graph(each)
     neighbours, drop = degree or each - 1, max(each - quorum, 0)
     mask_s, agreement_s, check_s = _mask_s(up_bytes), _agreement_s(), _check_s()
     alive = neighbours * (each - drop) / max(each - 1, 1)  # of a lost site's neighbours
@@ -107,7 +109,7 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
 def _mask_s(nbytes: int) -> float:
     """Seconds to add one mask of so many bytes, with all cores."""
     vector, keys = np.zeros(MASKED_BYTES // 4, np.uint32), [(bytes([i]) * KEY_BYTES, 1) for i in range(MASKS)]
-    return _best_s(lambda: add_masks(vector, keys, secure.spread())) / MASKS * nbytes / MASKED_BYTES
+    return _best_s(lambda: add_masks(vector, keys, all_cores())) / MASKS * nbytes / MASKED_BYTES
 
 
 def _add_s(nbytes: int) -> float:
@@ -125,8 +127,8 @@ def _rounding_s(point: FixedPoint, coordinates: int) -> float:
 def _check_s() -> float:
     """To check one signature."""
     key, message = ec.generate_private_key(ec.SECP256R1()), b"a statement of usual length" * 8
-    signature, public = key.sign(message, secure.ECDSA), key.public_key()
-    return _best_s(lambda: public.verify(signature, message, secure.ECDSA))
+    signature, public = key.sign(message, ECDSA), key.public_key()
+    return _best_s(lambda: public.verify(signature, message, ECDSA))
 
 
 def _agreement_s() -> float:

@@ -25,7 +25,8 @@ from . import trainer_messages as msg
 from .progress import Averages, plain
 from .shared_memory import SharedMemory
 from .supervised import unchanged
-from .trainer import TRIES, Trainer, TrainerDied, beside_torch
+from .threads import while_torch_loads
+from .trainer import TRIES, Trainer, TrainerDied
 from .trainer_messages import Description, Failed
 from .workbench import Workbench
 
@@ -93,7 +94,7 @@ class PoolCohort:
         if count == "auto":
             count = len(os.sched_getaffinity(0))
         starting = asyncio.gather(*(start() for _ in range(count or 1)), return_exceptions=True)
-        started = await beside_torch(starting)
+        started = await while_torch_loads(starting)
         trainers = [t for t in started if isinstance(t, Trainer)]
         if errors := [e for e in started if isinstance(e, BaseException)]:
             await asyncio.gather(*(trainer.close() for trainer in trainers))

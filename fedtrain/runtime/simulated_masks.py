@@ -16,22 +16,26 @@ from ..errors import CertificateError
 from ..events import Emit
 from ..exchange import Before, Cohort
 from ..messages import Evaluate, Evaluation, Metrics, Reply, Request, SiteId, Train, Update
+from ..pki.signing import ECDSA, Signer
 from ..secagg.messages import Advertise, AdvertiseEvaluation
-from . import secure
 from .answers import kept
+from .plain_sums import FixedPointSums
+from .secure_rounds import UnderMasks
+from .secure_site import SecureSite
+from .secure_terms import hash_of
+from .threads import all_cores
 
 
-class SimulatedMasks(secure.UnderMasks):
+class SimulatedMasks(UnderMasks):
     """Simulated sites under masks. One pool of data, which is no site's, is evaluated in the open."""
 
     def __init__(self, config: Config, cohort: Cohort, emit: Emit) -> None:
         keys = SimulatedKeys()
         super().__init__(
             config, MaskedCohort(config, cohort, keys), emit,
-            federation=SimulatedKeys.FEDERATION, fingerprints=keys.fingerprints, verify=keys.verify,
-            spread=secure.spread(),
+            federation=SimulatedKeys.FEDERATION, callers=keys, verifier=keys, parallel=all_cores(),
         )  # fmt: skip
-        self._openly = secure.FixedPointSums(config, cohort, emit)
+        self._openly = FixedPointSums(config, cohort, emit)
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena
@@ -52,13 +56,16 @@ class SimulatedKeys:
     def key(self, site: SiteId) -> ec.EllipticCurvePrivateKey:
         return self._keys.setdefault(site, ec.generate_private_key(ec.SECP256R1()))
 
+    def signer(self, site: SiteId) -> Signer:
+        return Signer(site.encode(), self.key(site))
+
     def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         return {site: hashlib.sha256(site.encode()).digest() for site in sites}
 
     def verify(self, certificate: bytes, message: bytes, signature: bytes) -> tuple[SiteId, bytes]:
         site = certificate.decode()
         try:
-            self.key(site).public_key().verify(signature, message, secure.ECDSA)
+            self.key(site).public_key().verify(signature, message, ECDSA)
         except InvalidSignature:
             raise CertificateError(f"{site}: a signature is not by its key") from None
         return site, hashlib.sha256(certificate).digest()
@@ -73,7 +80,7 @@ class MaskedCohort(Before):
     def __init__(self, config: Config, others: Cohort, keys: SimulatedKeys) -> None:
         super().__init__(others)
         self._config, self._keys = config, keys
-        self._sites: dict[SiteId, secure.SecureSite] = {}
+        self._sites: dict[SiteId, SecureSite] = {}
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
@@ -82,7 +89,7 @@ class MaskedCohort(Before):
         if isinstance(first, Advertise | AdvertiseEvaluation):
             work = Train if isinstance(first, Advertise) else Evaluate
             inner = work(id=first.id, round=first.round, weights=first.weights)
-            model = await asyncio.to_thread(secure.hash_of, first.weights, secure.spread())
+            model = await asyncio.to_thread(hash_of, first.weights, all_cores())
             async with aclosing(self._others.exchange(dict.fromkeys(requests, inner), deadline_s)) as replies:
                 async for site, reply in replies:
                     if isinstance(reply, Update | Evaluation):
@@ -94,12 +101,10 @@ class MaskedCohort(Before):
         for site, request in requests.items():
             yield site, await asyncio.to_thread(self._site(site).answer, request)  # type: ignore[arg-type]  # not step 0
 
-    def _site(self, site: SiteId) -> secure.SecureSite:
+    def _site(self, site: SiteId) -> SecureSite:
         if site not in self._sites:
-            key = self._keys.key(site)
-            self._sites[site] = secure.SecureSite(
-                self._config, site, SimulatedKeys.FEDERATION,
-                certificate=site.encode(), sign=lambda message: key.sign(message, secure.ECDSA),
-                verify=self._keys.verify, spread=secure.spread(),
+            self._sites[site] = SecureSite(
+                self._config, site, SimulatedKeys.FEDERATION, self._keys.signer(site), self._keys,
+                parallel=all_cores(),
             )  # fmt: skip
         return self._sites[site]

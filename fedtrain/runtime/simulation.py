@@ -20,9 +20,10 @@ from ..messages import SiteId
 from ..store import Checkpoint, RunStore
 from ..store.disk import lock
 from ..strategies import build, state_init
-from . import asynchronous, compressed, secure
+from . import asynchronous, compressed
 from .answers import Answers, InTheOpen
 from .federated import run
+from .plain_sums import FixedPointSums
 from .pool import AHEAD, InlineCohort, PoolCohort
 from .privacy import Spending
 from .progress import Result, finish
@@ -112,7 +113,7 @@ def answers(config: Config, cohort: Cohort, emit: Emit) -> Answers:
     if not config.secagg.enabled:
         return InTheOpen(config, cohort, emit)
     if not config.simulate.masks:
-        return secure.FixedPointSums(config, cohort, emit)
+        return FixedPointSums(config, cohort, emit)
     return SimulatedMasks(config, cohort, emit)
 
 

@@ -36,9 +36,11 @@ from ..wire.codec import fetch_list
 from ..wire.frames import Bounds, Hello
 from .privacy import Spent
 from .progress import bounds_of
-from .secure import REQUESTS as SECURE_REQUESTS
-from .secure import SecureSite, check_config, hash_of, spread
+from .secure_site import REQUESTS as SECURE_REQUESTS
+from .secure_site import SecureSite
+from .secure_terms import check_config, hash_of
 from .supervised import Supervised, Trains
+from .threads import all_cores
 from .trainer import Trainer
 
 
@@ -118,7 +120,7 @@ class Site:
                 return await self._result(request, request.weights.digest + self._frozen.digest)
             case Advertise() | AdvertiseEvaluation(), SecureSite():
                 # two models may have one digest
-                model = await asyncio.to_thread(hash_of, request.weights, spread(), await self._bound())
+                model = await asyncio.to_thread(hash_of, request.weights, all_cores(), await self._bound())
                 result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
                     return result
@@ -223,16 +225,14 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def secure_site(config: Config, name: SiteId, credentials: Credentials, ledger: Ledger) -> SecureSite:
+def secure_site_of(config: Config, name: SiteId, credentials: Credentials, ledger: Ledger) -> SecureSite:
     """The site's half of secure sums, with the key and the root of its certificate."""
     check_config(config)
     signer, federation = Signer.of(credentials), credentials.identity.federation
     revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
     return SecureSite(
-        config, name, federation,
-        certificate=signer.certificate, sign=signer.sign,
-        verify=Verifier(credentials.root, federation, revoked=revoked).verify, look=revoked.reload,
-        spread=spread(), opened=ledger.sums(), keep=ledger.keep_sum,
+        config, name, federation, signer, Verifier(credentials.root, federation, revoked=revoked),
+        revoked=revoked, parallel=all_cores(), sums=ledger,
     )  # fmt: skip
 
 
@@ -282,7 +282,7 @@ async def run(
             emit(SiteState(site=name, state=state, round=round))
 
         about = trainer.description
-        secure = secure_site(config, name, credentials, ledger) if config.secagg.enabled else None
+        secure = secure_site_of(config, name, credentials, ledger) if config.secagg.enabled else None
         spent = Spent(config.privacy, ledger.folder, emit)
         site = Site(
             name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),

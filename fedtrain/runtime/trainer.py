@@ -13,12 +13,11 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
@@ -33,7 +32,6 @@ from .processes import ending, is_stopped
 from .progress import Averages
 from .trainer_process import spawn, start_message
 
-T = TypeVar("T")
 ABANDONED_S = 5.0  # a cancelled command that takes longer than this ends the process
 POLL_S = 1.0  # how often a process that owes an answer is checked for having been stopped
 STOPPED_POLLS = 5  # a process found stopped so many times in a row is ended
@@ -313,12 +311,3 @@ def _good(result: Any) -> Any:
 
 def _file_of(weights: ArenaFile) -> msg.ModelFile:
     return msg.ModelFile(str(weights.path), weights.digest)
-
-
-async def beside_torch(starting: Awaitable[T]) -> T:
-    """Await trainers that start, and load torch here meanwhile: it takes as long."""
-    loading = asyncio.create_task(asyncio.to_thread(import_module, "torch"))
-    try:
-        return await starting
-    finally:
-        await loading

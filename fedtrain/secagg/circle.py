@@ -27,7 +27,7 @@ from ..exchange import PeerId
 from .encoding import rounding_seed
 from .fixedpoint import FixedPoint, Floats, held
 from .keys import KeyPair, check_public, pair_mask_key, pair_mask_sign
-from .masking import RingVector, Spread, add_masks
+from .masking import Parallel, RingVector, add_masks, serial
 from .messages import hash_of
 
 LEAST = 3  # members: in a sum of two either one is the other's secret
@@ -36,9 +36,11 @@ LEAST = 3  # members: in a sum of two either one is the other's secret
 class Circles:
     """One peer's part in all circles of a run."""
 
-    def __init__(self, me: PeerId, run: str, seed: int, pair: KeyPair | None, spread: Spread = map) -> None:
+    def __init__(
+        self, me: PeerId, run: str, seed: int, pair: KeyPair | None, parallel: Parallel = serial
+    ) -> None:
         """`pair` of a secret that this process drew, and no other had; None: the same sums without masks."""
-        self.me, self._run, self._seed, self._pair, self._spread = me, run, seed, pair, spread
+        self.me, self._run, self._seed, self._pair, self._parallel = me, run, seed, pair, parallel
         self._publics: dict[PeerId, bytes] = {me: pair.public if pair else b""}
         self._numbers: dict[PeerId, int] = {}  # which start of its process each key is of
         self._told: dict[PeerId, int] = {}  # the last round in which each receiver was told
@@ -83,7 +85,7 @@ class Circles:
             )
         self._told[session.receiver] = session.round
         seed = rounding_seed("gossip", self._run, self._seed, session.round, self.me)
-        vector, clipped = layout.encode(values, scalars, weight, seed, self._spread)
+        vector, clipped = layout.encode(values, scalars, weight, seed, self._parallel)
         if self._pair is not None:
             sid = session.id
             masks = [
@@ -91,7 +93,7 @@ class Circles:
                 for peer, key in session.keys.items()
                 if peer != self.me
             ]
-            add_masks(vector, masks, self._spread)
+            add_masks(vector, masks, self._parallel)
         return vector, clipped
 
 
@@ -129,10 +131,10 @@ class Layout:
         return self.numel + self.point.limbs * self.scalars
 
     def encode(
-        self, values: Floats, scalars: Floats, weight: float, seed: bytes, spread: Spread = map
+        self, values: Floats, scalars: Floats, weight: float, seed: bytes, parallel: Parallel = serial
     ) -> tuple[RingVector, int]:
         vector = np.empty(self.length, self.point.dtype)
-        clipped = self.point.encode_into(held(values), weight, seed, vector[: self.numel], spread=spread)
+        clipped = self.point.encode_into(held(values), weight, seed, vector[: self.numel], parallel=parallel)
         vector[self.numel :] = self.point.encode_scalars(scalars.astype(np.float64) * weight)
         return vector, clipped
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from ..errors import FedtrainError, SecAggError
 from ..messages import Failure, Request, SiteId
@@ -22,12 +21,10 @@ from . import graph, shamir
 from . import messages as msg
 from .fixedpoint import FixedPoint
 from .keys import KeyPair, bytes_of, number_of, pair_mask_key, pair_mask_sign, seal, self_mask_key, unseal
-from .masking import Spread, add_masks, each
-from .roster import Verify, check_fresh, check_names, check_signed, check_signer, holders_of, peers_of
+from .masking import Parallel, RingVector, add_masks, exhaust, serial
+from .roster import KeyRoster, Verify, check_signer, check_subset
 
 Sign = Callable[[bytes], bytes]
-Encode = Callable[[tuple[str, ...], NDArray[Any]], None]  # (names of all metrics, out): writes this site's
-# vector, uint [terms.numel(names)], into `out`, which may hold anything before
 Step = TypeVar("Step", bound=Request)
 # The newest rounds of which shares were given, the last one first, and U3 of each one's sum.
 Opened = tuple[tuple[int, tuple[SiteId, ...]], ...]
@@ -35,8 +32,20 @@ NEVER: Opened = ()
 REMEMBERED = 2  # such rounds: an aggregator whose last model was damaged makes it again from the one before
 
 
-class Offer(Protocol):
-    """What step 0 is asked with: messages.Advertise, or a request like it."""
+class Contribution(Protocol):
+    """What a site gives into a sum."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sized names of its metrics, sorted."""
+
+    def write(self, names: tuple[str, ...], out: RingVector) -> None:
+        """Write the vector, with the metrics of all these names, over `out` [terms.numel(names)]. Called
+        once, at step 2."""
+
+
+class Advertisement(Protocol):
+    """The request of step 0: messages.Advertise, or a request like it."""
 
     @property
     def id(self) -> str: ...
@@ -46,7 +55,7 @@ class Offer(Protocol):
     def terms(self) -> msg.Terms: ...
 
 
-HAD = 1000  # sessions whose ids a site remembers, so as not to take part twice
+SESSIONS = 1000  # so many sessions' ids a site remembers, so as not to take part twice
 
 
 @dataclass(frozen=True)
@@ -62,9 +71,9 @@ class Policy:
     value_bits: int = 0  # 0: as many as the cohort leaves room for
     privacy: str = ""
     min_sites: int = 3  # no sum over fewer
-    full_graph: int = 100  # up to so many sites everybody masks with everybody
-    corrupt: float = 0.2  # in larger cohorts: this part of the sites may be with the aggregator ...
-    dropout: float = 0.2  # ... while this part is lost
+    full_graph: int = 100  # in a cohort of up to so many sites each masks with all others
+    corrupt: float = 0.2  # of a larger cohort, the part of the sites that may conspire with the aggregator
+    dropout: float = 0.2  # of a larger cohort, the part of the sites that may be lost in a session
     one_sum: bool = True  # a round's update goes into sums over one set of sites only (Client)
 
     def check(self, terms: msg.Terms) -> None:
@@ -127,37 +136,37 @@ class Client:
         sign: Sign,
         verify: Verify,
         random: Callable[[int], bytes] = os.urandom,
-        spread: Spread = map,
+        parallel: Parallel = serial,
         opened: Opened = NEVER,
-        keep: Callable[[Opened], None] = lambda opened: None,
+        keep: Callable[[Opened], None] | None = None,
     ) -> None:
-        """`certificate` is what others give to `verify`; `random(n)` gives n unforeseeable bytes.
-
-        `opened` is what an earlier process was last given to `keep`, which returns when it is on disk.
+        """
+        Args:
+            certificate: What other sites give to `verify`.
+            random: random(n) gives n unforeseeable bytes.
+            opened: What an earlier process of this site last gave to `keep`.
+            keep: Writes it to disk, and returns when it is there; None: it is forgotten.
         """
         self.site, self.policy, self.certificate = site, policy, certificate
-        self.sign, self.verify, self.random, self.spread = sign, verify, random, spread
+        self.sign, self.verify, self.random, self.parallel = sign, verify, random, parallel
         self.opened, self._keep = opened, keep
-        self._had: deque[bytes] = deque(maxlen=HAD)
+        self._sids: deque[bytes] = deque(maxlen=SESSIONS)
         self._session: Generator[msg.Answer, Request, None] | None = None
         self._sid = b""
         # The last reply, by step and id of its request.
         self._last: tuple[str, msg.Answer | Failure] = ("", Failure(reason=""))
         self._arena: msg.RingArena | None = None
 
-    def begin(
-        self, request: Offer, model: bytes, names: tuple[str, ...], encode: Encode
-    ) -> msg.Keys | Failure:
+    def begin(self, request: Advertisement, model: bytes, own: Contribution) -> msg.Keys | Failure:
         """Step 0, when the update is there: a new session, which ends any other.
 
-        `model`: a hash that binds to the weights that this site trained on. `names`: of its metrics, sorted.
-        `encode` is called once, at step 2.
+        `model`: a hash that binds to the weights that this site trained on.
         """
-        assert names == tuple(sorted(set(names)))
+        assert own.names == tuple(sorted(set(own.names)))
         if (asked := f"begin {request.id}") != self._last[0]:
             self._end()
             self._sid = request.terms.sid(model)
-            self._session = take_part(self, request, self._sid, names, encode)
+            self._session = take_part(self, request, self._sid, own)
             self._advance(asked, None)
         reply = self._last[1]
         assert isinstance(reply, msg.Keys | Failure), reply
@@ -176,15 +185,16 @@ class Client:
 
     def sid_is_new(self, sid: bytes) -> bool:
         """Whether this site never took part in it; from now on it did."""
-        new = sid not in self._had
-        self._had.append(sid)
+        new = sid not in self._sids
+        self._sids.append(sid)
         return new
 
     def opens(self, round: int, sites: tuple[SiteId, ...]) -> None:
         """From now on this round's update is in a sum over these sites, and in no other."""
         if self.over(round) != sites:
             opened = ((round, sites), *self.opened)[:REMEMBERED]
-            self._keep(opened)
+            if self._keep is not None:
+                self._keep(opened)
             self.opened = opened
 
     def over(self, round: int) -> tuple[SiteId, ...] | None:
@@ -192,7 +202,7 @@ class Client:
         return dict(self.opened).get(round)
 
     def arena(self, terms: msg.Terms, names: tuple[str, ...]) -> msg.RingArena:
-        """Room for a vector, in that of the last one: fresh memory costs more than the masks in it."""
+        """An arena for the vector, in the memory of the last one: new memory costs more than its masks."""
         schema, old = terms.schema(names), self._arena
         self._arena = msg.RingArena(schema, old.give_up() if old and old.schema == schema else None)
         return self._arena
@@ -215,7 +225,7 @@ class Client:
 
 
 def take_part(
-    site: Client, asked: Offer, sid: bytes, names: tuple[str, ...], encode: Encode
+    site: Client, asked: Advertisement, sid: bytes, own: Contribution
 ) -> Generator[msg.Answer, Request, None]:
     """One session. SecAggError where this site will not go on; then nothing of it can be opened any more."""
     me, sign, random, terms = site.site, site.sign, site.random, asked.terms
@@ -229,14 +239,14 @@ def take_part(
         mask_key=mask_pair.public,
         seal_key=seal_pair.public,
         commitment=msg.seed_commitment(sid, me, seed),
-        names=names,
+        names=own.names,
         signature=b"",
     )
     keys = replace(keys, signature=sign(msg.keys_statement(sid, me, keys)))
 
     # 1: shares of the two secrets, for the neighbours of one roster
     share = due(msg.Share, (yield keys))
-    roster = Roster.of(site, terms, sid, keys, share)
+    roster = KeyRoster.of(terms, sid, keys, share, me, site.verify, site.parallel)
     shared = {peer: seal_pair.agree(roster.keys[peer].seal_key) for peer in roster.peers}
     masks = {
         peer: pair_mask_key(mask_pair.agree(roster.keys[peer].mask_key), sid, me, peer)
@@ -259,12 +269,12 @@ def take_part(
     if me in roster.holders:
         held[me] = (seeds[me], mask_keys[me])
     arena = site.arena(terms, share.names)
-    encode(share.names, arena.vector)
+    own.write(share.names, arena.vector)
     own_mask = self_mask_key(seed, sid, me)
     add_masks(
         arena.vector,
         [(own_mask, 1), *((masks[peer], pair_mask_sign(me, peer)) for peer in mask.sealed)],
-        site.spread,
+        site.parallel,
         arena.wrote,
     )
     signature = sign(msg.masked_statement(sid, roster.hash, arena.digest))
@@ -295,7 +305,7 @@ def due(step: type[Step], request: Request) -> Step:
 # --- 0
 
 
-def check_terms(site: Client, asked: Offer, sid: bytes) -> None:
+def check_terms(site: Client, asked: Advertisement, sid: bytes) -> None:
     """SecAggError unless this site may take part under these terms."""
     terms = asked.terms
     site.policy.check(terms)
@@ -318,78 +328,35 @@ def check_terms(site: Client, asked: Offer, sid: bytes) -> None:
 # --- 1
 
 
-@dataclass(frozen=True)
-class Roster:
-    """U1, as this site was shown it and as it checked it."""
-
-    me: SiteId
-    sites: tuple[SiteId, ...]  # sorted; place + 1 is a site's x in Shamir's polynomials
-    hash: bytes
-    keys: dict[SiteId, msg.Keys]  # of `peers` and this site
-    peers: tuple[SiteId, ...]  # whom this site masks with
-    holders: tuple[SiteId, ...]  # who holds its shares: in the full graph itself, too
-
-    @classmethod
-    def of(cls, site: Client, terms: msg.Terms, sid: bytes, mine: msg.Keys, share: msg.Share) -> Roster:
-        """SecAggError unless every key is a different one, and signed for this session by its site."""
-        me, keys = site.site, share.roster
-        if keys.get(me) != mine:
-            raise SecAggError("the roster has another key for this site than it sent")
-        lines = {name: msg.entry_hash(name, entry) for name, entry in keys.items()}
-        if share.lines:
-            if wrong := lines.items() - share.lines.items():
-                raise SecAggError(f"the roster has other keys for {len(wrong)} sites than its lines say")
-            lines = share.lines
-        sites = tuple(sorted(lines))
-        check_subset("the roster", sites, terms.cohort, terms.quorum)
-        seed = msg.graph_seed(sid, lines)
-        peers = peers_of(me, sites, terms.degree, seed)
-        if keys.keys() != {me, *peers}:
-            raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
-        each(site.spread, lambda peer: check_signed(peer, keys[peer], terms, sid, site.verify), peers)
-        used = {mine.mask_key, mine.seal_key}
-        for peer in peers:
-            check_fresh(peer, keys[peer], used)
-        check_names("the roster", share.names)
-        for name, entry in keys.items():
-            if missing := set(entry.names).difference(share.names):
-                raise SecAggError(f"{len(missing)} of {name}'s metrics have no place in the vector")
-        holders = holders_of(me, sites, terms.degree, seed)
-        return cls(me, sites, msg.roster_hash(seed, share.names), keys, peers, holders)
-
-
 def deal(
-    secret: bytes, roster: Roster, terms: msg.Terms, random: Callable[[int], bytes]
+    secret: bytes, roster: KeyRoster, terms: msg.Terms, random: Callable[[int], bytes]
 ) -> dict[SiteId, bytes]:
     """Shares of one secret, by holder."""
     place = {name: i + 1 for i, name in enumerate(roster.sites)}
     shares = shamir.share(
-        number_of(secret),
-        [place[holder] for holder in roster.holders],
-        terms.threshold,
-        lambda: number_of(random(32)) % shamir.PRIME,  # off by 2^-250 from uniform
+        number_of(secret), [place[holder] for holder in roster.holders], terms.threshold, random
     )
     return dict(zip(roster.holders, map(bytes_of, shares), strict=True))
 
 
 def seal_shares(
-    roster: Roster, shared: bytes | None, sid: bytes, holder: SiteId, seed: bytes, key: bytes
-) -> msg.Sealed:
+    roster: KeyRoster, shared: bytes | None, sid: bytes, holder: SiteId, seed: bytes, key: bytes
+) -> msg.SealedShares:
     """Two shares for their holder; with no `shared` secret the holder is the site, and only commits."""
     commitments = (
         msg.share_commitment("seed", sid, roster.me, holder, seed),
         msg.share_commitment("key", sid, roster.me, holder, key),
     )
     if shared is None:
-        return msg.Sealed(b"", *commitments)
+        return msg.SealedShares(b"", *commitments)
     beside = b"".join((roster.hash, *commitments))
-    return msg.Sealed(seal(shared, sid, roster.me, holder, seed + key, beside), *commitments)
+    return msg.SealedShares(seal(shared, sid, roster.me, holder, seed + key, beside), *commitments)
 
 
 # --- 2
 
 
-def check_dealers(terms: msg.Terms, roster: Roster, mask: msg.Mask) -> None:
+def check_dealers(terms: msg.Terms, roster: KeyRoster, mask: msg.Mask) -> None:
     """SecAggError unless enough sites dealt, and all of this site's peers among them dealt to it."""
     dealers = mask.sites
     check_subset("the list of those who dealt shares", dealers, roster.sites, terms.quorum)
@@ -400,7 +367,7 @@ def check_dealers(terms: msg.Terms, roster: Roster, mask: msg.Mask) -> None:
 
 
 def open_shares(
-    roster: Roster, shared: bytes, sid: bytes, site: SiteId, sealed: msg.Sealed
+    roster: KeyRoster, shared: bytes, sid: bytes, site: SiteId, sealed: msg.SealedShares
 ) -> tuple[bytes, bytes]:
     """The shares of `site` that this one is to keep.
 
@@ -420,7 +387,9 @@ def open_shares(
 # --- 3
 
 
-def check_survivors(site: Client, terms: msg.Terms, roster: Roster, mask: msg.Mask, agree: msg.Agree) -> None:
+def check_survivors(
+    site: Client, terms: msg.Terms, roster: KeyRoster, mask: msg.Mask, agree: msg.Agree
+) -> None:
     """SecAggError unless a sum over these sites may be opened."""
     sites = agree.sites
     check_subset("the list of survivors", sites, mask.sites, terms.quorum)
@@ -439,17 +408,18 @@ def check_survivors(site: Client, terms: msg.Terms, roster: Roster, mask: msg.Ma
 
 
 def check_agreed(
-    site: Client, terms: msg.Terms, roster: Roster, agree: msg.Agree, unmask: msg.Unmask, statement: bytes
+    site: Client, terms: msg.Terms, roster: KeyRoster, agree: msg.Agree, unmask: msg.Unmask, statement: bytes
 ) -> None:
     """SecAggError unless so many holders of this site's shares signed its list that no other has as many."""
     voters = set(roster.holders).intersection(agree.sites)
     if not unmask.signatures.keys() <= voters:
         raise SecAggError("signatures came from others than the survivors among this site's peers")
-    each(
-        site.spread,
-        lambda peer: check_signer(site.verify, peer, roster.keys, statement, unmask.signatures[peer]),
-        sorted(unmask.signatures.keys() - {site.site}),
-    )
+
+    def check(peer: SiteId) -> None:
+        check_signer(site.verify, peer, roster.keys, statement, unmask.signatures[peer])
+
+    with site.parallel(check, sorted(unmask.signatures.keys() - {site.site})) as mine:
+        exhaust(mine)
     agreed = len(unmask.signatures.keys() | ({site.site} & voters))
     if agreed < terms.threshold:
         raise SecAggError(f"{agreed} sites signed the list of survivors, {terms.threshold} must")
@@ -458,25 +428,15 @@ def check_agreed(
 # --- at several steps
 
 
-def check_subset(
-    what: str, sites: tuple[SiteId, ...], of: Collection[SiteId] | Mapping[SiteId, bytes], quorum: int
-) -> None:
-    """Sorted, nobody twice, nobody new, and enough."""
-    if sites != tuple(sorted(set(sites))):
-        raise SecAggError(f"{what} is not sorted, or has a site twice")
-    if strangers := set(sites).difference(of):
-        raise SecAggError(f"{what} has {len(strangers)} sites that were not there before")
-    if len(sites) < quorum:
-        raise SecAggError(f"{what} has {len(sites)} sites: {quorum} are the least")
-
-
 def check_present(what: str, sites: Iterable[SiteId], me: SiteId) -> None:
+    """SecAggError unless this site is among them."""
     if me not in sites:
         raise SecAggError(f"{what} is without this site")
 
 
-def check_holders(terms: msg.Terms, roster: Roster, sites: Iterable[SiteId]) -> None:
-    """Fewer could not unmask; and who is left with fewer peers than that is hidden by fewer, too."""
+def check_holders(terms: msg.Terms, roster: KeyRoster, sites: Iterable[SiteId]) -> None:
+    """SecAggError when fewer holders of this site's shares are left than it takes to unmask it: then fewer
+    peers hide it, too."""
     there = len(set(roster.holders).intersection(sites))
     if there < terms.threshold:
         raise SecAggError(

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -22,10 +21,10 @@ from numpy.typing import NDArray
 
 from ..arena import AnyArena, Row
 from ..errors import RoundError, SecAggError
-from ..messages import Metrics, Update, name_and_size, numbers_in
+from ..messages import Evaluation, Metrics, Update, name_and_size, numbers_in, sized_names
 from ..schema import Schema, Section
-from .fixedpoint import PER_BLOCK, FixedPoint, Floats, Read, held
-from .masking import Buffers, RingVector, Spread
+from .fixedpoint import PER_BLOCK, FixedPoint, held, numbers, reading
+from .masking import Parallel, RingVector, serial
 
 if TYPE_CHECKING:
     from ..arena import Arena
@@ -60,7 +59,7 @@ class StackedUpdate:
     exact: list[float]  # what moves by the plain mean
 
 
-class Linear(Protocol):
+class LinearMap(Protocol):
     """A compressor whose compressed sum is the sum of the compressed, see compression.Linear."""
 
     def shaped(self, shapes: Sequence[tuple[int, ...]]) -> Self: ...
@@ -75,7 +74,7 @@ class Encoding:
 
     point: FixedPoint
     schema: Schema | None
-    compressor: Linear | None = None  # makes fewer coordinates of the trained ones, alike at all sites
+    compressor: LinearMap | None = None  # makes fewer coordinates of the trained ones, alike at all sites
     seed: int = 0  # of what the compressor draws: one for a round
 
     @cached_property
@@ -99,7 +98,7 @@ class Encoding:
         squeeze = self._compressor(section)
         return squeeze.length(section.trained) if squeeze else section.trained
 
-    def _compressor(self, section: Section) -> Linear | None:
+    def _compressor(self, section: Section) -> LinearMap | None:
         if self.compressor is None or self.schema is None:
             return None
         tensors = [t for t in self.schema.tensors if t.trained and t.dtype == section.dtype]
@@ -124,7 +123,7 @@ class Encoding:
         vector: RingVector,
         *,
         scale: float = 1.0,
-        spread: Spread = map,
+        parallel: Parallel = serial,
     ) -> None:
         """Into `vector` [numel(names)]; `scale` shortens the delta. SecAggError for what can't travel."""
         assert self.schema is not None
@@ -137,7 +136,7 @@ class Encoding:
             else:
                 length, read = section.trained, reading(delta, section)
             out = vector[at : at + length]
-            clipped += self.point.encode_into(read, weight * scale, seed, out, at, spread)
+            clipped += self.point.encode_into(read, weight * scale, seed, out, at, parallel)
             at += length
         self._put(vector, at, [weight, clipped, *self._exact_values(delta, weight, scale)], self._name)
         self._put_metrics(vector, update.metrics, names)
@@ -221,7 +220,9 @@ class Encoding:
 
     # --- The aggregator's end
 
-    def decode(self, total: RingVector, sites: int, names: Sequence[str], spread: Spread = map) -> Total:
+    def decode(
+        self, total: RingVector, sites: int, names: Sequence[str], parallel: Parallel = serial
+    ) -> Total:
         """What the sum of the vectors of so many sites says. RoundError when they weigh nothing."""
         exact = self.point.decode_scalars(total[self._coordinates : self.length], sites)
         sums = iter(self.point.decode_scalars(total[self.length :], sites).tolist())
@@ -234,10 +235,10 @@ class Encoding:
             return Total(None, weight, clipped, metrics)
         if not weight > 0:
             raise RoundError(f"{sites} updates weigh {weight:g} examples together, so they have no mean.")
-        return Total(self._mean(total, exact[2:] / weight, sites, weight, spread), weight, clipped, metrics)
+        return Total(self._mean(total, exact[2:] / weight, sites, weight, parallel), weight, clipped, metrics)
 
     def _mean(
-        self, total: RingVector, rest: NDArray[np.float64], sites: int, weight: float, spread: Spread
+        self, total: RingVector, rest: NDArray[np.float64], sites: int, weight: float, parallel: Parallel
     ) -> Arena:
         import torch
 
@@ -254,7 +255,7 @@ class Encoding:
             elif section.dtype == "bfloat16":  # which numpy doesn't have
                 out.copy_(torch.from_numpy(self.point.decode(part, sites, weight)))
             else:
-                self.point.decode_into(part, sites, weight, out.numpy(), spread)
+                self.point.decode_into(part, sites, weight, out.numpy(), parallel)
         at = 0
         for section, first in self._rest:
             values = rest[at : at + section.numel - first]
@@ -266,29 +267,25 @@ class Encoding:
         return mean
 
 
-def reading(arena: AnyArena, section: Section) -> Read:
-    """A section's coordinates, at most PER_BLOCK at a time."""
+@dataclass(frozen=True)
+class Encoded:
+    """One site's result as a client.Contribution: it is encoded when it is written."""
 
-    @contextmanager
-    def read(start: int, stop: int) -> Iterator[Floats]:
-        with _read.one() as room:
-            yield numbers(arena, section, start, stop, room.data)
+    encoding: Encoding
+    result: Update | Evaluation
+    seed: bytes = b""  # of the rounding of an update
+    scale: float = 1.0  # shortens the delta of an update
+    parallel: Parallel = serial
 
-    return read
+    @property
+    def names(self) -> tuple[str, ...]:
+        return sized_names(self.result.metrics)
 
-
-_read = Buffers(PER_BLOCK * 8)
-
-
-def numbers(
-    arena: AnyArena, section: Section, start: int, stop: int, room: memoryview | None = None
-) -> NDArray[Any]:
-    """Coordinates [start, stop) of a section, read-only and only until the next call; bfloat16 as float32.
-    `room` is AnyArena.span's."""
-    span = arena.span(section, start, stop, room)
-    if section.dtype == "bfloat16":
-        return (np.frombuffer(span, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(span, section.dtype)
+    def write(self, names: tuple[str, ...], out: RingVector) -> None:
+        if isinstance(self.result, Update):
+            self.encoding.encode(self.result, names, self.seed, out, scale=self.scale, parallel=self.parallel)
+        else:
+            self.encoding.encode_metrics(self.result.metrics, names, out)
 
 
 def norm_of(arena: AnyArena) -> float:

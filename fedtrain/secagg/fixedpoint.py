@@ -17,8 +17,8 @@ Both lie within ±q_max, so n sites cannot wrap if n·q_max <= 2^(r−1) − 1: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import mul
 from typing import Any
@@ -26,8 +26,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arena import AnyArena
 from ..errors import ConfigError, SecAggError
-from .masking import BLOCK_BYTES, KEY_BYTES, RINGS, TAG_BYTES, Buffers, RingVector, Spread, each, keystream
+from ..schema import Section
+from .masking import (
+    BLOCK_BYTES,
+    KEY_BYTES,
+    RINGS,
+    TAG_BYTES,
+    Buffers,
+    Parallel,
+    RingVector,
+    exhaust,
+    keystream,
+    serial,
+)
 
 MIN_VALUE_BITS = 4
 MAX_VALUE_BITS = 43  # leaves 10 of float64's 53 bits to u
@@ -90,13 +103,19 @@ class FixedPoint:
     # --- Coordinates
 
     def encode_into(
-        self, read: Read, weight: float, seed: bytes, out: RingVector, offset: int = 0, spread: Spread = map
+        self,
+        read: Read,
+        weight: float,
+        seed: bytes,
+        out: RingVector,
+        offset: int = 0,
+        parallel: Parallel = serial,
     ) -> int:
         """Coordinates offset, offset + 1, .. of a site's Δ into the ring; how many were clipped.
 
-        `read` gives a part of them, counted from 0, to whoever works on it. The same integers whichever parts
-        they are made in. `seed` [16 bytes]: another one for each update. SecAggError for a `weight` out of
-        (0, max_weight] and for a value that is not finite.
+        `read(start, stop)` gives a part of them, counted from 0, to the thread that works on it. The integers
+        are the same whichever parts they are made in. `seed` [16 bytes]: another one for each update.
+        SecAggError for a `weight` out of (0, max_weight] and for a value that is not finite.
         """
         assert len(seed) == KEY_BYTES
         assert out.ndim == 1
@@ -121,7 +140,8 @@ class FixedPoint:
                 clipped.append(int(count[0]))
 
         if len(out):
-            each(spread, encode, range(offset // PER_BLOCK, -(-(offset + len(out)) // PER_BLOCK)))
+            with parallel(encode, range(offset // PER_BLOCK, -(-(offset + len(out)) // PER_BLOCK))) as mine:
+                exhaust(mine)
         return sum(clipped)
 
     def add_rows(
@@ -169,8 +189,8 @@ class FixedPoint:
         bits = min(16, mantissa - self.value_bits)
         limit, shift = self.q_max << bits, kind(1.5 * 2.0 ** (mantissa - 1 + bits))
         scales = (weights / self.max_weight / self.step * 2.0**bits).astype(kind)
-        room: Floats = scratch.view(kind)
-        y = room[: x.size].reshape(x.shape)
+        values: Floats = scratch.view(kind)
+        y = values[: x.size].reshape(x.shape)
         if x.itemsize < 4:
             x = x.astype(np.float32)  # numpy's minimum of float16 takes twenty times as long
         np.multiply(x, scales[:, None], out=y, casting="same_kind")
@@ -208,7 +228,7 @@ class FixedPoint:
             )
 
     def decode_into(
-        self, total: RingVector, sites: int, weights: float, out: Floats, spread: Spread = map
+        self, total: RingVector, sites: int, weights: float, out: Floats, parallel: Parallel = serial
     ) -> None:
         """The weighted mean Σ wΔ / Σ w from the sum of `sites` encoded vectors, into floats of any size.
 
@@ -226,7 +246,8 @@ class FixedPoint:
             self._check_sums(part, sites)
             np.multiply(part, factor, out=out[these], dtype=np.float64, casting="unsafe")
 
-        each(spread, decode, range(-(-len(out) // PER_BLOCK)))
+        with parallel(decode, range(-(-len(out) // PER_BLOCK))) as mine:
+            exhaust(mine)
 
     def decode(self, total: RingVector, sites: int, weights: float) -> NDArray[np.float64]:
         """The same as new float64 numbers."""
@@ -281,10 +302,33 @@ class FixedPoint:
 
 
 def held(values: Floats) -> Read:
-    """Numbers in memory."""
+    """Reads numbers that are in memory."""
     return lambda start, stop: nullcontext(values[start:stop])
 
 
+def reading(arena: AnyArena, section: Section) -> Read:
+    """Reads the coordinates of a section, at most PER_BLOCK at a time."""
+
+    @contextmanager
+    def read(start: int, stop: int) -> Iterator[Floats]:
+        with _read.one() as buffer:
+            yield numbers(arena, section, start, stop, buffer.data)
+
+    return read
+
+
+def numbers(
+    arena: AnyArena, section: Section, start: int, stop: int, buffer: memoryview | None = None
+) -> NDArray[Any]:
+    """Coordinates [start, stop) of a section, read-only and only until the next call; bfloat16 as float32.
+    `buffer`: as in AnyArena.span."""
+    span = arena.span(section, start, stop, buffer)
+    if section.dtype == "bfloat16":
+        return (np.frombuffer(span, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(span, section.dtype)
+
+
+_read = Buffers(PER_BLOCK * 8)
 _noise = Buffers(BLOCK_BYTES + TAG_BYTES)
 _scratch = Buffers(PER_BLOCK * 8)
 

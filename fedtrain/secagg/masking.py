@@ -3,21 +3,22 @@
 A key's stream is a sequence of blocks of 1 MiB. Block i is AES-128 in counter mode from the counter
 i (12 bytes, big-endian) ‖ 00000002, so work can begin at any block. The same bytes come from AES-GCM over
 zeros under the nonce i, its tag dropped; which of the two is faster differs by a factor of two either way
-from CPU to CPU, so the first use tries both for some milliseconds. Read as integers, bytes are little-endian.
+from CPU to CPU, so the first use times both for some milliseconds. Read as integers, bytes are little-endian.
 
 A site that masks, or an aggregator that takes masks out, adds up to thousands of streams to one vector. The
 work is cut by blocks of the vector: a block stays in the CPU's cache while all streams pass over it, and
-workers share nothing but Python's lock. After each call to cipher or numpy a worker waits 10 µs and more for
-it when another one works: a block of 1 MiB takes 100 µs or so, and two workers are nearly twice as fast as
-one, where blocks of 256 KiB made them one and a half times as fast. Fresh memory costs several times the work
-done in it, so buffers are kept.
+threads share nothing but Python's lock. After each call to cipher or numpy a thread waits 10 µs and more for
+the lock when another thread works. A block of 1 MiB takes about 100 µs, so that two threads are nearly twice
+as fast as one; with blocks of 256 KiB they were one and a half times as fast. New memory costs several times
+the work done in it, so buffers are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from timeit import default_timer  # it picks a kernel and can change no bit; so it isn't handed in
 from typing import Any, Protocol, TypeVar
 
@@ -37,35 +38,43 @@ Stream = Callable[[bytes, memoryview, memoryview], object]  # (a block's nonce, 
 Item = TypeVar("Item")
 
 
-class Spread(Protocol):
-    """How work is spread over workers: `map`, a ThreadPoolExecutor's, or a runtime.crew.Crew. What it gives
-    back is used up."""
+class Parallel(Protocol):
+    """How work(item) is done for all items, in no order: by `serial`, or by a runtime.threads.ThreadPool.
 
-    def __call__(self, work: Callable[[int], object], items: range, /) -> Iterable[object]: ...
+    Use it as `with parallel(work, items) as mine: exhaust(mine)`. The block works through its own part of
+    the items, while other threads may take the rest; after it, all items are done, or an error is raised.
+    """
+
+    def __call__(
+        self, work: Callable[[Item], object], items: Sequence[Item], /
+    ) -> AbstractContextManager[Iterator[object]]: ...
 
 
-def each(spread: Spread, work: Callable[[Item], object], items: Sequence[Item]) -> None:
-    """work(item) for all items, in no order; an error of one of them is raised."""
-    for _ in spread(lambda i: work(items[i]), range(len(items))):
-        pass
+def serial(work: Callable[[Item], object], items: Sequence[Item]) -> AbstractContextManager[Iterator[object]]:
+    """A Parallel in one thread."""
+    return nullcontext(map(work, items))
+
+
+exhaust = partial(deque[object], maxlen=0)  # runs an iterator to its end, and keeps nothing
 
 
 def add_masks(
     vector: RingVector,
     masks: Sequence[tuple[bytes, int]],
-    spread: Spread = map,
+    parallel: Parallel = serial,
     wrote: Callable[[int, int], object] = lambda start, stop: None,
 ) -> None:
     """vector += Σ sign · stream(key) modulo 2^r in place, over all (key, sign) of `masks`.
 
-    `wrote(start, stop)` is told of each part that is done, by who did it.
+    `wrote(start, stop)` is called for each part of the vector when it is done, in the thread that did it.
     """
     assert vector.ndim == 1
     assert vector.flags.c_contiguous
     assert vector.dtype in RINGS.values(), vector.dtype
     assert all(len(key) == KEY_BYTES and sign in (1, -1) for key, sign in masks)
     opened, per_block = kernel(), BLOCK_BYTES // vector.itemsize
-    idle: list[list[tuple[Stream, np.ufunc]]] = []  # of workers between blocks; a stream has one user
+    # The streams of threads that are between blocks: one thread at a time may use a stream.
+    idle: list[list[tuple[Stream, np.ufunc]]] = []
 
     def add(block: int) -> None:
         try:
@@ -74,26 +83,27 @@ def add_masks(
             streams = [(opened(key), np.add if sign > 0 else np.subtract) for key, sign in masks]
         part = vector[block * per_block : (block + 1) * per_block]
         nonce, zeros = _block(block, part.nbytes)
-        with rooms.one() as room:
-            out = room.data[: part.nbytes + TAG_BYTES]
-            mask = room[: part.nbytes].view(vector.dtype.newbyteorder("<"))
+        with buffers.one() as buffer:
+            out = buffer.data[: part.nbytes + TAG_BYTES]
+            mask = buffer[: part.nbytes].view(vector.dtype.newbyteorder("<"))
             for stream, combine in streams:
                 stream(nonce, zeros, out)
                 combine(part, mask, part)
         idle.append(streams)
         wrote(block * per_block, block * per_block + len(part))
 
-    each(spread, add, range(-(-len(vector) // per_block)))
+    with parallel(add, range(-(-len(vector) // per_block))) as mine:
+        exhaust(mine)
 
 
-def keystream(key: bytes, block: int, room: Bytes, nbytes: int = BLOCK_BYTES) -> None:
-    """The first `nbytes` of one block of a key's stream into `room`, which has TAG_BYTES more than that."""
+def keystream(key: bytes, block: int, out: Bytes, nbytes: int = BLOCK_BYTES) -> None:
+    """The first `nbytes` of one block of a key's stream into `out`, which has TAG_BYTES more than that."""
     assert len(key) == KEY_BYTES
-    kernel()(key)(*_block(block, nbytes), room.data[: nbytes + TAG_BYTES])
+    kernel()(key)(*_block(block, nbytes), out.data[: nbytes + TAG_BYTES])
 
 
 class Buffers:
-    """Buffers of `nbytes`, kept for the next that needs one: as many as were ever in use at once."""
+    """Buffers of `nbytes`, kept for reuse: as many as were ever in use at once."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -101,7 +111,7 @@ class Buffers:
 
     @contextmanager
     def one(self) -> Iterator[Bytes]:
-        """A buffer with whatever its last user left in it."""
+        """A buffer, which holds what its last user left in it."""
         try:
             buffer = self._idle.pop()
         except IndexError:
@@ -112,7 +122,7 @@ class Buffers:
             self._idle.append(buffer)
 
 
-rooms = Buffers(BLOCK_BYTES + TAG_BYTES)
+buffers = Buffers(BLOCK_BYTES + TAG_BYTES)
 ZEROS = memoryview(bytes(BLOCK_BYTES))
 
 
@@ -143,15 +153,15 @@ def galois_mode(key: bytes) -> Stream:
 @cache
 def kernel() -> Callable[[bytes], Stream]:
     """The faster of the two on this CPU, by a trial of a few milliseconds at first use."""
-    with rooms.one() as room:
+    with buffers.one() as buffer:
         trials = {
-            opened: min(_time_s(opened(bytes(KEY_BYTES)), room) for _ in range(20))
+            opened: min(_time_s(opened(bytes(KEY_BYTES)), buffer) for _ in range(20))
             for opened in (counter_mode, galois_mode)
         }
     return min(trials, key=lambda opened: trials[opened])
 
 
-def _time_s(stream: Stream, room: Bytes) -> float:
+def _time_s(stream: Stream, out: Bytes) -> float:
     began = default_timer()
-    stream(*_block(0, BLOCK_BYTES), room.data)
+    stream(*_block(0, BLOCK_BYTES), out.data)
     return default_timer() - began

@@ -116,7 +116,7 @@ class Share(Request, frozen=True, kw_only=True, tag=True):
     names: tuple[str, ...]  # of all metrics at any site, sorted
 
 
-class Sealed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SealedShares(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One holder's shares of one site's secrets."""
 
     text: bytes  # AES-128-GCM of self-mask share ‖ mask-key share. [32 + 32 + 16]
@@ -125,7 +125,7 @@ class Sealed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Shares(Message, frozen=True, kw_only=True, tag=True):
-    sealed: dict[SiteId, Sealed]  # by holder
+    sealed: dict[SiteId, SealedShares]  # by holder
     signature: bytes  # over the roster's hash and dealt_hash(sealed)
 
 
@@ -134,7 +134,7 @@ class Mask(Request, frozen=True, kw_only=True, tag=True):
 
     sid: bytes
     sites: tuple[SiteId, ...]  # U2, sorted
-    sealed: dict[SiteId, Sealed]  # by who sealed it
+    sealed: dict[SiteId, SealedShares]  # by who sealed it
 
 
 class Masked(Message, frozen=True, kw_only=True, tag=True):
@@ -174,21 +174,21 @@ Answer = Keys | Shares | Masked | Agreed | Unmasked
 class RingArena(AnyArena):
     """One vector of unsigned integers in memory, for a process that loads no torch."""
 
-    def __init__(self, schema: Schema, room: NDArray[np.uint8] | None = None) -> None:
-        """Zeros, or what is in `room` [schema.nbytes]."""
+    def __init__(self, schema: Schema, memory: NDArray[np.uint8] | None = None) -> None:
+        """Zeros, or what is in `memory` [schema.nbytes]."""
         self.schema = schema
-        self.bytes = np.zeros(schema.nbytes, np.uint8) if room is None else room
+        self.bytes = np.zeros(schema.nbytes, np.uint8) if memory is None else memory
         (section,) = schema.sections
         self.vector: NDArray[Any] = self.bytes[: section.nbytes].view(f"u{section.dtype}")
         self._digest, self._found = PiecewiseDigest(self.payload), ""
 
     def give_up(self) -> NDArray[np.uint8]:
-        """Its memory, for another vector. Whoever still has this one finds nothing in it: what is written
-        next is not masked yet."""
-        room = self.bytes
-        self.bytes, self.vector = room[:0], self.vector[:0]
+        """Take its memory away, for another vector. This arena is empty from then on: what is written next
+        into the memory is not masked yet."""
+        memory = self.bytes
+        self.bytes, self.vector = memory[:0], self.vector[:0]
         self._digest = PiecewiseDigest(self.payload)
-        return room
+        return memory
 
     @property
     def payload(self) -> memoryview:
@@ -251,7 +251,7 @@ def roster_hash(seed: bytes, names: tuple[str, ...]) -> bytes:
     return hash_of("roster", seed, *names)
 
 
-def dealt_hash(sealed: dict[SiteId, Sealed]) -> bytes:
+def dealt_hash(sealed: dict[SiteId, SealedShares]) -> bytes:
     """Of all that a site dealt, as it travels."""
     return hash_of("dealt", msgspec.msgpack.encode(sealed))
 

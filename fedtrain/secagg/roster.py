@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 from ..errors import SecAggError
-from ..messages import MAX_SUMS, SiteId, numbers_in
+from ..messages import MAX_SUMS, SiteId, misfits, numbers_in
 from . import graph
 from .keys import SECRET_BYTES, check_public
-from .messages import MAX_NAME, MAX_NAMES, Keys, Terms, keys_statement
+from .masking import Parallel, exhaust
+from .messages import (
+    MAX_NAME,
+    MAX_NAMES,
+    Keys,
+    Share,
+    Terms,
+    entry_hash,
+    graph_seed,
+    keys_statement,
+    roster_hash,
+)
 
-Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]  # (certificate, message, signature) ->
-# (the site's name, its certificate's fingerprint); raises FedtrainError unless all is as it must be.
+# (certificate, message, signature) -> (the site's name, its certificate's fingerprint)
+Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]
+
+
+class Verifies(Protocol):
+    """Checks who signed a message: a pki.Verifier."""
+
+    def verify(self, certificate: bytes, message: bytes, signature: bytes, /) -> tuple[SiteId, bytes]:
+        """The name of the site, and its certificate's fingerprint. FedtrainError unless the certificate is
+        one of the federation, valid and not revoked, and the signature is by its key over the message."""
 
 
 def check_signed(site: SiteId, entry: Keys, terms: Terms, sid: bytes, verify: Verify) -> None:
@@ -72,3 +93,113 @@ def holders_of(site: SiteId, sites: tuple[SiteId, ...], degree: int, seed: bytes
 @lru_cache(maxsize=2)
 def _neighbours(sites: int, degree: int, seed: bytes) -> list[list[int]]:
     return graph.neighbours(sites, degree, seed)
+
+
+def check_subset(
+    what: str, sites: tuple[SiteId, ...], of: Collection[SiteId] | Mapping[SiteId, bytes], quorum: int
+) -> None:
+    """SecAggError unless the list is sorted, has each site once, only sites of the list before it (`of`), and
+    as many as the quorum."""
+    if sites != tuple(sorted(set(sites))):
+        raise SecAggError(f"{what} is not sorted, or has a site twice")
+    if strangers := set(sites).difference(of):
+        raise SecAggError(f"{what} has {len(strangers)} sites that were not there before")
+    if len(sites) < quorum:
+        raise SecAggError(f"{what} has {len(sites)} sites: {quorum} are the least")
+
+
+@dataclass(frozen=True)
+class KeyRoster:
+    """U1 as one site was shown it, and as the site checked it."""
+
+    me: SiteId
+    sites: tuple[SiteId, ...]  # sorted; a site's place + 1 is its x in Shamir's polynomials
+    hash: bytes
+    keys: dict[SiteId, Keys]  # of `peers` and this site
+    peers: tuple[SiteId, ...]  # whom this site masks with
+    holders: tuple[SiteId, ...]  # who holds its shares: in the full graph itself, too
+
+    @classmethod
+    def of(
+        cls,
+        terms: Terms,
+        sid: bytes,
+        mine: Keys,
+        share: Share,
+        me: SiteId,
+        verify: Verify,
+        parallel: Parallel,
+    ) -> KeyRoster:
+        """SecAggError unless every key is a different one, and signed for this session by its site."""
+        keys = share.roster
+        if keys.get(me) != mine:
+            raise SecAggError("the roster has another key for this site than it sent")
+        lines = {name: entry_hash(name, entry) for name, entry in keys.items()}
+        if share.lines:
+            if wrong := lines.items() - share.lines.items():
+                raise SecAggError(f"the roster has other keys for {len(wrong)} sites than its lines say")
+            lines = share.lines
+        sites = tuple(sorted(lines))
+        check_subset("the roster", sites, terms.cohort, terms.quorum)
+        seed = graph_seed(sid, lines)
+        peers = peers_of(me, sites, terms.degree, seed)
+        if keys.keys() != {me, *peers}:
+            raise SecAggError(f"the roster has the keys of {len(keys)} sites, not of this site and its peers")
+
+        def check(peer: SiteId) -> None:
+            check_signed(peer, keys[peer], terms, sid, verify)
+
+        with parallel(check, peers) as checks:
+            exhaust(checks)
+        used = {mine.mask_key, mine.seal_key}
+        for peer in peers:
+            check_fresh(peer, keys[peer], used)
+        check_names("the roster", share.names)
+        for name, entry in keys.items():
+            if missing := set(entry.names).difference(share.names):
+                raise SecAggError(f"{len(missing)} of {name}'s metrics have no place in the vector")
+        holders = holders_of(me, sites, terms.degree, seed)
+        return cls(me, sites, roster_hash(seed, share.names), keys, peers, holders)
+
+
+# --- the aggregator's end
+
+
+def unfitting(names: Mapping[SiteId, tuple[str, ...]]) -> dict[SiteId, str]:
+    """Sites whose metrics can't be summed with the others', and why: a metric has another size than at most
+    sites, or all metrics together are too many numbers, and these sites have the most."""
+    odd = misfits(names)
+    rest = {site: each for site, each in names.items() if site not in odd}
+
+    def sums(of: Collection[str]) -> int:
+        return numbers_in(of) - len(of)
+
+    while rest and sums(set().union(*rest.values())) > MAX_SUMS:
+        most = max(sorted(rest), key=lambda site: sums(rest[site]))
+        odd[most] = f"its metrics are {sums(rest.pop(most))} numbers, {MAX_SUMS} are allowed together"
+    return odd
+
+
+def rosters(
+    request_id: str,
+    sid: bytes,
+    keys: Mapping[SiteId, Keys],
+    lines: dict[SiteId, bytes],
+    peers: Mapping[SiteId, tuple[SiteId, ...]],
+    names: tuple[str, ...],
+) -> dict[SiteId, Share]:
+    """What each site is shown: its own keys and its peers', and a hash of every site's. In the full graph all
+    sites are shown one object."""
+    if all(len(found) == len(keys) - 1 for found in peers.values()):
+        whole = Share(id=request_id, sid=sid, roster=dict(keys), lines={}, names=names)
+        return dict.fromkeys(keys, whole)
+    return {
+        site: Share(
+            id=request_id,
+            sid=sid,
+            roster={name: keys[name] for name in sorted({site, *peers[site]})},
+            lines=lines,
+            names=names,
+        )
+        for site in keys
+    }

@@ -6,7 +6,7 @@ sends what cannot be is named, and the session goes on with the others while eno
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,40 +18,41 @@ from numpy.typing import NDArray
 from ..arena import AnyArena
 from ..errors import FedtrainError, SecAggError, Unfinished
 from ..exchange import Cohort
-from ..messages import MAX_SUMS, Failure, Message, Request, SiteId, misfits, numbers_in
+from ..messages import Failure, Message, Request, SiteId
 from . import messages as msg
 from .keys import SEALED_BYTES, KeyPair, bytes_of, number_of, pair_mask_key, pair_mask_sign, self_mask_key
-from .masking import BLOCK_BYTES, RINGS, Spread, add_masks, each, rooms
-from .roster import Verify, check_fresh, check_signed, check_signer, holders_of, peers_of
+from .masking import BLOCK_BYTES, RINGS, Parallel, add_masks, buffers, exhaust, serial
+from .roster import Verify, check_fresh, check_signed, check_signer, holders_of, peers_of, rosters, unfitting
 from .shamir import Weights
 
 FOLDED = 4  # blocks of a vector that one worker adds: fewer take less time than to wake another worker
 Reply = TypeVar("Reply", bound=Message)
 
 
-class Aside(Protocol):
-    """How long work is kept off the event loop: asyncio.to_thread, or `at_once`."""
+class InThread(Protocol):
+    """Runs work that takes long: asyncio.to_thread, or `at_once`."""
 
-    def __call__(self, work: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+    def __call__(self, work: Callable[..., Any], /, *args: Any) -> Awaitable[Any]: ...
 
 
-async def at_once(work: Callable[..., Any], *args: Any) -> Any:
+async def at_once(work: Callable[..., Any], /, *args: Any) -> Any:
+    """An InThread without a thread."""
     return work(*args)
 
 
 @dataclass(frozen=True)
 class SecureSum:
-    """Σ of the survivors' vectors modulo 2^ring_bits, and who they are. Whether it can be one of encoded
-    updates, the FixedPoint that decodes it says."""
+    """Σ of the survivors' vectors modulo 2^ring_bits, and who they are. Whether it can be a sum of encoded
+    updates is checked by the FixedPoint that decodes it."""
 
     vector: NDArray[Any]  # uint16, uint32 or uint64 [terms.numel(names)]
     names: tuple[str, ...]  # of the metrics in it
     sites: tuple[SiteId, ...]  # U3, sorted
-    dropped: dict[SiteId, str]  # who was asked and is not in the sum -> at which step, and why
-    blamed: dict[SiteId, str]  # who sent what cannot be -> what it was; in the sum or not
+    dropped: dict[SiteId, str]  # site that was asked and is not in the sum -> at which step, and why
+    blamed: dict[SiteId, str]  # site that sent what no honest site sends -> what it was; in the sum or not
 
 
-async def secure_sum(
+async def masked_sum(
     cohort: Cohort,
     terms: msg.Terms,
     model: bytes,
@@ -60,19 +61,16 @@ async def secure_sum(
     *,
     deadline_s: float,
     step_deadline_s: float,
-    agreed: Callable[[Sequence[SiteId]], None] = lambda sites: None,
-    aside: Aside = at_once,
-    spread: Spread = map,
-) -> SecureSum:
-    """One session with the sites of terms.cohort. Unfinished (TooFewSites) below the quorum.
+    in_thread: InThread = at_once,
+    parallel: Parallel = serial,
+) -> MaskedSum:
+    """Steps 0 to 3 of one session with the sites of terms.cohort: the sum under its masks, and its sites.
 
     `advertise` is step 0's request (messages.Advertise), answered when a site has trained, within
-    `deadline_s`; each later step has `step_deadline_s`. `agreed(U3)` is called before the first share
-    is asked for: from then on an honest site gives this update into no sum over other sites (Client), so a
-    caller that tries again must plan just these.
+    `deadline_s`; each later step has `step_deadline_s`. Unfinished (TooFewSites) below the quorum.
     """
     sid, request_id = terms.sid(model), terms.request_id
-    session = Session(cohort, terms, spread)
+    session = SumSession(cohort, terms, sid, step_deadline_s, in_thread, parallel)
 
     # 0: keys -> U1
     keys: dict[SiteId, msg.Keys] = {}
@@ -83,7 +81,7 @@ async def secure_sum(
     def check_keys(site: SiteId) -> None:
         check_signed(site, entries[site], terms, sid, verify)
 
-    for site in await aside(session.honest, "keys", check_keys, entries):
+    for site in await in_thread(session.honest, "keys", check_keys, entries):
         with session.checking(site, "keys"):
             check_fresh(site, entries[site], used)
             keys[site] = entries[site]
@@ -104,14 +102,14 @@ async def secure_sum(
     peers = {site: peers_of(site, sites, terms.degree, seed) for site in sites}
     holders = {site: holders_of(site, sites, terms.degree, seed) for site in sites}
     asked = rosters(request_id("share"), sid, keys, lines, peers, names)
-    hands = {site: hand async for site, hand in session.ask("shares", asked, msg.Shares, step_deadline_s)}
+    hands = {site: hand async for site, hand in session.ask("shares", asked, msg.Shares)}
 
     def check_shares(site: SiteId) -> None:
         check_sealed(site, hands[site], holders[site])
         statement = msg.shares_statement(sid, roster, msg.dealt_hash(hands[site].sealed))
         check_signer(verify, site, keys, statement, hands[site].signature)
 
-    dealt = await aside(session.honest, "shares", check_shares, hands)
+    dealt = await in_thread(session.honest, "shares", check_shares, hands)
     shares = {site: hands[site] for site in dealt}
     session.need("shares", shares)
     leave_out_lonely(session, shares, holders, terms.threshold)
@@ -129,65 +127,111 @@ async def secure_sum(
         )
         for site in dealers
     }
-    async for site, masked in session.ask("masked vectors", asked, msg.Masked, step_deadline_s):
+    async for site, masked in session.ask("masked vectors", asked, msg.Masked):
         with session.checking(site, "masked vectors"):
             if masked.vector.schema != schema:
                 raise SecAggError(f"the vector is not {schema.tensors[0]}")
             statement = msg.masked_statement(sid, roster, masked.vector.digest)
             check_signer(verify, site, keys, statement, masked.signature)
             folded.add(site)
-        if site in folded:  # outside: a vector that is in the sum by half ends the session
-            await aside(fold, total, masked.vector, spread)
+        if site in folded:  # not under checking(): a vector that is in the sum by half ends the session
+            await in_thread(fold, total, masked.vector, parallel)
     session.need("masked vectors", folded)
     survivors = tuple(sorted(folded))
 
     # 3: signatures of one list of survivors
     listed = msg.survivors_statement(sid, roster, survivors)
     asked = dict.fromkeys(survivors, msg.Agree(id=request_id("agree"), sid=sid, sites=survivors))
-    votes = {site: vote async for site, vote in session.ask("signatures", asked, msg.Agreed, step_deadline_s)}
+    votes = {site: vote async for site, vote in session.ask("signatures", asked, msg.Agreed)}
 
     def check_vote(site: SiteId) -> None:
         check_signer(verify, site, keys, listed, votes[site].signature)
 
-    agreeing = await aside(session.honest, "signatures", check_vote, votes)
+    agreeing = await in_thread(session.honest, "signatures", check_vote, votes)
     signatures = {site: votes[site].signature for site in agreeing}
     session.need("signatures", signatures)
-
-    # 4: shares of what is to be taken out
-    session.survivors = survivors
-    agreed(survivors)
-    wanted = Wanted(session, sid, keys, shares, holders, survivors)
-    asked = ballots(request_id("unmask"), sid, signatures, holders, terms)
-    async with aclosing(session.ask("shares to unmask", asked, msg.Unmasked, step_deadline_s)) as answers:
-        async for site, answer in answers:
-            with session.checking(site, "shares to unmask"):
-                wanted.take(site, answer)
-            if wanted.enough() and await aside(wanted.rebuild):
-                break
-    if wanted.fewest() < terms.threshold:
-        raise session.unfinished("good shares to unmask", wanted.fewest(), terms.threshold)
-
-    await aside(take_out, total, wanted, sid, keys, peers, survivors, spread)
-    dropped = {site: why for site, why in session.dropped.items() if site not in folded}
-    return SecureSum(total, names, survivors, dropped, session.blamed)
+    return MaskedSum(session, total, names, survivors, keys, shares, peers, holders, signatures)
 
 
-class Session:
-    """The exchanges of one session, and what became of each site that is no longer in it."""
+@dataclass(frozen=True)
+class MaskedSum:
+    """Σ of the survivors' masked vectors, to be unmasked once."""
 
-    def __init__(self, cohort: Cohort, terms: msg.Terms, spread: Spread = map) -> None:
-        self.terms, self._cohort, self._spread = terms, cohort, spread
+    session: SumSession
+    vector: NDArray[Any]  # as SecureSum.vector, but under masks until `unmask` has taken them out
+    names: tuple[str, ...]
+    sites: tuple[SiteId, ...]  # U3, sorted
+    keys: Mapping[SiteId, msg.Keys]
+    shares: Mapping[SiteId, msg.Shares]
+    peers: Mapping[SiteId, tuple[SiteId, ...]]
+    holders: Mapping[SiteId, tuple[SiteId, ...]]
+    signatures: Mapping[SiteId, bytes]
+
+    async def unmask(self) -> SecureSum:
+        """Step 4: have the shares of the masks sent, rebuild the masks and take them out.
+
+        From the first share on an honest site gives its update into no sum over other sites (Client): a
+        caller that may try again keeps `sites` before this, and then plans just these.
+        """
+        session, terms = self.session, self.session.terms
+        session.survivors = self.sites
+        wanted = Wanted(self)
+        asked = ballots(terms.request_id("unmask"), session.sid, self.signatures, self.holders, terms)
+        async with aclosing(session.ask("shares to unmask", asked, msg.Unmasked)) as answers:
+            async for site, answer in answers:
+                with session.checking(site, "shares to unmask"):
+                    wanted.take(site, answer)
+                if wanted.enough() and await session.in_thread(wanted.rebuild):
+                    break
+        if wanted.fewest() < terms.threshold:
+            raise session.unfinished("good shares to unmask", wanted.fewest(), terms.threshold)
+        await session.in_thread(self._take_out, wanted)
+        dropped = {site: why for site, why in session.dropped.items() if site not in self.sites}
+        return SecureSum(self.vector, self.names, self.sites, dropped, session.blamed)
+
+    def _take_out(self, wanted: Wanted) -> None:
+        """Subtract what survivors added: their self masks, and the masks they share with lost sites."""
+        sid, alive, masks = self.session.sid, set(self.sites), []
+        for site, secret in wanted.secrets.items():
+            if wanted.kinds[site] == "seed":
+                masks.append((self_mask_key(secret, sid, site), -1))
+                continue
+            pair = KeyPair(secret)
+            for peer in alive.intersection(self.peers[site]):
+                shared = pair.agree(self.keys[peer].mask_key)
+                masks.append((pair_mask_key(shared, sid, peer, site), -pair_mask_sign(peer, site)))
+        add_masks(self.vector, masks, self.session.parallel)
+
+
+class SumSession:
+    """The exchanges of one session, and why each site that is no longer in it left."""
+
+    def __init__(
+        self,
+        cohort: Cohort,
+        terms: msg.Terms,
+        sid: bytes = b"",
+        step_deadline_s: float = 0.0,
+        in_thread: InThread = at_once,
+        parallel: Parallel = serial,
+    ) -> None:
+        self.terms, self.sid, self.in_thread, self.parallel = terms, sid, in_thread, parallel
+        self._cohort, self._step_deadline_s = cohort, step_deadline_s
         self.dropped: dict[SiteId, str] = {}
-        self.failed: dict[SiteId, str] = {}  # of the dropped, who said why
+        self.failed: dict[SiteId, str] = {}  # of the dropped sites, those that said why
         self.blamed: dict[SiteId, str] = {}
-        self.survivors: tuple[SiteId, ...] = ()  # once a share was asked for
+        self.survivors: tuple[SiteId, ...] = ()  # U3, once a share was asked for
 
     async def ask(
-        self, what: str, requests: Mapping[SiteId, Request], kind: type[Reply], deadline_s: float
+        self,
+        what: str,
+        requests: Mapping[SiteId, Request],
+        kind: type[Reply],
+        deadline_s: float | None = None,
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
         """The replies of one step that are of its kind, as they come."""
-        silent = set(requests)
-        async with aclosing(self._cohort.exchange(requests, deadline_s)) as replies:
+        silent, limit_s = set(requests), self._step_deadline_s if deadline_s is None else deadline_s
+        async with aclosing(self._cohort.exchange(requests, limit_s)) as replies:
             async for site, reply in replies:
                 silent.discard(site)
                 if isinstance(reply, kind):
@@ -201,7 +245,7 @@ class Session:
 
     @contextmanager
     def checking(self, site: SiteId, what: str) -> Iterator[None]:
-        """A site that what is done here fails for is out, and to blame."""
+        """A site for which the with block raises is out of the session, and to blame."""
         try:
             yield
         except FedtrainError as e:
@@ -217,7 +261,8 @@ class Session:
             except FedtrainError as e:
                 errors[site] = e
 
-        each(self._spread, look, sorted(sites))
+        with self.parallel(look, sorted(sites)) as mine:
+            exhaust(mine)
         for site in sorted(errors):
             self.blame(site, f"{what}: {errors[site]}")
         return [site for site in sorted(sites) if site not in errors]
@@ -226,7 +271,7 @@ class Session:
         self.blamed[site] = self.dropped[site] = what
 
     def need(self, what: str, there: Collection[SiteId]) -> None:
-        """Unfinished when fewer than the quorum are."""
+        """Unfinished unless so many are there as the quorum."""
         if len(there) < self.terms.quorum:
             raise self.unfinished(what, len(there), self.terms.quorum)
 
@@ -240,47 +285,8 @@ class Session:
 # --- 1
 
 
-def unfitting(names: Mapping[SiteId, tuple[str, ...]]) -> dict[SiteId, str]:
-    """Sites whose metrics have no place beside the others', and why: in another size than most have, or, of
-    too many numbers together, those with most."""
-    odd = misfits(names)
-    rest = {site: each for site, each in names.items() if site not in odd}
-
-    def sums(of: Collection[str]) -> int:
-        return numbers_in(of) - len(of)
-
-    while rest and sums(set().union(*rest.values())) > MAX_SUMS:
-        most = max(sorted(rest), key=lambda site: sums(rest[site]))
-        odd[most] = f"its metrics are {sums(rest.pop(most))} numbers, {MAX_SUMS} are allowed together"
-    return odd
-
-
-def rosters(
-    request_id: str,
-    sid: bytes,
-    keys: Mapping[SiteId, msg.Keys],
-    lines: dict[SiteId, bytes],
-    peers: Mapping[SiteId, tuple[SiteId, ...]],
-    names: tuple[str, ...],
-) -> dict[SiteId, msg.Share]:
-    """What each site is shown: itself and its peers, of all a hash. One object where all see all."""
-    if all(len(found) == len(keys) - 1 for found in peers.values()):
-        whole = msg.Share(id=request_id, sid=sid, roster=dict(keys), lines={}, names=names)
-        return dict.fromkeys(keys, whole)
-    return {
-        site: msg.Share(
-            id=request_id,
-            sid=sid,
-            roster={name: keys[name] for name in sorted({site, *peers[site]})},
-            lines=lines,
-            names=names,
-        )
-        for site in keys
-    }
-
-
 def check_sealed(site: SiteId, reply: msg.Shares, holders: Collection[SiteId]) -> None:
-    """SecAggError unless there is something for each holder, of the size of two shares."""
+    """SecAggError unless each holder is dealt something of the size of two shares."""
     if reply.sealed.keys() != set(holders):
         raise SecAggError(f"shares for {len(reply.sealed)} sites came, {len(holders)} hold them")
     own = reply.sealed.get(site)
@@ -295,12 +301,12 @@ def check_sealed(site: SiteId, reply: msg.Shares, holders: Collection[SiteId]) -
 
 
 def leave_out_lonely(
-    session: Session,
+    session: SumSession,
     shares: dict[SiteId, msg.Shares],
     holders: Mapping[SiteId, tuple[SiteId, ...]],
     least: int,
 ) -> None:
-    """Sites with too few holders left to be unmasked are out before anybody masks with them."""
+    """Sites with too few holders left to be unmasked are left out before another site masks with them."""
     while lonely := [site for site in shares if sum(map(shares.__contains__, holders[site])) < least]:
         for site in lonely:
             session.dropped[site] = f"shares: fewer than {least} of its {len(holders[site])} holders are left"
@@ -310,18 +316,20 @@ def leave_out_lonely(
 # --- 2
 
 
-def fold(total: NDArray[Any], vector: AnyArena, spread: Spread) -> None:
+def fold(total: NDArray[Any], vector: AnyArena, parallel: Parallel) -> None:
     """total += vector modulo 2^r, in place, block by block."""
     (section,) = vector.schema.sections
     numel = BLOCK_BYTES // total.itemsize
 
     def add(first: int) -> None:
-        with rooms.one() as room:
+        with buffers.one() as buffer:
             for start in range(first, min(first + FOLDED * numel, len(total)), numel):
                 part = total[start : start + numel]
-                part += np.frombuffer(vector.span(section, start, start + len(part), room.data), total.dtype)
+                span = vector.span(section, start, start + len(part), buffer.data)
+                part += np.frombuffer(span, total.dtype)
 
-    each(spread, add, range(0, len(total), FOLDED * numel))
+    with parallel(add, range(0, len(total), FOLDED * numel)) as mine:
+        exhaust(mine)
 
 
 # --- 4
@@ -334,7 +342,8 @@ def ballots(
     holders: Mapping[SiteId, tuple[SiteId, ...]],
     terms: msg.Terms,
 ) -> dict[SiteId, msg.Unmask]:
-    """To each site that signed, as many signatures of its holders as it needs; where there are, that is."""
+    """For each site that signed, the signatures of as many of its holders as it needs. A site with too few
+    holders that signed is left out."""
     signers = sorted(signatures)[: terms.threshold]
     if terms.degree == 0:
         chosen = {site: signatures[site] for site in signers}
@@ -353,34 +362,28 @@ Kind = Literal["seed", "key"]
 class Wanted:
     """The secrets to rebuild: a survivor's seed of its self mask, another dealer's mask key."""
 
-    def __init__(
-        self,
-        session: Session,
-        sid: bytes,
-        keys: Mapping[SiteId, msg.Keys],
-        shares: Mapping[SiteId, msg.Shares],
-        holders: Mapping[SiteId, tuple[SiteId, ...]],
-        survivors: Collection[SiteId],
-    ) -> None:
-        self._session, self._sid, self._keys, self._shares = session, sid, keys, shares
-        self._threshold, self._answers, self._holders = session.terms.threshold, 0, holders
-        self._place = {site: i + 1 for i, site in enumerate(sorted(keys))}
-        self._alive, self._gone = set(survivors), shares.keys() - set(survivors)
-        self.kinds: dict[SiteId, Kind] = {site: "seed" if site in self._alive else "key" for site in shares}
+    def __init__(self, masked: MaskedSum) -> None:
+        self._session, self._sid = masked.session, masked.session.sid
+        self._keys, self._shares, self._holders = masked.keys, masked.shares, masked.holders
+        self._threshold, self._answers = self._session.terms.threshold, 0
+        self._place = {site: i + 1 for i, site in enumerate(sorted(self._keys))}
+        self._alive = set(masked.sites)
+        self._lost = self._shares.keys() - self._alive
+        self.kinds: dict[SiteId, Kind] = {s: "seed" if s in self._alive else "key" for s in self._shares}
         self.secrets: dict[SiteId, bytes] = {}  # those rebuilt
-        self._had: dict[SiteId, dict[SiteId, bytes]] = {site: {} for site in shares}  # shares by holder
+        self._received: dict[SiteId, dict[SiteId, bytes]] = {s: {} for s in self._shares}  # shares by holder
 
     def take(self, holder: SiteId, reply: msg.Unmasked) -> None:
         """SecAggError unless it brings all that `holder` holds, and nothing else."""
         dealers = set(self._holders[holder])  # who holds for whom goes both ways
-        seeds, keys = self._alive & dealers, self._gone & dealers
+        seeds, keys = self._alive & dealers, self._lost & dealers
         if reply.seeds.keys() != seeds or reply.keys.keys() != keys:
             raise SecAggError(
                 f"shares of {len(reply.seeds)} seeds and {len(reply.keys)} keys came, "
                 f"not of {len(seeds)} and {len(keys)}"
             )
         for site, share in (*reply.seeds.items(), *reply.keys.items()):
-            self._had[site][holder] = share  # right or not: rebuild tells
+            self._received[site][holder] = share  # right or wrong: rebuild finds out
         self._answers += 1
 
     def enough(self) -> bool:
@@ -388,15 +391,16 @@ class Wanted:
 
     def fewest(self) -> int:
         """Shares of the secret that has the fewest, of those not rebuilt yet; the threshold if all are."""
-        left = (len(had) for site, had in self._had.items() if site not in self.secrets)
+        left = (len(had) for site, had in self._received.items() if site not in self.secrets)
         return min(left, default=self._threshold)
 
     def rebuild(self) -> bool:
-        """Rebuild what can be; whether that is all. Wrong shares are thrown out, and who sent them is blamed.
+        """Rebuild the secrets that have enough shares; whether all are rebuilt now. Wrong shares are thrown
+        out, and the sites that sent them blamed.
 
-        Unfinished when all shares are as they were dealt, and give no secret: then it is their dealer.
+        Unfinished when all shares of a secret are as they were dealt, and give another: its dealer lied.
         """
-        for site, had in self._had.items():
+        for site, had in self._received.items():
             while site not in self.secrets and len(had) >= self._threshold:
                 chosen = sorted(had)[: self._threshold]  # alike for many secrets, so that weights are kept
                 weights = Weights.at_zero(list(map(self._place.__getitem__, chosen)))
@@ -425,25 +429,3 @@ class Wanted:
         if not wrong:
             self._session.blame(site, "shares: they don't give the secret that it committed to")
             raise self._session.unfinished(f"good shares of {site}", 0, self._threshold)
-
-
-def take_out(
-    total: NDArray[Any],
-    wanted: Wanted,
-    sid: bytes,
-    keys: Mapping[SiteId, msg.Keys],
-    peers: Mapping[SiteId, tuple[SiteId, ...]],
-    survivors: Sequence[SiteId],
-    spread: Spread,
-) -> None:
-    """Subtract what survivors added: their self masks, and masks shared with those who are gone."""
-    alive, masks = set(survivors), []
-    for site, secret in wanted.secrets.items():
-        if wanted.kinds[site] == "seed":
-            masks.append((self_mask_key(secret, sid, site), -1))
-            continue
-        pair = KeyPair(secret)
-        for peer in alive.intersection(peers[site]):
-            shared = pair.agree(keys[peer].mask_key)
-            masks.append((pair_mask_key(shared, sid, peer, site), -pair_mask_sign(peer, site)))
-    add_masks(total, masks, spread)

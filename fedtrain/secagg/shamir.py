@@ -11,7 +11,7 @@ Sums and products of small numbers are reduced at the end, not at each step. Wha
 from __future__ import annotations
 
 import math
-import secrets
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,20 +25,19 @@ RUN = 32  # steps of Horner's rule between reductions; each makes a number longe
 
 
 def share(
-    secret: int,
-    xs: Sequence[int],
-    threshold: int,
-    coefficients: Callable[[], int] = lambda: secrets.randbelow(PRIME),
+    secret: int, xs: Sequence[int], threshold: int, random: Callable[[int], bytes] = os.urandom
 ) -> list[int]:
     """The shares of `secret` for the holders at `xs`, in their order.
 
-    `coefficients` is called threshold − 1 times for uniform integers in [0, PRIME) that nobody can foresee.
+    `random(n)` gives n bytes that nobody can foresee; a coefficient of the polynomial is made of 32 of them,
+    and so is off by 2^-250 from uniform.
     SecAggError where the secret or an x is out of range, xs are not distinct or fewer than the threshold.
     """
     if not 0 <= secret < PRIME:
         raise SecAggError("a secret to share must be in [0, 2^255 - 19)")  # and is not printed
     _check(xs, threshold)
-    highest_first = [*(coefficients() for _ in range(threshold - 1)), secret]
+    drawn = (int.from_bytes(random(32), "little") % PRIME for _ in range(threshold - 1))
+    highest_first = [*drawn, secret]
     runs = [highest_first[i : i + RUN] for i in range(0, threshold, RUN)]
     ys = []
     for x in xs:

@@ -11,11 +11,11 @@ from cryptography import x509
 from fedtrain import events
 from fedtrain.arena import Arena
 from fedtrain.errors import CertificateError, ConfigError, FedtrainError, StoreError, WireError
-from fedtrain.messages import Evaluate, Train, Update
+from fedtrain.messages import Evaluate, Failure, Train, Update
 from fedtrain.pki import Credentials, identity_of, init, issue, revocation, revoke, roster
 from fedtrain.pki.invitation import Invitation
 from fedtrain.pki.signing import Signer, Verifier
-from fedtrain.runtime import secure
+from fedtrain.runtime import secure_rounds, secure_site
 from fedtrain.runtime.parcels import Note
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training import checkpoint, shards
@@ -66,7 +66,7 @@ def only(error: type[FedtrainError], read, valid: bytes, times: int = 400) -> No
         (frames.UploadAnswer, frames.Refused(reason="late")),
         (Train | Evaluate, Train(id="r/0/0/train", round=0, weights=WEIGHTS)),
         (Update, Update(delta=WEIGHTS, num_examples=4.0, metrics={"loss": (1.0, 2.0)})),
-        (secure.REPLIES, secure.Failure(reason="no")),
+        (secure_rounds.REPLIES, Failure(reason="no")),
         (wire.Greeting, wire.Greeting(version="1", task_digest="t", schema_digest="s", agreed={})),
     ],
     ids=["site", "aggregator", "upload", "request", "update", "masked", "greeting"],
@@ -75,7 +75,7 @@ def test_s21_frames_that_are_none_are_a_wire_error(kind, message):
     only(WireError, lambda data: decode(data, kind), encode(message))
 
 
-@pytest.mark.parametrize("kind", [secure.REQUESTS, secure.REPLIES, Note, Probe, list[bytes]])
+@pytest.mark.parametrize("kind", [secure_site.REQUESTS, secure_rounds.REPLIES, Note, Probe, list[bytes]])
 def test_s21_any_message_in_place_of_another_is_a_wire_error(kind):
     with pytest.raises(WireError):
         decode(encode(frames.Finished(reason="done")), kind)

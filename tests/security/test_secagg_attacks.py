@@ -96,7 +96,7 @@ def test_s12_nothing_that_the_aggregator_saw_contains_an_update_in_any_form():
 
 def test_s12_the_scan_would_find_a_vector_that_was_not_masked(monkeypatch):
     """Sites that leave out their masks, as a mistake in the client would: the test above can fail."""
-    monkeypatch.setattr("fedtrain.secagg.client.add_masks", lambda vector, masks, spread, wrote: None)
+    monkeypatch.setattr("fedtrain.secagg.client.add_masks", lambda vector, masks, parallel, wrote: None)
     with pytest.raises(AssertionError):
         test_s12_nothing_that_the_aggregator_saw_contains_an_update_in_any_form()
 

@@ -12,12 +12,14 @@ from fedtrain.config import Config
 from fedtrain.digest import digest_of
 from fedtrain.errors import StoreError, Unfinished
 from fedtrain.messages import Update
-from fedtrain.runtime.secure import ECDSA, SecureSite, encoding_of, hash_of, policy
+from fedtrain.runtime.secure_site import SecureSite
+from fedtrain.runtime.secure_terms import encoding_of, hash_of, policy
 from fedtrain.runtime.simulated_masks import SimulatedKeys
 from fedtrain.runtime.site import Site
 from fedtrain.schema import Schema, TensorSpec
+from fedtrain.secagg.masking import serial
 from fedtrain.secagg.messages import Advertise, Keys, Mask, Masked, Terms
-from fedtrain.secagg.server import secure_sum
+from fedtrain.secagg.server import masked_sum
 from fedtrain.store import Ledger
 from fedtrain.transport.memory import LocalCohort
 
@@ -110,8 +112,7 @@ def config_of(folder):
 def sites_of(config, keys, **options):
     return {
         site: SecureSite(
-            config, site, SimulatedKeys.FEDERATION, certificate=site.encode(), verify=keys.verify,
-            sign=lambda message, site=site: keys.key(site).sign(message, ECDSA), **options,
+            config, site, SimulatedKeys.FEDERATION, keys.signer(site), keys, **options,
         )
         for site in SITES
     }  # fmt: skip
@@ -142,9 +143,9 @@ def test_what_is_asked_while_a_vector_is_masked_waits_for_it(tmp_path, then):
         if asked.is_set():
             masking.set()
             assert go_on.wait(60)
-        return map(work, items)
+        return serial(work, items)
 
-    sites = sites_of(config, keys, spread=slowly)
+    sites = sites_of(config, keys, parallel=slowly)
 
     def handler(site):
         async def answer(request):
@@ -170,9 +171,10 @@ def test_what_is_asked_while_a_vector_is_masked_waits_for_it(tmp_path, then):
     async def run():
         cohort = LocalCohort({name: handler(site) for name, site in sites.items()})
         offer = advertise(config)
-        return await secure_sum(
+        masked = await masked_sum(
             cohort, offer.terms, model, offer, keys.verify, deadline_s=60, step_deadline_s=60
         )
+        return await masked.unmask()
 
     if then == "the same again":
         assert asyncio.run(run()).sites == SITES
@@ -191,22 +193,27 @@ def test_s14_what_a_site_gave_shares_for_is_on_disk_before_they_leave(tmp_path):
     config, keys, ledger = config_of(tmp_path), SimulatedKeys(), Ledger(tmp_path / "ledger")
     model, update = hash_of(Arena.zeros(SCHEMA)), Update(delta=Arena.zeros(SCHEMA), num_examples=5.0)
 
-    def unwritable(kind, newest):
-        raise OSError("no space left on device")
+    class Unwritable:
+        def sums(self):
+            return {}
+
+        def keep_sum(self, kind, newest):
+            raise OSError("no space left on device")
 
     async def run(sites, nonce):
         asked = advertise(config, nonce)
         cohort = LocalCohort({name: answers(site) for name, site in sites.items()})
-        return await secure_sum(
+        masked = await masked_sum(
             cohort, asked.terms, model, asked, keys.verify, deadline_s=60, step_deadline_s=60
         )
+        return await masked.unmask()
 
     def answers(site):
         return lambda r: site.offer(r, model, update) if isinstance(r, Advertise) else site.answer(r)
 
     with pytest.raises(OSError, match="no space left"):
-        asyncio.run(run(sites_of(config, keys, keep=unwritable), 0))
-    asyncio.run(run(sites_of(config, keys, keep=ledger.keep_sum), 1))
+        asyncio.run(run(sites_of(config, keys, sums=Unwritable()), 0))
+    asyncio.run(run(sites_of(config, keys, sums=ledger), 1))
     assert ledger.sums() == {"Advertise": ((0, SITES),)}
     ledger.close()
     lines = []

@@ -1,25 +1,31 @@
-"""Work over threads: each item once, done when the call returns, and an error reaches the caller."""
+"""Work over threads: each item once, done when the with block ends, and an error reaches the caller."""
 
 import os
 import threading
 
 import pytest
 
-from fedtrain.runtime.crew import Crew
+from fedtrain.runtime.threads import ThreadPool
+from fedtrain.secagg.masking import exhaust
+
+
+def run(pool, work, items):
+    with pool(work, items) as mine:
+        exhaust(mine)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("items", [0, 1, 2, 3, 1000])
 def test_each_item_is_worked_on_once(threads, items):
     done = []
-    assert list(Crew(threads)(done.append, range(items))) == []
+    run(ThreadPool(threads), done.append, range(items))
     assert sorted(done) == list(range(items))
 
 
 def test_helpers_work_beside_the_caller():
     """Each item waits for the other, so one thread alone would never end it."""
     both = threading.Barrier(2, timeout=30)
-    Crew(2)(lambda item: both.wait(), range(2))
+    run(ThreadPool(2), lambda item: both.wait(), range(2))
 
 
 def test_each_works_on_a_core_of_its_own_and_the_caller_is_free_again():
@@ -29,30 +35,30 @@ def test_each_works_on_a_core_of_its_own_and_the_caller_is_free_again():
         both.wait()
         found.append(os.sched_getaffinity(0))
 
-    Crew(2)(work, range(2))
+    run(ThreadPool(2), work, range(2))
     assert os.sched_getaffinity(0) == cores
     assert [len(each) for each in found] == [1, 1]
     assert len(set.union(*found)) == min(2, len(cores))
 
 
 def test_a_helper_that_does_not_come_is_not_waited_for():
-    crew, busy, over = Crew(2), threading.Event(), threading.Event()
+    pool, busy, over = ThreadPool(2), threading.Event(), threading.Event()
 
     def hold(item):
         busy.set()
         over.wait(30)
 
-    crew._pool.submit(hold, 0)
+    pool._pool.submit(hold, 0)
     assert busy.wait(30)
     done = []
-    crew(done.append, range(3))
+    run(pool, done.append, range(3))
     assert done == [0, 1, 2]
     over.set()
 
 
-def test_work_may_spread_work():
-    crew, done = Crew(3), []
-    crew(lambda i: crew(lambda j: done.append((i, j)), range(4)), range(4))
+def test_work_may_itself_be_parallel():
+    pool, done = ThreadPool(3), []
+    run(pool, lambda i: run(pool, lambda j: done.append((i, j)), range(4)), range(4))
     assert sorted(done) == [(i, j) for i in range(4) for j in range(4)]
 
 
@@ -63,4 +69,4 @@ def test_an_error_is_raised_when_all_is_done(wrong):
             raise ValueError(f"item {item}")
 
     with pytest.raises(ValueError, match=f"item {wrong}"):
-        Crew(3)(work, range(8))
+        run(ThreadPool(3), work, range(8))
