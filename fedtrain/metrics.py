@@ -1,8 +1,7 @@
-"""Metrics that are no averages, from counts that add up over batches and sites: macro F1, AUROC.
+"""Metrics that are no averages, such as macro F1 and AUROC, from counts summed over batches and sites.
 
-Half of each stands in a task's evaluate(), which counts, and half in its metrics(), which reads the counts
-of all sites together. Counts are whole numbers, so their sums are exact, under masks too: a metric is that of
-the pooled data.
+A task's evaluate() makes the counts, and its metrics() computes the metric from the sums over all sites.
+Counts are whole numbers, so their sums are exact, under masks too: the metric is that of the pooled data.
 
     def evaluate(self, model, batch):
         logits = model(batch[0])
@@ -22,8 +21,8 @@ import torch
 
 from .errors import TaskError
 
-Counts = dict[str, tuple[torch.Tensor, int]]  # for evaluate() to return, alone or among others
-Sums = Mapping[str, tuple[Any, float]]  # what metrics() is given
+Counts = dict[str, tuple[torch.Tensor, int]]  # an entry for evaluate() to return
+Sums = Mapping[str, tuple[Any, float]]  # the argument of metrics()
 
 
 def confusion(
@@ -45,7 +44,7 @@ def confusion(
 
 
 def accuracy(sums: Sums, name: str = "confusion") -> float:
-    """The share of predictions that are right; NaN of none.
+    """The fraction of correct predictions; NaN when there are none.
 
     >>> accuracy({"confusion": (torch.tensor([8.0, 2.0, 1.0, 9.0]), 20.0)})
     0.85
@@ -56,7 +55,7 @@ def accuracy(sums: Sums, name: str = "confusion") -> float:
 
 def macro_f1(sums: Sums, name: str = "confusion") -> float:
     """The mean of each class's F1 = 2·TP / (2·TP + FP + FN), over the classes that occur among labels or
-    predictions; NaN of none. It is scikit-learn's f1_score(average="macro") on the pooled data.
+    predictions; NaN without any. It is scikit-learn's f1_score(average="macro") on the pooled data.
 
     >>> macro_f1({"confusion": (torch.tensor([1.0, 1.0, 0.0, 2.0]), 4.0)})
     0.7333333333333334
@@ -71,8 +70,8 @@ def macro_f1(sums: Sums, name: str = "confusion") -> float:
 def binary_histogram(
     scores: torch.Tensor, labels: torch.Tensor, bins: int = 512, name: str = "histogram"
 ) -> Counts:
-    """How many examples of class 0, and how many of class 1, have each score, [2, bins]. `scores` [n] are
-    probabilities of class 1; each counts as the nearest of `bins` values from 0 to 1, evenly spaced.
+    """The number of examples of class 0 (row 0) and class 1 (row 1) with each score, [2, bins]. `scores` [n]:
+    probabilities of class 1, each rounded to the nearest of `bins` evenly spaced values from 0 to 1.
 
     >>> binary_histogram(torch.tensor([0.1, 0.9, 0.8]), torch.tensor([0, 1, 0]), bins=3)
     {'histogram': (tensor([[1, 0, 1],
@@ -90,9 +89,9 @@ def binary_histogram(
 
 
 def auroc(sums: Sums, name: str = "histogram") -> float:
-    """The area under the ROC curve: how often, of an example of either class, that of class 1 has the higher
-    score, equal ones counting half. NaN unless there are examples of both classes. It is scikit-learn's
-    roc_auc_score on the pooled data, with each score at its place in the histogram.
+    """The area under the ROC curve: the probability that a random example of class 1 has a higher score than
+    one of class 0, ties counting half. NaN unless both classes have examples. It is scikit-learn's
+    roc_auc_score on the pooled data, with scores rounded to the histogram's bins.
 
     >>> auroc({"histogram": (torch.tensor([3.0, 1.0, 1.0, 3.0]), 8.0)})
     0.75

@@ -1,13 +1,12 @@
-"""Which keys of fedtrain.toml each command reads: one table. A key that is set and would change nothing is
-refused.
+"""The table of the keys of fedtrain.toml that each command reads. A key that would have no effect is refused.
 
-What `--set` gives is meant for the command at hand, which must read it. In the file and the environment may
-also stand what other commands read; but a key that promises something (a robust rule, a bound, noise, fewer
-bytes, an end) is refused where the command at hand would not keep it.
+A key given by `--set` must be read by the command that is run. The file and the environment may also have
+keys of other commands, but a key that promises something (a robust rule, a bound, noise, fewer bytes, an
+end) is refused where the command that is run would not keep the promise.
 
-The environment is a machine's, so it may also name sections that the command at hand has nothing of; of
-those that it has, it must read the key. What a stronger setting has switched off may stand: with
-`--set evaluate.every=0` the file keeps its evaluate.patience.
+The environment belongs to a machine, so it may also set sections that the command doesn't read at all; in a
+section that the command reads, it must read the key. A key may stay that a stronger setting has switched
+off: with `--set evaluate.every=0` the file keeps its evaluate.patience.
 """
 
 from __future__ import annotations
@@ -28,12 +27,14 @@ GOSSIP = (*BOUNDS, *NOISE, "secagg.enabled", "gossip.compressor", "gossip.clip",
 
 @dataclass(frozen=True)
 class Mode:
-    """A row of the table."""
+    """A row of the table: a command, or a command with an option."""
 
-    command: str  # as it is typed
-    reads: tuple[str, ...]  # sections, and single keys of others
-    but: tuple[str, ...] = ()  # keys of those sections that it does not read
-    keeps: tuple[str, ...] = ()  # promises that its user expects it to keep, whoever made them
+    command: str  # as the user types it
+    reads: tuple[str, ...]  # whole sections, and single keys of other sections
+    but: tuple[str, ...] = ()  # keys in `reads` that the command does not read
+    keeps: tuple[
+        str, ...
+    ] = ()  # keys with a promise: refused, from every source, if the command can't keep it
 
 
 MODES: dict[str, Mode] = {
@@ -91,12 +92,12 @@ MODES: dict[str, Mode] = {
 
 @dataclass(frozen=True)
 class Only:
-    """Keys that are read only when other settings say so."""
+    """Keys that are read only with certain other settings."""
 
-    keys: tuple[str, ...]  # or a whole section, less what decides
-    when: Callable[[Config], bool]
+    keys: tuple[str, ...]  # keys or whole sections, without `switch`
+    when: Callable[[Config], bool]  # whether they are read
     switch: str  # the key that decides
-    words: str  # how it has to be
+    words: str  # the settings with which they are read, for a message
     modes: tuple[str, ...] = tuple(MODES)
 
 
@@ -149,32 +150,32 @@ ONLY = (
     Only(("parallel.offload_dir",), lambda c: c.parallel.offload in ("disk", "nvme"), "parallel.offload",
          'parallel.offload = "disk" or "nvme"'),
 )  # fmt: skip
-INSTEAD = {
+INSTEAD = {  # key -> the key that replaces it in gossip modes
     "aggregation.rule": "gossip.rule",
     "aggregation.options": "gossip.rule",
     "secagg.enabled": "gossip.masks",
     "strategy.round_deadline": "gossip.round_deadline",
-}  # of a graph
-NOTHING = {"secagg.enabled": False}  # what promises nothing, where that is not the default
+}
+NOTHING = {"secagg.enabled": False}  # values that promise nothing, for keys with another default
 
 
 def keys() -> dict[str, Any]:
-    """Every key of fedtrain.toml, with its value when nobody sets it."""
+    """Every key of fedtrain.toml, with its default."""
     default = Config()
     return {f"{name}.{f.name}": getattr(section, f.name)
             for name, section in default.sections().items() for f in fields(section)}  # fmt: skip
 
 
 def reads(config: Config, name: str) -> frozenset[str]:
-    """The keys that this mode reads with these settings."""
+    """The keys that the mode `name` reads with these settings."""
     mode = MODES[name]
     return frozenset(key for key in keys() if _in(key, mode.reads) and key not in mode.but
                      and not _off(config, name, key))  # fmt: skip
 
 
 def check(config: Config, *names: str) -> None:
-    """ConfigError for a key that is set, and that none of these modes reads, as the module's docstring says.
-    It says where the key is read."""
+    """ConfigError for a key that is set and that none of the modes `names` reads, by the rules at the top of
+    this file. The message says where the key is read."""
     known, seen = keys(), frozenset[str]().union(*(reads(config, name) for name in names))
     for given, source in config.given.items():
         key, value = _key(given), config.value(given)
@@ -185,13 +186,13 @@ def check(config: Config, *names: str) -> None:
 
 
 def idle(config: Config, name: str) -> list[str]:
-    """Keys that are set, for other modes."""
+    """Keys that are set and that the mode `name` does not read."""
     seen = reads(config, name)
     return [given for given in config.given if _key(given) not in seen]
 
 
 def row(config: Config, name: str) -> str:
-    """What a mode reads, in short: sections, and of those that it reads in part the keys."""
+    """The sections that a mode reads, as a text; for a section that it reads in part, with the keys."""
     seen, words = reads(config, name), []
     for section in dict.fromkeys(key.partition(".")[0] for key in keys()):
         own = [key.partition(".")[2] for key in keys() if _in(key, (section,))]
@@ -210,13 +211,13 @@ def _in(key: str, some: tuple[str, ...]) -> bool:
 
 
 def _off(config: Config, name: str, key: str) -> list[Only]:
-    """Why these settings keep a mode from reading a key that it reads with others."""
+    """The conditions that keep a mode from reading a key with these settings."""
     return [only for only in ONLY if name in only.modes and key != only.switch and _in(key, only.keys)
             and not only.when(config)]  # fmt: skip
 
 
 def _refused(config: Config, name: str, key: str, source: Source) -> bool:
-    """Whether a mode that doesn't read a key refuses it in the file or the environment."""
+    """Whether a mode refuses a key that it doesn't read, given in the file or the environment."""
     mode = MODES[name]
     if key in INSTEAD and name in GRAPH and INSTEAD[key] in config.given:
         return False
@@ -239,12 +240,12 @@ def _why(config: Config, names: tuple[str, ...], key: str) -> str:
 
 
 def _key(given: str) -> str:
-    """The key that a setting is of: a strategy's own mu is one of strategy.options."""
+    """The key of a setting; a strategy's own option, like strategy.mu, belongs to strategy.options."""
     return given if given in keys() else f"{given.partition('.')[0]}.options"
 
 
 def names_of(command: str, config: Config, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The modes that a command works in, or plans; none for one that only looks at runs."""
+    """The modes that a command runs or plans; () for a command that only shows runs."""
     datacenter = "islands" if config.parallel.sync == "local" else "datacenter"
     match command:
         case "simulate":

@@ -1,4 +1,4 @@
-"""How peers average with their neighbours, one file an algorithm. A new one is its file and its line here."""
+"""Gossip algorithms: how peers average with neighbours, one file each. A new one needs a line below."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def build(
     compressor: CompressorLike | None = None,
     rule: MixingRule | None = None,
 ) -> Algorithm:
-    """The algorithm that [gossip] describes: its name, the keys that are its own fields, and its parts."""
+    """The algorithm that [gossip] describes. `options`: the keys that are its fields. ConfigError for an
+    unknown algorithm or option, for a compressor that is missing, or a rule that the algorithm can't use."""
     config.one_of("gossip.algorithm", kind, ALGORITHMS)
     cls = ALGORITHMS[kind]
     own = config.options_of(cls)

@@ -1,4 +1,4 @@
-"""AD-PSGD: pairs average while they train."""
+"""AD-PSGD: pairs of peers average their models while they train."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ADPSGD(Algorithm):
-    """Two peers replace their models by the mean of both, and each adds a step that it took from the model
-    before (Lian et al. 2018, Algorithm 1: the gradient is stale by the averaging that went on beside it).
+    """Two peers replace their models by the mean of both; each adds the local steps that it took before the
+    mean (Lian et al. 2018, Algorithm 1, where the gradient is stale by one averaging).
 
-    `meet` is all that a pair does. It may happen at any time between two peers' local steps, so a driver
-    without rounds calls it whenever an answer comes.
+    `meet` is the whole exchange of a pair. It may happen at any time between local steps, so a driver
+    without rounds calls it when a partner's model arrives.
     """
 
     def check(self, near: Neighborhood, t: int) -> None:
@@ -33,15 +33,15 @@ class ADPSGD(Algorithm):
         self.check(near, t)
         yield Send(Parcel({"x": x}))
         trained = yield LocalSteps(x)
-        heard = yield Receive()
-        for parcel in heard.parcels.values():
+        received = yield Receive()
+        for parcel in received.parcels.values():
             trained = meet(trained, x, parcel.parts["x"])
         return trained, state
 
 
-def meet(now: Vector, told: Vector, theirs: Vector) -> Vector:
-    """The model after a meeting: `now` it is, `told` is what the partner was sent, `theirs` what it sent.
+def meet(now: Vector, sent: Vector, received: Vector) -> Vector:
+    """The model after an exchange: `now` is the present model; the pair exchanged `sent` and `received`.
 
-    Both ends move by opposite amounts, so the sum of the two models stays, wherever each has got to since.
+    Both ends move by opposite amounts, so the sum of the two models stays, however far each has trained.
     """
-    return now + (theirs - told) * 0.5
+    return now + (received - sent) * 0.5

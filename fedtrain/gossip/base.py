@@ -1,18 +1,18 @@
-"""What a gossip algorithm is: a frozen dataclass, a state, and a generator that is one peer's round.
+"""The base class of gossip algorithms: a frozen dataclass, a state, and a generator that is one peer's round.
 
-The generator does no I/O. It yields what it wants done, and whoever drives it (`driver.py`, a peer over
-ZeroMQ) owns sockets, clocks, threads and the training engine:
+The generator does no I/O. It yields requests, and its driver (`driver.py`, or a peer over ZeroMQ) owns the
+sockets, clocks, threads and the training engine:
 
     yielded          sent back      when
     LocalSteps(x)    a new vector   H local steps from x are done; x itself stays as it is
     Send(parcel)     None           at once; the bytes move while the peer goes on
-    Receive()        Received          every in-neighbour is done, dead, or past the deadline
-    Mailbox(k)       Received          at once: the newest of each neighbour, if at most k rounds old
-    Judged(shares)   None           at once; it is for the log
+    Receive()        Received       every in-neighbour is done, dead, or past the deadline
+    Mailbox(k)       Received       at once: the newest parcel of each neighbour, at most k rounds old
+    Judged(shares)   None           at once; the shares are for the log
 
-It returns (x, state), which commit together. A driver that gives up closes the generator: nothing changed.
+It returns (x, state), which commit together. To abandon a round, a driver closes the generator.
 
-Missing peers: in symmetric modes the driver leaves an edge out at both its ends, and the share of a silent
+Missing peers: in symmetric modes the driver leaves an edge out at both its ends, and the weight of a silent
 neighbour returns to self, so W stays doubly stochastic. In push-sum modes a peer takes back the mass that it
 knows to be undelivered (`Received.undelivered`). Mass lost on the way is lost together with its model, so
 the result is still an average of models.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     Vector = torch.Tensor  # 1-D, float32 or float64: every trained coordinate of a model, in arena order
-    State = dict[str, torch.Tensor]  # what lives between rounds; {} when nothing does
+    State = dict[str, torch.Tensor]  # kept between rounds; {} for an algorithm without state
 
 PIECE = 1 << 18  # coordinates folded at a time, so that a product stays in a core's cache
 
@@ -40,16 +40,16 @@ PIECE = 1 << 18  # coordinates folded at a time, so that a product stays in a co
 class Parcel:
     """The message that a peer sends to all its neighbours in a round.
 
-    The vectors are 1-D, contiguous, of any dtype (uint8 where a compressor made bytes) and usually views:
-    nobody writes to them before the round is over. Their order is the order on the wire.
+    The vectors are 1-D, contiguous, of any dtype (uint8 for a compressor's bytes) and usually views: they
+    must not change before the round is over. Their order is the order in which they are sent.
     """
 
     parts: Mapping[str, torch.Tensor]
-    fields: Mapping[str, float] = field(default_factory=dict)  # for the header: "mass", say
+    fields: Mapping[str, float] = field(default_factory=dict)  # numbers for the header, such as "mass"
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all parts; the header of a parcel comes on top."""
+        """The bytes of all parts, without the parcel's header."""
         return sum(part.numel() * part.element_size() for part in self.parts.values())
 
 
@@ -62,8 +62,8 @@ class LocalSteps:
 
 @dataclass(frozen=True)
 class Send:
-    """Send the parcel to the out-neighbours of this round. Of the in-neighbours' parcels, the driver folds
-    the parts named in `blends` there as they come."""
+    """Send the parcel to the out-neighbours of this round. The driver adds the parts of the in-neighbours'
+    parcels that `blends` names to those mixes as they arrive."""
 
     parcel: Parcel
     blends: Mapping[str, Mix] = field(default_factory=dict)
@@ -84,15 +84,15 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class Received:
-    """The neighbours whose whole parcels came. The parcels lack the parts that went into a blend."""
+    """The parcels of the neighbours that sent the whole one, without the parts that went into a blend."""
 
     parcels: Mapping[PeerId, Parcel]
-    undelivered: Collection[PeerId] = ()  # out-neighbours that certainly have not our parcel
+    undelivered: Collection[PeerId] = ()  # out-neighbours that certainly did not get this peer's parcel
 
 
 @dataclass(frozen=True)
 class Judged:
-    """For the log: how much of each neighbour's model a robust rule counted, from 0 (nothing) to 1 (all)."""
+    """For the log: the part of each neighbour's model that a robust rule used, from 0 (none) to 1 (all)."""
 
     shares: Mapping[PeerId, float]
 
@@ -122,10 +122,10 @@ class Algorithm:
     {'a': tensor([2.]), 'b': tensor([2.])}
     """
 
-    directed: ClassVar[bool] = False  # whether it takes push-sum weights; else W must be doubly stochastic
-    waits: ClassVar[bool] = True  # whether it waits for its in-neighbours; else it asks for a Mailbox
-    static: ClassVar[bool] = False  # whether it needs the same graph in every round
-    sums: ClassVar[bool] = False  # whether it needs only the weighted sum over its neighbours
+    directed: ClassVar[bool] = False  # whether W may be push-sum weights; else W must be doubly stochastic
+    waits: ClassVar[bool] = True  # whether a peer waits for its in-neighbours; else it yields a Mailbox
+    static: ClassVar[bool] = False  # whether the graph must be the same in every round
+    sums: ClassVar[bool] = False  # whether the weighted sum over the neighbours suffices
     optional: ClassVar[frozenset[str]] = frozenset()  # parts that may be absent; the algorithm checks them
 
     def init(self, x: Vector) -> State:
@@ -133,18 +133,18 @@ class Algorithm:
         return {}
 
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
-        """One peer's round t. `x` and `state` are others': they stay as they are."""
+        """One peer's round t; returns (the new x, the new state). It must not change `x` and `state`."""
         raise NotImplementedError("an algorithm says what a round is")
 
     def check(self, near: Neighborhood, t: int) -> None:
-        """ConfigError where it can't have such neighbours in a round."""
+        """ConfigError where the algorithm can't have such a neighborhood in a round."""
 
     def everyone(self, t: int) -> bool:
         """Whether round t goes over the complete graph, whatever the topology."""
         return False
 
     def mix_extras(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
-        """Where the values are mixed that travel with the algorithm's own parts: buffers, and estimates."""
+        """The mix for buffers and estimates, which are sent together with the algorithm's own parts."""
         return Blend(own, near, mass)
 
 
@@ -158,20 +158,21 @@ class CompressorLike(Protocol):
         """The payload (uint8), and the state for the next call."""
 
     def decode(self, payload: torch.Tensor, seed: int, n: int) -> Vector:
-        """The vector again, as well as it can be told."""
+        """An approximation of the vector."""
 
 
 class Fold(Protocol):
-    """Where a part of the neighbours' parcels goes, chunk by chunk.
+    """Takes one part of the neighbours' parcels, chunk by chunk.
 
-    A driver calls `begin(j, fields)` when j's parcel is announced, `add` for each of its chunks, in order,
-    and nothing more when j is lost half way.
+    A driver calls `begin` when a neighbour's parcel is announced, and `add` for each of its chunks in order.
+    It calls neither again for a neighbour that is lost half way.
     """
 
-    def begin(self, peer: PeerId, fields: Mapping[str, float]) -> None: ...
+    def begin(self, peer: PeerId, fields: Mapping[str, float]) -> None:
+        """A neighbour's parcel is announced, with these header fields."""
 
     def add(self, peer: PeerId, chunk: Vector) -> None:
-        """The next coordinates of a neighbour's vector; the chunk is only looked at in this call."""
+        """The next coordinates of a neighbour's vector; the chunk is valid during this call only."""
 
 
 class Mix(Fold, Protocol):
@@ -179,27 +180,27 @@ class Mix(Fold, Protocol):
 
     @property
     def shares(self) -> Mapping[PeerId, float]:
-        """How much of each neighbour's model counted, as in Judged; {} where no whole models are judged."""
+        """The part of each neighbour's model that was used, as in Judged; {} for a rule that judges none."""
 
     def to_self(self) -> Vector:
-        """The mix. Where the mix is a mean, the share of models that did not come returns to self."""
+        """The mix. In a mean, the weight of a model that did not arrive returns to the peer's own."""
 
 
 class Blend:
-    """Mix: kept·own + Σ weight_j·x_j over the neighbours that come, folded chunk by chunk.
+    """The Mix kept·own + Σ weight_j·x_j over the neighbours whose models arrive, added chunk by chunk.
 
-    At each coordinate neighbours are folded in the order of the calls (the driver's: by name), each product
+    At each coordinate neighbours are added in the order of the calls (drivers call by name), each product
     and each sum rounded once. So the bits depend neither on timing nor on where chunks end.
     """
 
     def __init__(self, own: Vector, near: Neighborhood, mass: float = 1.0) -> None:
-        """`mass`: what own counts in push-sum; 1 in symmetric modes."""
+        """`mass`: the mass of `own` in push-sum; 1 in symmetric modes."""
         self._own, self._near, self._mass = own, near, mass
         self.shares: Mapping[PeerId, float] = {}
         self._sum = own * (near.own * mass)
         self._scratch = own.new_empty(min(PIECE, own.numel()))
         self._weight: dict[PeerId, float] = {}
-        self._came = dict.fromkeys(near.incoming, 0)  # coordinates so far, from the first on
+        self._came = dict.fromkeys(near.incoming, 0)  # coordinates received, from the first on
 
     def begin(self, peer: PeerId, fields: Mapping[str, float]) -> None:
         self._weight[peer] = self._near.incoming[peer] * fields.get("mass", 1.0)
@@ -214,22 +215,22 @@ class Blend:
             total[start : start + PIECE].add_(self._scratch[: len(piece)].copy_(piece).mul_(weight))
 
     def add_sum(self, total: Vector) -> None:
-        """Σ weight_j·x_j of all neighbours at once, where no more than that is known."""
+        """Add Σ weight_j·x_j of all neighbours at once, where only that sum is known."""
         self._sum.add_(total)
         self._came = dict.fromkeys(self._came, self._own.numel())
 
     def to_self(self) -> Vector:
-        """Each row of W still sums to 1."""
+        """Mix.to_self; the weights of the result sum to 1."""
         for peer, came in self._came.items():
             if came < self._own.numel():
                 self._sum[came:].add_(self._own[came:], alpha=self._near.incoming[peer])
         return self._sum
 
     def by_mass(self, returned: float = 0.0) -> tuple[Vector, float]:
-        """The average of what came, by mass, and the mass that it has now; `returned` was not delivered.
+        """(the average by mass of own and received models, its mass). `returned`: the undelivered mass.
 
-        Half a vector's mass does not count: the peer that could not send it whole has taken it back. Where
-        its coordinates came they are averaged in all the same, so every coordinate is an average of models.
+        The mass of a vector that arrived in part does not count, because its sender has taken it back. The
+        coordinates that did arrive are averaged in, so every coordinate is an average of models.
         """
         if returned:
             self._sum.add_(self._own, alpha=returned)

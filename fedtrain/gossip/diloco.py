@@ -1,4 +1,4 @@
-"""DiLoCo over gossip: many local steps, an outer Nesterov step, then the neighbours."""
+"""DiLoCo over gossip: many local steps, an outer Nesterov step, then an average with the neighbours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DiLoCo(Ruled):
 
     Every step is linear, so on the complete graph φ is DiLoCo's, and the aggregator's fedavgm with nesterov.
     The outer step comes before the average: momentum of the differences between peers resonates with graphs
-    that change (on the Base graph peers never came together), momentum of what each has learnt doesn't.
+    that change (on the Base graph peers never agreed); momentum of each peer's own training does not.
     """
 
     sums: ClassVar[bool] = True

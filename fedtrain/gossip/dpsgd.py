@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class DPSGD(Ruled):
     """X ← W(X + Δ(X)), or X ← WX + Δ(X) with `overlap` (Lian et al. 2017, Algorithm 1, where Δ = −ηG).
 
-    On the complete graph the first form is FedAvg. The second trains while the bytes move.
+    On the complete graph the first form is FedAvg. The second form trains while the models are sent.
     """
 
     sums: ClassVar[bool] = True
@@ -25,10 +25,10 @@ class DPSGD(Ruled):
     overlap: bool = False
 
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
-        told = x if self.overlap else (yield LocalSteps(x))
-        mix = self.rule.over(told, near, t)
-        yield Send(Parcel({"x": told}), {"x": mix})
-        trained = (yield LocalSteps(x)) if self.overlap else told
+        sent = x if self.overlap else (yield LocalSteps(x))
+        mix = self.rule.over(sent, near, t)
+        yield Send(Parcel({"x": sent}), {"x": mix})
+        trained = (yield LocalSteps(x)) if self.overlap else sent
         yield Receive()
         mixed = yield from self.settle(mix)
         return (mixed.add_(trained - x) if self.overlap else mixed), state

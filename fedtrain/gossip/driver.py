@@ -1,4 +1,4 @@
-"""All peers of a round in one process, without a network: for tests, and for simulations of many peers."""
+"""A driver that runs all peers of a round in one process without a network, for tests and simulations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import LocalSteps, Mailbox, Parcel, Receive, Received, Request, Send
 if TYPE_CHECKING:
     from .base import Algorithm, State, Vector
 
-    Post = dict[PeerId, dict[PeerId, tuple[int, Parcel]]]  # receiver -> sender -> (round, its newest)
+    Post = dict[PeerId, dict[PeerId, tuple[int, Parcel]]]  # receiver -> sender -> (round, newest parcel)
 
 
 def step(
@@ -26,17 +26,17 @@ def step(
 ) -> tuple[dict[PeerId, Vector], dict[PeerId, State]]:
     """Round t of every peer; returns their new models and states.
 
-    `lost(sender, receiver)`: parcels that don't arrive. A push-sum sender knows of it; for a symmetric
-    algorithm give both directions alike. `post` keeps what mailboxes hold between rounds.
+    `lost(sender, receiver)`: whether a parcel is lost. A push-sum sender learns of a loss; for a symmetric
+    algorithm lose both directions of an edge. `post` keeps the parcels in mailboxes between rounds.
     """
     peers = {p: algorithm.round(xs[p], states[p], graph[p], t) for p in sorted(graph)}
     post = {} if post is None else post
     answers: dict[PeerId, Any] = dict.fromkeys(peers)
     done: dict[PeerId, tuple[Vector, State]] = {}
     while len(done) < len(peers):
-        told: dict[PeerId, Send] = {}
+        sends: dict[PeerId, Send] = {}
         waiting: dict[PeerId, Receive | Mailbox] = {}
-        for peer, party in peers.items():  # each up to where it wants to hear from others
+        for peer, party in peers.items():  # each runs until it waits for others
             while peer not in done and peer not in waiting:
                 try:
                     request: Request = party.send(answers[peer])
@@ -47,10 +47,10 @@ def step(
                 if isinstance(request, LocalSteps):
                     answers[peer] = train(peer, request.x)
                 elif isinstance(request, Send):
-                    told[peer] = request
+                    sends[peer] = request
                 elif isinstance(request, Receive | Mailbox):
                     waiting[peer] = request
-        for sender, send in told.items():
+        for sender, send in sends.items():
             for receiver in graph[sender].outgoing:
                 if not lost(sender, receiver):
                     post.setdefault(receiver, {})[sender] = (t, send.parcel)
@@ -61,16 +61,16 @@ def step(
                 answers[peer] = Received(fresh)
             else:
                 parcels = {
-                    j: _deliver(j, here[j][1], told[peer])
+                    j: _deliver(j, here[j][1], sends[peer])
                     for j in sorted(graph[peer].incoming)
-                    if j in told and not lost(j, peer)
+                    if j in sends and not lost(j, peer)
                 }
                 answers[peer] = Received(parcels, {k for k in graph[peer].outgoing if lost(peer, k)})
     return {p: x for p, (x, _) in done.items()}, {p: state for p, (_, state) in done.items()}
 
 
 def _deliver(sender: PeerId, parcel: Parcel, send: Send) -> Parcel:
-    """Fold the parts that the receiver folds; the others are its parcel."""
+    """Add the parts that the receiver blends to its mixes; returns the parcel with the other parts."""
     for part, blend in send.blends.items():
         blend.begin(sender, parcel.fields)
         blend.add(sender, parcel.parts[part])

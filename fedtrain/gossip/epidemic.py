@@ -1,4 +1,4 @@
-"""Epidemic learning: each round, tell s peers at random."""
+"""Epidemic learning: in each round a peer sends its model to s random peers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Epidemic(Algorithm):
-    """EL-Oracle and EL-Local (De Vos et al. 2023, Algorithm 1): the plain mean of own and what came.
+    """EL-Oracle and EL-Local (De Vos et al. 2023, Algorithm 1): the plain mean of own and received models.
 
-    Some are told more often than others, so that mean drifts. With `push_sum` each model travels with its
-    mass, for 8 bytes, and the mean by mass stays. A local step counts by its peer's mass, as its model does,
-    and is not divided by it as in SGP: who is not told for k rounds has a mass of 2^-k, and would leap.
+    Some peers receive more models than others, so that mean drifts. With `push_sum` each model is sent with
+    its mass (8 bytes), and the mean by mass stays. A local step has the weight of its peer's mass, and is not
+    divided by the mass as in SGP: a peer that receives nothing for k rounds has mass 2^-k, and would leap.
     """
 
     push_sum: bool = True
@@ -34,8 +34,8 @@ class Epidemic(Algorithm):
         if self.push_sum:
             return (yield from push(mixed, state, near))
         yield Send(Parcel({"x": mixed}))
-        heard: Received = yield Receive()
+        received: Received = yield Receive()
         mixed = mixed.clone()
-        for peer in sorted(heard.parcels):
-            mixed.add_(heard.parcels[peer].parts["x"])
-        return mixed.div_(1 + len(heard.parcels)), state
+        for peer in sorted(received.parcels):
+            mixed.add_(received.parcels[peer].parts["x"])
+        return mixed.div_(1 + len(received.parcels)), state

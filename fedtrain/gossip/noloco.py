@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoLoCo(Algorithm):
-    """v ← αv + β(WΔ)ᵢ + γ((Wφ)ᵢ − φᵢ), φ ← φ + v, where Δ = θ − φ is what H local steps did (Kolehmainen
+    """v ← αv + β(WΔ)ᵢ + γ((Wφ)ᵢ − φᵢ), φ ← φ + v, where Δ = θ − φ is the result of H local steps (Kolehmainen
     et al. 2025, §3).
 
-    W is that of the round's pairs. The third term pulls the slow weights together, but momentum goes on with
-    a pull in rounds with other partners: over random pairs E‖x − x̄‖² shrinks, without training, if
-    0 < γ < 2(1 − α²), which is sharp for many peers. The defaults are those of the authors' experiments, in
-    whose code γ = β. Sends two models a round.
+    W is the matrix of the round's pairs. The third term pulls the slow weights together, but momentum repeats
+    a pull in later rounds with other partners: over random pairs E‖x − x̄‖² shrinks, without training, if
+    0 < γ < 2(1 − α²), a sharp bound for many peers. The defaults are those of the authors' experiments, in
+    whose code γ = β. Each peer sends two models a round.
     """
 
     outer_lr: float = 0.7  # β

@@ -1,4 +1,4 @@
-"""Gossip with a global average now and then."""
+"""Gossip-PGA: gossip with a periodic global average."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .dpsgd import DPSGD
 
 @dataclass(frozen=True)
 class PeriodicAverage(DPSGD):
-    """Gossip-PGA (Chen et al. 2021, Algorithm 1): D-PSGD, and every so many rounds the plain mean of all."""
+    """Gossip-PGA (Chen et al. 2021, Algorithm 1): D-PSGD, and every `every` rounds the plain mean of all."""
 
-    every: int = 10  # rounds
+    every: int = 10  # rounds between two global averages
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "gossip.every", f"{self.every} must be 1 round or more")

@@ -1,4 +1,4 @@
-"""SGP: averages on directed graphs, by push-sum."""
+"""SGP: averaging on directed graphs by push-sum."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SGP(Algorithm):
     """Stochastic gradient push (Assran et al. 2019, Algorithm 1).
 
     The paper keeps x and w, with z = x/w the model. Here x is the model z and the state has the mass w; a
-    parcel is (z, w), and z ← Σ Pᵢⱼwⱼzⱼ / Σ Pᵢⱼwⱼ. Σ w = n while nothing is lost, and Σ wz moves by the sum of
-    the local steps. A peer may start with any mass above 0: the limit is the mean by mass.
+    parcel is (z, w), and z ← Σ Pᵢⱼwⱼzⱼ / Σ Pᵢⱼwⱼ. Σ w = n while no parcel is lost, and Σ wz moves by the sum
+    of the local steps. A peer may start with any mass above 0: the limit is the mean by mass.
     """
 
     directed: ClassVar[bool] = True
@@ -35,10 +35,10 @@ class SGP(Algorithm):
 
 
 def push(z: Vector, state: State, near: Neighborhood) -> Round:
-    """Tell the neighbours (z, w), and average by mass with what they tell."""
+    """Send (z, w) to the neighbours, and average by mass with the models that they send."""
     mass = float(state["mass"])
     blend = Blend(z, near, mass)
     yield Send(Parcel({"x": z}, {"mass": mass}), {"x": blend})
-    heard: Received = yield Receive()
-    mixed, mass = blend.by_mass(mass * sum(near.outgoing[peer] for peer in sorted(heard.undelivered)))
+    received: Received = yield Receive()
+    mixed, mass = blend.by_mass(mass * sum(near.outgoing[peer] for peer in sorted(received.undelivered)))
     return mixed, {"mass": state["mass"].new_tensor(mass)}

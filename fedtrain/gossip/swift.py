@@ -1,4 +1,4 @@
-"""SWIFT-like: nobody waits for anybody."""
+"""SWIFT: gossip in which no peer waits for another."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Swift(Ruled):
-    """Train, tell the neighbours, and average with the newest that each of them has told (Bornstein et al.
-    2023, Algorithm 1). A model more than `staleness` of our rounds old no longer counts; its share returns to
-    self.
+    """Train, send the model, and average with the newest model of each neighbour (Bornstein et al. 2023,
+    Algorithm 1). A model that is too old does not count, and its weight returns to self.
 
-    Peers of different speed weigh differently, so the mean is not kept: the price of never waiting.
+    Peers of different speed have different influence, so the mean is not kept: the price of never waiting.
     """
 
-    staleness: int = 8
+    staleness: int = 8  # the oldest model that counts, in rounds of the receiving peer
 
     waits: ClassVar[bool] = False
 
@@ -33,9 +32,9 @@ class Swift(Ruled):
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         trained = yield LocalSteps(x)
         yield Send(Parcel({"x": trained}))
-        heard: Received = yield Mailbox(self.staleness)
+        received: Received = yield Mailbox(self.staleness)
         mix = self.rule.over(trained, near, t)
-        for peer in sorted(heard.parcels.keys() & near.incoming.keys()):
+        for peer in sorted(received.parcels.keys() & near.incoming.keys()):
             mix.begin(peer, {})
-            mix.add(peer, heard.parcels[peer].parts["x"])
+            mix.add(peer, received.parcels[peer].parts["x"])
         return (yield from self.settle(mix)), state

@@ -1,4 +1,4 @@
-"""Gradient tracking: no bias on uneven data."""
+"""Gradient tracking: gossip without bias on uneven data."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 class GradientTracking(Algorithm):
     """Each peer follows its own estimate y of the mean gradient (Koloskova, Lin and Stich 2021).
 
-    x ← W(x + ρy),  y ← Wy + d(x_new) − d(x_old),  where d(x) is how far H local steps move from x: for one
-    plain SGD step −ηg, so that ρ = 1 is the paper's. The mean of y is the mean of d in every round. What is
-    found is where Σ d = 0: with one local step the optimum of the sum, with more FedAvg's fixed point.
+    x ← W(x + ρy),  y ← Wy + d(x_new) − d(x_old),  where d(x) is the move of H local steps from x: −ηg for one
+    plain SGD step, so that ρ = 1 is the paper's. The mean of y is the mean of d in every round. The limit has
+    Σ d = 0: with one local step it is the optimum of the sum, with more it is FedAvg's fixed point.
 
-    DIGing (Nedić et al. 2017) moves after the average, x ← Wx + ρy. On a bowl of curvature h it then needs
+    DIGing (Nedić et al. 2017) moves after the average, x ← Wx + ρy. On a bowl of curvature h it needs
     ρh < (1 + λ)²/2, λ the least eigenvalue of W: 0.08 on a torus of 16, where ten steps of a neural network
-    diverge. Moving before it allows ρh < 1/|λ| − |λ|, at most 2, as FedAvg does: 1.07 there.
+    diverge. A move before the average allows ρh < 1/|λ| − |λ|, at most 2, as FedAvg does: 1.07 on that torus.
 
-    Sends two models a round. The data of round 0's d are trained on twice.
+    Each peer sends two models a round. The data for d of round 0 are used twice.
     """
 
     sums: ClassVar[bool] = True
 
-    rho: float = 1.0
+    rho: float = 1.0  # ρ, the step along y
 
     def __post_init__(self) -> None:
         require(0 < self.rho < math.inf, "gossip.rho", f"{self.rho} must be positive")

@@ -171,8 +171,7 @@ def _size(nbytes: float) -> str:
 
 
 def draw(topology: Topology, n: int, path: Path, seed: int = 0) -> None:
-    """Draw the graph into an image file; for a graph that changes, its first rounds side by side.
-    ConfigError without matplotlib."""
+    """Draw the graph into an image (matplotlib); for a graph that changes, its first rounds side by side."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -1,5 +1,6 @@
-"""What a batch may be: tensors in tuples, named tuples, lists and dicts of any depth, or an object with
-`.to()`. All engines count, move and cut batches here.
+"""Functions that count, move and cut batches, for all engines.
+
+A batch has tensors in tuples, named tuples, lists and dicts of any depth, or is an object with `.to()`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import TaskError
 
-Batch = Any  # what loss() and evaluate() are given
+Batch = Any  # the argument of loss() and evaluate()
 
 
 def examples_in(batch: Batch) -> int:
-    """How many examples a batch holds: the first dimension of its first tensor."""
+    """The number of examples in a batch: the first dimension of its first tensor. TaskError without one."""
     for count in (_by_tensor, _by_length):
         if (found := count(batch)) is not None:
             return found
@@ -28,23 +29,23 @@ def examples_in(batch: Batch) -> int:
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
-    """A batch on the device, its containers of the same types. The given one stays where it is."""
+    """A copy of the batch on the device, with containers of the same types."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, Mapping):
         moved = batch.to(device)
-        return batch if moved is None else moved  # some move themselves
+        return batch if moved is None else moved  # None: it moved itself
     return rebuilt(batch, lambda part: move(part, device))
 
 
 def cut(batch: Batch, low: int, high: int) -> Batch:
-    """Examples [low, high) of a batch. TaskError for one whose examples can't be told apart."""
+    """Examples [low, high) of a batch. TaskError for a batch that can't be cut into examples."""
     count = examples_in(batch)
     return batch if low == 0 and high >= count else _cut(batch, low, high, count)
 
 
 def rebuilt(batch: Batch, change: Callable[[Any], Any]) -> Batch:
-    """A container of the same type with `change(part)` for each part; what is no container stays as it is."""
+    """A container of the same type with `change(part)` for each part; any other batch is returned as is."""
     if isinstance(batch, Mapping):
         return renamed(batch, {name: change(part) for name, part in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -65,7 +66,7 @@ def renamed(like: Mapping[str, Any], parts: dict[str, Any]) -> Mapping[str, Any]
 
 
 def tensors_in(batch: Batch) -> Iterator[torch.Tensor]:
-    """Every tensor in the containers, in their order."""
+    """Every tensor in a batch, in the order of its containers."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping | tuple | list):
@@ -89,7 +90,7 @@ def _by_tensor(batch: Batch) -> int | None:
 
 
 def _by_length(batch: Batch) -> int | None:
-    """Of a batch without tensors: the length of its first list."""
+    """The length of the first list in a batch without tensors."""
     if isinstance(batch, Mapping):
         return next((n for n in map(_by_length, batch.values()) if n is not None), None)
     return len(batch) if hasattr(batch, "__len__") and not isinstance(batch, str | bytes) else None
@@ -102,7 +103,7 @@ def _cut(batch: Batch, low: int, high: int, count: int) -> Batch:
         if len(batch) == count and not any(
             hasattr(v, "shape") or isinstance(v, Mapping | tuple | list) for v in batch
         ):
-            return batch[low:high]  # an entry for each example: names, say
+            return batch[low:high]  # a list with an entry for each example, such as names
     elif not isinstance(batch, Mapping) and hasattr(batch, "to"):
         raise TaskError(
             f"a {type(batch).__name__} can't be cut into the shares of several ranks. Let data() return a "

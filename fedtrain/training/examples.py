@@ -1,8 +1,8 @@
-"""What Task.data may return, as batches in a given order.
+"""The data that Task.data may return, as batches in a given order.
 
-Tensors are gathered by index, with no loader between; a Dataset is read item by item and collated as a
-DataLoader would, or by the task's collate(); both give the same bits. An iterable of ready batches is taken
-as it comes.
+Tensors are gathered by index, without a loader. A Dataset is read item by item, and collated as in a
+DataLoader or by the task's collate(); both ways give the same bits. An iterable of ready batches is used in
+its own order.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..errors import TaskError
 from .batches import Batch, examples_in, renamed
 
 Collate = Callable[[list[Any]], Batch]  # see Task.collate
-Order = Callable[[int], torch.Tensor]  # how many examples -> a permutation of them
+Order = Callable[[int], torch.Tensor]  # number of examples -> a permutation of their indices, int64 [count]
 
 
 class Tensors:
-    """Columns that share their first dimension; `build` makes a batch of the gathered ones."""
+    """Columns with the same first dimension; `build` makes a batch of the gathered columns."""
 
     def __init__(self, columns: Sequence[torch.Tensor], build: Callable[[Iterable[Any]], Batch]) -> None:
         self.columns, self.build = columns, build
@@ -32,8 +32,9 @@ class Tensors:
             raise TaskError(f"data() returned tensors of different lengths ({lengths})")
 
     def batches(self, size: int, drop_last: bool, order: Order | None) -> Iterator[Batch]:
+        """One pass in batches of `size` (0: one batch of all); `order` None: as stored."""
         if self.count and (size == 0 or size >= self.count):
-            yield self.build(self.columns)  # one batch: its order is nobody's concern
+            yield self.build(self.columns)  # a single batch needs no order
             return
         index = None if order is None else order(self.count).to(self.columns[0].device)
         for start, stop in spans(self.count, size, drop_last):
@@ -43,14 +44,14 @@ class Tensors:
                 yield self.take(index[start:stop])
 
     def take(self, index: torch.Tensor) -> Batch:
-        """The batch of these examples."""
+        """The batch of the examples with these indices."""
         return self.build([c.index_select(0, index.to(c.device)) for c in self.columns])
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, i: int) -> Any:
-        """One example, as a list of them is given to collate()."""
+        """One example, in the form that collate() takes."""
         return self.build([c[i] for c in self.columns])
 
 
@@ -61,13 +62,14 @@ class Items:
         self.dataset, self.count, self.collate = dataset, len(dataset), collate
 
     def batches(self, size: int, drop_last: bool, order: Order | None) -> Iterator[Batch]:
+        """One pass in batches of `size` (0: one batch of all); `order` None: as stored."""
         whole = size == 0 or size >= self.count
         index = list(range(self.count)) if order is None or whole else order(self.count).tolist()
         for start, stop in spans(self.count, size, drop_last):
             yield self._batch(index[start:stop])
 
     def take(self, index: torch.Tensor) -> Batch:
-        """The batch of these examples."""
+        """The batch of the examples with these indices."""
         return self._batch(index.tolist())
 
     def _batch(self, chosen: list[int]) -> Batch:
@@ -85,13 +87,14 @@ class Items:
 
 
 class Stream:
-    """Batches in the user's own order: an iterable of ready ones, or an IterableDataset of examples."""
+    """Batches in the user's own order: an iterable of batches, or an IterableDataset of examples."""
 
     def __init__(self, source: Iterable[Any], collate: Collate = default_collate) -> None:
         self.source, self.collate = source, collate
-        self.count = 0  # examples of the first pass so far
+        self.count = 0  # examples seen in the first pass
 
     def batches(self, size: int, drop_last: bool, order: Order | None) -> Iterator[Batch]:
+        """One pass; `order` is ignored, and the others count for an IterableDataset only."""
         counting = self.count == 0
         ready = self.source
         if isinstance(ready, IterableDataset):
@@ -108,8 +111,8 @@ Examples = Tensors | Items | Stream
 
 
 def examples_of(data: Any, collate: Collate | None = None) -> Examples:
-    """Look at what data() returned; nothing is read or copied yet. `collate`: the task's own, if it has one;
-    then tensors are taken apart into examples for it, too."""
+    """Classify the result of data(), without reading or copying examples. `collate`: the task's own, if it
+    has one; tensors are then split into examples for it, too. TaskError for data of any other type."""
     parts = [data, *(data if isinstance(data, tuple) else data.values() if isinstance(data, Mapping) else ())]
     if table := next((type(part).__name__ for part in parts if hasattr(part, "iloc")), None):
         raise TaskError(f"data() returned a {table}. Make a tensor of it: torch.tensor(table.to_numpy())")
@@ -144,7 +147,7 @@ def _tensors_of(data: Any) -> Tensors | None:
 
 
 def subset(data: Any, indices: Any) -> Any:
-    """Some of the examples. Tensors are gathered once, so that the fast path stays."""
+    """The examples with these indices. Tensors stay tensors, gathered once. TaskError for an iterable."""
     chosen = torch.as_tensor(indices)
     examples = examples_of(data)
     if isinstance(examples, Tensors):
@@ -157,7 +160,7 @@ def subset(data: Any, indices: Any) -> Any:
 
 
 def spans(count: int, size: int, drop_last: bool) -> Iterator[tuple[int, int]]:
-    """[start, stop) of each batch. drop_last drops a ragged one, but never a site's only batch."""
+    """[start, stop) of each batch. `drop_last` drops a short last batch, but never a site's only batch."""
     size = size or count
     for start in range(0, count, size or 1):
         stop = min(start + size, count)

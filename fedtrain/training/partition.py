@@ -1,11 +1,11 @@
-"""One pool of examples dealt to many sites, for simulation: iid, skewed by label, or skewed by size.
+"""Partition one pool of examples among many simulated sites: iid, skewed by label, or skewed by size.
 
     iid            equal shares at random
-    dirichlet:0.3  each label's examples are spread by Dirichlet(0.3); smaller is more skewed
-    shards:2       sorted by label, each site gets 2 of the pieces (McMahan et al. 2017)
-    quantity:0.5   random examples, shares of the pool by Dirichlet(0.5)
+    dirichlet:0.3  each label's examples are dealt in shares from Dirichlet(0.3); smaller is more skewed
+    shards:2       examples sorted by label and cut into pieces; each site gets 2 pieces (McMahan et al. 2017)
+    quantity:0.5   random examples, in shares from Dirichlet(0.5); smaller is more skewed
 
-Every example goes to exactly one site, and every site has at least one.
+Every example goes to exactly one site, and every site has at least one example.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int64]
 
-KINDS = {"iid": None, "dirichlet": 0.3, "shards": 2.0, "quantity": 0.5}  # name -> an example of its number
+KINDS = {"iid": None, "dirichlet": 0.3, "shards": 2.0, "quantity": 0.5}  # name -> an example of the number
 
 
 def parse(spec: str) -> tuple[str, float]:
-    """("dirichlet", 0.3) of "dirichlet:0.3"; 0 where the kind has no number."""
+    """("dirichlet", 0.3) of "dirichlet:0.3"; the number is 0 for a kind without one."""
     kind, colon, number = spec.partition(":")
     one_of("simulate.partition", kind, KINDS)
     example = KINDS[kind]
@@ -50,7 +50,8 @@ def parse(spec: str) -> tuple[str, float]:
 
 
 def partition(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: int) -> list[Indices]:
-    """The indices of each site's examples, ascending; `labels` may be their number where that suffices."""
+    """The ascending indices of each site's examples. `labels`: a label for each example, or the number of
+    examples for kinds that need no labels. ConfigError when there are too few examples."""
     import numpy as np
 
     kind, value = parse(spec)
@@ -64,7 +65,7 @@ def partition(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: in
             f"simulate.partition: {count} examples can't be dealt to {sites} sites as {spec!r}, "
             f"at least {max(pieces, 1)} are needed. Lower simulate.sites."
         )
-    # RandomState, for its streams are frozen: a partition stays the same whatever numpy comes.
+    # RandomState, because its streams are frozen: a partition is the same with every version of numpy.
     rng = np.random.RandomState(np.random.MT19937(seed))
     if kind == "iid":
         parts = np.array_split(rng.permutation(count), sites)
@@ -88,7 +89,7 @@ def partition(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: in
 
 
 def _shares(rng: np.random.RandomState, alpha: float, sites: int) -> npt.NDArray[np.float64]:
-    """Dirichlet(alpha), drawn as logarithms of gammas: for a small alpha the gammas themselves are all 0."""
+    """A draw of Dirichlet(alpha), by logarithms of gammas: for a small alpha all gammas would round to 0."""
     import numpy as np
 
     logs = np.log(rng.gamma(alpha + 1, size=sites)) + np.log1p(-rng.random_sample(sites)) / alpha
@@ -104,7 +105,7 @@ def _cut(order: Indices, shares: npt.NDArray[np.float64]) -> list[Indices]:
 
 
 def _fill(parts: list[Indices]) -> list[Indices]:
-    """Each empty part gets one example of the part that is largest then."""
+    """Give each empty part one example of the largest part at that moment."""
     sizes = [(-len(p), i) for i, p in enumerate(parts)]
     heapq.heapify(sizes)
     for i, part in enumerate(parts):
@@ -129,7 +130,7 @@ def _codes(labels: Any) -> Indices:
 
 
 def labels_of(data: Any) -> Any:
-    """The label of every example: data()'s .targets or last tensor, or else read one by one."""
+    """Each example's label: from data()'s .targets or last tensor, else read one by one, or ConfigError."""
     import numpy as np
     from torch.utils.data import Subset
 
@@ -156,14 +157,14 @@ def labels_of(data: Any) -> Any:
 
 
 def site_names(count: int) -> list[str]:
-    """site-1, site-2, ... padded with zeros, so that sorted order is the order of numbers."""
+    """Names site-1, site-2, ... padded with zeros, so that they sort like numbers."""
     return [f"site-{i:0{len(str(count))}d}" for i in range(1, count + 1)]
 
 
 class SimulatedSites:
-    """Who has what in a simulation: the task's natural sites, or its one pool dealt out.
+    """The data of each simulated site: the task's natural sites, or a partition of its one pool.
 
-    A task without sites() is asked once, for the first site, and what it returns is the pool.
+    For a task without sites(), data() is called once, for the first site, and its result is the pool.
     """
 
     def __init__(self, task: Task, simulate: SimulateConfig, seed: int) -> None:
@@ -190,13 +191,13 @@ class SimulatedSites:
         return subset(self.pool, self.parts[site])
 
     def eval_data(self) -> dict[str, Any]:
-        """What to evaluate on: each natural site's own set, or the one set of the pool, as "central"."""
+        """The data to evaluate on: each natural site's own set, or the pool's single set as "central"."""
         if not self.natural and type(self.task).eval_data is Task.eval_data:
             return {"central": self.pool}
         return self._sets("eval_data")
 
     def test_data(self) -> dict[str, Any]:
-        """The same of what a finished model is measured on."""
+        """The data on which a finished model is measured, in the form of `eval_data`."""
         own = type(self.task).test_data is not Task.test_data
         return self._sets("test_data") if own else self.eval_data()
 
@@ -208,7 +209,7 @@ class SimulatedSites:
 
     @cached_property
     def parts(self) -> dict[str, Indices]:
-        """Of a partitioned simulation: each site's indices in the pool."""
+        """Each site's indices in the pool, for a task without natural sites."""
         spec = self.simulate.partition
         kind, _ = parse(spec)
         if kind in ("dirichlet", "shards"):
@@ -228,7 +229,7 @@ class SimulatedSites:
 
 
 def draw(labels: Any, parts: Mapping[str, Indices], path: Path) -> None:
-    """A picture of how many examples of each class every site has, one bar a site."""
+    """Draw the number of examples of each class at each site into an image, one bar a site (matplotlib)."""
     import numpy as np
 
     try:

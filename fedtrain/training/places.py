@@ -1,11 +1,11 @@
-"""Where checkpoints and shards lie: a folder, or a bucket that speaks S3. The same few calls for both.
+"""Storage for checkpoints and shards: a folder, or a bucket of a server that speaks S3, by the same calls.
 
-Paths are relative, with "/" between the parts. A file is written once, by one process, and never changed:
-what makes a set of files count is that a file that names them all, with their digests, is written last.
+Paths are relative, with "/" between the parts. A file is written once, by one process, and never changed. A
+set of files is complete when the file that names all of them with their digests is there: it is written last.
 
-A bucket is reached with the environment's AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, for
-another server than Amazon's, AWS_ENDPOINT_URL. It may be away for `patience_s`: requests are tried again,
-ever more rarely.
+The environment has a bucket's AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, for a server other
+than Amazon's, AWS_ENDPOINT_URL. The server may be unreachable for `patience_s` seconds: requests are tried
+again, with growing pauses.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 BLOCK = 8 << 20  # bytes a read, a write and a part of an upload
-GATHERED = 64 << 20  # bytes of ranges that are asked of a bucket at once
+GATHERED = 64 << 20  # bytes of ranges in one request to a bucket
 Range = tuple[int, int]  # [start, stop) in bytes
 
 
 class Place(Protocol):
-    """A folder or a bucket's prefix. Failures are StoreErrors that say what to change."""
+    """A folder or a bucket's prefix. Every failure is a StoreError that says what to change."""
 
     def write(self, path: str, blocks: Iterable[memoryview | bytes]) -> None:
-        """The file with all blocks, on the disk when this returns; or an error, and no such file."""
+        """Write a file of all blocks, durably before the call returns; after an error there is no file."""
 
     def read(self, path: str, ranges: Sequence[Range] | None = None) -> Iterator[memoryview]:
-        """Each of the ranges, or the whole file in blocks of BLOCK. FileNotFoundError where there is none."""
+        """Each of the ranges, or the whole file in blocks of BLOCK; FileNotFoundError if there is no file."""
 
     def names(self) -> list[str]:
-        """The folders directly here."""
+        """The names of the folders at the top, sorted."""
 
     def files(self, folder: str) -> list[str]:
-        """The files directly in a folder, their names only."""
+        """The names of the files in a folder, without those of folders in it, sorted."""
 
     def remove(self, path: str) -> None:
-        """Forget a file, or a folder with all in it; nothing happens where there is none."""
+        """Delete a file, or a folder with everything in it, if there is one."""
 
     def __str__(self) -> str:
-        """For people."""
+        """The path or URL, for messages."""
 
 
 def place_of(where: Path | str, patience_s: float = 120.0) -> Place:
-    """A Folder for a path, a Bucket for "s3://bucket/prefix"."""
+    """A Folder for a path, a Bucket for "s3://bucket/prefix"; ConfigError for any other URL."""
     if isinstance(where, str) and "://" in where:
         return Bucket(where, patience_s)
     return Folder(Path(where))
 
 
 class Folder:
-    """On a disk of this machine, or on one that all machines of the run share."""
+    """A Place on a disk of this machine, or on a disk that all machines of the run share."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -83,7 +83,7 @@ class Folder:
             partial.replace(file)
             fd = os.open(file.parent, os.O_RDONLY)
             try:
-                os.fsync(fd)  # and its name
+                os.fsync(fd)  # makes the file's name durable, too
             finally:
                 os.close(fd)
         except OSError as e:
@@ -142,8 +142,8 @@ class Folder:
 
 
 class Bucket:
-    """A prefix of a bucket at Amazon's or any other server that speaks S3. Uploads go in parts; an object
-    appears when it is complete."""
+    """A Place at a prefix of a bucket, of Amazon's or another server that speaks S3. An object appears when
+    its upload, which goes in parts, is complete."""
 
     def __init__(self, url: str, patience_s: float = 120.0) -> None:
         scheme, _, rest = url.partition("://")
@@ -156,17 +156,14 @@ class Bucket:
             raise ConfigError(f"{url} needs obstore: pip install fedtrain[s3]") from None
         self.url, self.patience_s = url.rstrip("/"), patience_s
         endpoint = os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT") or ""
+        pause = timedelta(milliseconds=200)
         self._store: S3Store = S3Store(
             bucket,
             client_options={"allow_http": endpoint.startswith("http://"), "timeout": "60s"},
             retry_config={
-                "max_retries": 1000,  # patience_s decides
+                "max_retries": 1000,  # so that retry_timeout decides
                 "retry_timeout": timedelta(seconds=patience_s),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=200),
-                    "max_backoff": timedelta(seconds=10),
-                    "base": 2,
-                },
+                "backoff": {"init_backoff": pause, "max_backoff": timedelta(seconds=10), "base": 2},
             },
         )
 
@@ -207,9 +204,8 @@ class Bucket:
 
         with self._said("removed"):
             under = [o["path"] for page in obstore.list(self._store, prefix=self._key(path)) for o in page]
-            if gone := [
-                key for key in under if key == self._key(path) or key.startswith(self._key(path) + "/")
-            ]:
+            own = self._key(path)
+            if gone := [key for key in under if key == own or key.startswith(own + "/")]:
                 obstore.delete(self._store, gone)
 
     def _key(self, path: str) -> str:
@@ -238,7 +234,7 @@ class Bucket:
 
 
 def _groups(ranges: Sequence[Range]) -> Iterator[list[Range]]:
-    """The ranges in their order, as many at once as memory should hold."""
+    """The ranges in their order, in groups of at most GATHERED bytes."""
     group: list[Range] = []
     held = 0
     for start, stop in ranges:

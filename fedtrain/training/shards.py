@@ -1,13 +1,13 @@
-"""A dataset as a few large files on a disk or in a bucket, read by many ranks in any order, and checked.
+"""Datasets as a few large files (shards) on a disk or in a bucket, read by many ranks in any order.
 
     data/
-      00000.safetensors    a column a tensor, [examples, ...]
+      00000.safetensors    a tensor for each column, [examples, ...]
       00001.safetensors
-      index.json           written last: how many examples each has, and its SHA-256
+      index.json           written last: the number of examples and the SHA-256 of each shard
 
-`write_shards` makes it of any dataset. `ShardedDataset` is a map-style torch Dataset: it works in a
-DataLoader and in Task.data, in every mode. Shards of a bucket are fetched when they are needed into a folder
-on this machine's disk, which has a bound and is shared by all ranks and runs here.
+`write_shards` writes any dataset. `ShardedDataset` is a map-style torch Dataset, for a DataLoader and for
+Task.data in every mode. Shards of a bucket are fetched on first use into a cache folder on this machine's
+disk, which has a size limit and is shared by all ranks and runs on the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .places import BLOCK, Folder, Place, place_of
 
 INDEX = "index.json"
 FORMAT = 1
-WAIT_S = 0.01  # between looks for room in a cache that others fill
+WAIT_S = 0.01  # seconds between checks for space in a full cache
 Kind = Literal["tuple", "dict", "tensor"]  # of an example
 Columns = dict[str, torch.Tensor]  # name ("0", "1", ... of a tuple) -> [examples, ...]
 
@@ -49,6 +49,8 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of index.json."""
+
     format: int = FORMAT
     kind: Kind
     columns: list[str]
@@ -59,10 +61,10 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_shards(data: Any, where: Path | str, *, shard_bytes: int = 64 << 20) -> Index:
-    """Any dataset as shards of about `shard_bytes` in a folder or at s3://bucket/prefix.
+    """Write a dataset as shards of about `shard_bytes` into a folder or to s3://bucket/prefix.
 
-    `data` is what Task.data may return: a Dataset, tensors, or an iterable of ready batches. All examples
-    must have the same shapes. The index comes last: without it there is no dataset yet.
+    `data`: a Dataset, tensors, or an iterable of ready batches, as for Task.data. All examples must have the
+    same shapes, else ConfigError. The index is written last: a reader accepts no dataset without it.
     """
     place = place_of(where)
     shards: list[Shard] = []
@@ -83,7 +85,7 @@ def write_shards(data: Any, where: Path | str, *, shard_bytes: int = 64 << 20) -
 
 
 def _packed(data: Any, shard_bytes: int) -> Iterator[tuple[Kind, Columns]]:
-    """Columns of about `shard_bytes`, one shard after the other."""
+    """The columns of each shard, about `shard_bytes`, one shard after the other."""
     held: list[tuple[Kind, Columns]] = []
     size = 0
     for kind, columns in map(_columns, _batches(data)):
@@ -106,7 +108,7 @@ def _batches(data: Any) -> Iterator[Any]:
     size = 256 if isinstance(examples, Stream) else min(256, examples.count)
     try:
         yield from examples.batches(size, False, None)
-    except TaskError as e:  # of collating examples that don't go together
+    except TaskError as e:  # examples of different shapes can't be collated
         raise ConfigError(f"examples differ: {e.__cause__}. Pad or cut them to the same shapes.") from e
 
 
@@ -134,10 +136,10 @@ def _joined(parts: list[tuple[Kind, Columns]]) -> tuple[Kind, Columns]:
 
 
 class ShardedDataset(Dataset[Any]):
-    """The examples of a folder or bucket of shards, by number.
+    """The examples of a folder or bucket of shards, by index.
 
-    `cache`: where a bucket's shards are kept, at most `cache_bytes` of them; a folder is read in place. Each
-    shard's SHA-256 is checked when this process first opens it. `window`: see `order`.
+    `cache`: the folder for a bucket's shards, of at most `cache_bytes`; a folder of shards is read in place.
+    A shard's SHA-256 is checked at its first use by this process, or StoreError. `window`: see `order`.
     """
 
     def __init__(
@@ -169,20 +171,20 @@ class ShardedDataset(Dataset[Any]):
         return self._example({name: t[row] for name, t in self._columns_of(shard).items()})
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Many at once: each shard is opened once."""
+        """The examples with these indices; each shard is opened once."""
         found: list[Any] = [None] * len(numbers)
         for i in sorted(range(len(numbers)), key=numbers.__getitem__):
             found[i] = self[numbers[i]]
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": OrderedDict()}  # a loader's worker opens its own
+        return self.__dict__ | {"_open": OrderedDict()}  # a DataLoader's worker opens its own files
 
     def order(self, seed: int) -> torch.Tensor:
-        """A permutation of all examples in which neighbours share shards, int64 [len(self)].
+        """A permutation of all examples, int64 [len(self)], that reads each shard about once an epoch.
 
-        Shards are shuffled, and then the examples of each `window` of them together: so a run reads each
-        shard about once an epoch, and `window` of them need room at a time. 0: one window of all.
+        Shards are shuffled, then the examples of each `window` shards together, so the cache must hold
+        `window` shards at a time. A `window` of 0 is one window of all shards.
         """
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self.index.shards), generator=generator).tolist()
@@ -197,12 +199,12 @@ class ShardedDataset(Dataset[Any]):
         return torch.cat(pieces)
 
     def _at(self, number: int) -> tuple[int, int]:
-        """(shard, row in it) of an example."""
+        """(shard, row in the shard) of an example."""
         shard = bisect.bisect_right(self._ends, number)
         return shard, number - (self._ends[shard] - self.index.shards[shard].count)
 
     def _columns_of(self, number: int) -> Columns:
-        """A shard's columns, mapped from its file: pages are read when they are looked at."""
+        """A shard's columns, mapped from its file: the system reads pages on first access."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
@@ -256,20 +258,21 @@ def _read_index(place: Place) -> Index:
 
 
 class Cache:
-    """Files by their SHA-256 in a folder of a machine's own disk, at most `limit` bytes of them.
+    """Files named by their SHA-256 in a folder on a local disk, at most `limit` bytes in total.
 
-    Any number of processes share it. A file is fetched by one of them while the others that want it wait, and
-    appears when its digest was right. Those not used for the longest time go first, but none that somebody is
-    about to open; who has one mapped keeps what it has.
+    Any number of processes share the folder. One process fetches a file while others that need the file wait;
+    the file appears once its digest is checked. The least recently used files are removed first, never one
+    that a process is about to open; a process that has mapped a removed file can still read it.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self._known: set[str] = set()  # what this process has checked
+        self._known: set[str] = set()  # digests of the files that this process has checked
 
     @contextmanager
     def get(self, shard: Shard, source: Place) -> Iterator[Path]:
-        """The file, fetched when it isn't here; it stays until the block ends."""
+        """The file, fetched if the folder lacks it; it is not removed before the block ends. ConfigError for
+        a file over the limit, StoreError for a wrong digest."""
         if shard.bytes > self.limit:
             raise ConfigError(
                 f"{source}/{shard.file} has {shard.bytes:,} bytes, the cache in {self.folder} may have "
@@ -299,17 +302,17 @@ class Cache:
                     f.write(block)
             if digest.hexdigest() != shard.sha256:
                 raise StoreError(f"{source}/{shard.file} is damaged: its SHA-256 is not {shard.sha256[:12]}…")
-            with _locked(self.folder / "lock"):  # whoever counts what is here, counts it
+            with _locked(self.folder / "lock"):  # so that _reserve counts the file exactly once
                 partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
 
     def _reserve(self, shard: Shard, partial: Path) -> bool:
-        """Remove the least recently used until this one fits, and take its room; whether it does."""
+        """Remove least recently used files until the shard fits, and reserve its space; whether it fits."""
         with _locked(self.folder / "lock"):
             files = []
             for file in self.folder.iterdir():
-                if file.suffix == ".part" and self._remove(file):  # of a process that died
+                if file.suffix == ".part" and self._remove(file):  # left by a process that died
                     continue
                 if file.suffix in ("", ".part") and file.name != "lock":
                     with suppress(FileNotFoundError):
@@ -331,7 +334,7 @@ class Cache:
         return self.folder / f"{digest}.lock"
 
     def _remove(self, file: Path) -> bool:
-        """Unless some process fetches or opens it: who does has the file's lock."""
+        """Remove a file; False while another process, which holds the file's lock, fetches or opens it."""
         with self._lock_of(file.stem).open("a") as f:
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -343,7 +346,7 @@ class Cache:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among all processes of this machine, until the block ends or the process does."""
+    """Hold an exclusive lock among all processes of this machine, until the block or the process ends."""
     with path.open("a") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield

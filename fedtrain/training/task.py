@@ -1,7 +1,7 @@
-"""The user's one file: a subclass of Task with a model, data and a loss, the same in all four modes.
+"""The user's task file: a subclass of Task with a model, data and a loss, the same in all four modes.
 
-Nothing here imports torch, so that a site's supervisor can read a task's digest, and refuse it, without
-running a line of it.
+This module imports no torch, so that a site's supervisor can compute a task's digest, and refuse the task,
+without running a line of the task's code.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Task:
     8.0
     """
 
-    data_dir: Path = Path("data")  # <project>/data unless --data says otherwise
-    _arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the constructor
+    data_dir: Path = Path("data")  # <project>/data, or the folder given by --data
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # the constructor's arguments
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
-        object.__setattr__(self, "_arguments", (args, kwargs))  # in a frozen dataclass too
+        object.__setattr__(self, "_arguments", (args, kwargs))  # works for a frozen dataclass too
         return self
 
     def model(self) -> nn.Module:
@@ -62,73 +62,74 @@ class Task:
     def data(self, site: str) -> Any:
         """The examples of this site: a Dataset, a tuple or dict of tensors, or an iterable of ready batches.
 
-        Whoever returns batches (a DataLoader, say) decides their size and order; batch_size and drop_last
-        do not apply to them.
+        An iterable of batches, such as a DataLoader, decides their size and order: train.batch_size and
+        train.drop_last do not apply.
         """
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The mean loss of a batch as a scalar, or (sum, weight) where items weigh differently (tokens)."""
+        """The mean loss of a batch as a scalar, or (sum, weight) for another weight, such as tokens."""
         raise NotImplementedError
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Any, Any]]:
-        """Each metric as (sum, count), so that averages over batches and sites are exact. A sum may be a
-        tensor, of counts by class say, where metrics() makes something of it."""
+        """Each metric as (sum, count), so that averages over batches and sites are exact. A sum may also be
+        a tensor for metrics(), such as a count for each class."""
         mean, weight = mean_and_weight(self.loss(model, batch), batch)
         return {"loss": (float(mean.detach()) * weight, weight)}
 
     def test_data(self, site: str) -> Any:
-        """What `fedtrain evaluate` measures a finished model on; eval_data(site) unless overridden."""
+        """The data on which `fedtrain evaluate` measures a finished model; by default eval_data(site)."""
         return self.eval_data(site)
 
     def metrics(self, sums: Mapping[str, tuple[Any, float]]) -> Mapping[str, Any]:
-        """What is shown of an evaluation, beside the loss: from what evaluate() gave, added up over all
-        batches and sites. Tensors are float64 and flat. Unless overridden, the averages."""
+        """The metrics of an evaluation, shown in addition to the loss, from the sums and counts of evaluate()
+        over all batches and sites. Tensors are float64 and flat. By default the averages."""
         whole = {name: pair for name, pair in sums.items() if isinstance(pair[0], int | float) and pair[1]}
         return {name: total / count for name, (total, count) in whole.items()}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-        """The local optimizer, made fresh each round; None: the one that train.optimizer names."""
+        """The local optimizer, made anew in each round; None: the optimizer that train.optimizer names."""
         return None
 
     def eval_data(self, site: str) -> Any:
-        """What to evaluate on; the training data unless overridden."""
+        """The data to evaluate on; by default the training data."""
         return self.data(site)
 
     def collate(self, examples: list[Any]) -> Batch:
-        """A batch of these examples, where data() returns single ones: pad them here, say."""
+        """A batch of these examples, called when data() returns single ones; pad sequences here."""
         from torch.utils.data import default_collate
 
         return default_collate(examples)
 
     def sites(self) -> list[str] | None:
-        """The natural sites of the data, for simulation; None: the data is one pool, to be partitioned."""
+        """The names of the data's natural sites, for simulation; None: the data is one pool to partition."""
         return None
 
     def parallel_plan(self) -> Plan | None:
-        """How the model may be split over ranks, for tensor, sequence, context and pipeline parallel; None:
-        by its class, where that is known (parallel.plan.KNOWN)."""
+        """How to split the model over ranks, for tensor, sequence, context and pipeline parallelism; None: by
+        the model's class, for classes in parallel.plan.KNOWN."""
         return None
 
 
 Averages = dict[str, float]
 
 REQUIRED = ("model", "data", "loss")
-_loaded: dict[Path, int] = {}  # file of a task -> when it had been changed last, as it was loaded
+_loaded: dict[Path, int] = {}  # a task's file -> its modification time when it was loaded
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
-    """The task that "module:Class" or "module:Class(size=3)" names, module.py (or a package) lying in `root`.
+    """The task of a spec "module:Class" or "module:Class(size=3)", from module.py or a package in `root`.
 
-    `root` goes to the front of sys.path, so that the task can import what lies beside it.
+    `root` is put at the front of sys.path, so that the task can import other files in it. ConfigError when
+    there is no such task; TaskError when its code fails.
     """
     root = root.resolve()
     module_name, class_name, args, kwargs = _split(spec)
     for name, file in sources(spec, root).items():
         loaded, changed = getattr(sys.modules.get(name), "__file__", None), file.stat().st_mtime_ns
         if loaded is not None and (Path(loaded).resolve() != file or _loaded.get(file) != changed):
-            del sys.modules[name]  # of another project, or changed since, or not loaded here
+            del sys.modules[name]  # of another project, changed since, or not loaded by load_task
         _loaded[file] = changed
     if sys.path[:1] != [str(root)]:
         sys.path.insert(0, str(root))
@@ -148,17 +149,16 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
         raise ConfigError(f"run.task: {spec} does not define {', '.join(f'{name}()' for name in missing)}.")
     with user_code(root):
         task = found.__new__(found, *args, **kwargs)
-        # set first, so that its __init__ may read it; also of a frozen dataclass
+        # data_dir is set before __init__, which may read it, and works for a frozen dataclass too
         object.__setattr__(task, "data_dir", data_dir or root / "data")
         task.__init__(*args, **kwargs)  # type: ignore[misc]
     return task
 
 
 def task_digest(spec: str, root: Path, *also: str) -> str:
-    """SHA-256 over what the task's source does: its module and every module in `root` that it imports, by
-    relative path and syntax tree; and over that of `also`, "module:Class" like the task (a strategy of one's
-    own). Comments, layout and docstrings don't count. Found by reading, not by importing: a site can refuse
-    code that never ran."""
+    """SHA-256 of a task's source: of the relative path and the syntax tree of its module and each module in
+    `root` that it imports; likewise for the specs in `also` (a user's strategy). Comments, layout, docstrings
+    don't count. Files are parsed, never imported, so a site can refuse code before it runs."""
     root = root.resolve()
     digest = hashlib.sha256()
     files = {file for each in (spec, *also) for file in sources(each, root).values()}
@@ -169,10 +169,10 @@ def task_digest(spec: str, root: Path, *also: str) -> str:
 
 
 def words(tree: ast.AST) -> Iterator[str]:
-    """A syntax tree without positions and docstrings, parents first. Every version of Python gives the same,
-    unlike ast.dump's: fields that are empty, as those that a version adds are, stay out."""
+    """A syntax tree as words, without positions and docstrings, parents first. Every version of Python gives
+    the same words, unlike ast.dump: empty fields, as those that a new version adds, are left out."""
     todo: list[Any] = [tree]
-    while todo:  # no recursion: a sum of a thousand terms is a thousand deep
+    while todo:  # no recursion: the tree of a sum of a thousand terms is a thousand deep
         match todo.pop():
             case ast.AST() as node:
                 found = {n: v for n, v in ast.iter_fields(node) if v is not None and v != [] and n != "kind"}
@@ -184,13 +184,13 @@ def words(tree: ast.AST) -> Iterator[str]:
                 yield f"[{len(nodes)}]"
                 todo += reversed(nodes)
             case value:
-                yield hex(value) if type(value) is int else ascii(value)  # a huge one has no decimal form
+                yield hex(value) if type(value) is int else ascii(value)  # a huge int has no decimal form
 
 
 def sources(spec: str, root: Path) -> dict[str, Path]:
-    """Module name -> file, for the task's module and all that its import statements reach within `root`.
+    """Module name -> file, for the task's module and all modules in `root` that its import statements reach.
 
-    Imports inside functions count; importlib.import_module("...") can't be seen.
+    Imports inside functions count; importlib.import_module("...") is not found.
     """
     root = root.resolve()
     module_name = _split(spec)[0]
@@ -224,7 +224,7 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _split(spec: str) -> tuple[str, str, list[Any], dict[str, Any]]:
-    """Module, class, and what its constructor is given, of "module:Class" or "module:Class(3, size=4)"."""
+    """(module, class, arguments, keyword arguments) of "module:Class" or "module:Class(3, size=4)"."""
     module, _, call = spec.partition(":")
     try:
         match ast.parse(call, mode="eval").body:
@@ -246,13 +246,13 @@ def _split(spec: str) -> tuple[str, str, list[Any], dict[str, Any]]:
 
 
 def arguments_of(task: Task) -> str | None:
-    """What the constructor of a task was given, as `run.task` has it after the class: "(64, dropout=0.1)", or
-    nothing. None where an argument is no constant, so that no file can say it."""
+    """The constructor's arguments in the form of `run.task`, like "(64, dropout=0.1)"; "" for none, and None
+    where an argument is no constant, which `run.task` can't have."""
     args, kwargs = task._arguments
     said = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
     try:
         same = not said or _split(f"m:T({said})")[2:] == ([*args], kwargs)
-    except (ConfigError, ValueError):  # the latter of an array, which is not equal as a whole
+    except (ConfigError, ValueError):  # ValueError: an array has no single truth value for ==
         same = False
     return (said and f"({said})") if same else None
 
@@ -274,7 +274,7 @@ def _parents(module: str) -> list[str]:
 
 
 def _imports(module: str, file: Path) -> list[str]:
-    """Every module that the file may import, by absolute name."""
+    """The absolute name of every module that the file may import."""
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     names: list[str] = []
     for node in ast.walk(_parsed(file)):
@@ -290,10 +290,10 @@ def _imports(module: str, file: Path) -> list[str]:
 
 @contextmanager
 def user_code(folder: Path, during: str = "") -> Iterator[None]:
-    """The one place where any exception is caught: the user's code may raise whatever it likes.
+    """Turn any exception of the user's code, which runs inside the block, into a TaskError.
 
-    It becomes a TaskError with the type and the place. The message stays out, for it may quote data, and
-    this one travels (S35); the exception itself is chained, for the person at the site.
+    A TaskError has the exception's type and place, but not its message: the message may quote data, and a
+    TaskError is sent over the network (S35). The exception itself is chained, for a reader at the site.
     """
     try:
         yield
@@ -307,7 +307,7 @@ def user_code(folder: Path, during: str = "") -> Iterator[None]:
 
 
 def _place(error: BaseException, folder: Path) -> str:
-    """file:line of the innermost frame in the user's own folder."""
+    """The innermost frame in the user's own folder, as "file:line, in function"."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):
         file = Path(frame.f_code.co_filename)
@@ -318,18 +318,18 @@ def _place(error: BaseException, folder: Path) -> str:
 
 
 def folder_of(task: Task) -> Path:
-    """Where the task's source lies."""
+    """The folder of the task's source; the working directory where it has no file."""
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
     return Path(file).parent if file else Path.cwd()
 
 
 def collate_of(task: Task) -> Collate | None:
-    """The task's own collate(); None where it has none."""
+    """The task's own collate(); None where the task does not override it."""
     return None if type(task).collate is Task.collate else task.collate
 
 
 def mean_and_weight(loss: Any, batch: Batch) -> tuple[torch.Tensor, float]:
-    """What loss() returned, either form, as (mean, weight); a batch without weight has its sum for a mean."""
+    """loss()'s result in either form as (mean, weight), or TaskError; for weight 0 the mean is the sum."""
     total = loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss
     if not hasattr(total, "backward"):
         raise TaskError(
@@ -347,8 +347,8 @@ def mean_and_weight(loss: Any, batch: Batch) -> tuple[torch.Tensor, float]:
 
 
 def measured(task: Task, model: nn.Module, batch: Batch) -> Metrics:
-    """What evaluate() returned for a batch, as floats; the loss is always among it. TaskError that shows the
-    form, and none of the values (S35)."""
+    """The result of evaluate() for a batch, as floats, with the loss added where it is missing. TaskError for
+    a wrong form; its message has no values, which would leave the site (S35)."""
     metrics = _checked(task.evaluate(model, batch))
     several = [name for name, (total, _) in metrics.items() if isinstance(total, list)]
     if several and not derives(task):
@@ -376,7 +376,7 @@ def _checked(metrics: Mapping[str, tuple[Any, Any]]) -> Metrics:
         try:
             total, count = pair
             found[name] = _floats(total), float(count)
-        except (TypeError, ValueError, RuntimeError):  # the last for a count of several values
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a count of several values
             raise TaskError(f"evaluate() gives a {type(pair).__name__} as {name!r}. {form}") from None
     return found
 
@@ -388,22 +388,22 @@ def _floats(total: Any) -> Sum:
 
 
 def test_split(task: Task) -> Literal["test_data", "eval_data", "data"]:
-    """Which of the task's methods test_data() comes down to."""
+    """The method of the task that gives its test data, by the defaults of test_data() and eval_data()."""
     if type(task).test_data is not Task.test_data:
         return "test_data"
     return "eval_data" if type(task).eval_data is not Task.eval_data else "data"
 
 
 def derives(task: Task) -> bool:
-    """Whether what is shown of an evaluation is what the task's own metrics() returns."""
+    """Whether the task has its own metrics()."""
     return type(task).metrics is not Task.metrics
 
 
 def shown(
     task: Task, total: Metrics, by_site: Mapping[SiteId, Metrics]
 ) -> tuple[Averages, dict[SiteId, Averages]]:
-    """What people see of an evaluation over all sites, and of each site's own: what metrics() returns, and
-    the loss. Of a site for which metrics() fails, which may lack a class, it is the loss alone."""
+    """(metrics over all sites, metrics of each site), to be shown: the result of metrics(), and the loss. A
+    site whose metrics() fails, because it lacks a class for example, has the loss alone."""
     each = {}
     for site, sums in by_site.items():
         try:

@@ -1,7 +1,7 @@
-"""How the models of a neighbourhood become one, one file a rule. A new one: its file and its line in RULES.
+"""Mixing rules, which make one model of a neighbourhood's, one file each. A new rule needs a line in RULES.
 
-What is here knows which model is the peer's own. A rule that treats all alike is aggregation's, and serves a
-neighbourhood as well: `parse` is given that table too.
+A mixing rule knows which model is the peer's own. The rules of aggregation/ treat all models alike; they
+serve a neighbourhood as well, and `parse` is given their table.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def parse(
     build: Callable[[str, Mapping[str, Any]], RowRule],
     rounds: int = 0,
 ) -> MixingRule:
-    """A rule in one line: "median", "trimmed_mean:f=2", "self_clip:f=1", "balance:gamma=0.5".
+    """The rule of a text: "median", "trimmed_mean:f=2", "self_clip:f=1", "balance:gamma=0.5".
 
-    `others` are rules of rows that count alike, made by `build`. `rounds`: of the run, for what shrinks over
-    it. Every mistake is a ConfigError that says what to change.
+    `others`: the table of aggregation rules, and `build` makes one of them. `rounds`: the rounds of the run,
+    over which some rules change. ConfigError for an unknown rule or option.
     """
     kind, colon, rest = text.strip().partition(":")
     config.one_of("gossip.rule", kind, sorted({*RULES, *others}))

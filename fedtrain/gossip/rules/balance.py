@@ -1,4 +1,4 @@
-"""BALANCE: a neighbour's model counts when it is close enough to one's own."""
+"""BALANCE: a neighbour's model counts when it is close enough to the peer's own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Balance(MixingRule):
-    """xⱼ counts if ‖xⱼ − x‖ ≤ γ·exp(−κ·t/T)·‖x‖, else its share returns to self (Fang et al. 2024, Alg. 1).
+    """xⱼ counts if ‖xⱼ − x‖ ≤ γ·exp(−κ·t/T)·‖x‖, else its weight returns to self (Fang et al. 2024, Alg. 1).
 
-    The paper averages the accepted plainly and takes a part α of it; here the graph's weights do both, so
-    that with all accepted it is the plain mean. What is close grows less over the T rounds of the run.
+    The paper averages the accepted models plainly and takes a part α of that mean; here the graph's weights
+    do both, so with all models accepted the result is the graph's mean. The bound falls over T rounds.
     """
 
     gamma: float = 0.3

@@ -1,4 +1,4 @@
-"""What a rule over a neighbourhood is: the mean folds models as they come, others hold them side by side."""
+"""The base class of mixing rules: the mean adds models as they arrive, other rules hold them side by side."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ if TYPE_CHECKING:
     from ...exchange import Neighborhood, PeerId
     from ..base import Mix, Request, Vector
 
-    Rows = torch.Tensor  # [1 + neighbours, d]: the peer's own first, then theirs, by name
-    # The one vector, and how much of each neighbour's counted, as in base.Judged; () where none is judged.
+    Rows = torch.Tensor  # [1 + neighbours, d]: the peer's own model, then its neighbours' by name
+    # (the mixed vector; the used part of each neighbour's, as in base.Judged, or () where none is judged)
     Ruling = tuple[Vector, Sequence[float]]
 
 
 class MixingRule:
     """Makes one model of a peer's own and its neighbours'. Its fields are its configuration, it has no state.
 
-    A rule is `of` alone. Its result depends on the rows, their weights and the round, never on who came
-    first, and is a new vector.
+    A custom rule defines `of`. The result is a new vector; it depends on the rows, their weights and the
+    round, never on the order of arrival.
     """
 
     @property
     def needs(self) -> int:
-        """The fewest models, one's own included, for which its promise holds. With less a peer keeps its
-        own; a run refuses to start on a graph that never gives so many."""
+        """The fewest models, the peer's own included, for which the rule's promise holds. With fewer a peer
+        keeps its own; a run refuses to start on a graph that never gives enough."""
         return 1
 
     def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Ruling:
-        """One of many, in round t. `rows[0]` is near.peer's, `rows[1:]` are those of `peers`."""
+        """The mix of round t. `rows[0]` is the model of `near.peer`, `rows[1:]` are those of `peers`."""
         raise NotImplementedError("a rule says how it makes one of many")
 
     def over(self, own: Vector, near: Neighborhood, t: int) -> Mix:
-        """Where what the neighbours send in round t goes."""
+        """The Mix that takes the neighbours' models in round t."""
         return StackedMix(own, near, t, self)
 
     def mix_extras(self, own: Vector, near: Neighborhood, mass: float) -> Mix:
-        """And what travels beside models: buffers, and what peers estimate."""
+        """The Mix for buffers and estimates, which are sent together with the models."""
         return StackedMix(own, near, 0, Middle())
 
 
 @dataclass(frozen=True)
 class GraphMean(MixingRule):
-    """By the weights of the graph, as the algorithms' papers have it. It follows one bad model anywhere."""
+    """The mean by the graph's weights, as in the algorithms' papers. One bad model can move it anywhere."""
 
     def over(self, own: Vector, near: Neighborhood, t: int) -> Mix:
         return Blend(own, near)
@@ -57,7 +57,7 @@ class GraphMean(MixingRule):
 
 
 class RowRule(Protocol):
-    """What a rule of aggregation/ is: all rows count alike."""
+    """The methods of an aggregation rule that are used here; all rows count alike."""
 
     @property
     def needs(self) -> int: ...
@@ -66,7 +66,7 @@ class RowRule(Protocol):
 
 @dataclass(frozen=True)
 class Unweighted(MixingRule):
-    """A rule of aggregation/ over a neighbourhood: one's own model is a row like the others, the first."""
+    """An aggregation rule over a neighbourhood. The peer's own model is the first row, and counts alike."""
 
     rule: RowRule
 
@@ -81,7 +81,7 @@ class Unweighted(MixingRule):
 
 @dataclass(frozen=True)
 class Middle(MixingRule):
-    """In each coordinate the middle value, or the mean of the middle two, of three or more."""
+    """Each coordinate's median of three or more models."""
 
     @property
     def needs(self) -> int:
@@ -93,7 +93,7 @@ class Middle(MixingRule):
 
 
 class StackedMix:
-    """base.Mix: the neighbours' vectors side by side, until all that come are there."""
+    """A Mix that holds the neighbours' vectors side by side until the rule is applied."""
 
     def __init__(self, own: Vector, near: Neighborhood, t: int, rule: MixingRule) -> None:
         self._near, self._t, self._rule = near, t, rule
@@ -104,7 +104,7 @@ class StackedMix:
         self._came = dict.fromkeys(self._place, 0)
 
     def begin(self, peer: PeerId, fields: Mapping[str, float]) -> None:
-        """A parcel is announced."""
+        """No preparation is needed."""
 
     def add(self, peer: PeerId, chunk: Vector) -> None:
         at = self._came[peer]
@@ -125,8 +125,8 @@ class StackedMix:
 
 @dataclass(frozen=True)
 class Ruled(Algorithm):
-    """An algorithm that mixes models as a rule does. The others keep something (mass, trackers, copies) that
-    is right only for the graph's own weights."""
+    """Base of algorithms that mix models by any rule. Other algorithms keep a mass, trackers or copies, which
+    are right only for the graph's own weights."""
 
     rule: MixingRule = GraphMean()
 
@@ -134,18 +134,18 @@ class Ruled(Algorithm):
         return self.rule.mix_extras(own, near, mass)
 
     def settle(self, mix: Mix) -> Generator[Request, Any, Vector]:
-        """What the rule makes of all that came; how it judged is told."""
+        """The mixed model; yields the rule's judgement for the log."""
         mixed = mix.to_self()
         if mix.shares:
             yield Judged(mix.shares)
         return mixed
 
 
-# --- for rules that look from one's own model at the others
+# --- for rules that compare the neighbours' models with the peer's own
 
 
 def distances(rows: Rows) -> list[float]:
-    """‖row − rows[0]‖₂ of each row but the first; inf where a float64 can't hold it."""
+    """‖row − rows[0]‖₂ of each row but the first; inf where the value exceeds float64."""
     import torch
 
     squares = torch.zeros(len(rows) - 1, dtype=torch.float64)
@@ -157,7 +157,7 @@ def distances(rows: Rows) -> list[float]:
 
 
 def shortened(rows: Rows, peers: Sequence[PeerId], scales: Sequence[float], near: Neighborhood) -> Ruling:
-    """own + Σ wⱼ·scaleⱼ·(xⱼ − own): the graph's mean when all scales are 1, to the bit."""
+    """own + Σ wⱼ·scaleⱼ·(xⱼ − own); with all scales 1 it is the graph's mean, to the bit."""
     own, incoming = near.own, dict(near.incoming)
     pulling = [(row, peer, scale) for row, peer, scale in zip(rows[1:], peers, scales, strict=True) if scale]
     for _, peer, scale in pulling:
@@ -167,4 +167,4 @@ def shortened(rows: Rows, peers: Sequence[PeerId], scales: Sequence[float], near
     for row, peer, _ in pulling:
         blend.begin(peer, {})
         blend.add(peer, row)
-    return blend.to_self(), scales  # with the whole share of those that don't pull
+    return blend.to_self(), scales  # to_self also returns the weight of the rows with scale 0

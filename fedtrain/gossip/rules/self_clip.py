@@ -1,4 +1,4 @@
-"""Self-centred clipping: no neighbour pulls further than a radius from one's own model."""
+"""Self-centred clipping: the pull of each neighbour on the peer's own model is limited to a radius."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class SelfClip(MixingRule):
     """x ← x + Σ wⱼ (xⱼ − x)·min(1, τ/‖xⱼ − x‖), ClippedGossip (He, Karimireddy, Jaggi 2022).
 
-    Without a radius, τ² = Σ wⱼ‖xⱼ − x‖² / δ over all but the f furthest neighbours, δ being the weight of
-    those f: the paper's choice for hostile weight δ, made without knowing who is hostile. A hostile
-    neighbour then moves x by wⱼτ at most, and a peer without a hostile one may be slowed down a little.
+    Without a radius, τ² = Σ wⱼ‖xⱼ − x‖² / δ over all but the f furthest neighbours, where δ is the weight of
+    those f: the paper's choice for hostile weight δ, without knowing which peers are hostile. A hostile
+    neighbour then moves x by wⱼτ at most, and a peer without hostile neighbours may be slowed down a little.
     """
 
-    f: int = 1  # hostile neighbours of a peer; 0: none, which is the mean
-    radius: float = 0.0  # τ, an L2 norm; 0: from the distances, anew in each round
+    f: int = 1  # hostile neighbours of a peer; 0: none, and the rule is the mean
+    radius: float = 0.0  # τ, an L2 norm; 0: computed from the distances in each round
 
     def __post_init__(self) -> None:
         require(self.f >= 0, "gossip.rule", f"self_clip:f={self.f}: f must be 0 or more")
