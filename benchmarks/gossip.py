@@ -67,7 +67,7 @@ class Average:
 
 
 class Roster:
-    """A roster that is given. Implements admission.Roster, as far as a benchmark needs it."""
+    """A roster that is given. Implements admission.PeerDirectory, as far as a benchmark needs it."""
 
     def __init__(self) -> None:
         self.replace([])

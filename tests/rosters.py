@@ -12,7 +12,7 @@ from fedtrain.transport.zmq import ZmqNeighbors
 
 
 class FixedRoster:
-    """A roster that is given. Implements admission.Roster."""
+    """A roster that is given. Implements admission.PeerDirectory."""
 
     def __init__(self, contacts: Iterable[Contact] = ()) -> None:
         self.replace(contacts)

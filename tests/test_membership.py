@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fedtrain.errors import WireError
-from fedtrain.transport.membership import Membership, News, Probe, Status
+from fedtrain.transport.membership import Liveness, Membership, News, Probe
 from fedtrain.wire.codec import encode
 from fedtrain.wire.gossip import Kind
 
@@ -30,8 +30,8 @@ class World:
         member.add(self.names, self.now)
         for other in self.names:
             if other != name and other in self.up:
-                member.heard(other, self.now)
-                self.up[other].heard(name, self.now)
+                member.confirm(other, self.now)
+                self.up[other].confirm(name, self.now)
 
     def run(self, seconds):
         until = self.now + seconds
@@ -121,7 +121,7 @@ def test_each_side_of_a_partition_goes_on_the_smaller_one_knows_that_it_is_degra
         assert world.up[name].degraded() == (name in small)
     world.cut = lambda a, b: False
     for a, b in itertools.permutations(world.names, 2):  # connections are made again
-        world.up[a].heard(b, world.now)
+        world.up[a].confirm(b, world.now)
     world.run(30.0)
     agree(world, world.names)
 
@@ -129,13 +129,13 @@ def test_each_side_of_a_partition_goes_on_the_smaller_one_knows_that_it_is_degra
 def test_news_of_somebody_who_is_not_on_the_roster_is_ignored():
     me = Membership("a", now=0.0, draw=random.Random(0))
     me.add(["b"], 0.0)
-    me.receive("b", Kind.PING, encode(Probe([News("x", Status.ALIVE, 3)])), 0.0)
+    me.receive("b", Kind.PING, encode(Probe([News("x", Liveness.ALIVE, 3)])), 0.0)
     assert me.alive() == ["a", "b"]
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"\x93", encode(Probe([News("b", Status.ALIVE, 1 << 50)])),
-             encode(Probe([News("b", Status.ALIVE, 1)] * 65))],
+    "body", [b"", b"\x93", encode(Probe([News("b", Liveness.ALIVE, 1 << 50)])),
+             encode(Probe([News("b", Liveness.ALIVE, 1)] * 65))],
 )  # fmt: skip
 def test_s21_a_malformed_probe_is_refused(body):
     me = Membership("a", now=0.0, draw=random.Random(0))

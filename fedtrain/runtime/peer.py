@@ -40,6 +40,7 @@ from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.admission import FAST, Curve, curve_speed, join
+from ..transport.links import Settings
 from ..transport.shares import Limits
 from ..transport.zmq import ZmqNeighbors
 from ..wire.gossip import Greeting, Stamp
@@ -131,8 +132,11 @@ async def run(
                 me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
                 welcome=lambda peer, theirs: fits(name, greeting, peer, theirs, circles),
                 listen=config.network.listen or None,
-                limits=Limits(payload_bytes=8 * about.schema.nbytes + (1 << 20)),
-                heartbeat_s=config.network.heartbeat, idle_s=config.network.idle, emit=emit,
+                settings=Settings(
+                    config.network.heartbeat, config.network.idle,
+                    limits=Limits(payload_bytes=8 * about.schema.nbytes + (1 << 20)),
+                ),
+                emit=emit,
             )  # fmt: skip
             if (speed := await asyncio.to_thread(curve_speed)) < FAST:
                 slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"

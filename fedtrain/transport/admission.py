@@ -45,7 +45,7 @@ class Curve:
         return cls(*zmq.curve_keypair())
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Let the socket be called by whoever the door lets in; by nobody without one."""
+        """Let the socket be called by whoever the Authenticator lets in; by nobody without one."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.zap_domain = DOMAIN
@@ -57,8 +57,8 @@ class Curve:
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
 
-class Roster(Protocol):
-    """Who may speak; see pki.roster. Asked at every handshake and every message."""
+class PeerDirectory(Protocol):
+    """The peers that may speak; see pki.roster. It is asked at every handshake and every message."""
 
     def contact(self, peer: PeerId) -> Contact | None: ...
     def peer_of(self, key: bytes) -> PeerId | None: ...
@@ -76,25 +76,34 @@ class Roster(Protocol):
         """A guest's own entry; CertificateError says why it doesn't come in."""
 
 
-class Door:
-    """ZeroMQ asks here for each connection of its context: may this key come in? (ZAP, RFC 27)"""
+@dataclass(frozen=True)
+class LocalPeer:
+    """This peer, and the peers that it may talk to."""
+
+    name: PeerId
+    curve: Curve
+    roster: PeerDirectory
+    stamp: Stamp  # that its messages bear
+
+
+class Authenticator:
+    """Says for each connection of a ZeroMQ context whether its key may come in (ZAP, RFC 27)."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        me: PeerId,
-        roster: Roster,
+        local: LocalPeer,
         banned: Callable[[PeerId], bool],
-        tell: Emit,
+        emit: Emit,
     ) -> None:
-        self._me, self._roster, self._banned, self._tell = me, roster, banned, tell
+        self._local, self._banned, self._emit = local, banned, emit
         self._strangers = 0
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
-        """All that was asked."""
+        """Answer all questions that wait."""
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self.socket.recv_multipart(NOBLOCK)
@@ -107,10 +116,10 @@ class Door:
                     self.socket.send_multipart([version, number, b"200", b"OK", key, b""])
 
     def _why_not(self, key: bytes) -> str:
-        peer = self._roster.peer_of(key) if key else None
-        if peer is None and key and self._roster.is_guest(key):
+        peer = self._local.roster.peer_of(key) if key else None
+        if peer is None and key and self._local.roster.is_guest(key):
             return ""
-        if peer is None or peer == self._me:
+        if peer is None or peer == self._local.name:
             return "its key is not on the roster"
         return "cut off for its breaches" if self._banned(peer) else ""
 
@@ -118,20 +127,20 @@ class Door:
         self._strangers += 1
         if self._strangers & (self._strangers - 1) == 0:  # 1st, 2nd, 4th, 8th ...: a flood fills no log
             reason = f"call from {address}: {why} ({self._strangers} so far)"
-            self._tell(SiteRefused(site="?", reason=reason))
+            self._emit(SiteRefused(site="?", reason=reason))
 
 
 class Guests:
     """The host's half of an invitation: what its holder may say, and what it is told."""
 
-    def __init__(self, me: PeerId, roster: Roster, stamp: Stamp, tell: Emit) -> None:
-        self._me, self._roster, self._stamp, self._tell = me, roster, stamp, tell
+    def __init__(self, local: LocalPeer, emit: Emit) -> None:
+        self._local, self._emit = local, emit
         self._spoke_s: dict[bytes, float] = {}
 
     def may_speak(self, key: bytes) -> bool:
         """Whether the key is a guest's, who has not spoken just now."""
         now = time.monotonic()
-        if not self._roster.is_guest(key) or now < self._spoke_s.get(key, -math.inf) + GUEST_S:
+        if not self._local.roster.is_guest(key) or now < self._spoke_s.get(key, -math.inf) + GUEST_S:
             return False
         self._spoke_s[key] = now
         return True
@@ -144,14 +153,14 @@ class Guests:
             header, stamp = unpack(message[0].buffer)
             if header.kind is not Kind.JOIN:
                 raise WireError(f"{header.kind.name} from one who has not joined")
-            if (stamp.run, stamp.schema) != (self._stamp.run, self._stamp.schema):
-                raise JoinRefused(f"{self._me} is in another run, or trains another model")
-            contact = self._roster.admit(key, text_of(header, message[1].buffer))
+            if (stamp.run, stamp.schema) != (self._local.stamp.run, self._local.stamp.schema):
+                raise JoinRefused(f"{self._local.name} is in another run, or trains another model")
+            contact = self._local.roster.admit(key, text_of(header, message[1].buffer))
         except (WireError, JoinRefused, CertificateError) as e:
-            self._tell(SiteRefused(site="?", reason=f"by invitation: {e}"))
+            self._emit(SiteRefused(site="?", reason=f"by invitation: {e}"))
             return [(Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))]
-        self._tell(Notice(text=f"{contact.peer} is on the roster now, by invitation"))
-        told = [(Header(Kind.MEMBERS), body) for body in bundles(self._roster.statements())]
+        self._emit(Notice(text=f"{contact.peer} is on the roster now, by invitation"))
+        told = [(Header(Kind.MEMBERS), body) for body in bundles(self._local.roster.statements())]
         return [*told, (Header(Kind.WELCOME), b"")]
 
 

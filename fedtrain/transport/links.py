@@ -18,18 +18,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ..errors import ConnectError
-from ..events import Emit
+from ..events import Event
 from ..exchange import Contact, PeerId
 from ..wire.gossip import FRAME_BYTES, Header, Stamp, pack, short
-from .admission import Curve, Door, Guests, Roster
-from .shares import Parts
+from .admission import Authenticator, Guests, LocalPeer
+from .shares import Limits, Parts
 
 SENDING = 16  # messages queued in libzmq on a connection, each of a batch of chunks at most
 BATCH = 64  # messages read from one socket before the others are looked at
@@ -54,21 +54,21 @@ class Link:
     queue: deque[tuple[bytes, Parts]] = field(default_factory=deque)  # what its socket has not taken yet
     lent: deque[weakref.ref[memoryview]] = field(default_factory=deque)  # chunks that libzmq may still read
     contact: Contact | None = None  # as it was on the roster when it was called
-    greeted: bool = False  # it took our Hello
-    welcomed: bool = False  # we took its Hello
-    rejected: bool = False  # it did not take our Hello,
-    refused: str = ""  # and why we did not take its
-    met: bool = False  # both, at least once
+    greeted: bool = False  # the peer accepted our Hello
+    welcomed: bool = False  # we accepted the peer's Hello
+    rejected: bool = False  # the peer refused our Hello
+    refused: str = ""  # why we refused the peer's Hello
+    met: bool = False  # both Hellos were accepted at least once
     trouble: str = ""  # what became of our last call, where nobody answered it
-    boot: bytes = b""  # which start of its process that was
+    boot: bytes = b""  # the start of the peer's process that said the Hello we accepted
     hello_s: float = -math.inf  # when we last said Hello
     down_s: float = 0.0  # since when there is no connection
     dead: bool = False
-    again_s: float = math.inf  # when to call it again, which refused our key
-    tokens: float = 0.0  # control messages that it may send at once
-    tokens_s: float = -math.inf  # as of then
-    breaches: int = 0
-    banned_s: float = -math.inf  # until then
+    recall_s: float = math.inf  # when to call it again, which refused our key
+    tokens: float = 0.0  # control messages that the peer could send at once at tokens_s
+    tokens_s: float = -math.inf
+    breaches: int = 0  # of the protocol, by the peer
+    banned_s: float = -math.inf  # until when the peer is cut off
 
     @property
     def up(self) -> bool:
@@ -96,45 +96,48 @@ class Link:
         return time.monotonic() < self.banned_s
 
 
-class Links:
-    """All links of a peer. One thread's, but for `ring`."""
+@dataclass(frozen=True)
+class Settings:
+    """How a peer keeps its connections."""
 
-    def __init__(
-        self,
-        me: PeerId,
-        curve: Curve,
-        roster: Roster,
-        stamp: Stamp,
-        *,
-        heartbeat_s: float,
-        io_threads: int,
-        opened: Callable[[Link], None],
-        refused: Callable[[Link], None],
-        joined: Callable[[], None],
-        rung: Callable[[], None],
-        tell: Emit,
-    ) -> None:
-        """Called back: `opened` for each connection that is made, `refused` by a peer that does not take our
-        key, `joined` after a guest has spoken, `rung` after `ring`."""
-        self._curve, self._roster, self._stamp, self._heartbeat_s = curve, roster, stamp, heartbeat_s
-        self._opened, self._refused, self._joined = opened, refused, joined
-        self._guests = Guests(me, roster, stamp, tell)
+    heartbeat_s: float = 1.0  # a connection that is silent for three of these is lost
+    idle_s: float = 5.0  # a peer without a connection for so long is not waited for any more
+    io_threads: int = 1  # of libzmq
+    limits: Limits = Limits()
+
+
+class Observer(Protocol):
+    """What links tell the thread that drives them."""
+
+    def greet(self, link: Link) -> None: ...  # a connection was made
+    def key_refused(self, link: Link) -> None: ...  # by a peer, and the key is ours
+    def refresh_roster(self) -> None: ...  # a guest may have joined
+    def woken(self) -> None: ...  # by `wake`
+    def emit(self, event: Event) -> None: ...
+
+
+class Links:
+    """All links of a peer. They belong to one thread, but for `wake`."""
+
+    def __init__(self, local: LocalPeer, settings: Settings, observer: Observer) -> None:
+        self._local, self._heartbeat_s, self._observer = local, settings.heartbeat_s, observer
+        self._guests = Guests(local, observer.emit)
         self._links: dict[PeerId, Link] = {}
         self._by_dealer: dict[Source, Link] = {}
         self._talking: dict[Link, None] = {}  # with something in their queues
         self._ended: list[Link] = []  # whose last connection has ended, and was not seen to yet
-        self._context: zmq.Context[Source] = zmq.Context(io_threads=io_threads)
+        self._context: zmq.Context[Source] = zmq.Context(io_threads=settings.io_threads)
         self._context.set(zmq.MAX_SOCKETS, 8192)
-        self._bell, self._ear = socket.socketpair()
-        self._ear.setblocking(False)
+        self._waker, self._wakee = socket.socketpair()
+        self._wakee.setblocking(False)
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}  # of what can be polled, but for peers' messages
-        self.door = Door(self._context, me, roster, self._is_banned, tell)  # before the ROUTER: never without
-        self._on(self.door.socket, self.door.answer)
-        self._on(self._ear.fileno(), self._hear_bell)
-        self._rung = rung
+        # before the ROUTER, which takes no call without one
+        self.authenticator = Authenticator(self._context, local, self._is_banned, observer.emit)
+        self._on(self.authenticator.socket, self.authenticator.answer)
+        self._on(self._wakee.fileno(), self._wake_up)
         self._router = self._socket(zmq.ROUTER)
-        self._curve.serve(self._router)
+        self._local.curve.serve(self._router)
         self._router.router_mandatory = True
         self._poller.register(self._router, POLLIN)
         self._calls = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -159,19 +162,19 @@ class Links:
     def get(self, peer: PeerId) -> Link | None:
         return self._links.get(peer)
 
-    def ring(self) -> None:
-        """Have `rung` called, from any thread."""
+    def wake(self) -> None:
+        """Have `woken` called, from any thread."""
         with contextlib.suppress(OSError):  # closed at this moment
-            self._bell.send(b"!")
+            self._waker.send(b"!")
 
     def close(self) -> None:
         for link in self:
             self.hang_up(link)
         self._router.disable_monitor()
-        for each in (self._router, self._calls, self.door.socket):
+        for each in (self._router, self._calls, self.authenticator.socket):
             each.close(0)
-        self._bell.close()
-        self._ear.close()
+        self._waker.close()
+        self._wakee.close()
         self._context.term()
 
     # --- calls
@@ -180,10 +183,10 @@ class Links:
         """The link with a peer; calls it when it has an address and is not being called."""
         link = self._links.get(peer)
         if link is None:
-            stamp = msgspec.structs.replace(self._stamp, sender=short(peer))
+            stamp = msgspec.structs.replace(self._local.stamp, sender=short(peer))
             link = self._links[peer] = Link(peer, stamp, down_s=time.monotonic())
         if link.dealer is None:
-            link.contact = self._roster.contact(peer)
+            link.contact = self._local.roster.contact(peer)
             if link.contact is not None and link.contact.address is not None:
                 self._call(link, link.contact.key, link.contact.address)
         return link
@@ -192,7 +195,7 @@ class Links:
         link.dealer = dealer = self._socket(zmq.DEALER)
         dealer.immediate = True
         dealer.routing_id = b"\x01" + secrets.token_bytes(16)
-        self._curve.call(dealer, key)
+        self._local.curve.call(dealer, key)
         link.monitor = dealer.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -289,21 +292,21 @@ class Links:
                 return
 
     def _caller(self, frames: list[zmq.Frame]) -> Link | None:
-        """Whose call a message of the ROUTER came over, by the key that the door let in."""
+        """Whose call a message of the ROUTER came over, by the key that the Authenticator let in."""
         try:
             key = str(frames[-1].get("User-Id")).encode()
             fd = int(frames[-1].get(zmq.SRCFD))
         except zmq.ZMQError:
             return None
-        peer = self._roster.peer_of(key)
+        peer = self._local.roster.peer_of(key)
         if peer is None:
             if self._guests.may_speak(key):
                 for header, body in self._guests.answer(key, frames[1:]):
                     with contextlib.suppress(zmq.ZMQError):  # gone, or it doesn't read: it may ask again
                         self._router.send_multipart(
-                            [frames[0].bytes, pack(header, self._stamp), body], NOBLOCK
+                            [frames[0].bytes, pack(header, self._local.stamp), body], NOBLOCK
                         )
-                self._joined()
+                self._observer.refresh_roster()
             else:  # revoked since its handshake, or a guest who says too much
                 _shut(fd, _address(fd))
             return None
@@ -312,7 +315,7 @@ class Links:
             return None
         if fd not in link.routes:
             link.routes[fd] = (frames[0].bytes, _address(fd))
-            self._opened(link)
+            self._observer.greet(link)
         return link
 
     def _see_calls(self) -> None:
@@ -331,9 +334,9 @@ class Links:
                 match parse_monitor_message(link.monitor.recv_multipart(NOBLOCK))["event"]:
                     case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                         link.calling, link.trouble = True, ""
-                        self._opened(link)
+                        self._observer.greet(link)
                     case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                        self._refused(link)
+                        self._observer.key_refused(link)
                     case zmq.EVENT_CLOSED:
                         link.trouble = "nothing listens there yet"
                     case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
@@ -344,10 +347,10 @@ class Links:
                         if not link.up:
                             self._ended.append(link)
 
-    def _hear_bell(self) -> None:
+    def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._ear.recv(4096)
-        self._rung()
+            self._wakee.recv(4096)
+        self._observer.woken()
 
     def _on(self, source: Any, handle: Callable[[], None]) -> None:
         self._handlers[source] = handle
@@ -357,7 +360,7 @@ class Links:
 
     def say(self, link: Link, header: Header, parts: Parts = ()) -> None:
         """To be sent by the next `send`."""
-        link.queue.append((pack(header, self._stamp), parts))
+        link.queue.append((pack(header, self._local.stamp), parts))
         self._talking[link] = None
 
     def send(self) -> None:

@@ -29,7 +29,7 @@ MAX_NEWS = 64  # in a message that comes
 MAX_INCARNATION = 1 << 40
 
 
-class Status(IntEnum):
+class Liveness(IntEnum):
     """In the order in which they override each other at the same incarnation."""
 
     ALIVE = 0
@@ -40,7 +40,7 @@ class Status(IntEnum):
 
 class News(msgspec.Struct, frozen=True, array_like=True):
     peer: PeerId
-    status: Status
+    status: Liveness
     incarnation: int
 
 
@@ -53,7 +53,7 @@ class Probe(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class Member:
-    status: Status
+    status: Liveness
     incarnation: int
     since_s: float
 
@@ -88,7 +88,7 @@ class Membership:
 
     def alive(self) -> list[PeerId]:
         """All that are not dead, this one too, sorted. A suspect counts: it may only be slow."""
-        others = (p for p, m in self.members.items() if m.status <= Status.SUSPECT)
+        others = (p for p, m in self.members.items() if m.status <= Liveness.SUSPECT)
         return sorted([self.me, *others])
 
     @property
@@ -104,7 +104,7 @@ class Membership:
         """On the roster. Nobody is believed to be alive before they have been heard."""
         for peer in peers:
             if peer != self.me and peer not in self.members:
-                self.members[peer] = Member(Status.DEAD, -1, now)
+                self.members[peer] = Member(Liveness.DEAD, -1, now)
                 self.changes += 1
 
     def remove(self, peer: PeerId) -> None:
@@ -114,22 +114,22 @@ class Membership:
         self._news.pop(peer, None)
         self._helping.pop(peer, None)
 
-    def heard(self, peer: PeerId, now: float) -> None:
+    def confirm(self, peer: PeerId, now: float) -> None:
         """It is connected and speaks to us: an end of any doubt of ours."""
         member = self.members.get(peer)
         if member is None:
             return
         if self._probed == peer:
             self._probed = None
-        if member.status >= Status.DEAD and member.incarnation < 0:  # the first that we hear of it
-            self._learn(News(peer, Status.ALIVE, 0), now)
-        elif member.status >= Status.SUSPECT:  # tell it, and it refutes
+        if member.status >= Liveness.DEAD and member.incarnation < 0:  # the first that we hear of it
+            self._learn(News(peer, Liveness.ALIVE, 0), now)
+        elif member.status >= Liveness.SUSPECT:  # tell it, and it refutes
             self._news[peer] = (News(peer, member.status, member.incarnation), 1)
             self._say(peer, Kind.PING)
 
     def leave(self) -> None:
         """Say good-bye."""
-        self._news[self.me] = (News(self.me, Status.LEFT, self.incarnation), len(self.members))
+        self._news[self.me] = (News(self.me, Liveness.LEFT, self.incarnation), len(self.members))
         for peer in self.alive():
             if peer != self.me:
                 self._say(peer, Kind.PING)
@@ -156,12 +156,12 @@ class Membership:
         elif kind is Kind.PONG:
             for asker in sorted(self._helping.pop(peer, ())):
                 self._say(asker, Kind.PONG, about=peer)
-        self.heard(peer, now)
+        self.confirm(peer, now)
 
     def tick(self, now: float) -> None:
         for peer, member in self.members.items():
-            if member.status is Status.SUSPECT and now >= member.since_s + self._suspicion_s:
-                self._learn(News(peer, Status.DEAD, member.incarnation), now)
+            if member.status is Liveness.SUSPECT and now >= member.since_s + self._suspicion_s:
+                self._learn(News(peer, Liveness.DEAD, member.incarnation), now)
         if self._probed is not None and not self._asked and now >= self._probe_s + self._period_s / 2:
             self._asked = True
             others = [p for p in self.alive() if p not in (self.me, self._probed)]
@@ -170,7 +170,7 @@ class Membership:
         if now >= self._probe_s + self._period_s:
             if self._probed is not None and self._probed in self.members:
                 incarnation = self.members[self._probed].incarnation
-                self._learn(News(self._probed, Status.SUSPECT, incarnation), now)
+                self._learn(News(self._probed, Liveness.SUSPECT, incarnation), now)
             self._probe_s, self._asked, self._probed = now, False, self._next()
             self._helping.clear()
             if self._probed is not None:
@@ -181,7 +181,7 @@ class Membership:
         times = [self._probe_s + self._period_s]
         if self._probed is not None and not self._asked:
             times.append(self._probe_s + self._period_s / 2)
-        suspects = (m.since_s for m in self.members.values() if m.status is Status.SUSPECT)
+        suspects = (m.since_s for m in self.members.values() if m.status is Liveness.SUSPECT)
         return min(*times, min(suspects, default=math.inf) + self._suspicion_s)
 
     def _next(self) -> PeerId | None:
@@ -196,23 +196,23 @@ class Membership:
     def _learn(self, news: News, now: float) -> None:
         """Believe what is newer, and pass it on."""
         if news.peer == self.me:
-            if news.status is not Status.ALIVE and news.incarnation >= self.incarnation:
+            if news.status is not Liveness.ALIVE and news.incarnation >= self.incarnation:
                 self.incarnation = news.incarnation + 1
-                self._tell(News(self.me, Status.ALIVE, self.incarnation))
+                self._spread(News(self.me, Liveness.ALIVE, self.incarnation))
             return
         member = self.members.get(news.peer)
         if member is None or (news.incarnation, news.status) <= (member.incarnation, member.status):
             return
-        if news.status is Status.SUSPECT and member.status >= Status.DEAD:
+        if news.status is Liveness.SUSPECT and member.status >= Liveness.DEAD:
             return  # a doubt revives nobody
         since_s = member.since_s if news.status == member.status else now
         self.members[news.peer] = Member(news.status, news.incarnation, since_s)
         self.changes += 1
-        self._tell(news)
-        if news.status is Status.SUSPECT:
+        self._spread(news)
+        if news.status is Liveness.SUSPECT:
             self._say(news.peer, Kind.PING)  # it should know, to refute it
 
-    def _tell(self, news: News) -> None:
+    def _spread(self, news: News) -> None:
         times = 3 * math.ceil(math.log2(len(self.members) + 2))
         self._news[news.peer] = (news, times)
 
@@ -225,5 +225,5 @@ class Membership:
             if left > 1:
                 self._news[p] = (news, left - 1)
         if self.incarnation:  # always say our own: it costs little, and whoever doubts us hears it
-            chosen.append(News(self.me, Status.ALIVE, self.incarnation))
+            chosen.append(News(self.me, Liveness.ALIVE, self.incarnation))
         self.outbox.append((peer, kind, msgspec.msgpack.encode(Probe(chosen, about))))

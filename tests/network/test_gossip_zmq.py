@@ -95,7 +95,7 @@ def test_a_good_bye_counts_that_is_read_after_its_connections_have_ended():
                 for ended in (link.monitor, a._links._calls):
                     assert ended.poll(1000 * WAIT_S)
 
-            a._do(stand_still)
+            a._submit(stand_still)
             await asyncio.to_thread(busy.wait, WAIT_S)
             await b.stop()
             left.set()

@@ -12,8 +12,8 @@ import zmq
 
 from fedtrain.exchange import Contact
 from fedtrain.transport.admission import Curve
+from fedtrain.transport.peer_thread import BAN_S, PATIENCE
 from fedtrain.transport.shares import Limits
-from fedtrain.transport.zmq import BAN_S, PATIENCE
 from fedtrain.wire.codec import encode
 from fedtrain.wire.gossip import Header, Kind, Stamp, pack, pack_offer, unpack
 from tests.gossip import GREETING, MIB, Sum, party, share, vector
@@ -128,11 +128,11 @@ def test_s02_without_an_authenticator_nobody_comes_in():
             loop = asyncio.get_running_loop()
 
             def deaf():
-                p.peers["a"]._links._poller.unregister(p.peers["a"]._links.door.socket)
-                p.peers["a"]._links.door.socket.close(0)
+                p.peers["a"]._links._poller.unregister(p.peers["a"]._links.authenticator.socket)
+                p.peers["a"]._links.authenticator.socket.close(0)
                 loop.call_soon_threadsafe(done.set)
 
-            p.peers["a"]._do(deaf)
+            p.peers["a"]._submit(deaf)
             await done.wait()
             curve = Curve.new()
             p.enrol(Contact("mallory", curve.public))

@@ -1,0 +1,439 @@
+"""The thread that owns every socket of a peer, and what is said over them.
+
+How shares travel is decided by courier.py, who is alive by membership.py, both without I/O; sockets are in
+links.py, and who may speak is decided by admission.py. Here these meet a clock: greetings, the limits of what
+a peer may send, and the results that `ZmqNeighbors` waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from ..errors import CertificateError, ConnectError, JoinRefused, WireError
+from ..events import Emit, Event, Notice, SiteJoined, SiteLost, SiteRefused, UpdateRefused
+from ..exchange import Exchanged, Mixer, PeerId, ReceivedShare, Share
+from ..wire.codec import decode, encode
+from ..wire.frames import Refused
+from ..wire.gossip import Greeting, Header, Kind, Stamp, text_of, unpack
+from .admission import LocalPeer, bundles
+from .courier import Courier
+from .links import Link, Links, Settings
+from .membership import Membership
+from .shares import Body, Parts
+
+WAITING = 1000  # messages that wait here for one peer: credit keeps an honest one far below
+TOKENS = 4000.0  # control messages that a peer may send at once
+TOKENS_S = 3000.0  # control messages that a peer may send in a second, for long
+PATIENCE = 20  # breaches of the protocol after which a peer is cut off
+BAN_S = 60.0  # how long a peer stays cut off for its breaches
+RECALL_S = 3.0  # before a peer is called again that refused our key
+POLL_S = 0.25  # the longest time between two ticks of the clock
+CHUNKED = (Kind.OFFER, Kind.CHUNK)
+GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REJECT)
+
+T = TypeVar("T")
+Welcome = Callable[[PeerId, Greeting], None]
+
+
+@dataclass(frozen=True)
+class View:
+    """The peers that are alive, as one peer sees it."""
+
+    alive: tuple[PeerId, ...]  # sorted, this peer too; a round's graph is over these
+    epoch: int  # equal views have equal ones; it stands in every header
+    degraded: bool  # half of the roster, or fewer
+
+
+class PeerThread:
+    """One peer's end of all connections. `submit` may be called from any thread, and the attributes read."""
+
+    def __init__(
+        self, local: LocalPeer, settings: Settings, greeting: Greeting, welcome: Welcome, emit: Emit
+    ):
+        """`welcome` raises JoinRefused when a peer does not fit. Call it on the event loop on which `emit`
+        is called, and futures are settled."""
+        self._local, self._settings, self._welcome, self._emit = local, settings, welcome, emit
+        self._loop = asyncio.get_running_loop()
+        self._greeting = msgspec.structs.replace(greeting, boot=secrets.token_bytes(8))
+        self.courier = Courier(
+            settings.limits, first_transfer=secrets.randbits(31), refused=self._share_refused
+        )
+        self._membership = Membership(
+            local.name, now=time.monotonic(), draw=random.Random(secrets.randbits(64)),
+            period_s=settings.heartbeat_s, suspicion_s=settings.idle_s,
+        )  # fmt: skip
+        self._commands: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()  # over _posted, which both threads touch
+        self._posted: dict[PeerId, ReceivedShare] = {}
+        self._exchange: asyncio.Future[Exchanged] | None = None  # who waits for the end of the exchange
+        self._pulls: dict[PeerId, asyncio.Future[ReceivedShare | None]] = {}  # who waits for a peer's state
+        self._passed_on: frozenset[bytes] = frozenset()  # statements that all connected peers were sent
+        self._round = 0
+        self.view = View((local.name,), self._membership.epoch, False)
+        self._seen = 0  # changes of the membership that the view has
+        self._tick_s = -math.inf  # when the clock is to tick next
+        self._stopping = self._closed = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name=f"gossip {local.name}", daemon=True)
+        self.links = Links(local, settings, self)
+
+    def start(self, listen: str | None) -> int:
+        """Bind host:port, where this peer is called, if it is; the port. ConnectError when it is in use."""
+        try:
+            port = self.links.listen(listen) if listen is not None else 0
+        except ConnectError:
+            self.links.close()
+            raise
+        self._thread.start()
+        return port
+
+    def stop(self) -> None:
+        """Say good-bye and close. Blocks."""
+        if not self._closed:
+            self.submit(self._leave)
+        self._thread.join(10)
+
+    def submit(self, command: Callable[[], object]) -> None:
+        """Have the thread do something."""
+        if self._closed:
+            raise ConnectError(
+                f"{self._local.name} is not connected any more: {self._error or 'it has left'}"
+            )
+        self._commands.append(command)
+        self.links.wake()
+
+    def take_posted(self) -> dict[PeerId, ReceivedShare]:
+        with self._lock:
+            posted, self._posted = self._posted, {}
+        return posted
+
+    # --- what the caller's side submits
+
+    def begin(
+        self, done: asyncio.Future[Exchanged], round: int, shares: Mapping[PeerId, Share],
+        expected: Sequence[PeerId], mixer: Mixer, deadline_s: float,
+    ) -> None:  # fmt: skip
+        self._exchange, self._round = done, max(round, self._round)
+        self.courier.begin(round, shares, expected, mixer, deadline_s, time.monotonic())
+
+    def pull(self, peer: PeerId, answer: asyncio.Future[ReceivedShare | None]) -> None:
+        self._pulls[peer] = answer
+        self.courier.pull(peer, time.monotonic())
+
+    def forget_pull(self, peer: PeerId) -> None:
+        if self._pulls.pop(peer, None):
+            self.courier.receiver.forget_pull(peer)
+
+    def announce(self, round: int) -> None:
+        self._round = max(round, self._round)
+        for link in self.links:
+            if link.up:
+                self._say(link, Header(Kind.PING, round))
+
+    # --- the thread
+
+    def _work(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as e:  # whatever it is, those who wait must hear of it
+            self._error = e
+        finally:
+            self._closed = True
+            self._fail_waiting()
+            self.links.close()
+
+    def _turn(self) -> None:
+        """Wait, hear what came, do what is due, say what follows, hand back what is over."""
+        for link, message in self.links.receive(max(self._tick_s - time.monotonic(), 0.0)):
+            self._dispatch(link, message)
+        if (now := time.monotonic()) >= self._tick_s:
+            self.courier.tick(now)
+            self._membership.tick(now)
+            self._check_links(now)
+            self._tick_s = min(self.courier.wake_s(), self._membership.wake_s(), now + POLL_S)
+        self._refresh_view()
+        self._write()
+        self._deliver_results()
+
+    def woken(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        self._tick_s = -math.inf  # they may have brought deadlines
+
+    def _gone(self, link: Link, why: str) -> None:
+        """Nobody waits for this peer, until it is back."""
+        if not link.dead:
+            link.dead = True
+            self.courier.lost(link.peer, why, time.monotonic())
+            self.emit(SiteLost(site=link.peer, reason=why))
+
+    def _refresh_view(self) -> None:
+        membership = self._membership
+        while membership.outbox:
+            peer, kind, body = membership.outbox.popleft()
+            if (link := self.links.get(peer)) and link.agreed:
+                self._say(link, Header(kind, self._round, epoch=self.view.epoch), body)
+        if membership.changes != self._seen:
+            self._seen = membership.changes
+            self.view = View(tuple(membership.alive()), membership.epoch, membership.degraded())
+            self.courier.state.epoch = self.view.epoch
+
+    def _check_links(self, now: float) -> None:
+        for link in self.links:
+            unanswered = link.up and not link.greeted and not link.rejected
+            if unanswered and now >= link.hello_s + self._settings.limits.retry_s:
+                self.greet(link)
+            if not link.up and not link.dead and now >= link.down_s + self._settings.idle_s:
+                self._gone(link, f"no connection for {self._settings.idle_s:g} s")
+            if now >= link.recall_s:
+                link.recall_s = math.inf
+                self.links.hang_up(link)
+                self.links.to(link.peer)
+
+    def refresh_roster(self) -> None:
+        known = set(self._local.roster.peers())
+        self._membership.add(sorted(known), time.monotonic())
+        for gone in self._membership.members.keys() - known:
+            self._membership.remove(gone)
+        for link in self.links:
+            contact = self._local.roster.contact(link.peer)
+            if contact is None or (link.contact is not None and contact.key != link.contact.key):
+                self._cut(link, "its key is no longer on the roster")
+            elif contact != link.contact and link.dealer is not None:  # it has moved
+                self.links.hang_up(link)
+                self.links.to(link.peer)
+        statements = self._local.roster.statements()
+        news = [each for each in statements if each not in self._passed_on]
+        self._passed_on = frozenset(statements)
+        for link in self.links:
+            if link.agreed:
+                self._introduce(link, news)
+
+    def key_refused(self, link: Link) -> None:
+        """Our entry may come to its roster later; by itself libzmq calls no peer again that refused a key."""
+        link.recall_s = time.monotonic() + RECALL_S
+        name = self._local.name
+        self._gone(
+            link, f"it refuses our key: is our entry on its roster, and no other process {name} by now?"
+        )
+
+    def _cut(self, link: Link, why: str) -> None:
+        self._gone(link, why)
+        self.links.cut(link)
+
+    # --- reading
+
+    def _dispatch(self, link: Link, message: list[zmq.Frame]) -> None:
+        """One message: is it ours, what does it say?"""
+        try:
+            if not message:
+                raise WireError("a message of no frames")
+            header, stamp = unpack(message[0].buffer)
+            parts = [frame.buffer for frame in message[1:]]
+            if len(parts) > 1 and header.kind not in CHUNKED:
+                raise WireError(f"a {header.kind.name} of {len(message)} frames")
+            if stamp.sender != link.stamp.sender:
+                raise WireError("it says that it is another peer than its key's")
+            if header.kind is not Kind.CHUNK:  # these are bounded by credit
+                self._spend(link)
+            if header.kind in GREETINGS:
+                self._greeted(link, header, stamp, parts[0] if parts else b"")
+            elif stamp != link.stamp:
+                raise WireError("it is of another run, or of another model")
+            elif link.welcomed:
+                self._receive(link, header, parts)
+        except WireError as e:
+            self._breach(link, str(e))
+
+    def _spend(self, link: Link) -> None:
+        now = time.monotonic()
+        link.tokens = min(TOKENS, link.tokens + (now - link.tokens_s) * TOKENS_S) - 1
+        link.tokens_s = now
+        if link.tokens < 0:
+            link.tokens = 0.0
+            raise WireError(f"more than {TOKENS_S:g} messages a second")
+
+    def _breach(self, link: Link, what: str) -> None:
+        link.breaches += 1
+        if link.breaches & (link.breaches - 1) == 0:
+            self.emit(UpdateRefused(site=link.peer, reason=f"{what} (breach {link.breaches})"))
+        if link.breaches >= PATIENCE:
+            link.breaches, link.banned_s = 0, time.monotonic() + BAN_S
+            self._cut(link, f"cut off for {BAN_S:g} s after {PATIENCE} breaches: {what}")
+
+    def _receive(self, link: Link, header: Header, parts: Parts) -> None:
+        now, body = time.monotonic(), parts[0] if parts else b""
+        match header.kind:
+            case Kind.PING | Kind.PONG | Kind.SUSPECT:
+                self.courier.announced(link.peer, header.round, now)
+                if len(body):  # otherwise it only says where it is
+                    self._membership.receive(link.peer, header.kind, text_of(header, body), now)
+            case Kind.MEMBERS:
+                self._introduced(link, text_of(header, body))
+            case Kind.LEAVE:
+                self._gone(link, "has left")
+            case _:
+                self.courier.receive(link.peer, header, parts, now)
+
+    # --- greeting: both ends must train the same
+
+    def greet(self, link: Link) -> None:
+        link.hello_s = time.monotonic()
+        self._say(link, Header(Kind.HELLO, self._round), encode(self._greeting))
+
+    def _greeted(self, link: Link, header: Header, stamp: Stamp, body: Body) -> None:
+        text = text_of(header, body)
+        if header.kind is Kind.WELCOME:
+            if not link.greeted:
+                link.greeted = True
+                self._agreed(link)
+            return
+        if header.kind is Kind.REJECT:
+            refused: Refused = decode(text, Refused)
+            link.rejected = True
+            self._gone(link, refused.reason[:200])
+            return
+        greeting: Greeting = decode(text, Greeting)
+        try:
+            if stamp.schema != self._local.stamp.schema:
+                raise JoinRefused(f"{link.peer} and {self._local.name} train different models")
+            if stamp.run != self._local.stamp.run:
+                raise JoinRefused(f"{link.peer} and {self._local.name} are in different runs")
+            self._welcome(link.peer, greeting)
+        except JoinRefused as e:
+            if link.refused != str(e):
+                link.refused = str(e)
+                self.emit(SiteRefused(site=link.peer, reason=str(e)))
+            self._say(link, Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))
+            return
+        again = link.welcomed and greeting.boot == link.boot
+        link.welcomed, link.boot = True, greeting.boot
+        self._say(link, Header(Kind.WELCOME, self._round))
+        self.courier.announced(link.peer, header.round, time.monotonic())
+        if not again:
+            self.greet(link)  # it may not have known us before
+            self._agreed(link)
+
+    def _agreed(self, link: Link) -> None:
+        if link.agreed:
+            if link.dead or not link.met:
+                self.emit(SiteJoined(site=link.peer))
+            link.dead, link.met = False, True
+            now = time.monotonic()
+            self.courier.found(link.peer, now)
+            self._membership.add([link.peer], now)
+            self._membership.confirm(link.peer, now)
+            self._introduce(link, self._local.roster.statements())
+            self.refresh_roster()  # its entry may have come by a file, and others not know it
+
+    def _introduce(self, link: Link, statements: Iterable[bytes]) -> None:
+        """Pass on what was signed: whoever knows one peer, soon knows all."""
+        for body in bundles(statements):
+            self._say(link, Header(Kind.MEMBERS), body)
+
+    def _introduced(self, link: Link, text: bytes) -> None:
+        known = set(self._local.roster.statements())
+        for statement in decode(text, list[bytes]):
+            if statement not in known:
+                try:
+                    contact = self._local.roster.add(statement)
+                except CertificateError as e:
+                    self.emit(Notice(text=f"{link.peer} passed on an entry that is refused: {e}"))
+                    continue
+                if contact is not None and contact.peer != self._local.name:
+                    self.links.to(contact.peer)
+        if known != set(self._local.roster.statements()):
+            self.refresh_roster()
+
+    # --- writing
+
+    def _say(self, link: Link, header: Header, *parts: Body) -> None:
+        if len(link.queue) >= WAITING:
+            self._cut(link, "it does not read what it is sent")
+        else:
+            self.links.say(link, header, parts)
+
+    def _write(self) -> None:
+        outbox = self.courier.outbox
+        while outbox:
+            peer, header, parts = outbox.popleft()
+            link = self.links.get(peer) or self.links.to(peer)
+            if link.up:  # otherwise the courier says it again when the peer is found
+                self._say(link, header, *parts)
+        self.links.send()
+
+    # --- handing back to the caller's side
+
+    def _deliver_results(self) -> None:
+        courier = self.courier
+        if courier.finished is not None and self._exchange is not None:
+            done, self._exchange = self._exchange, None
+            for peer in {*courier.finished.kept, *courier.finished.unsure}:
+                link = self.links.to(peer)
+                if link.lends():  # chunks of a share that is over lie in its socket: they go with it
+                    self.links.hang_up(link)
+                    self.links.to(peer)
+            finished, courier.finished = courier.finished, None
+            self._on_loop(_settle, done, finished)
+        if courier.receiver.posted:
+            with self._lock:
+                self._posted |= courier.receiver.take_posted()
+        states = courier.receiver.states
+        for peer in list(states):
+            if answer := self._pulls.pop(peer, None):
+                self._on_loop(_settle, answer, states.pop(peer))
+
+    def _share_refused(self, peer: PeerId, round: int, reason: str) -> None:
+        self.emit(UpdateRefused(site=peer, round=round + 1, reason=reason))
+
+    def emit(self, event: Event) -> None:
+        """To the log, which belongs to the caller's side."""
+        self._on_loop(self._emit, event)
+
+    def _leave(self) -> None:
+        self._membership.leave()
+        self._refresh_view()
+        for link in self.links:
+            if link.up and link.greeted:
+                self._say(link, Header(Kind.LEAVE))
+        self._write()
+        until = time.monotonic() + 0.2  # LINGER is 0: give the last words a moment to leave
+        while time.monotonic() < until and any(link.queue for link in self.links):
+            self._write()
+            time.sleep(0.005)
+        time.sleep(0.02)
+        self._stopping = True
+
+    def _fail_waiting(self) -> None:
+        """Nobody waits for a thread that is gone."""
+        error = self._error or ConnectError(f"{self._local.name} has left")
+        for waiting in (*self._pulls.values(), *([self._exchange] if self._exchange else [])):
+            self._on_loop(_fail, waiting, error)
+
+    def _on_loop(self, what: Callable[..., object], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # its loop has ended
+            self._loop.call_soon_threadsafe(what, *args)
+
+
+def _settle(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
