@@ -51,8 +51,8 @@ def simulate(
     data_dir: Path | str | None = None,
     progress: bool | None = None,
 ) -> Run:
-    """Train with all sites simulated on this machine, from the last committed round on; works where an event
-    loop runs already, as in a notebook. Ctrl-C ends it cleanly, and the same call goes on.
+    """Train with all sites simulated on this machine, also where an event loop runs, as in notebooks.
+    Ctrl-C ends it cleanly, and the same call goes on from the last committed round.
 
     `mode`: "federated" or "gossip". `fresh`: forget the earlier rounds of this run. `start`: whose model a
     new run begins with. `progress`: show it as it happens; None: in a notebook only.
@@ -85,20 +85,19 @@ async def simulation(
     one_of("mode", mode, ("federated", "gossip"))
     run_dir = config.gossip_dir if mode == "gossip" else config.simulate_dir
     source, data = None if start is None else source_of(config, start), _data(task, data_dir)
-    if mode == "gossip":
-        from .runtime import gossip_simulation
+    if mode == "gossip" and start is not None:
+        raise ConfigError(
+            "--from: peers begin with the task's own model. Leave --from out, or simulate without "
+            "--mode gossip."
+        )
+    with logged(run_dir, on_event) as emit:
+        if mode == "gossip":
+            from .runtime import gossip_simulation
 
-        if source is not None:
-            raise ConfigError(
-                "--from: peers begin with the task's own model. Leave --from out, or simulate without "
-                "--mode gossip."
-            )
-        with logged(run_dir, on_event) as emit:
             await gossip_simulation.simulate(config, emit=emit, fresh=fresh, data_dir=data, task=task)
-    else:
-        from .runtime import simulation
+        else:
+            from .runtime import simulation
 
-        with logged(run_dir, on_event) as emit:
             await simulation.simulate(
                 config, emit=emit, debug=debug, fresh=fresh, start=source, data_dir=data, task=task
             )
@@ -106,11 +105,7 @@ async def simulation(
 
 
 async def aggregate(
-    project: Project = ".",
-    settings: Settings = NONE,
-    *,
-    start: Source | None = None,
-    on_event: Emit = silent,
+    project: Project = ".", settings: Settings = NONE, *, start: Source | None = None, on_event: Emit = silent
 ) -> Run:
     """Wait for the sites and train with them, as `fedtrain aggregator`. To cancel it is a clean stop: called
     again, it goes on. `start`: as in `simulate`. `on_event` is called with each event, on the loop."""

@@ -8,11 +8,14 @@ import signal
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from ..errors import FedtrainError, TaskError, story_of
+
+if TYPE_CHECKING:
+    from ..events import Emit
 
 
 class Stopped(SystemExit):
@@ -143,6 +146,14 @@ def drive(work: Coroutine[Any, Any, Any]) -> None:
         if stopped:
             raise Stopped(128 + stopped) from None
         raise
+
+
+def drive_shown(work: Callable[[Emit], Coroutine[Any, Any, Any]], *, json: bool, plain: bool = False) -> None:
+    """As `drive`, for work that is given what shows its events: a table, plain lines, or JSON."""
+    from ..tracking.live import screen
+
+    with screen(json=json, plain=plain) as show:
+        drive(work(show))
 
 
 def which_round(_: object, __: object, value: str | None) -> Any:

@@ -26,6 +26,7 @@ from .arguments import (
     as_json,
     begin_with,
     drive,
+    drive_shown,
     ends,
     line_of,
     stop,
@@ -33,7 +34,7 @@ from .arguments import (
     with_config,
     with_data,
 )
-from .output import RUN_COLUMNS, columns, fitted, plan_lines, room, row_of_the_table, run_row, short
+from .output import columns, print_json, print_plan, print_runs, row_of_the_table, short
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -46,8 +47,6 @@ Quick start:
   fedtrain aggregator                  in one terminal
   fedtrain site site-1                 in a second; site-2, site-3 in two more
 """
-
-
 CERTIFICATE_DAYS = 30
 
 
@@ -116,13 +115,14 @@ def simulate(
     """Train with all sites simulated on this machine."""
     from .. import api
     from ..runtime import simulation
-    from ..tracking.live import screen
 
     if partition_png is not None:
         with writing(partition_png):
             simulation.draw_partition(config, partition_png)
-    with screen(json=json, plain=debug is not None) as show:
-        drive(api.simulation(config, mode=mode, debug=debug, fresh=fresh, start=start, on_event=show))
+    drive_shown(
+        lambda show: api.simulation(config, mode=mode, debug=debug, fresh=fresh, start=start, on_event=show),
+        json=json, plain=debug is not None,
+    )  # fmt: skip
 
 
 @cli.command()
@@ -150,9 +150,7 @@ def topology(
         with writing(png):
             analysis.draw(graph, peers, png, seed)
     if json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(report))
+        print_json(report)
     else:
         click.echo("\n".join(report.lines(parameters)))
 
@@ -227,10 +225,8 @@ def _issue(config: Config, name: str, *, days: float, request: bytes | None) -> 
 def aggregator(config: Config, json: bool, start: str | None) -> None:
     """Wait for the sites and train with them, round by round."""
     from .. import api
-    from ..tracking.live import screen
 
-    with screen(json=json) as show:
-        drive(api.aggregate(config, start=start, on_event=show))
+    drive_shown(lambda show: api.aggregate(config, start=start, on_event=show), json=json)
 
 
 @cli.command()
@@ -241,10 +237,8 @@ def aggregator(config: Config, json: bool, start: str | None) -> None:
 def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
     """Join the aggregator as NAME; train on the data here."""
     from .. import api
-    from ..tracking.live import screen
 
-    with screen(json=json) as show:
-        drive(api.site(name, config, data_dir=data_dir, on_event=show))
+    drive_shown(lambda show: api.site(name, config, data_dir=data_dir, on_event=show), json=json)
 
 
 @cli.command()
@@ -313,8 +307,6 @@ def datacenter(config: Config, json: bool, data_dir: Path | None, start: str | N
 @with_data
 def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_dir: Path | None) -> None:
     """Estimate what a round, or a rank, will cost."""
-    import msgspec
-
     from .. import modes
 
     if ranks is not None:
@@ -323,7 +315,7 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
 
         mesh, memory = datacenter.plan(config, ranks, data_dir)
         if json:
-            click.echo(msgspec.json.encode({"ranks": ranks, "mesh": mesh, "memory_bytes": memory}))
+            print_json({"ranks": ranks, "mesh": mesh, "memory_bytes": memory})
         else:
             click.echo(f"{ranks} ranks, mesh {mesh}; memory of the rank that has most:")
             columns([(f"  {name}", size(nbytes)) for name, nbytes in memory.items()])
@@ -334,16 +326,8 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
     found = round_plan(config, sites, data_dir)
     if json:
         sums = {"aggregator_bytes": found.aggregator_bytes, "run_bytes": found.run_bytes}
-        click.echo(msgspec.json.encode({**asdict(found), **sums}))
-        return
-    how = "under masks" if found.masks else "in the open (secagg.enabled = false)"
-    noun, each = "round", f"A round of {found.sites} sites"
-    if config.asynchronous.enabled:
-        noun, each = "version", f"A version, which is {found.updates} updates of any of {found.sites} sites"
-    frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
-    click.echo(f"{each}, {how}; {found.parameters:,} parameters{frozen}:")
-    columns([(f"  {name}", value) for name, value in plan_lines(found, noun)])
-    row_of_the_table(config, "simulate")
+        return print_json({**asdict(found), **sums})
+    print_plan(config, found)
 
 
 # --- looking at runs
@@ -385,16 +369,14 @@ def watch(config: Config, run: str | None, json: bool) -> None:
 @as_json
 def runs(config: Config, json: bool) -> None:
     """List the runs of this project, the newest last."""
-    import msgspec
-
     from ..tracking.runs import summaries
 
     found = summaries(config.root / config.run.dir)
     if json:
         for summary in found:
-            click.echo(msgspec.json.encode(summary))
+            print_json(summary)
     elif found:
-        columns(fitted([RUN_COLUMNS, *map(run_row, found)], room()))
+        print_runs(found)
     else:
         click.echo(f"No run in {short(config.root / config.run.dir)} yet. Start one: fedtrain simulate")
 
@@ -441,10 +423,7 @@ def evaluate(
     source = api.run_dir(config, None) if run is None else api.source_of(config, run)
     found = api.evaluate(source, config, site=name, data_dir=data_dir, round=round_)
     if json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(found))
-        return
+        return print_json(found)
     if found.data != "test_data":
         click.echo(f"The task has no test_data(): this is its {found.data}(), {SPLITS[found.data]} data.")
     names = [*found.metrics]

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -31,6 +31,11 @@ def run_row(s: Summary) -> tuple[str, ...]:
     loss = "" if s.loss is None else number(s.loss)
     rounds = f"{s.round}/{s.rounds}" if s.rounds else ""
     return (s.run, s.state, rounds, loss, averages(s.metrics), best, updated)
+
+
+def print_runs(found: list[Summary]) -> None:
+    """Print runs as a table that fits the terminal."""
+    columns(fitted([RUN_COLUMNS, *map(run_row, found)], room()))
 
 
 def fitted(rows: list[tuple[str, ...]], room: int) -> list[tuple[str, ...]]:
@@ -62,6 +67,13 @@ def room() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
+def print_json(value: Any) -> None:
+    """One line for a program."""
+    import msgspec
+
+    click.echo(msgspec.json.encode(value))
+
+
 def columns(rows: list[tuple[str, ...]]) -> None:
     """Print rows of cells, one under the other; a line too long for the terminal is cut."""
     widths, most = [max(map(len, column)) for column in zip(*rows, strict=True)], room()
@@ -74,6 +86,18 @@ def short(path: Path) -> str:
     """Relative to where the user is, when it lies there."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def print_plan(config: Config, found: RoundTraffic) -> None:
+    """Print what a round, or a version, of these settings costs."""
+    how = "under masks" if found.masks else "in the open (secagg.enabled = false)"
+    noun, each = "round", f"A round of {found.sites} sites"
+    if config.asynchronous.enabled:
+        noun, each = "version", f"A version, which is {found.updates} updates of any of {found.sites} sites"
+    frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
+    click.echo(f"{each}, {how}; {found.parameters:,} parameters{frozen}:")
+    columns([(f"  {name}", value) for name, value in plan_lines(found, noun)])
+    row_of_the_table(config, "simulate")
 
 
 def plan_lines(found: RoundTraffic, noun: str) -> Iterator[tuple[str, str]]:

@@ -103,21 +103,18 @@ class Extraction:
         self.lacks: dict[str, str] = {}
 
     def add(self, name: str) -> None:
-        """Add the statement that defines a name, after those for what it needs when it runs."""
+        """Add the statement that defines a name, after those for what it uses."""
         if name in self._done or name not in self._main:
             return
         self._done.add(name)
         value = self._main[name]
         statement = imported(name, value) or constant(name, value) or self._defined(name, value)
-        if not statement:
+        for other in referred(statement):
+            self.add(other)
+        if statement:
+            self.statements.append(statement)
+        else:
             self.lacks[name] = type(value).__name__
-            return
-        at_once, later = referred(statement)
-        for other in at_once:
-            self.add(other)
-        self.statements.append(statement)
-        for other in later:
-            self.add(other)
 
     def _defined(self, name: str, value: Any) -> str:
         """A class, a function, or a name that one call gave its value, as its source has it: the cell or file
@@ -168,17 +165,13 @@ def binds(node: ast.stmt, name: str) -> bool:
     return isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
 
 
-def referred(statement: str) -> tuple[list[str], list[str]]:
-    """Names of the module that a statement needs when it runs, and those that its functions need when they
-    are called."""
+def referred(statement: str) -> list[str]:
+    """Names of the module that a statement uses, its functions' included."""
     table = symtable.symtable(statement, "<source>", "exec")
-    at_once, later, todo = set[str](), set[str](), [(table, False)]
+    found, todo = set[str](), [table]
     while todo:
-        scope, called = todo.pop()
-        called = called or scope.get_type() == "function"
-        for symbol in scope.get_symbols():
-            if symbol.is_referenced() and (scope is table or symbol.is_global()):
-                (later if called else at_once).add(symbol.get_name())
-        todo += [(inner, called) for inner in scope.get_children()]
-    known = set(vars(builtins))
-    return sorted(at_once - known), sorted(later - at_once - known)
+        scope = todo.pop()
+        used = (symbol for symbol in scope.get_symbols() if symbol.is_referenced())
+        found |= {symbol.get_name() for symbol in used if scope is table or symbol.is_global()}
+        todo += scope.get_children()
+    return sorted(found - vars(builtins).keys())
