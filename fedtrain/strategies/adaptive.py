@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..config import require
+from .base import Strategy
 
 if TYPE_CHECKING:
     from .base import State, Vector
 
 
-class Adaptive(Protocol):
-    """The options that FedAdagrad, FedAdam and FedYogi share."""
+@dataclass(frozen=True)
+class Adaptive(Strategy):
+    """m ← β₁m + (1 − β₁)Δ, w ← w + η m / (√v + τ), given the new v of `second_moment`."""
 
-    @property
-    def server_lr(self) -> float: ...
-    @property
-    def b1(self) -> float: ...
-    @property
-    def tau(self) -> float: ...
+    server_lr: float = 0.1
+    b1: float = 0.9
+    tau: float = 1e-3  # adaptivity floor, the paper's τ
 
+    def __post_init__(self) -> None:
+        require(0 < self.server_lr < math.inf, "strategy.server_lr", f"{self.server_lr} must be positive")
+        require(0 <= self.b1 < 1, "strategy.b1", f"{self.b1} must be in [0, 1)")
+        require(0 < self.tau < math.inf, "strategy.tau", f"{self.tau} must be positive")
 
-def check(strategy: Adaptive) -> None:
-    """ConfigError for an option outside its range."""
-    lr, b1, tau = strategy.server_lr, strategy.b1, strategy.tau
-    require(0 < lr < math.inf, "strategy.server_lr", f"{lr} must be positive")
-    require(0 <= b1 < 1, "strategy.b1", f"{b1} must be in [0, 1)")
-    require(0 < tau < math.inf, "strategy.tau", f"{tau} must be positive")
+    def second_moment(self, v: Vector, delta: Vector) -> Vector:
+        """The next v, a new vector."""
+        raise NotImplementedError("an adaptive strategy says how v moves")
 
+    def init(self, weights: Vector) -> State:
+        """m₋₁ = 0, and v₋₁ = τ², the smallest value that the paper allows."""
+        return {"m": weights.new_zeros(weights.shape), "v": weights.new_full(weights.shape, self.tau**2)}
 
-def init(strategy: Adaptive, weights: Vector) -> State:
-    """m₋₁ = 0, and v₋₁ = τ², the smallest value that the paper allows."""
-    return {"m": weights.new_zeros(weights.shape), "v": weights.new_full(weights.shape, strategy.tau**2)}
-
-
-def step(strategy: Adaptive, weights: Vector, state: State, delta: Vector, v: Vector) -> tuple[Vector, State]:
-    """m ← β₁m + (1 − β₁)Δ, w ← w + η m / (√v + τ), given the new v."""
-    m = (state["m"] * strategy.b1).add_(delta, alpha=1 - strategy.b1)
-    return weights.addcdiv_(m, v.sqrt().add_(strategy.tau), value=strategy.server_lr), {"m": m, "v": v}
+    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
+        v = self.second_moment(state["v"], mean_delta)
+        m = (state["m"] * self.b1).add_(mean_delta, alpha=1 - self.b1)
+        return weights.addcdiv_(m, v.sqrt().add_(self.tau), value=self.server_lr), {"m": m, "v": v}

@@ -5,31 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config import require
-from . import adaptive
-from .base import Strategy
+from .fedadam import FedAdam
 
 if TYPE_CHECKING:
-    from .base import State, Vector
+    from .base import Vector
 
 
 @dataclass(frozen=True)
-class FedYogi(Strategy):
+class FedYogi(FedAdam):
     """v ← v − (1 − β₂) Δ² sign(v − Δ²) (Reddi et al. 2021, Algorithm 2)."""
 
-    server_lr: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.99
-    tau: float = 1e-3  # adaptivity floor, the paper's τ
-
-    def __post_init__(self) -> None:
-        adaptive.check(self)
-        require(0 <= self.b2 < 1, "strategy.b2", f"{self.b2} must be in [0, 1)")
-
-    def init(self, weights: Vector) -> State:
-        return adaptive.init(self, weights)
-
-    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
-        square, v = mean_delta * mean_delta, state["v"]
-        v = v - square * (v - square).sign_() * (1 - self.b2)
-        return adaptive.step(self, weights, state, mean_delta, v)
+    def second_moment(self, v: Vector, delta: Vector) -> Vector:
+        square = delta * delta
+        return v - square * (v - square).sign_() * (1 - self.b2)
