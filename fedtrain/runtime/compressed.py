@@ -78,11 +78,11 @@ def down_codec(config: Config, schema: Schema) -> DeltaCodec | None:
     return DeltaCodec(schema, found)
 
 
-def linear(config: Config) -> compression.Linear | None:
+def linear(config: Config) -> compression.Linear:
     """What masked sums are over, in place of the updates themselves."""
     check_config(config)
-    found = compression.parse(config.compression.up) if config.compression.up else None
-    assert found is None or isinstance(found, compression.Linear), found
+    found = compression.parse(config.compression.up)
+    assert isinstance(found, compression.Linear), found
     return found
 
 

@@ -117,7 +117,8 @@ async def _train(
             plan = RoundPlan(plan.round, attempt, sample(config, plan.round, attempt, members))
             continue
         nbytes = after.weights.schema.nbytes
-        after = await in_thread(nbytes, compressed.shortened, config, checkpoint, after)
+        if config.compression.down:
+            after = await in_thread(nbytes, compressed.shortened, config, checkpoint, after)
         prepared = await in_thread(nbytes, store.prepare, after)
         store.commit(after, record, prepared, inside)
         if store.durable:
@@ -195,10 +196,10 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
     `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
     """
     from ..pki import Credentials, Verifier
+    from ..pki.callers import Callers
     from ..transport.endpoints import TRANSPORTS, RemoteCohort
     from ..transport.tls import Tls
     from . import secure_rounds
-    from .callers import Callers
 
     keep_freed()
     compressed.check_config(config)

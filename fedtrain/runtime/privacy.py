@@ -30,8 +30,6 @@ def noised(
     config: Config, update: Update, site: SiteId, round: int, weights: Arena, simulated: bool
 ) -> Update:
     """The update as it may leave the site, without its metrics: the loss tells of the data as well."""
-    if not config.privacy.noise_multiplier:
-        return update
     assert isinstance(update.delta, Arena), update.delta
     key = os.urandom(16)
     if simulated:  # a run and its repetition are equal

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from ..config import Config
 from ..digest import seed_of
 from ..errors import BadUpdate, RoundError, SecAggError, TooFewSites, Unfinished
 from ..events import Emit, Notice, UpdateReceived, UpdateRefused
-from ..exchange import Before, Cohort
+from ..exchange import Cohort
 from ..messages import MAX_SUMS, Failure, Metrics, Reply, Request, SiteId, Update, averages
 from ..schema import Schema
 from ..secagg.encoding import Encoding, Total
@@ -40,11 +40,11 @@ from ..secagg.messages import (
 from ..secagg.roster import Verifies
 from ..secagg.server import SecureSum, masked_sum
 from ..store import RoundPlan
+from ..transport.patient import Patient
 from .answers import Mean, rule_of
 from .progress import check_failures
 from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
 
-GRACE_S = 0.25  # how long replies that are not needed any more may still come
 REPLIES = Keys | Shares | Masked | Agreed | Unmasked | Failure
 
 
@@ -102,26 +102,8 @@ def longest_vector(config: Config, schema: Schema) -> int:
     return Encoding(smallest, schema).numel([""] * MAX_NAMES) + smallest.limbs * MAX_SUMS
 
 
-class Patient(Before):
-    """A cohort whose exchanges, once the caller has enough replies, wait GRACE_S for the others."""
-
-    async def exchange(
-        self, requests: Mapping[SiteId, Request], deadline_s: float
-    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        async with aclosing(self._others.exchange(requests, deadline_s)) as replies:
-            try:
-                async for pair in replies:
-                    yield pair
-            except GeneratorExit:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(GRACE_S):
-                        async for _ in replies:
-                            pass
-                raise
-
-
 class KnowsCallers(Protocol):
-    """Knows the certificates of the sites that called: a callers.Callers."""
+    """Knows the certificates of the sites that called: a pki.callers.Callers."""
 
     def fingerprints(self, sites: Sequence[SiteId], /) -> Mapping[SiteId, bytes]: ...
 

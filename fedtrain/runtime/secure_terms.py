@@ -52,7 +52,7 @@ def fixed_point(config: Config, sites: int) -> FixedPoint:
 
 def encoding_of(config: Config, number: int, sites: int, schema: Schema | None) -> Encoding:
     """How an update of a round (without a schema: an evaluation) becomes a vector that so many sites sum."""
-    squeeze = compressed.linear(config)
+    squeeze = compressed.linear(config) if config.compression.up else None
     seed = seed_of(config.run.seed, "compression", number)
     return Encoding(fixed_point(config, sites), schema, squeeze, seed)
 

@@ -283,7 +283,7 @@ async def run(
 
         about = trainer.description
         secure = secure_site_of(config, name, credentials, ledger) if config.secagg.enabled else None
-        spent = Spent(config.privacy, ledger.folder, emit)
+        spent = Spent(config.privacy, ledger.folder, emit) if config.privacy.noise_multiplier else None
         site = Site(
             name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),
             bounds := bounds_of(config),

@@ -117,7 +117,8 @@ class Workbench:
             update = self._team.train(site, round, weights, delta)
         else:
             update = self._engine.train(site, self._load("data", site), round, weights, delta)
-        update = noised(self._config, update, site, round, weights, self._simulated is not None)
+        if self._config.privacy.noise_multiplier:
+            update = noised(self._config, update, site, round, weights, self._simulated is not None)
         if self._encoder is None:
             return update
         return self._encoder.encode(update, site, round, out, counted)

@@ -70,7 +70,7 @@ class Ledger:
                 "DELETE FROM replies WHERE rowid NOT IN "
                 "(SELECT rowid FROM replies ORDER BY rowid DESC LIMIT ?)", (KEEP,),
             )  # fmt: skip
-        self.outbox.keep_only(digest for (digest,) in self._db.all("SELECT digest FROM replies"))
+        self.outbox.keep_only([digest for (digest,) in self._db.all("SELECT digest FROM replies")])
 
     def spare(self) -> Path:
         """Where the next update is to be written: over an old one's file, when one is done with."""

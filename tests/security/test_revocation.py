@@ -8,9 +8,8 @@ import pytest
 from fedtrain.errors import CertificateError, JoinRefused
 from fedtrain.exchange import gather
 from fedtrain.messages import Failure, Train, Update
-from fedtrain.pki import Credentials, issue, revoke
-from fedtrain.runtime import callers
-from fedtrain.runtime.callers import Callers
+from fedtrain.pki import Credentials, callers, issue, revoke
+from fedtrain.pki.callers import Callers
 from tests.federation import aggregator, certificates, echo_plus, hello, link, random_arena
 
 MODEL = random_arena(1000, 0)

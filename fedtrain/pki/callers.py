@@ -1,7 +1,7 @@
-"""Who may call the aggregator: sites of its federation whose certificate is not revoked, asked on every call.
+"""Who may call the aggregator: sites of its federation whose certificate is not revoked, in every call.
 
-The list of revoked certificates is `certs/revoked.pem` (pki/revocation.py). It is looked at again while a
-run goes on: whoever came onto it is cut off within seconds, its open streams too (S6).
+The list of revoked certificates is `certs/revoked.pem` (revocation.py). It is read again while a run goes
+on: a site that is added to it is cut off within seconds, its open streams too (S6).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from pathlib import Path
 from ..errors import CertificateError
 from ..events import Emit, Notice
 from ..messages import SiteId
-from ..pki import Credentials, Identity, Revoked, fingerprint, identity_of
-from ..pki.revocation import LIST
+from .identity import Credentials, Identity, identity_of
+from .revocation import LIST, Revoked
+from .signing import fingerprint
 
-RELOAD_S = 2.0  # between looks at the list
+RELOAD_S = 2.0  # how often the list is read
 
 
 class Callers:
-    """The sites that called, by the certificates that they showed last."""
+    """The sites that called, each by the certificate that it showed last."""
 
     def __init__(self, credentials: Credentials, certs: Path) -> None:
         """`certs`: the folder that may hold the list; CertificateError when the list is damaged."""
@@ -33,7 +34,7 @@ class Callers:
         self._read = lru_cache(maxsize=4096)(lambda pem: (identity_of(pem), fingerprint(pem)))
 
     def identify(self, pem: bytes) -> SiteId:
-        """The caller's name; CertificateError unless it is a site of this federation, and may be."""
+        """The caller's name; CertificateError unless it is a site of this federation that is not revoked."""
         identity, printed = self._read(pem)
         if identity.role != "site" or identity.federation != self._federation:
             raise CertificateError(f"{identity} is not a site of {self._federation}")
@@ -48,11 +49,11 @@ class Callers:
         return seen is None or not self.revoked(seen[0].serial)
 
     def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
-        """Of the certificates of these sites, of those that called."""
+        """The fingerprints of the certificates of these sites; of those that called."""
         return {site: self._seen[site][1] for site in sites if site in self._seen}
 
     async def watch(self, cut: Callable[[SiteId, str], None], emit: Emit) -> None:
-        """Look at the list again and again; `cut(site, reason)` ends what is open with a site on it."""
+        """Read the list every RELOAD_S; `cut(site, reason)` ends the streams of a site on it."""
         told = ""
         while True:
             await asyncio.sleep(RELOAD_S)
