@@ -105,7 +105,8 @@ def ranks(folder: Path, case: str, steps: int) -> None:
     import torch.distributed as dist
 
     from fedtrain.config import Config
-    from fedtrain.runtime.datacenter import Datacenter, silent
+    from fedtrain.events import silent
+    from fedtrain.runtime.datacenter import Datacenter
     from fedtrain.training.checkpoint import Checkpoints
     from fedtrain.training.mesh import Mesh, Sizes, joined
     from fedtrain.training.task import load_task

@@ -32,7 +32,7 @@ from .training.task import Task, arguments_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from .tracking.export import Evaluated
+    from .tracking.export import EvaluationReport
 
 Project = Config | Task | type[Task] | Path | str
 Source = Run | Path | str  # a run, its folder or its name in the project; or what `fedtrain export` wrote
@@ -109,12 +109,12 @@ async def aggregate(
 ) -> Run:
     """Wait for the sites and train with them, as `fedtrain aggregator`. To cancel it is a clean stop: called
     again, it goes on. `start`: as in `simulate`. `on_event` is called with each event, on the loop."""
-    from .runtime import federated
+    from .runtime.aggregator import serve
 
     config, task = resolved(project, settings, "aggregator")
     source = None if start is None else source_of(config, start)
     with logged(config.run_dir, on_event) as emit:
-        await federated.serve(config, emit=emit, start=source)
+        await serve(config, emit=emit, start=source)
     return Run(config.run_dir, config, task)
 
 
@@ -142,7 +142,7 @@ def evaluate(
     site: str | None = None,
     data_dir: Path | str | None = None,
     round: Round = None,
-) -> Evaluated:
+) -> EvaluationReport:
     """Measure a finished model on the test data that is here, and write down what is found beside it.
 
     `project`: None is the run's own, or the current folder. `site`: on the data of this one; None: of all.

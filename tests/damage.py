@@ -21,8 +21,8 @@ from fedtrain.events import Event
 from fedtrain.messages import Evaluate, Evaluation, Failure, Found, Reply, Request, Train, Update
 from fedtrain.runtime import federated, secure_rounds, secure_site
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.privacy import Spent
-from fedtrain.runtime.progress import finish
 from fedtrain.runtime.simulated_masks import SimulatedKeys
 from fedtrain.runtime.site import Site
 from fedtrain.schema import Schema, TensorSpec
@@ -170,8 +170,9 @@ class Star:
                     config, cohort, self._emit, federation=SimulatedKeys.FEDERATION,
                     callers=self.keys, verifier=self.keys, plans=store,
                 )  # fmt: skip
-            result = await federated.run(config, answers, store, strategy, self._emit)
-            finish(store, result.rounds, result.reason, self._emit)
+            journal = Journal(config, store, self._emit)
+            result = await federated.run(journal, answers, strategy)
+            journal.finish(result)
             last = store.latest()
             assert last is not None
             return last.weights.digest

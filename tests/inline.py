@@ -13,7 +13,7 @@ from fedtrain.config import Config
 from fedtrain.errors import FedtrainError, TaskError
 from fedtrain.events import Event, silent
 from fedtrain.pki import init, issue
-from fedtrain.runtime import federated, site
+from fedtrain.runtime import aggregator, site
 from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.trainer import Trainer
 from fedtrain.runtime.workbench import Workbench
@@ -129,7 +129,7 @@ async def federation(config: Config, start: Path | None = None) -> list[dict[str
     tasks = [asyncio.create_task(site.run(config, name, emit=silent)) for name in SITES]
     try:
         async with asyncio.timeout(60):
-            await federated.serve(config, emit=emit, start=start)
+            await aggregator.serve(config, emit=emit, start=start)
             await asyncio.gather(*tasks)
     finally:
         for task in tasks:

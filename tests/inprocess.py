@@ -14,7 +14,7 @@ from fedtrain.config import Config
 from fedtrain.errors import TaskError
 from fedtrain.events import Event
 from fedtrain.pki import init, issue
-from fedtrain.runtime import federated, simulation, site
+from fedtrain.runtime import aggregator, simulation, site
 from fedtrain.runtime.trainer import Trainer
 from fedtrain.runtime.trainer_messages import Failed
 from fedtrain.runtime.workbench import Workbench, source_digest
@@ -98,7 +98,7 @@ def federation(
 
     async def all_of_it() -> None:
         async with asyncio.timeout(WAIT_S), wire or Wire(), asyncio.TaskGroup() as group:
-            group.create_task(federated.serve(config, emit=events))
+            group.create_task(aggregator.serve(config, emit=events))
             for name in sites:
                 group.create_task(serve_site(config, name, logs.get(name, Events())))
 

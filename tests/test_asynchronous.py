@@ -19,7 +19,10 @@ from fedtrain.errors import ConfigError, RoundError
 from fedtrain.events import KINDS
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.runtime import asynchronous, federated
+from fedtrain.runtime.aggregator import serve
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.in_flight import Clocked
+from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.simulation import simulate
 from fedtrain.runtime.workbench import Workbench
@@ -62,10 +65,12 @@ def begun(cfg, kind=RunStore):
 def run(cfg, cohort, events=None, clocked=False):
     """Both results: (how it ended, the last version)."""
     store, strategy = begun(cfg)
-    clock = asynchronous.Clocked(cfg, cohort, SITES, ahead=3) if clocked else None
+    clock = Clocked(cfg, cohort, SITES, ahead=3) if clocked else None
     try:
         result = asyncio.run(
-            asynchronous.run(cfg, cohort, store, strategy, Events() if events is None else events, asks=clock)
+            asynchronous.run(
+                Journal(cfg, store, Events() if events is None else events), cohort, strategy, asks=clock
+            )
         )
         return result, store.latest()
     finally:
@@ -140,7 +145,9 @@ def test_with_all_sites_in_the_buffer_and_equal_speeds_it_is_the_synchronous_run
     sync = config(tmp_path / "s", strategy={"kind": kind}, asynchronous={"enabled": False}, **evaluated)
     store, strategy = begun(sync)
     cohort = LocalCohort(handlers())
-    expected = asyncio.run(federated.run(sync, InTheOpen(sync, cohort, plain), store, strategy, plain))
+    expected = asyncio.run(
+        federated.run(Journal(sync, store, plain), InTheOpen(sync, cohort, plain), strategy)
+    )
     assert last.weights.digest == store.latest().weights.digest
     assert events.of("evaluated") == plain.of("evaluated")
     assert (result.metrics, result.best_round) == (expected.metrics, expected.best_round)
@@ -167,8 +174,8 @@ def test_on_a_clock_of_its_own_a_run_is_the_same_however_fast_replies_come(tmp_p
         cfg = config(tmp_path / name, simulate={"speeds": speeds}, run={"rounds": 12})
         store, strategy = begun(cfg)
         cohort = LocalCohort({s: after(d, pull(s)) for s, d in zip(SITES, delays, strict=True)})
-        clock = asynchronous.Clocked(cfg, cohort, SITES, ahead=ahead)
-        asyncio.run(asynchronous.run(cfg, cohort, store, strategy, Events(), asks=clock))
+        clock = Clocked(cfg, cohort, SITES, ahead=ahead)
+        asyncio.run(asynchronous.run(Journal(cfg, store, Events()), cohort, strategy, asks=clock))
         digest = store.latest().weights.digest
         store.close()
         return digest
@@ -213,10 +220,10 @@ def test_with_one_site_ten_times_slower_as_many_updates_take_a_fraction_of_the_s
         cohort, events = Concurrent({s: after(10 if s == "e" else 1, pull(s)) for s in SITES}), Events()
         with asyncio.Runner(loop_factory=SleepsInNoTime) as runner:
             if enabled:
-                runner.run(asynchronous.run(cfg, cohort, store, strategy, events))
+                runner.run(asynchronous.run(Journal(cfg, store, events), cohort, strategy))
             else:
                 answers = InTheOpen(cfg, cohort, events)
-                runner.run(federated.run(cfg, answers, store, strategy, events))
+                runner.run(federated.run(Journal(cfg, store, events), answers, strategy))
             seconds[enabled] = runner.get_loop().time()
         counts[enabled] = len(events.of("update_received"))
         store.close()
@@ -472,10 +479,10 @@ def test_settings_that_cannot_go_with_it_say_what_to_set(tmp_path, sections, mes
         asynchronous.check_config(cfg)
 
 
-@pytest.mark.parametrize("serve", [federated.serve, simulate], ids=["aggregator", "simulate"])
-def test_with_secure_aggregation_neither_command_starts(tmp_path, serve):
+@pytest.mark.parametrize("command", [serve, simulate], ids=["aggregator", "simulate"])
+def test_with_secure_aggregation_neither_command_starts(tmp_path, command):
     with pytest.raises(ConfigError, match="secure aggregation sums over sites that are fixed"):
-        asyncio.run(serve(config(tmp_path, secagg={"enabled": True}), emit=Events()))
+        asyncio.run(command(config(tmp_path, secagg={"enabled": True}), emit=Events()))
     assert not (tmp_path / "runs").exists()
 
 
@@ -509,9 +516,9 @@ def test_killed_between_any_two_transactions_a_clocked_run_goes_on_to_the_same_b
             store, strategy = begun(cfg, StoppingStore)
             store.count, store.dies_before = 0, at
             cohort = LocalCohort(handlers())
-            clock = asynchronous.Clocked(cfg, cohort, SITES, ahead=3)
+            clock = Clocked(cfg, cohort, SITES, ahead=3)
             try:
-                asyncio.run(asynchronous.run(cfg, cohort, store, strategy, Events(), asks=clock))
+                asyncio.run(asynchronous.run(Journal(cfg, store, Events()), cohort, strategy, asks=clock))
                 return (store.latest().weights.digest, store.turns()), store.count
             except Stop:
                 pass
@@ -642,8 +649,8 @@ def test_neither_workers_nor_processes_change_a_bit_of_an_asynchronous_simulatio
     store.begin(initial.schema, plain.agreed(), task_digest="t")
     store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
     cohort = LocalCohort({name: site(name) for name in names})
-    clock = asynchronous.Clocked(plain, cohort, names, ahead=1)
-    asyncio.run(asynchronous.run(plain, cohort, store, strategy, Events(), asks=clock))
+    clock = Clocked(plain, cohort, names, ahead=1)
+    asyncio.run(asynchronous.run(Journal(plain, store, Events()), cohort, strategy, asks=clock))
     assert store.latest().weights.digest == weights.digest
     store.close()
 
@@ -719,7 +726,9 @@ def test_over_mutual_tls_no_site_waits_for_a_slow_one_and_one_that_joins_later_t
             links = {n: link(certs, n, agg.cohort.port, tmp_path) for n in "abcd"}
             late = links.pop("d")
             async with sites(links, weights.schema, answer):
-                running = asyncio.create_task(asynchronous.run(cfg, agg.cohort, store, strategy, emit))
+                running = asyncio.create_task(
+                    asynchronous.run(Journal(cfg, store, emit), agg.cohort, strategy)
+                )
                 await asyncio.wait([running, asyncio.create_task(reached[2].wait())],
                                    return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
                 async with sites({"d": late}, weights.schema, answer):

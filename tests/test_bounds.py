@@ -8,8 +8,8 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.errors import RoundError, TooFewSites
 from fedtrain.messages import Evaluate, Failure, Train
-from fedtrain.runtime import federated, site
-from fedtrain.runtime.progress import bounds_of
+from fedtrain.runtime import aggregator, site
+from fedtrain.runtime.agreement import bounds_of
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation
 from fedtrain.store import Ledger
 from fedtrain.wire.frames import Bounds
@@ -83,7 +83,7 @@ def federation(root, names, changes, **common):
                           for s in {*table, *changes.get(name, {})}}, root)  # fmt: skip
 
     async def main():
-        serving = asyncio.create_task(federated.serve(config_of("aggregator"), emit=events))
+        serving = asyncio.create_task(aggregator.serve(config_of("aggregator"), emit=events))
         ends = [serving]
         try:
             async with asyncio.timeout(60):

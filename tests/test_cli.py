@@ -20,7 +20,7 @@ from fedtrain import events, pki
 from fedtrain.cli import cli
 from fedtrain.cli.output import RUN_COLUMNS, fitted, width_of
 from fedtrain.errors import TooFewSites
-from fedtrain.runtime import federated, simulation, site
+from fedtrain.runtime import aggregator, simulation, site
 from fedtrain.tracking import EventLog
 from fedtrain.tracking.log import read
 
@@ -241,7 +241,7 @@ def test_json_prints_the_events_one_a_line(project, monkeypatch):
 
 def test_aggregator_and_site_use_run_directories_of_their_own(project, monkeypatch):
     calls = []
-    monkeypatch.setattr(federated, "serve", a_mode(calls))
+    monkeypatch.setattr(aggregator, "serve", a_mode(calls))
     monkeypatch.setattr(site, "run", a_mode(calls))
     (project / "d").mkdir()
     assert run("aggregator").exit_code == 0
@@ -255,7 +255,7 @@ def test_a_run_that_fails_says_why_here_and_in_its_events(project, monkeypatch):
         emit(events.RunStarted(run="heart", mode="federated", rounds=2))
         raise TooFewSites("round 1", 1, 2)
 
-    monkeypatch.setattr(federated, "serve", serve)
+    monkeypatch.setattr(aggregator, "serve", serve)
     result = run("aggregator")
     assert result.exit_code == 1
     assert result.stderr.startswith("fedtrain: round 1: 1 sites replied, 2 are needed.")
@@ -265,7 +265,7 @@ def test_a_run_that_fails_says_why_here_and_in_its_events(project, monkeypatch):
 LONG_RUN = """
 import asyncio, sys
 from fedtrain import cli, events
-from fedtrain.runtime import federated
+from fedtrain.runtime import aggregator
 
 async def serve(config, *, emit, start):
     emit(events.RunStarted(run="heart", mode="federated", rounds=2))
@@ -274,7 +274,7 @@ async def serve(config, *, emit, start):
     finally:
         emit(events.Notice(text="cleaned up"))
 
-federated.serve = serve
+aggregator.serve = serve
 sys.argv = ["fedtrain", "aggregator"]
 cli.main()
 """

@@ -13,6 +13,7 @@ from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Evaluation, Failure
 from fedtrain.runtime import asynchronous, datacenter, gossip_simulation, peer, plain_sums, simulation
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.simulated_masks import SimulatedMasks
 from fedtrain.transport.memory import LocalCohort
 from tests.peers import Toy
@@ -100,7 +101,7 @@ def test_a_peer_and_an_asynchronous_run_name_the_nearest_metric_too(tmp_path):
                  evaluate={"every": 1, "metric": "los"})  # fmt: skip
     store, strategy = begun(cfg)
     with pytest.raises(ConfigError, match="Did you mean 'loss'"):
-        asyncio.run(asynchronous.run(cfg, LocalCohort(handlers()), store, strategy, Events()))
+        asyncio.run(asynchronous.run(Journal(cfg, store, Events()), LocalCohort(handlers()), strategy))
     store.close()
 
 

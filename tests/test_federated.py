@@ -13,8 +13,9 @@ from fedtrain.config import Config, LimitsConfig
 from fedtrain.digest import seed_of
 from fedtrain.errors import BadUpdate, ConfigError, Diverged, StoreError, TooFewSites
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
-from fedtrain.runtime import checks, federated
+from fedtrain.runtime import aggregator, checks, federated
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.journal import Journal
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build, state_init
@@ -74,7 +75,9 @@ def run(cfg, cohort, events=None, store=None):
         store.begin(SCHEMA, cfg.agreed(), task_digest="t")
         if store.latest() is None:
             store.commit(Checkpoint(0, arena(), state_init(strategy, arena())), {})
-        result = asyncio.run(federated.run(cfg, InTheOpen(cfg, cohort, events), store, strategy, events))
+        result = asyncio.run(
+            federated.run(Journal(cfg, store, events), InTheOpen(cfg, cohort, events), strategy)
+        )
         return result, store.latest()
     finally:
         if own:
@@ -443,17 +446,17 @@ def test_a_run_that_goes_on_with_the_same_code_starts_no_process_to_load_it(tmp_
     )
     cfg = config(tmp_path, run={"task": "begun_task:Task"})
     strategy, store = build("fedavg", {}), RunStore(cfg.run_dir)
-    begun = asyncio.run(federated._begin(cfg, store, strategy, None))
+    begun = asyncio.run(aggregator._begin(cfg, store, strategy, None))
 
     async def never(*_, **__):
         raise ChildProcessError("a process")
 
     monkeypatch.setattr("fedtrain.runtime.trainer.Trainer.start", never)
-    assert asyncio.run(federated._begin(cfg, store, strategy, None)) == begun
+    assert asyncio.run(aggregator._begin(cfg, store, strategy, None)) == begun
     assert store.latest().round == 0
     task.write_text(task.read_text().replace("3, 2", "3, 1"))
     with pytest.raises(ChildProcessError):
-        asyncio.run(federated._begin(cfg, store, strategy, None))
+        asyncio.run(aggregator._begin(cfg, store, strategy, None))
     store.close()
 
 

@@ -17,7 +17,7 @@ from fedtrain.arena import Arena
 from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, JoinRefused, StoreError, TaskError
 from fedtrain.events import silent
-from fedtrain.runtime import datacenter, gossip_simulation, peer
+from fedtrain.runtime import agreement, datacenter, gossip_simulation, peer
 from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.secure_terms import hash_of
 from fedtrain.runtime.simulation import simulate
@@ -205,10 +205,10 @@ def test_peers_keep_frozen_parameters_and_tell_each_other_only_their_digest(tmp_
 
 def test_peers_with_different_frozen_parameters_do_not_average():
     mine = Greeting(version="1", task_digest="t", schema_digest="s", agreed={}, frozen_digest="aa" * 16)
-    peer.fits("b", mine, "a", mine)
+    agreement.agree_as_peers("b", mine, "a", mine)
     theirs = msgspec.structs.replace(mine, frozen_digest="bb" * 16)
     with pytest.raises(JoinRefused, match="a and b have different frozen parameters: bbbbbbbbbbbb at a"):
-        peer.fits("b", mine, "a", theirs)
+        agreement.agree_as_peers("b", mine, "a", theirs)
 
 
 def test_sites_with_different_frozen_parameters_are_in_no_secure_sum_together():

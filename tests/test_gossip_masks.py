@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from fedtrain import gossip
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, JoinRefused, SecAggError
+from fedtrain.runtime.agreement import agree_as_peers
 from fedtrain.runtime.gossip import Peer, algorithm_of, check_hearing
 from fedtrain.runtime.parcels import Inbox, other_parts, trained_part
-from fedtrain.runtime.peer import fits
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.circle import Circles, Layout
 from fedtrain.secagg.keys import KeyPair
@@ -121,7 +121,7 @@ def test_s10_a_key_that_keeps_no_secret_is_refused_at_the_greeting(key):
     mine = Greeting(version="1", task_digest="t", schema_digest="s", agreed={})
     theirs = Greeting(version="1", task_digest="t", schema_digest="s", agreed={}, mask_key=key)
     with pytest.raises(JoinRefused, match="keeps no secret"):
-        fits("0", mine, "1", theirs, circles_of(names(2))["0"])
+        agree_as_peers("0", mine, "1", theirs, circles_of(names(2))["0"])
 
 
 # --- peers

@@ -18,7 +18,7 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config, LimitsConfig, TrainConfig
 from fedtrain.errors import BadUpdate, SecAggError, TaskError
 from fedtrain.messages import MAX_SUMS, Evaluate, Evaluation, averages, misfits, sized_names, summed
-from fedtrain.runtime import checks, federated
+from fedtrain.runtime import aggregator, checks
 from fedtrain.runtime.plain_sums import exact_sums
 from fedtrain.runtime.workbench import source_digest
 from fedtrain.schema import Schema
@@ -274,7 +274,7 @@ def test_an_aggregator_never_runs_metrics_itself_but_asks_a_process_from_the_fir
         return [c for c in children if "fedtrain.runtime.trainer" in " ".join(c.cmdline())]
 
     async def main():
-        async with federated.shown_by_task(config, store, source_digest(config)) as shown_there:
+        async with aggregator.shown_by_task(config, store, source_digest(config)) as shown_there:
             assert await shown_there({}, {}) == ({}, {})  # nobody evaluated
             assert trainers() == []
             sums = {"hits": ([1.0, 3.0], 4.0), "loss": (1.0, 2.0)}

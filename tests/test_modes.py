@@ -18,7 +18,7 @@ from fedtrain.errors import ConfigError
 from fedtrain.events import silent
 from fedtrain.gossip import ALGORITHMS
 from fedtrain.modes import MODES, NEVER_WAIT, NOTHING, WITH_COMPRESSOR, check, idle, keys, names_of, reads
-from fedtrain.runtime import datacenter, federated, gossip_simulation, peer, simulation, site
+from fedtrain.runtime import aggregator, datacenter, gossip_simulation, peer, simulation, site
 from fedtrain.runtime.trainer import Trainer
 from fedtrain.runtime.trainer_messages import Failed
 from fedtrain.runtime.workbench import Workbench
@@ -135,7 +135,7 @@ def federation(root, config, plain, recorded):
 
     async def main():
         ends = [
-            asyncio.create_task(federated.serve(config if recorded == "aggregator" else plain, emit=silent))
+            asyncio.create_task(aggregator.serve(config if recorded == "aggregator" else plain, emit=silent))
         ]
         for name in SITES:
             own = config if (recorded, name) == ("site", "a") else plain

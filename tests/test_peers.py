@@ -12,9 +12,11 @@ from fedtrain import gossip, topology
 from fedtrain.arena import Arena
 from fedtrain.errors import ConfigError
 from fedtrain.exchange import Share
+from fedtrain.runtime.enrolment import called_at, invite
 from fedtrain.runtime.gossip import Peer
+from fedtrain.runtime.keeping_up import catch_up
 from fedtrain.runtime.parcels import trained_part
-from fedtrain.runtime.peer import Shape, _catch_up, called_at, invite
+from fedtrain.runtime.peer import Shape
 from fedtrain.transport.memory import LocalNetwork
 
 from .limits import bounded
@@ -247,7 +249,7 @@ def after_catching_up(given):
             others = [asyncio.create_task(there(name)) for name in given]
             while len(neighbors.progress()) < len(given):  # noqa: ASYNC110 - they run on this loop
                 await asyncio.sleep(0)
-            await _catch_up(newcomer, neighbors, lambda event: told.append((event.kind, event.fields())))
+            await catch_up(newcomer, neighbors, lambda event: told.append((event.kind, event.fields())))
             over.set()
             await asyncio.gather(*others, return_exceptions=True)
         return newcomer

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import math
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fedtrain.pki import Credentials, revoke
 from fedtrain.pki.signing import Verifier, fingerprint
 from fedtrain.runtime import federated, plain_sums, secure_rounds, secure_site, secure_terms
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.simulated_masks import MaskedCohort, SimulatedMasks
 from fedtrain.runtime.site import Site, secure_site_of
 from fedtrain.runtime.threads import ThreadPool
@@ -226,7 +228,7 @@ def test_too_few_abort_and_the_next_attempt_trains_nobody_again(tmp_path):
 
     answers = MaskedLosing(cfg, loses).answers(events)
     with RunStoreOf(cfg) as store:
-        asyncio.run(federated.run(cfg, answers, store, build("fedavg", {}), events))
+        asyncio.run(federated.run(Journal(cfg, store, events), answers, build("fedavg", {})))
         weights = store.latest().weights
     assert [e["attempt"] for e in events.of("round_started")] == [1, 2]
     assert "3 are needed" in events.of("round_failed")[0]["reason"]
@@ -254,9 +256,9 @@ def test_a_sum_that_broke_off_while_it_was_opened_is_had_again_over_the_same_sit
         return (site == "d" and isinstance(request, Mask)) or (site == "c" and isinstance(request, Unmask))
 
     answers = MaskedLosing(cfg, loses).answers(events)
-    answers._settled = settled.append
+    answers._plans = SimpleNamespace(set_plan=settled.append)
     with RunStoreOf(cfg) as store:
-        asyncio.run(federated.run(cfg, answers, store, build("fedavg", {}), events))
+        asyncio.run(federated.run(Journal(cfg, store, events), answers, build("fedavg", {})))
         weights = store.latest().weights
     assert [plan.sites for plan in settled] == [["a", "b", "c"]] * 2
     expected = fixed(cfg, cohort=openly(loses=lambda site, request: site == "d"))
@@ -276,7 +278,7 @@ def test_groups_that_were_summed_stay_when_another_one_is_tried_again(tmp_path):
 
     answers = MaskedLosing(cfg, loses, sites).answers(events)
     with RunStoreOf(cfg) as store:
-        asyncio.run(federated.run(cfg, answers, store, build("fedavg", {}), events))
+        asyncio.run(federated.run(Journal(cfg, store, events), answers, build("fedavg", {})))
     assert [e["attempt"] for e in events.of("round_started")] == [1, 2]
     assert set(asked) == {tuple(group) for group in first}
 

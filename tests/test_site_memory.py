@@ -17,6 +17,7 @@ from fedtrain.exchange import Before
 from fedtrain.messages import Train
 from fedtrain.runtime import compressed, federated
 from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.pool import PoolCohort
 from fedtrain.runtime.shared_memory import SharedMemory
 from fedtrain.runtime.workbench import Workbench
@@ -101,7 +102,9 @@ def run(cfg, losing, rounds, scratch):
             pool = PoolCohort(mine, [trainer], start, scratch, SharedMemory())
             events = Events()
             cohort = compressed.decompressing(mine, trainer.description.schema, Losing(pool, losing))
-            await federated.run(mine, InTheOpen(mine, cohort, events), store, build("fedavg", {}), events)
+            await federated.run(
+                Journal(mine, store, events), InTheOpen(mine, cohort, events), build("fedavg", {})
+            )
 
         try:
             asyncio.run(go())

@@ -269,9 +269,9 @@ def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str
               help="How long it is good for.")  # fmt: skip
 def invite(config: Config, guest: str, host: str, days: float) -> None:
     """Print a code by which NAME joins the peers, once."""
-    from ..runtime import peer
+    from ..runtime.enrolment import invite
 
-    click.echo(peer.invite(config, guest, host, days=days).code)
+    click.echo(invite(config, guest, host, days=days).code)
 
 
 @cli.command()
@@ -310,10 +310,10 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
     from .. import modes
 
     if ranks is not None:
-        from ..runtime import datacenter
         from ..tracking.live import size
+        from ..training.parallel.estimate import planned
 
-        mesh, memory = datacenter.plan(config, ranks, data_dir)
+        mesh, memory = planned(config, ranks, data_dir)
         if json:
             print_json({"ranks": ranks, "mesh": mesh, "memory_bytes": memory})
         else:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -16,7 +16,7 @@ from .. import aggregation
 from ..aggregation import Rule, WeightedMean, aggregate
 from ..arena import AnyArena, Arena, ArenaFile
 from ..config import Config
-from ..errors import BadUpdate, TooFewSites
+from ..errors import BadUpdate, TaskError, TooFewSites
 from ..events import Emit, UpdateReceived, UpdateRefused
 from ..exchange import Cohort, in_order
 from ..messages import (
@@ -35,14 +35,14 @@ from ..messages import (
 )
 from ..store import RoundPlan
 from . import checks
-from .progress import Averages, check_failures
+from .journal import Averages
 from .threads import in_thread
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Mean:
+class Aggregate:
     """What the sites of a round found, as one."""
 
     delta: Arena
@@ -56,7 +56,7 @@ class Answers(Protocol):
 
     cohort: Cohort
 
-    async def train(self, plan: RoundPlan, weights: AnyArena) -> Mean:
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         """Have the planned sites train. TooFewSites when fewer than the round needs give a good update."""
 
     async def evaluate(
@@ -91,7 +91,7 @@ class InTheOpen:
         self._config, self.cohort, self._emit = config, cohort, emit
         self.rule = rule_of(config)
 
-    async def train(self, plan: RoundPlan, weights: AnyArena) -> Mean:
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         config, schema = self._config, weights.schema
         requests = train_requests(config, plan, weights)
         trained: dict[SiteId, Metrics] = {}
@@ -119,7 +119,7 @@ class InTheOpen:
             delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled)
         else:
             delta = await in_thread(schema.nbytes, mean.result)
-        return Mean(delta, averages(trained), list(trained), sizes)
+        return Aggregate(delta, averages(trained), list(trained), sizes)
 
     async def _checked(
         self, requests: Mapping[SiteId, Train], sizes: dict[SiteId, float], failed: dict[SiteId, str]
@@ -134,9 +134,8 @@ class InTheOpen:
                 try:
                     update, norm = await checked(request, reply, config)
                 except BadUpdate as e:
-                    emit(UpdateRefused(round=request.round + 1, site=site, reason=str(e)))
-                    cohort.tell(site, f"round {request.round + 1}: the update was refused: {e}")
                     failed[site] = str(e)
+                    refuse(cohort, emit, site, request.round + 1, failed[site])
                     continue
                 emit(received(request.round + 1, site, update))
                 sizes[site] = norm * update.num_examples
@@ -178,6 +177,14 @@ async def evaluations(
     return alike(number, by_site, emit)
 
 
+def check_failures(number: int, asked: Collection[SiteId], failed: Mapping[SiteId, str]) -> None:
+    """TaskError when every site that was asked to evaluate said why it can't: it could not later either."""
+    if failed and failed.keys() >= set(asked):
+        site = min(failed)
+        where = f"all {len(failed)} sites. {site}" if len(failed) > 1 else site
+        raise TaskError(f"round {number}: evaluation failed at {where}: {failed[site]}")
+
+
 def alike(number: int, by_site: Mapping[SiteId, Metrics], emit: Emit) -> dict[SiteId, Metrics]:
     """Evaluations that can be added up, by site: without those in other sizes than most have."""
     odd = misfits({site: sized_names(metrics) for site, metrics in by_site.items()})
@@ -198,6 +205,13 @@ def evaluated(request: Evaluate, reply: Reply, config: Config) -> Metrics:
     checks.answers(request, reply, config.limits)
     assert isinstance(reply, Evaluation), reply
     return reply.metrics
+
+
+def refuse(cohort: Cohort, emit: Emit, site: SiteId, number: int, reason: str, noun: str = "round") -> None:
+    """Tell people, and the site itself, that its update is not used in round `number`, the first of which
+    is 1."""
+    emit(UpdateRefused(round=number, site=site, reason=reason))
+    cohort.tell(site, f"{noun} {number}: the update was refused: {reason}")
 
 
 def received(number: int, site: SiteId, update: Update, staleness: int | None = None) -> UpdateReceived:

@@ -14,14 +14,7 @@ with the same turns: each update counts once, and none that was acknowledged is 
 
 from __future__ import annotations
 
-import asyncio
-import heapq
-import math
-import random
-import time
 from collections import Counter
-from collections.abc import Collection, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,37 +23,28 @@ import msgspec
 from ..aggregation import aggregate
 from ..arena import AnyArena
 from ..config import Config
-from ..digest import seed_of
 from ..errors import BadUpdate, ConfigError, Diverged, RoundError
-from ..events import Emit, Record, RoundCommitted, SiteState, UpdateRefused, Waiting
+from ..events import SiteState, UpdateRefused
 from ..exchange import Cohort
 from ..messages import Evaluate, Failure, Metrics, Reply, SiteId, Train, Update, averages, summed
 from ..schema import Section
-from ..store import Buffered, Checkpoint, RoundPlan, RunStore, Turn, TurnState
+from ..store import Buffered, Checkpoint, RoundPlan, Turn, TurnState
 from ..strategies import Strategy, server_step
 from . import checks, compressed
 from .answers import (
     InTheOpen,
     alike,
+    check_failures,
     checked,
     evaluate_id,
     evaluated,
     received,
+    refuse,
     rule_of,
     train_id,
 )
-from .progress import (
-    Evaluators,
-    Result,
-    Shown,
-    begin,
-    check_failures,
-    evaluation_is_due,
-    everyone,
-    keep_evaluation,
-    plain,
-    reason_to_stop,
-)
+from .in_flight import InFlight
+from .journal import Evaluators, Journal, Lap, Result, Shown, everyone, plain
 from .threads import in_thread
 
 if TYPE_CHECKING:
@@ -89,13 +73,11 @@ def check_config(config: Config) -> None:
 
 
 async def run(
-    config: Config,
+    journal: Journal,
     cohort: Cohort,
-    store: RunStore,
     strategy: Strategy,
-    emit: Emit,
     *,
-    asks: Asks | None = None,
+    asks: InFlight | None = None,
     evaluate_at: Evaluators = everyone,
     shown: Shown = plain,
 ) -> Result:
@@ -104,9 +86,9 @@ async def run(
     `asks`: how sites are heard, when it is not as they come (a simulation has a clock of its own).
     `evaluate_at`, `shown`: as in federated.run.
     """
-    newest = begin(config, store, await cohort.members(0), emit)
-    loop = Loop(config, cohort, store, strategy, emit, asks or Asks(config, cohort), evaluate_at, shown)
-    return await loop.run(store.on_disk(newest))
+    newest = journal.begin(await cohort.members(0))
+    asks = asks or InFlight(journal.config, cohort)
+    return await Loop(journal, cohort, strategy, asks, evaluate_at, shown).run(journal.store.on_disk(newest))
 
 
 @dataclass
@@ -127,33 +109,33 @@ class Loop:
 
     def __init__(
         self,
-        config: Config,
+        journal: Journal,
         cohort: Cohort,
-        store: RunStore,
         strategy: Strategy,
-        emit: Emit,
-        asks: Asks,
+        asks: InFlight,
         evaluate_at: Evaluators,
         shown: Shown,
     ) -> None:
-        self._config, self._cohort, self._answers = config, cohort, InTheOpen(config, cohort, emit)
-        self._store, self._strategy, self._emit = store, strategy, emit
+        self._journal, self._cohort, self._strategy = journal, cohort, strategy
+        self._config, self._store, self._emit = journal.config, journal.store, journal.emit
+        self._answers = InTheOpen(journal.config, cohort, journal.emit)
+        store = journal.store
         self._asks, self._evaluate_at, self._shown = asks, evaluate_at, shown
         self._buffer, self._turns, self._counted = store.buffered(), store.turns(), store.counted()
         self._evaluating: Evaluating | None = None
         self._attempt = 1  # of the next version: how often all sites were asked for it
-        self._mark = self._now()
+        self._lap = Lap(cohort)
 
     async def run(self, newest: Checkpoint) -> Result:
-        config, store, asks = self._config, self._store, self._asks
+        config, journal, asks = self._config, self._journal, self._asks
         self._newest, need = newest, config.strategy.min_sites
         try:
-            while (reason := reason_to_stop(config, store, self._newest.round)) is None:
+            while (reason := journal.reason_to_stop(self._newest.round)) is None:
                 if len(self._buffer) >= config.asynchronous.buffer:
                     await self._step()
                     continue
                 if not asks.under_way:
-                    self._emit(Waiting(need=need))
+                    journal.waiting(need)
                 members = await self._cohort.members(0 if asks.under_way else need)
                 need = 1  # it has begun, and goes on with whoever is there
                 self._ask(members)
@@ -162,20 +144,19 @@ class Loop:
         finally:
             await asks.close()
         await self._evaluate_last()
-        number = self._newest.round
-        return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
+        return journal.result(self._newest.round, reason)
 
     # --- asking
 
     def _ask(self, members: list[SiteId]) -> None:
         """Give all who are free something to do: an evaluation that waits for them, else a turn."""
         asks, number = self._asks, self._newest.round
-        if self._evaluating is None and evaluation_is_due(self._config, self._store, number):
+        if self._evaluating is None and self._journal.evaluation_is_due(number):
             if asked := self._evaluate_at(number, members):
                 self._evaluating = Evaluating(number, self._newest.weights, asked, list(asked))
                 self._store.evaluating = number
             else:
-                keep_evaluation(self._config, self._store, number, {}, {}, self._emit)
+                self._journal.keep_evaluation(number, {}, {})
         if (evaluating := self._evaluating) is not None:
             for site in evaluating.waiting:
                 if site not in asks.under_way:
@@ -240,8 +221,7 @@ class Loop:
             update = await self._good(request, turn, reply)
         except BadUpdate as e:
             self._set_turn(site, replace(turn, state=TurnState.REFUSED))
-            self._emit(UpdateRefused(round=number, site=site, reason=str(e)))
-            self._cohort.tell(site, f"version {number}: the update was refused: {e}")
+            refuse(self._cohort, self._emit, site, number, str(e), noun="version")
             return
         delta = await in_thread(update.delta.schema.nbytes, self._store.keep, site, update.delta)
         taken = self._store.take(site, turn, msgspec.structs.replace(update, delta=delta))
@@ -286,14 +266,14 @@ class Loop:
     async def _evaluate_last(self) -> None:
         """The model of the last version, at all sites at once: they have nothing else to do."""
         number = self._newest.round
-        if number < self._config.run.rounds or not evaluation_is_due(self._config, self._store, number):
+        if number < self._config.run.rounds or not self._journal.evaluation_is_due(number):
             return
         if sites := self._evaluate_at(number, await self._cohort.members(1)):
             found = await self._answers.evaluate(number, sites, self._newest.weights)
             await self._keep_evaluation(number, *found)
 
     async def _keep_evaluation(self, number: int, total: Metrics, by_site: dict[SiteId, Metrics]) -> None:
-        keep_evaluation(self._config, self._store, number, *await self._shown(total, by_site), self._emit)
+        self._journal.keep_evaluation(number, *await self._shown(total, by_site))
 
     # --- the next version
 
@@ -310,24 +290,15 @@ class Loop:
             await self._blame(buffer, problem)
             return
         metrics = averages({f"{i:09}": b.update.metrics for i, b in enumerate(buffer)})
-        mark = self._now()
-        record: Record = {
-            "loss": metrics.get("loss"),
-            "metrics": metrics,
-            "sites": len({b.site for b in buffer}),
-            "seconds": mark[0] - self._mark[0],
-            "bytes_in": mark[1] - self._mark[1],
-            "bytes_out": mark[2] - self._mark[2],
-            "staleness": sum(self._staleness(b.turn) for b in buffer) / len(buffer),
-        }
+        record = self._lap.record(metrics, len({b.site for b in buffer}))
+        record["staleness"] = sum(self._staleness(b.turn) for b in buffer) / len(buffer)
         after = Checkpoint(before.round + 1, weights, state)
         after = await in_thread(nbytes, compressed.shortened, self._config, before, after)
         prepared = await in_thread(nbytes, self._store.prepare, after)
-        self._store.commit(after, record, prepared)
-        self._newest, self._mark, self._attempt = self._store.on_disk(after), mark, 1
+        self._journal.commit(after, record, prepared)
+        self._newest, self._lap, self._attempt = self._store.on_disk(after), Lap(self._cohort), 1
         self._buffer.clear()
         self._forget_lost()
-        self._emit(RoundCommitted(round=after.round, **record))
 
     async def _blame(self, buffer: list[Buffered], problem: str) -> None:
         """Take the update out of the buffer that spoils the model. Diverged when no single one does."""
@@ -350,8 +321,7 @@ class Loop:
         self._counted = self._store.counted()
         if self._turns[worst.site] == worst.turn:  # not asked again before there is a newer version
             self._set_turn(worst.site, replace(worst.turn, state=TurnState.REFUSED))
-        self._emit(UpdateRefused(round=number, site=worst.site, reason=str(error)))
-        self._cohort.tell(worst.site, f"version {number}: the update was refused: {error}")
+        refuse(self._cohort, self._emit, worst.site, number, str(error), noun="version")
 
     def _forget_lost(self) -> None:
         """What a site that went away owes is of no use any more when it is too old: its version's weights,
@@ -367,9 +337,6 @@ class Loop:
         weight = (1.0 + self._staleness(buffered.turn)) ** -self._config.asynchronous.staleness_exponent
         return msgspec.structs.replace(buffered.update, delta=Scaled(buffered.update.delta, weight))
 
-    def _now(self) -> tuple[float, int, int]:
-        return time.monotonic(), self._cohort.bytes_in, self._cohort.bytes_out
-
 
 class Scaled(AnyArena):
     """A delta that is multiplied as it is read."""
@@ -379,97 +346,3 @@ class Scaled(AnyArena):
 
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
         return self._delta.chunk(section, start, stop).double() * self._factor
-
-
-# --- who is heard next
-
-
-class Asks:
-    """What the sites are asked now, each in an exchange of its own. They are heard as they come."""
-
-    def __init__(self, config: Config, cohort: Cohort) -> None:
-        self._cohort, self._deadline_s = cohort, config.strategy.round_deadline
-        self.under_way: dict[SiteId, Train | Evaluate] = {}
-        self._replies: dict[SiteId, asyncio.Task[Reply | None]] = {}
-
-    def may_begin(self, site: SiteId, turn: Turn) -> bool:
-        """Whether a new turn may be asked before more sites are heard."""
-        return True
-
-    def send(self, site: SiteId, request: Train | Evaluate) -> None:
-        self.under_way[site] = request
-        self._start(site)
-
-    async def first(
-        self, members: Collection[SiteId]
-    ) -> tuple[SiteId, Train | Evaluate, Reply | None] | None:
-        """Who answered, what he was asked, and the reply if there is one; None when somebody joined who was
-        not among the `members`."""
-        joining = asyncio.create_task(self._cohort.newcomer({*members, *self.under_way}))
-        try:
-            await asyncio.wait([joining, *self._replies.values()], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            joining.cancel()
-        site = next((site for site, reply in self._replies.items() if reply.done()), None)
-        return None if site is None else self._answered(site)
-
-    async def close(self) -> None:
-        """Call everything off; the sites are told to stop."""
-        for reply in self._replies.values():
-            reply.cancel()
-        await asyncio.gather(*self._replies.values(), return_exceptions=True)
-
-    def _start(self, site: SiteId) -> None:
-        if site not in self._replies:
-            self._replies[site] = asyncio.create_task(self._exchange(site))
-
-    def _answered(self, site: SiteId) -> tuple[SiteId, Train | Evaluate, Reply | None]:
-        return site, self.under_way.pop(site), self._replies.pop(site).result()
-
-    async def _exchange(self, site: SiteId) -> Reply | None:
-        request = self.under_way[site]
-        async with aclosing(self._cohort.exchange({site: request}, self._deadline_s)) as replies:
-            async for _, reply in replies:
-                return reply
-        return None
-
-
-class Clocked(Asks):
-    """Simulated sites, on a clock of their own: a training takes `paces[site]`, an evaluation no time.
-
-    A site is always busy, so its n-th turn ends at n times its pace: who is heard next depends on turns
-    alone, not on how fast this machine is, nor on when it was stopped. Of those at one moment the first by
-    name is heard first, and all of them before anybody begins another turn.
-    """
-
-    def __init__(self, config: Config, cohort: Cohort, sites: Sequence[SiteId], ahead: int) -> None:
-        """`ahead`: how many trainings are worked at before it is their time."""
-        super().__init__(config, cohort)
-        self._paces, self._ahead = paces(config, sites), ahead
-        self._due: list[tuple[float, SiteId]] = []  # a heap
-
-    def may_begin(self, site: SiteId, turn: Turn) -> bool:
-        return not self._due or self._due[0][0] > turn.number * self._paces[site]
-
-    def send(self, site: SiteId, request: Train | Evaluate) -> None:
-        self.under_way[site] = request
-        due = -math.inf if isinstance(request, Evaluate) else (request.round + 1) * self._paces[site]
-        heapq.heappush(self._due, (due, site))
-
-    async def first(
-        self, members: Collection[SiteId]
-    ) -> tuple[SiteId, Train | Evaluate, Reply | None] | None:
-        for _, site in heapq.nsmallest(self._ahead, self._due):
-            self._start(site)
-        _, site = heapq.heappop(self._due)
-        await asyncio.wait([self._replies[site]])
-        return self._answered(site)
-
-
-def paces(config: Config, sites: Sequence[SiteId]) -> dict[SiteId, float]:
-    """How long a training takes at each site, as simulate.speeds says."""
-    kind, _, value = config.simulate.speeds.partition(":")
-    if kind == "lognormal":
-        draws = {site: random.Random(seed_of(config.run.seed, "speed", site)) for site in sites}
-        return {site: draw.lognormvariate(0.0, float(value)) for site, draw in draws.items()}
-    return {site: float(value) if kind == "straggler" and site == sites[-1] else 1.0 for site in sites}

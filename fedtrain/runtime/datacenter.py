@@ -8,43 +8,36 @@ on the mean of what the islands moved.
 
 from __future__ import annotations
 
-import math
 import os
-import resource
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from .. import events
 from ..arena import Arena
 from ..config import Config
 from ..errors import ConfigError, RoundError
-from ..events import Emit, Record, noticed
-from ..messages import SiteId, summed
+from ..events import Emit, Notice, Record, noticed
+from ..messages import summed
 from ..store import Checkpoint, RunStore
 from ..strategies import Strategy, build, corrects, server_step, state_init
 from ..tracking.export import beginning
 from ..training.elastic import Leave, Left, shares_store
-from ..training.engine import Step, over, steps_in_round
-from ..training.mesh import AXES, Mesh, Sizes, joined
+from ..training.engine import over, steps_in_round
+from ..training.mesh import Mesh, Sizes, joined
 from ..training.optimizers import schedule
-from ..training.parallel.data import Dealt, pooled
+from ..training.parallel.data import Dealt, data_of, pool_of, sites_of
 from ..training.parallel.engine import MeshEngine
-from ..training.parallel.estimate import estimate
 from ..training.parallel.outer import Outer
 from ..training.parallel.state import State
-from ..training.partition import SimulatedSites
 from ..training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
 from .checks import flaw
-from .progress import Result, check_metric, is_evaluated, keep_evaluation
+from .journal import Averages, Journal, Lap, Result
+from .meter import Meter
 
 if TYPE_CHECKING:
     from ..training.checkpoint import Checkpoints
@@ -79,8 +72,11 @@ def run(
         if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             mend = "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             lost = "ranks may not find each other again after a machine has come or gone"
-            emit(events.Notice(text=f"{mend}: without it, {lost}."))
-        with _store(config, mesh, emit) as store, Leave() as leave:
+            emit(Notice(text=f"{mend}: without it, {lost}."))
+        with ExitStack() as stack, Leave() as leave:
+            store = None  # but for rank 0
+            if mesh.rank == 0:
+                store = stack.enter_context(closing(RunStore(config.datacenter_dir, warn=noticed(emit))))
             room = Datacenter(config, task, mesh, store, emit, leave)
             if store is not None:
                 store.begin(
@@ -88,14 +84,6 @@ def run(
                     task_digest=digest,
                 )  # fmt: skip
             return room.run(start)
-
-
-def plan(config: Config, ranks: int, data_dir: Path | None = None) -> tuple[str, dict[str, int]]:
-    """The mesh of so many ranks, and the bytes that the one with most will want, by what they are for."""
-    task = load_task(config.run.task, config.root, data_dir)
-    sites = sites_of(task, config, 1)
-    memory = estimate(task, config, ranks, sites.data(sites.names[0]))
-    return str(Sizes.of(config.parallel, ranks)), {**asdict(memory), "total": memory.total}
 
 
 def sound_step(
@@ -125,6 +113,7 @@ class Datacenter:
     ) -> None:
         """`store` is rank 0's. `leave`: what tells it to; None: nothing does."""
         self.config, self.mesh, self.store, self.emit = config, mesh, store, emit
+        self.journal = Journal(config, store, emit, common=mesh.from_first)
         self.leave = leave or Leave()
         self.islands = config.parallel.sync == "local"
         strategy = build(config.strategy.kind, config.strategy.options, config.root) if self.islands else None
@@ -158,33 +147,28 @@ class Datacenter:
             frozen = self.engine.gather(frozen=True)
             if self.store is not None and frozen is not None:
                 self.store.keep_frozen(frozen)
-        self.emit(events.RunStarted(
-            run=config.run.name, mode="datacenter", rounds=config.run.rounds,
-            sites=self.mesh.islands if self.islands else 0, config_digest=config.digest(),
-            resumed_from=state.round or None,
-        ))  # fmt: skip
-        self.emit(events.Notice(text=f"ranks {self.mesh.sizes.world}, mesh {self.mesh.sizes}"))
-        metrics = self._agree_with_store()
-        while (reason := self._reason_to_stop()) is None:
-            self.emit(events.RoundStarted(round=state.round + 1))
+        self.journal.start("datacenter", self._sites(), state.round)
+        self.emit(Notice(text=f"ranks {self.mesh.sizes.world}, mesh {self.mesh.sizes}"))
+        self._agree_with_store()
+        metrics = self._evaluate_if_due()
+        while (reason := self.journal.reason_to_stop(state.round)) is None:
+            self.journal.round_started(state.round)
             record = self._round()
             with self.leave.during("commit"):
                 self._commit(record)
-            if self._evaluation_is_due():
-                with self.leave.during("evaluation"):
-                    metrics = self._evaluate()
+            metrics = self._evaluate_if_due()
             if state.round < config.run.rounds and self.leave.asked():
                 self._go()
         self.checkpoints.finish(state, self._number())
+        self.journal.end(state.round, reason)
         best = self.store.best_round if self.store is not None else None
-        self.emit(events.RunFinished(round=state.round, reason=reason))
         return Result(state.round, reason, metrics, best, config.datacenter_dir)
 
     # --- a round
 
     def _round(self) -> Record:
         """Train to the round's end; what its row in the store says."""
-        began, engine, state = time.monotonic(), self.engine, self.state
+        lap, engine, state = Lap(), self.engine, self.state
         meter = Meter(engine, self.config, self.emit)
         engine.begin_round(afresh=self.afresh)
         if self.afresh:
@@ -218,9 +202,7 @@ class Datacenter:
             self.checkpoints.save(self._number(), state)
         else:
             self._save_if_due()
-        loss = meter.loss_of_round()
-        sites = self.mesh.islands if self.islands else 0
-        return {"loss": loss, "metrics": {"loss": loss}, "sites": sites, "seconds": time.monotonic() - began}
+        return lap.record({"loss": meter.loss_of_round()}, self._sites())
 
     def _round_is_over(self) -> bool:
         train, state = self.config.train, self.state
@@ -258,7 +240,7 @@ class Datacenter:
         else:
             self.checkpoints.finish(self.state, self._number())
             where = f"after step {self.state.step}; the same command goes on from its checkpoint"
-        self.emit(events.Notice(text=f"Told to leave (SIGTERM) {where}."))
+        self.emit(Notice(text=f"Told to leave (SIGTERM) {where}."))
         raise Left
 
     def _number(self) -> int:
@@ -290,7 +272,7 @@ class Datacenter:
             background=config.background,
             format="full" if config.format == "full" else "sharded",
             patience_s=config.patience,
-            notice=lambda line: self.emit(events.Notice(text=line)),
+            notice=lambda line: self.emit(Notice(text=line)),
         )
 
     def _some_checkpoint(self) -> bool:
@@ -309,152 +291,45 @@ class Datacenter:
 
     # --- after a round
 
-    def _agree_with_store(self) -> dict[str, float]:
+    def _agree_with_store(self) -> None:
         """A run that goes on, from a checkpoint: rounds that were committed after it are forgotten, for they
-        are had again; its own is committed where the process died before it was. That one's evaluation."""
+        are had again; its own is committed where the process died before it was."""
         rounds, number = self.store.rounds() if self.store is not None else [], self.state.round
         last = self.mesh.from_first(rounds[-1].round if rounds else 0)
         if last > number and self.store is not None:
             lost = f"round {last} was committed, but there is no good checkpoint of it"
             begins = f"goes on after round {number}" if number else "begins anew"
-            self.emit(events.Notice(text=f"{lost}: the run {begins}"))
+            self.emit(Notice(text=f"{lost}: the run {begins}"))
             self.store.forget_after(number)
-        if last >= number or self.state.step != self.state.begun:
-            return {}
-        self._commit({"loss": None, "metrics": {}, "sites": self.mesh.islands if self.islands else 0})
-        return self._evaluate() if self._evaluation_is_due() else {}
+        if last < number and self.state.step == self.state.begun:
+            self._commit({"loss": None, "metrics": {}, "sites": self._sites()})
 
     def _commit(self, record: Record) -> None:
         with self._common_model():
             weights = self.engine.gather()
         if self.store is not None and weights is not None:
-            self.store.commit(Checkpoint(self.state.round, weights), record)
-            self.emit(events.RoundCommitted(round=self.state.round, **record))
+            self.journal.commit(Checkpoint(self.state.round, weights), record)
 
-    def _evaluate(self) -> dict[str, float]:
-        """On all ranks together: what is shown of all sites, and of each."""
-        with self._common_model():
-            found = {name: self.engine.evaluate(data) for name, data in self.sites.eval_data().items()}
-        metrics, each = shown(self.engine.task, summed(found), found)
-        best_round = self.store.best_round if self.store is not None else None
-        check_metric(self.config, metrics, known=self.mesh.from_first(best_round or 0) > 0)  # on all ranks
-        if self.store is not None:
-            keep_evaluation(self.config, self.store, self.state.round, metrics, each, self.emit)
+    def _evaluate_if_due(self) -> Averages:
+        """On all ranks together, between two rounds: what the round's model is worth; empty if that is not to
+        be known, or known already."""
+        if self.state.step != self.state.begun or not self.journal.evaluation_is_due(self.state.round):
+            return {}
+        with self.leave.during("evaluation"):
+            with self._common_model():
+                found = {name: self.engine.evaluate(data) for name, data in self.sites.eval_data().items()}
+            metrics, each = shown(self.engine.task, summed(found), found)
+            self.journal.keep_evaluation(self.state.round, metrics, each)
         return metrics
 
-    def _evaluation_is_due(self) -> bool:
-        return is_evaluated(self.config, self.state.round)
-
-    def _reason_to_stop(self) -> str | None:
-        """Rank 0 has the evaluations, and all must agree."""
-        evaluate = self.config.evaluate
-        since = self.store.evaluations_since_best() if self.store is not None else 0
-        since = self.mesh.from_first(since) if evaluate.patience else 0
-        if evaluate.patience and since >= evaluate.patience:
-            return f"{evaluate.metric} has not improved for {since} evaluations"
-        return "rounds done" if self.state.round >= self.config.run.rounds else None
+    def _sites(self) -> int:
+        return self.mesh.islands if self.islands else 0
 
     def _common_model(self) -> AbstractContextManager[None]:
         return self.outer.shared() if self.outer is not None else nullcontext()
 
 
-class Meter:
-    """Losses and times of a round's steps. Losses are read when they are shown: no step waits for one."""
-
-    def __init__(self, engine: MeshEngine, config: Config, emit: Emit) -> None:
-        self.engine, self.config, self.emit = engine, config, emit
-        self._loss: list[torch.Tensor] = []  # since the last event
-        self._weight = 0.0
-        self._round = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)  # Σ loss, Σ weight
-        self._examples = self._steps = self._skipped = 0
-        self._since = time.monotonic()
-
-    def add(self, step: Step, number: int, round: int) -> None:
-        """Take a step in; every parallel.log_every of them is a `step` event."""
-        self._loss.append(step.loss)
-        self._weight += step.weight
-        self._examples += step.examples
-        self._steps += 1
-        self._skipped += not step.taken
-        if number % self.config.parallel.log_every == 0:
-            self._tell(number, round)
-
-    def loss_of_round(self) -> float:
-        """Over all examples that the round's steps saw, of every island."""
-        self._take_losses()
-        mesh = self.engine.mesh
-        axes = tuple(axis for axis in AXES if axis != "tp" and getattr(mesh.sizes, axis) > 1)
-        loss, weight = mesh.sum(self._round, axes).tolist()
-        return loss / weight if weight else math.nan
-
-    def _take_losses(self) -> torch.Tensor:
-        """Σ loss and Σ weight since the last time, of this rank."""
-        loss = torch.stack(self._loss).sum() if self._loss else self._round.new_zeros(())
-        found = torch.stack([loss, torch.full_like(loss, self._weight)])
-        self._round += found
-        self._loss, self._weight = [], 0.0
-        return found
-
-    def _tell(self, number: int, round: int) -> None:
-        engine, mesh = self.engine, self.engine.mesh
-        axes = mesh.averaging_axes + (("pp",) if mesh.sizes.pp > 1 else ())
-        loss, weight = mesh.sum(self._take_losses(), axes).tolist()
-        now = time.monotonic()
-        seconds, self._since = now - self._since, now
-        waiting = engine.waiting_s()
-        self.emit(events.Stepped(
-            step=number, round=round, loss=loss / weight if weight else None,
-            lr=float(engine.optimizer.param_groups[0]["lr"]), seconds=seconds / self._steps,
-            examples_per_s=self._examples / seconds, items_per_s=weight / seconds,
-            mfu=engine.flops * self._steps / (seconds * engine.peak) if engine.flops else None,
-            comm_share=None if waiting is None else min(1.0, waiting * self._steps / seconds),
-            memory_bytes=memory_bytes(mesh.device), skipped=self._skipped,
-        ))  # fmt: skip
-        self._examples = self._steps = self._skipped = 0
-
-
-def memory_bytes(device: torch.device) -> int:
-    """The most that this rank has had so far: of the GPU, or of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-# --- whose data
-
-
-def sites_of(task: Task, config: Config, islands: int) -> SimulatedSites:
-    """The task's natural sites, or its pool; with islands, dealt to them as [simulate] deals it to sites."""
-    return SimulatedSites(task, replace(config.simulate, sites=islands), config.run.seed)
-
-
-def data_of(sites: SimulatedSites, mesh: Mesh) -> tuple[SiteId, Any]:
-    """An island's name and examples. Where there are more natural sites than islands, they are dealt out."""
-    if len(sites.names) < mesh.islands:
-        raise ConfigError(
-            f"parallel.sync = local: {mesh.islands} islands, but the task has {len(sites.names)} sites. "
-            f"Use parallel.replicate = {len(sites.names)} or fewer."
-        )
-    names = sites.names[mesh.island :: mesh.islands]
-    return names[0], pooled([sites.data(name) for name in names])
-
-
-def pool_of(sites: SimulatedSites) -> Any:
-    """The data of all sites."""
-    return pooled([sites.data(name) for name in sites.names]) if sites.natural else sites.pool
-
-
 # --- the run directory
-
-
-@contextmanager
-def _store(config: Config, mesh: Mesh, emit: Emit) -> Iterator[RunStore | None]:
-    """Rank 0's; others have none."""
-    if mesh.rank != 0:
-        yield None
-        return
-    with closing(RunStore(config.datacenter_dir, warn=noticed(emit))) as store:
-        yield store
 
 
 def agreed(config: Config) -> dict[str, str]:

@@ -20,7 +20,7 @@ from .. import __version__
 from ..config import Config
 from ..messages import SiteId, summed
 from ..schema import Schema, unique_tensors
-from ..tracking.export import Evaluated, filled, keep_evaluated, model_of
+from ..tracking.export import EvaluationReport, filled, keep_evaluated, model_of
 from ..training.engine import build_model
 from ..training.local import Engine
 from ..training.partition import SimulatedSites
@@ -35,7 +35,7 @@ def evaluate(
     data_dir: Path | None = None,
     round: int | Literal["best"] | None = None,
     task: Task | None = None,
-) -> Evaluated:
+) -> EvaluationReport:
     """The model of `source`, a run directory (of its last round, or of `round`) or an export, on the test
     data of one site or of all. What is found is written down there, and in the model card.
 
@@ -52,7 +52,7 @@ def evaluate(
         data = SimulatedSites(task, config.simulate, config.run.seed).test_data()
     found = {name: engine.evaluate(each, weights) for name, each in data.items()}
     metrics, by_site = shown(task, summed(found), found)
-    evaluated = Evaluated(
+    evaluated = EvaluationReport(
         run=about["run"], round=about["round"], weights_digest=about["weights_digest"],
         data=test_split(task), metrics={**metrics},
         by_site={name: {**own} for name, own in by_site.items()}, fedtrain=__version__,

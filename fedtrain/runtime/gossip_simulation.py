@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import time
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from ..aggregation import WeightedMean
 from ..arena import Arena
 from ..config import Config
 from ..errors import ConfigError, nearest
-from ..events import Emit, Record, RoundCommitted, RoundStarted, RunStarted, UpdateRefused, noticed
+from ..events import Emit, UpdateRefused, noticed
 from ..exchange import PeerId
 from ..messages import Update, averages, summed
 from ..secagg.circle import Circles
@@ -23,12 +22,12 @@ from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.memory import LocalNetwork
-from .asynchronous import paces
 from .gossip import Peer, Told, Train, algorithm_of, check_hearing, of_a_peer
 from .gossip import agreed as agreed_of_peers
+from .in_flight import paces
+from .journal import Journal, Lap, Result
 from .parcels import trained_part
 from .privacy import Spent
-from .progress import Result, evaluation_is_due, finish, keep_evaluation, reason_to_stop
 from .simulation import agreed as agreed_simulation
 from .simulation import forget
 from .workbench import Workbench
@@ -58,8 +57,9 @@ async def simulate(
         )
     graph.check(about.sites, config.run.seed)
     check_hearing(algorithm, graph, about.sites, config.run.seed, config.gossip.masks)
-    store = RunStore(config.gossip_dir, durable=False, warn=noticed(emit))
-    try:
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(closing(RunStore(config.gossip_dir, durable=False, warn=noticed(emit))))
+        journal = Journal(config, store, emit)
         agreed = agreed_of_peers(config) | agreed_simulation(config)
         store.begin(
             about.schema, agreed, frozen=about.frozen.schema, run=config.run.name,
@@ -72,41 +72,34 @@ async def simulate(
         spent = Spent(config.privacy, store.folder, emit)
         pace = dict.fromkeys(about.sites, 1.0) if algorithm.waits else paces(config, about.sites)
         fastest = min(about.sites, key=pace.__getitem__)  # who spends most of all
-        async with AsyncExitStack() as stack:
-            network = LocalNetwork(about.sites)
-            circles = _circles(config, about.sites)
-            initial = bench.initial()
-            peers = {
-                name: Peer(
-                    name, algorithm, initial.load(),
-                    _trainer(bench, name, spent if name == fastest else None),
-                    await stack.enter_async_context(network.join(name)), circles.get(name),
-                    config.gossip.clip,
-                )
-                for name in about.sites
-            }  # fmt: skip
-            result = await _rounds(config, graph, peers, pace, bench, store, emit)
-        finish(store, result.rounds, result.reason, emit)
+        network = LocalNetwork(about.sites)
+        circles = _circles(config, about.sites)
+        initial = bench.initial()
+        peers = {
+            name: Peer(
+                name, algorithm, initial.load(),
+                _trainer(bench, name, spent if name == fastest else None),
+                await stack.enter_async_context(network.join(name)), circles.get(name),
+                config.gossip.clip,
+            )
+            for name in about.sites
+        }  # fmt: skip
+        result = await _rounds(journal, graph, peers, pace, bench)
+        journal.finish(result)
         return result
-    finally:
-        store.close()
 
 
 async def _rounds(
-    config: Config,
+    journal: Journal,
     graph: Topology,
     peers: Mapping[PeerId, Peer],
     pace: Mapping[PeerId, float],
     bench: Workbench,
-    store: RunStore,
-    emit: Emit,
 ) -> Result:
+    config, store = journal.config, journal.store
     checkpoint = store.latest()
     number = 0 if checkpoint is None else checkpoint.round
-    emit(RunStarted(
-        run=config.run.name, mode="gossip", rounds=config.run.rounds, sites=len(peers),
-        config_digest=config.digest(), resumed_from=number or None,
-    ))  # fmt: skip
+    journal.start("gossip", len(peers), number)
     if checkpoint is None:
         checkpoint = _checkpoint(0, peers)
         store.commit(checkpoint, {})
@@ -116,40 +109,31 @@ async def _rounds(
     for name, peer in peers.items():
         peer.round = number if peer.algorithm.waits else turns(number, pace[name])
     while True:
-        if evaluation_is_due(config, store, number):
+        if journal.evaluation_is_due(number):
             weights = checkpoint.weights.load()
             each = {
                 site: bench.evaluate(site, number, weights).metrics for site in bench.description.evaluators
             }
-            keep_evaluation(config, store, number, *bench.shown(summed(each), each), emit)
-        if reason := reason_to_stop(config, store, number):
-            break
-        began = time.monotonic()
-        emit(RoundStarted(round=number + 1, sites=list(peers)))
-        bytes_out = sum(peer.bytes_out for peer in peers.values())
+            journal.keep_evaluation(number, *bench.shown(summed(each), each))
+        if reason := journal.reason_to_stop(number):
+            return journal.result(number, reason)
+        lap, sent = Lap(), sum(peer.bytes_out for peer in peers.values())
+        journal.round_started(number, list(peers))
         steps = await _steps(config, graph, peers, pace, number)
         number += 1
         checkpoint = _checkpoint(number, peers)
-        sent = sum(peer.bytes_out for peer in peers.values()) - bytes_out
-        trained = averages({f"{i:09}": told.metrics for i, (_, told) in enumerate(steps)})
-        clipped = float(sum(told.clipped for _, told in steps))
         for name, told in steps:
             for other, why in told.missing.items():
-                emit(UpdateRefused(site=other, round=number, reason=f"at {name}: {why}"))
-        record: Record = {
-            "loss": trained.get("loss"),
-            "metrics": trained
-            | ({"clipped": clipped} if clipped else {})
-            | {"disagreement": disagreement(peers, checkpoint)},
-            "sites": len({name for name, _ in steps}),
-            "seconds": time.monotonic() - began,
-            "bytes_in": sent,
-            "bytes_out": sent,
-            "doubted": doubted([told for _, told in steps]),
-        }
-        store.commit(checkpoint, record)
-        emit(RoundCommitted(round=number, **record))
-    return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
+                journal.emit(UpdateRefused(site=other, round=number, reason=f"at {name}: {why}"))
+        metrics = averages({f"{i:09}": told.metrics for i, (_, told) in enumerate(steps)})
+        if clipped := float(sum(told.clipped for _, told in steps)):
+            metrics["clipped"] = clipped
+        metrics["disagreement"] = disagreement(peers, checkpoint)
+        record = lap.record(metrics, len({name for name, _ in steps}))
+        record["bytes_in"] = sum(peer.bytes_out for peer in peers.values()) - sent
+        record["bytes_out"] = record["bytes_in"]
+        record["doubted"] = doubted([told for _, told in steps])
+        journal.commit(checkpoint, record)
 
 
 async def _steps(

@@ -19,7 +19,7 @@ from ..secagg.encoding import StackedUpdate, Total
 from ..secagg.fixedpoint import ONE, SCALAR_LIMIT
 from ..store import RoundPlan
 from . import checks
-from .answers import Mean, evaluations, train_requests
+from .answers import Aggregate, evaluations, train_requests
 from .secure_rounds import groups_of, one_of_groups, tell_clipped, tell_failed
 from .secure_terms import check_config, encoding_of, policy, round_seed, scale_of
 
@@ -32,7 +32,7 @@ class FixedPointSums:
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy = policy(config, "")
 
-    async def train(self, plan: RoundPlan, weights: AnyArena) -> Mean:
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         groups = groups_of(self._config, plan)
         sums = [PlainSum(self._config, plan.round, weights.schema, len(sites)) for sites in groups]
         sum_of = {site: each for each, sites in zip(sums, groups, strict=True) for site in sites}

@@ -22,7 +22,7 @@ from ..errors import ConfigError, TaskError, nearest
 from ..exchange import Before, Cohort
 from ..messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from . import trainer_messages as msg
-from .progress import Averages, plain
+from .journal import Averages, plain
 from .shared_memory import SharedMemory
 from .supervised import unchanged
 from .threads import while_torch_loads

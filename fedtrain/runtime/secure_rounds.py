@@ -41,8 +41,7 @@ from ..secagg.roster import Verifies
 from ..secagg.server import SecureSum, masked_sum
 from ..store import RoundPlan
 from ..transport.patient import Patient
-from .answers import Mean, rule_of
-from .progress import check_failures
+from .answers import Aggregate, check_failures, rule_of
 from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
 
 REPLIES = Keys | Shares | Masked | Agreed | Unmasked | Failure
@@ -61,17 +60,19 @@ def groups_of(
     return [*settled, *(sorted(sites[i::count]) for i in range(count))]
 
 
-def one_of_groups(config: Config, schema: Schema, totals: Sequence[Total], sites: Sequence[SiteId]) -> Mean:
+def one_of_groups(
+    config: Config, schema: Schema, totals: Sequence[Total], sites: Sequence[SiteId]
+) -> Aggregate:
     """One mean of the groups: their only one, or what the rule makes of several. TooFewSites for too few."""
     metrics = averages({str(i): total.metrics for i, total in enumerate(totals)})
     deltas = [total.delta for total in totals if total.delta is not None]
     if config.secagg.groups == 1:
-        return Mean(deltas[0], metrics, sites)
+        return Aggregate(deltas[0], metrics, sites)
     rule = rule_of(config)
     if len(deltas) < rule.needs:
         raise TooFewSites(f"groups with a sum, for {config.aggregation.rule}", len(deltas), rule.needs)
     updates = [Update(delta=delta, num_examples=t.weight) for t, delta in zip(totals, deltas, strict=True)]
-    return Mean(aggregate(rule, schema, updates), metrics, sites)
+    return Aggregate(aggregate(rule, schema, updates), metrics, sites)
 
 
 def tell_clipped(emit: Emit, plan: RoundPlan, totals: Sequence[Total]) -> None:
@@ -142,7 +143,7 @@ class UnderMasks:
         self._callers, self._plans, self._frozen = callers, plans, frozen
         self._round, self._opened = -1, list[Sequence[SiteId]]()  # sites of its sums that may be opened
 
-    async def train(self, plan: RoundPlan, weights: AnyArena) -> Mean:
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         if self._round != plan.round:
             self._round, self._opened = plan.round, []
         groups, alone = groups_of(self._config, plan, self._opened), self._config.secagg.groups == 1

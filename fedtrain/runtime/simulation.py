@@ -20,13 +20,13 @@ from ..messages import SiteId
 from ..store import Checkpoint, RunStore
 from ..store.disk import lock
 from ..strategies import build, state_init
-from . import asynchronous, compressed
+from . import asynchronous, compressed, federated
 from .answers import Answers, InTheOpen
-from .federated import run
+from .in_flight import Clocked
+from .journal import Journal, Result
 from .plain_sums import FixedPointSums
 from .pool import AHEAD, InlineCohort, PoolCohort
 from .privacy import Spending
-from .progress import Result, finish
 from .simulated_masks import SimulatedMasks
 from .workbench import Workbench
 
@@ -91,18 +91,17 @@ async def simulate(
             if config.privacy.noise_multiplier:
                 cohort = Spending(config, cohort, store.folder, emit)
             cohort = compressed.decompressing(config, about.schema, cohort)
+            journal = Journal(config, store, emit)
             if config.asynchronous.enabled:
-                clock = asynchronous.Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
+                clock = Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
                 result = await asynchronous.run(
-                    config, cohort, store, strategy, emit,
-                    asks=clock, evaluate_at=evaluators, shown=pool.shown,
-                )  # fmt: skip
+                    journal, cohort, strategy, asks=clock, evaluate_at=evaluators, shown=pool.shown
+                )
             else:
-                result = await run(
-                    config, answers(config, cohort, emit), store, strategy, emit,
-                    evaluate_at=evaluators, shown=pool.shown,
-                )  # fmt: skip
-        finish(store, result.rounds, result.reason, emit)
+                result = await federated.run(
+                    journal, answers(config, cohort, emit), strategy, evaluate_at=evaluators, shown=pool.shown
+                )
+        journal.finish(result)
         return result
     finally:
         store.close()

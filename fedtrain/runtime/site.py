@@ -19,7 +19,7 @@ from .. import __version__
 from ..arena import ArenaFile, Frozen, Patch
 from ..config import Config
 from ..errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
-from ..events import Emit, RunFinished, RunStarted, SiteState, noticed
+from ..events import Emit, SiteState, noticed
 from ..malloc import keep_freed
 from ..messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
 from ..pki import Credentials, Revoked, aggregator_target
@@ -34,8 +34,9 @@ from ..transport.tls import Tls
 from ..wire import PROTOCOL, decode, encode
 from ..wire.codec import fetch_list
 from ..wire.frames import Bounds, Hello
+from .agreement import bounds_of
+from .journal import Journal
 from .privacy import Spent
-from .progress import bounds_of
 from .secure_site import REQUESTS as SECURE_REQUESTS
 from .secure_site import SecureSite
 from .secure_terms import check_config, hash_of
@@ -262,9 +263,8 @@ async def run(
             return await start_trainer(ledger.folder)
         return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
 
-    emit(
-        RunStarted(run=config.run.name, mode="site", rounds=config.run.rounds, config_digest=config.digest())
-    )
+    journal = Journal(config, None, emit)
+    journal.start("site")
     try:
         trainer = await Supervised.begin(start)
         tls = Tls(credentials.key, credentials.chain, credentials.root)
@@ -305,7 +305,7 @@ async def run(
             reason = await link.serve(hello, site.answer, site.welcomed, patched)
         finally:
             await site.close()
-        emit(RunFinished(round=None, reason=reason, model=None))
+        journal.end(None, reason)
         return reason
     finally:
         ledger.close()

@@ -10,7 +10,7 @@ from ..arena import ArenaFile
 from ..errors import ConfigError
 from ..messages import Evaluation, Metrics, SiteId, Update
 from ..store.memory import NEVER
-from .progress import Averages
+from .journal import Averages
 from .trainer import TRIES, TrainerDied
 from .trainer_messages import Description
 

@@ -28,8 +28,8 @@ from ..messages import Evaluation, Metrics, SiteId, Update
 from ..schema import Schema
 from ..store.memory import NEVER
 from . import trainer_messages as msg
+from .journal import Averages
 from .processes import ending, is_stopped
-from .progress import Averages
 from .trainer_process import spawn, start_message
 
 ABANDONED_S = 5.0  # a cancelled command that takes longer than this ends the process

@@ -12,7 +12,7 @@ from ..arena import Frozen
 from ..errors import BadUpdate, ConfigError, FedtrainError, StoreError, TaskError, reason_of, story_of
 from ..messages import Metrics, SiteId
 from ..schema import Schema
-from .progress import Averages
+from .journal import Averages
 
 LENGTH = struct.Struct("<I")  # the bytes of a frame's message
 FRAME_BYTES = 1 << 28  # a longer frame is damaged

@@ -23,8 +23,8 @@ from ..store.disk import explained
 from ..store.memory import NEVER
 from . import compressed
 from . import trainer_messages as msg
+from .journal import Averages
 from .privacy import noised
-from .progress import Averages
 
 if TYPE_CHECKING:
     import torch

@@ -32,7 +32,7 @@ MODEL, EVALUATION = "model.safetensors", "evaluation.json"
 SPLITS = {"test_data": "test", "eval_data": "evaluation", "data": "training"}  # by the task's method
 
 
-class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     """A finished model on test data; evaluation.json as it stands here."""
 
     run: str
@@ -84,7 +84,7 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
     return out
 
 
-def _describe(folder: Path, about: dict[str, Any], evaluated: Evaluated | None) -> None:
+def _describe(folder: Path, about: dict[str, Any], evaluated: EvaluationReport | None) -> None:
     """Write the card and model.json of an export, with the evaluation on test data if it is of this model."""
     if evaluated is not None and evaluated.weights_digest == about["weights_digest"]:
         about["test"] = {"data": evaluated.data, "metrics": evaluated.metrics, "sites": [*evaluated.by_site]}
@@ -96,14 +96,14 @@ def _pretty(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
-def _evaluated(folder: Path) -> Evaluated | None:
+def _evaluated(folder: Path) -> EvaluationReport | None:
     try:
-        return msgspec.json.decode((folder / EVALUATION).read_bytes(), type=Evaluated)
+        return msgspec.json.decode((folder / EVALUATION).read_bytes(), type=EvaluationReport)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
 
-def keep_evaluated(source: Path, evaluated: Evaluated) -> None:
+def keep_evaluated(source: Path, evaluated: EvaluationReport) -> None:
     """Write an evaluation down beside the model, a run directory or an export, and in the model's card."""
     folder = source if source.is_dir() else source.parent
     _replace(folder / EVALUATION, lambda path: path.write_bytes(_pretty(evaluated)))

@@ -12,11 +12,11 @@ import torch
 from fedtrain.config import Config
 from fedtrain.digest import seed_of
 from fedtrain.events import silent
-from fedtrain.runtime.datacenter import pool_of, sites_of
 from fedtrain.runtime.simulation import simulate
 from fedtrain.schema import Schema, unique_tensors
 from fedtrain.store import RunStore
 from fedtrain.training.engine import build_model
+from fedtrain.training.parallel.data import pool_of, sites_of
 from fedtrain.training.parallel.outer import split
 from fedtrain.training.partition import SimulatedSites
 from fedtrain.training.sampler import Sampler

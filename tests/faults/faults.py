@@ -15,7 +15,7 @@ from fedtrain.config import Config
 from fedtrain.errors import FedtrainError
 from fedtrain.events import Event
 from fedtrain.pki import init, issue
-from fedtrain.runtime import federated, site
+from fedtrain.runtime import aggregator, site
 from fedtrain.runtime.simulation import simulate
 from fedtrain.store import RunStore
 from tests.ports import free_port
@@ -192,7 +192,7 @@ async def run(
 
     sites = [asyncio.create_task(site.run(of(name), name, emit=lambda *_, **__: None)) for name in SITES]
     try:
-        await federated.serve(config, emit=emit)
+        await aggregator.serve(config, emit=emit)
         outcome.ended = await asyncio.gather(*sites)
     except FedtrainError as e:
         outcome.error = e

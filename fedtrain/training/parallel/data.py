@@ -7,19 +7,24 @@ any world: a rank's share of one is a slice of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import ConcatDataset
 
-from ...config import TrainConfig
+from ...config import Config, TrainConfig
 from ...digest import seed_of
 from ...errors import ConfigError, TaskError
+from ...messages import SiteId
 from ..batches import Batch, cut, examples_in
 from ..engine import over
 from ..examples import Collate, Items, Stream, Tensors, examples_of
+from ..mesh import Mesh
+from ..partition import SimulatedSites
 from ..sampler import Draws, Order, Sampler, in_order, share_of
+from ..task import Task
 
 Share = tuple[Batch | None, int]  # a rank's part of a batch, and how many examples the whole batch has
 
@@ -188,3 +193,27 @@ def pooled(sets: list[Any]) -> Any:
         "data() gives batches or streams, and those of several sites can't be pooled. Return a Dataset, with "
         "collate() where its batches want one; or let sites() return one name."
     )
+
+
+# --- whose data
+
+
+def sites_of(task: Task, config: Config, islands: int) -> SimulatedSites:
+    """The task's natural sites, or its pool; with islands, dealt to them as [simulate] deals it to sites."""
+    return SimulatedSites(task, replace(config.simulate, sites=islands), config.run.seed)
+
+
+def data_of(sites: SimulatedSites, mesh: Mesh) -> tuple[SiteId, Any]:
+    """An island's name and examples. Where there are more natural sites than islands, they are dealt out."""
+    if len(sites.names) < mesh.islands:
+        raise ConfigError(
+            f"parallel.sync = local: {mesh.islands} islands, but the task has {len(sites.names)} sites. "
+            f"Use parallel.replicate = {len(sites.names)} or fewer."
+        )
+    names = sites.names[mesh.island :: mesh.islands]
+    return names[0], pooled([sites.data(name) for name in names])
+
+
+def pool_of(sites: SimulatedSites) -> Any:
+    """The data of all sites."""
+    return pooled([sites.data(name) for name in sites.names]) if sites.natural else sites.pool

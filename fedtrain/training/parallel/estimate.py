@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from ..engine import build_model
 from ..examples import Stream, examples_of
 from ..mesh import Sizes
 from ..optimizers import slots
-from ..task import Task, collate_of, folder_of, mean_and_weight, user_code
+from ..task import Task, collate_of, folder_of, load_task, mean_and_weight, user_code
+from .data import sites_of
 from .offload import BUCKET_BYTES
 from .plan import Plan, plan_of
 from .wrap import save_memory
@@ -100,3 +102,11 @@ def _activations(model: nn.Module, plan: Plan, task: Task, config: Config, data:
     size = config.train.batch_size or (0 if isinstance(examples, Stream) else examples.count)
     mine = -(-max(1, size) // (sizes.dp if config.parallel.sync == "step" else sizes.dp_shard))
     return sampled * mine // max(1, examples_in(batch)) // (sizes.pp * sizes.tp * sizes.cp)
+
+
+def planned(config: Config, ranks: int, data_dir: Path | None = None) -> tuple[str, dict[str, int]]:
+    """The mesh of so many ranks, and the bytes that the one with most will want, by what they are for."""
+    task = load_task(config.run.task, config.root, data_dir)
+    sites = sites_of(task, config, 1)
+    memory = estimate(task, config, ranks, sites.data(sites.names[0]))
+    return str(Sizes.of(config.parallel, ranks)), {**asdict(memory), "total": memory.total}

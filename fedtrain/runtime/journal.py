@@ -1,0 +1,222 @@
+"""The journal of a run: from where it goes on, which evaluation is due, which model is best, when it is over.
+
+Every loop that moves a model by rounds keeps one, whoever trains for it: sites, peers or ranks. The events of
+a run itself, from run_started to run_finished, are emitted here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from .. import events
+from ..arena import Arena
+from ..config import Config
+from ..errors import ConfigError
+from ..events import Emit, Record
+from ..messages import Metrics, SiteId, averages
+from ..store import Checkpoint, RunStore
+from ..wire.frames import Bounds
+
+Averages = dict[str, float]
+Evaluators = Callable[[int, Sequence[SiteId]], list[SiteId]]  # who of the members evaluates in a round
+# (sums over all sites, each site's own) -> what people are shown of both
+Shown = Callable[[Metrics, Mapping[SiteId, Metrics]], Awaitable[tuple[Averages, dict[SiteId, Averages]]]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    rounds: int
+    reason: str  # "rounds done" or why it stopped early
+    metrics: dict[str, float]  # of the last round's evaluation, if it had one
+    best_round: int | None
+    run_dir: Path
+
+
+class Traffic(Protocol):
+    """What counts the bytes that it moves: a cohort, a peer's neighbours."""
+
+    @property
+    def bytes_in(self) -> int: ...
+    @property
+    def bytes_out(self) -> int: ...
+
+
+class Lap:
+    """The time since a round began, and the bytes that were moved in it."""
+
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        """`traffic`: None where a round's bytes are not counted."""
+        self._traffic, self._began_s = traffic, time.monotonic()
+        self._before = (0, 0) if traffic is None else (traffic.bytes_in, traffic.bytes_out)
+
+    def record(self, metrics: Mapping[str, float], sites: int) -> Record:
+        """The round's record: what `sites` found in training, and what it took until now."""
+        seconds = time.monotonic() - self._began_s
+        record = Record(loss=metrics.get("loss"), metrics=metrics, sites=sites, seconds=seconds)
+        if self._traffic is not None:
+            record["bytes_in"] = self._traffic.bytes_in - self._before[0]
+            record["bytes_out"] = self._traffic.bytes_out - self._before[1]
+        return record
+
+
+class Journal:
+    """One run as its store has it and as its log tells it."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: RunStore | None,
+        emit: Emit,
+        common: Callable[[int], int] = lambda number: number,
+    ) -> None:
+        """`store`: None at a site, which commits no round, and at all ranks but the first. `common`: of
+        several processes that decide alike, gives each the number that the one with the store has."""
+        self.config, self.emit = config, emit
+        self.over: str | None = None  # why the run is over, once its model is exported
+        self._store, self._common = store, common
+
+    @property
+    def store(self) -> RunStore:
+        """The store of a run whose rounds are committed by this process."""
+        assert self._store is not None, "only the process that commits asks for the store"
+        return self._store
+
+    # --- beginning
+
+    def start(self, mode: str, sites: int = 0, done: int = 0, buffer: int = 0) -> None:
+        """Say that a process begins with the run, or goes on with it after `done` rounds."""
+        config = self.config
+        self.emit(events.RunStarted(
+            run=config.run.name, mode=mode, rounds=config.run.rounds, sites=sites,
+            config_digest=config.digest(), resumed_from=done or None, buffer=buffer,
+        ))  # fmt: skip
+
+    def begin(self, members: Collection[SiteId]) -> Checkpoint:
+        """The last committed round, from which the run goes on; the store holds the initial model at least.
+        `members`: the sites that are there already."""
+        import torch
+
+        torch.set_num_threads(1)  # folds wait for memory; a second thread would only spin on the sites' cores
+        config, store = self.config, self.store
+        checkpoint = store.latest()
+        assert checkpoint is not None, "the initial model is committed before the first round"
+        mode = "simulate" if store.folder == config.simulate_dir else "federated"
+        buffer = config.asynchronous.buffer if config.asynchronous.enabled else 0
+        self.start(mode, len({*store.joined(), *members}), checkpoint.round, buffer)
+        return checkpoint
+
+    # --- a round
+
+    def waiting(self, need: int, have: int | None = None) -> None:
+        """Say that the next round begins when `need` sites are there."""
+        self.emit(events.Waiting(need=need, have=have))
+
+    def round_started(
+        self, number: int, sites: Sequence[SiteId] = (), attempt: int = 0, neighbors: Sequence[SiteId] = ()
+    ) -> None:
+        """Say that a round begins; `number` rounds and `attempt` attempts were made before."""
+        self.emit(
+            events.RoundStarted(round=number + 1, attempt=attempt + 1, sites=sites, neighbors=neighbors)
+        )
+
+    def round_failed(self, number: int, attempt: int, error: Exception) -> None:
+        """Say that an attempt came to nothing, and why."""
+        self.emit(events.RoundFailed(round=number + 1, attempt=attempt + 1, reason=str(error)))
+
+    def commit(
+        self,
+        after: Checkpoint,
+        record: Record,
+        prepared: tuple[str, Arena | None] | None = None,
+        inside: Iterable[SiteId] = (),
+    ) -> None:
+        """Make a round the last one, and say so. `prepared`, `inside`: as in RunStore.commit."""
+        self.store.commit(after, record, prepared, inside)
+        self.emit(events.RoundCommitted(round=after.round, **record))
+
+    # --- evaluations
+
+    def evaluation_is_due(self, number: int) -> bool:
+        """Whether the model after `number` rounds should be evaluated now."""
+        run, every = self.config.run, self.config.evaluate.every
+        if number == 0 or Bounds(trainings=0, rounds=run.rounds, every=every).evaluation(number):
+            return False
+        return not self._common(self._store is not None and self._store.evaluation(number) is not None)
+
+    def keep_evaluation(self, number: int, metrics: Averages, by_site: Mapping[SiteId, Averages]) -> None:
+        """Write down what a round's model is worth, and whether it is the best so far. ConfigError when
+        evaluate.metric is none of the metrics. An evaluation without any is no reason to stop."""
+        metric, store = self.config.evaluate.metric, self._store
+        best_yet = None if store is None else (store.evaluation(store.best_round) or {}).get(metric)
+        check_metric(metric, metrics, known=bool(self._common(best_yet is not None)))
+        if store is None:
+            return
+        value = metrics.get(metric)
+        best = value is not None and self.config.evaluate.better(value, best_yet)
+        store.evaluated(number, metrics, best=best)
+        if not metrics:
+            self.emit(events.Notice(text=f"round {number}: nobody evaluated the model"))
+            return
+        self.emit(events.Evaluated(round=number, metrics=metrics, by_site=by_site))
+        if best:
+            self.emit(events.Best(round=number, metric=metric, value=value))
+
+    # --- the end
+
+    def reason_to_stop(self, number: int) -> str | None:
+        """Why the run is over after `number` rounds; None when it goes on."""
+        if number >= self.config.run.rounds:
+            return "rounds done"
+        if not (patience := self.config.evaluate.patience):
+            return None
+        since_best = self._common(0 if self._store is None else self._store.evaluations_since_best())
+        if since_best < patience:
+            return None
+        return f"{self.config.evaluate.metric} has not improved for {since_best} evaluations"
+
+    def result(self, number: int, reason: str) -> Result:
+        """How the run ended after `number` rounds."""
+        store = self.store
+        return Result(number, reason, store.evaluation(number) or {}, store.best_round, store.folder)
+
+    def finish(self, result: Result) -> None:
+        """Leave the last model in the run directory, as files that need no fedtrain, and say that the run is
+        over."""
+        from ..tracking.export import export
+
+        self.end(result.rounds, result.reason, str(export(result.run_dir, result.run_dir / "model")))
+
+    def end(self, number: int | None, reason: str, model: str | None = None) -> None:
+        """Say that the run is over; `model` names the folder that it was exported to."""
+        self.emit(events.RunFinished(round=number, reason=reason, model=model))
+        self.over = reason
+
+
+def check_metric(metric: str, metrics: Averages, *, known: bool) -> None:
+    """ConfigError when the task gives no such metric. One that is `known` from earlier evaluations may be
+    absent from one, as when it counts nothing there."""
+    if not metrics or metric in metrics or known:
+        return
+    near = difflib.get_close_matches(metric, metrics, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"evaluate.metric: the task's evaluate() gives no {metric!r}. "
+        f"{hint}It gives {', '.join(sorted(metrics))}."
+    )
+
+
+async def plain(total: Metrics, by_site: Mapping[SiteId, Metrics]) -> tuple[Averages, dict[SiteId, Averages]]:
+    """What is shown where the task has no metrics() of its own."""
+    return averages({"": total}), {site: averages({site: own}) for site, own in by_site.items()}
+
+
+def everyone(number: int, members: Sequence[SiteId]) -> list[SiteId]:
+    """Evaluators: all members."""
+    return list(members)
