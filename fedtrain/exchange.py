@@ -23,7 +23,7 @@ class Cohort(Protocol):
 
     @property
     def bytes_out(self) -> int:
-        """And sent."""
+        """Model bytes sent so far."""
 
     async def members(self, at_least: int) -> list[SiteId]:
         """The sites that have joined, sorted; waits until there are `at_least` so many."""
@@ -44,28 +44,28 @@ class Cohort(Protocol):
         """One line for the people at a site: why its update was refused, say. Best effort."""
 
 
-class Before:
-    """A cohort that stands before another one; what derives from it says how it exchanges."""
+class CohortWrapper:
+    """A cohort that passes on to another one all but its exchanges, which are its subclasses' own."""
 
-    def __init__(self, others: Cohort) -> None:
-        self._others = others
+    def __init__(self, inner: Cohort) -> None:
+        self._inner = inner
 
     @property
     def bytes_in(self) -> int:
-        return self._others.bytes_in
+        return self._inner.bytes_in
 
     @property
     def bytes_out(self) -> int:
-        return self._others.bytes_out
+        return self._inner.bytes_out
 
     async def members(self, at_least: int) -> list[SiteId]:
-        return await self._others.members(at_least)
+        return await self._inner.members(at_least)
 
     async def newcomer(self, known: Collection[SiteId]) -> None:
-        await self._others.newcomer(known)
+        await self._inner.newcomer(known)
 
     def tell(self, site: SiteId, line: str) -> None:
-        self._others.tell(site, line)
+        self._inner.tell(site, line)
 
 
 async def gather(
@@ -106,7 +106,7 @@ PeerId = str
 
 @dataclass(frozen=True)
 class Neighborhood:
-    """One peer's part of one round's graph: whom it hears and tells, and how much each counts.
+    """One peer's part of one round's graph: its neighbours, and how much each counts.
 
     W is the round's mixing matrix, W[i, j] the weight of j's model at i. Its rows sum to 1 (own + incoming)
     and its columns too (own + outgoing), unless the weights are push-sum's: then only the columns do.
@@ -116,7 +116,9 @@ class Neighborhood:
     own: float  # W[peer, peer]
     incoming: Mapping[PeerId, float]  # j -> W[peer, j], by name, without the peer itself
     outgoing: Mapping[PeerId, float]  # j -> W[j, peer]
-    fellows: Mapping[PeerId, Sequence[PeerId]] = field(default_factory=dict)  # j -> all whom j hears, by name
+    fellows: Mapping[PeerId, Sequence[PeerId]] = field(
+        default_factory=dict
+    )  # of whom each neighbour receives
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Share:
 
 @dataclass(frozen=True)
 class ShareHeader:
-    """A neighbour's share, before its bytes."""
+    """What a neighbour says of its share before the bytes; the fields are as in Share."""
 
     peer: PeerId
     round: int
@@ -152,7 +154,7 @@ class Mixer(Protocol):
     which may be another than the caller's.
 
     Chunks of a peer come in order, each once. The chunks at one offset come in the order of `expected`,
-    whoever was first: so a sum of floats has the same bits in every run and over every transport.
+    whichever peer was first: so a sum of floats has the same bits in every run and over every transport.
     """
 
     def begin(self, offer: ShareHeader) -> None:
@@ -169,14 +171,15 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True)
 class Exchanged:
-    """How one exchange went. A peer is in one of the first two, and in one of the last three."""
+    """How one exchange went. An in-neighbour is in one of the first two fields, an out-neighbour in one of
+    the next three; where there is a mapping, it gives the reason."""
 
     arrived: frozenset[PeerId] = frozenset()  # in-neighbours whose share was mixed whole
-    missing: Mapping[PeerId, str] = field(default_factory=dict)  # in-neighbours with less than that, and why
+    missing: Mapping[PeerId, str] = field(default_factory=dict)  # in-neighbours whose share was not
     given: frozenset[PeerId] = frozenset()  # out-neighbours that have our share whole
-    kept: Mapping[PeerId, str] = field(default_factory=dict)  # that certainly have not, and why
-    unsure: Mapping[PeerId, str] = field(default_factory=dict)  # lost in the moment between the two
-    waited_s: float = 0.0
+    kept: Mapping[PeerId, str] = field(default_factory=dict)  # out-neighbours that certainly don't have it
+    unsure: Mapping[PeerId, str] = field(default_factory=dict)  # out-neighbours that may have it
+    waited_s: float = 0.0  # from the start of the exchange to its end
 
 
 @dataclass(frozen=True)
@@ -206,23 +209,19 @@ class Neighbors(Protocol):
 
     @property
     def bytes_out(self) -> int:
-        """And sent."""
+        """Payload bytes sent so far."""
 
     def announce(self, round: int) -> None:
         """Tell all peers that this one is at `round` now, before it trains: their deadlines for it count
         from here, so a slow peer makes its neighbours wait but not miss each other."""
 
     def progress(self) -> dict[PeerId, int]:
-        """The round that each peer announced last; whoever finds himself far behind pulls a state."""
+        """The round that each peer announced last. A peer that is far behind pulls a state."""
 
     async def exchange(
-        self,
-        round: int,
-        shares: Mapping[PeerId, Share],
-        expected: Sequence[PeerId],
-        mixer: Mixer,
+        self, round: int, shares: Mapping[PeerId, Share], expected: Sequence[PeerId], mixer: Mixer,
         deadline_s: float,
-    ) -> Exchanged:
+    ) -> Exchanged:  # fmt: skip
         """Give each out-neighbour its share, feed those of the in-neighbours to `mixer`; never raises for a
         peer's sake.
 
@@ -232,14 +231,14 @@ class Neighbors(Protocol):
         """
 
     def post(self, round: int, shares: Mapping[PeerId, Share]) -> None:
-        """Asynchronous modes: send and don't wait. The payload is the transport's from here on. An earlier
-        post to the same peer that has not begun to leave is replaced."""
+        """Send shares without waiting, for asynchronous modes. The payload is the transport's from here on. A
+        share that was posted to the same peer before, and has not begun to leave, is replaced."""
 
     def take(self) -> list[ReceivedShare]:
         """What was posted to us since the last call: of each peer its latest, in the peers' order."""
 
     def publish(self, round: int, share: Share) -> None:
-        """Our state, for whoever joins late and pulls it; a snapshot, the transport's from here on."""
+        """Our state, for peers that join late and pull it. The snapshot is the transport's from here on."""
 
     async def pull(self, peer: PeerId, timeout_s: float) -> ReceivedShare | None:
         """The state that a peer has published; None when it has none, or doesn't answer in time."""

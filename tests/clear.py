@@ -13,7 +13,7 @@ import struct
 from collections.abc import AsyncIterator, Mapping
 
 from fedtrain.errors import CertificateError, ConnectError, WireError
-from fedtrain.transport.streams import Connection, Denied, Serve, Stream
+from fedtrain.transport.streams import Connection, Denied, MessageStream, Serve
 from fedtrain.transport.tls import Tls
 from fedtrain.wire.frames import MESSAGE_BYTES
 
@@ -22,7 +22,7 @@ MESSAGE, END, DENIED = range(3)
 
 
 class FramedStream:
-    """Implements streams.Stream."""
+    """Implements streams.MessageStream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self.writer = reader, writer
@@ -84,7 +84,7 @@ class ClearTransport:
     @contextlib.asynccontextmanager
     async def connect(self, address: str, target: str) -> AsyncIterator[Connection]:
         @contextlib.asynccontextmanager
-        async def call(name: str) -> AsyncIterator[Stream]:
+        async def call(name: str) -> AsyncIterator[MessageStream]:
             try:
                 stream = FramedStream(*await asyncio.open_connection(*address.rsplit(":", 1)))
             except OSError as e:

@@ -261,7 +261,7 @@ def test_an_update_over_the_bound_is_refused_named_told_and_its_site_asked_anew(
     assert [r["site"] for r in refused] == ["e"]
     (reason,) = {r["reason"] for r in refused}
     assert "versions old, over asynchronous.max_staleness = 4" in reason
-    assert cohort.told == [("e", f"version {refused[0]['round']}: the update was refused: {reason}")]
+    assert cohort.lines == [("e", f"version {refused[0]['round']}: the update was refused: {reason}")]
     assert [turn for turn, _ in asked] == [0, 1]
     assert asked[0][1] != asked[1][1]
     assert all(e["staleness"] <= 4 for e in events.of("update_received"))

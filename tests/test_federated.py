@@ -166,7 +166,7 @@ def test_s16_an_update_with_nan_or_inf_is_refused_and_named_and_the_round_comple
     assert events.of("update_refused") == [
         {"round": 1, "site": "c", "reason": "w has 1 NaN or Inf of 6 values"}
     ]
-    assert cohort.told == [("c", "round 1: the update was refused: w has 1 NaN or Inf of 6 values")]
+    assert cohort.lines == [("c", "round 1: the update was refused: w has 1 NaN or Inf of 6 values")]
 
 
 @pytest.mark.parametrize("kind", ["fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad"])
@@ -184,7 +184,7 @@ def test_a_finite_update_that_no_model_survives_is_named_and_the_round_is_had_wi
     refused = events.of("update_refused")
     assert {e["site"] for e in refused} == {"c"}
     assert all("c's update is" in e["reason"] and "all others together" in e["reason"] for e in refused)
-    assert [site for site, _ in cohort.told] == ["c"] * len(refused)
+    assert [site for site, _ in cohort.lines] == ["c"] * len(refused)
     if kind in ("fedavg", "fedavgm"):
         assert len(refused) == 5, "in every round: a strategy that divides by sizes may live with some"
 

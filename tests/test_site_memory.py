@@ -13,7 +13,7 @@ from fedtrain.compression.codec import DeltaCodec
 from fedtrain.config import Config
 from fedtrain.digest import seed_of
 from fedtrain.errors import StoreError, TooFewSites
-from fedtrain.exchange import Before
+from fedtrain.exchange import CohortWrapper
 from fedtrain.messages import Train
 from fedtrain.runtime import compressed, federated
 from fedtrain.runtime.answers import InTheOpen
@@ -69,7 +69,7 @@ def test_a_damaged_state_is_named_and_never_used(tmp_path, damage):
 # --- In rounds
 
 
-class Losing(Before):
+class Losing(CohortWrapper):
     """Sites whose replies are lost, by (site, round)."""
 
     def __init__(self, others, lost):
@@ -77,7 +77,7 @@ class Losing(Before):
         self.lost = lost
 
     async def exchange(self, requests, deadline_s):
-        async for site, reply in self._others.exchange(requests, deadline_s):
+        async for site, reply in self._inner.exchange(requests, deadline_s):
             if (site, requests[site].id) not in self.lost:
                 yield site, reply
 

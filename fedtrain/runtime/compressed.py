@@ -27,7 +27,7 @@ from ..compression import Compressor, DeltaCodec, ErrorFeedback
 from ..config import Config
 from ..digest import seed_of
 from ..errors import BadUpdate, ConfigError
-from ..exchange import Before, Cohort
+from ..exchange import Cohort, CohortWrapper
 from ..messages import Failure, Reply, Request, SiteId, Train, Update
 from ..schema import Schema
 from ..store import Checkpoint
@@ -170,7 +170,7 @@ def _down_seed(config: Config, base: str) -> int:
     return seed_of(config.run.seed, "compression", "down", base)
 
 
-class Decompressing(Before):
+class Decompressing(CohortWrapper):
     """A cohort whose sites send compressed updates, before one that gets them as they were."""
 
     def __init__(
@@ -184,7 +184,7 @@ class Decompressing(Before):
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        async with aclosing(self._others.exchange(requests, deadline_s)) as replies:
+        async with aclosing(self._inner.exchange(requests, deadline_s)) as replies:
             async for site, reply in replies:
                 request = requests[site]
                 if isinstance(reply, Update) and isinstance(request, Train):

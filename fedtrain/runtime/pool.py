@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from ..arena import AnyArena, Arena, ArenaFile, Slab, patches_to
 from ..config import Config
 from ..errors import ConfigError, TaskError, nearest
-from ..exchange import Before, Cohort
+from ..exchange import Cohort, CohortWrapper
 from ..messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from . import trainer_messages as msg
 from .journal import Averages, plain
@@ -287,7 +287,7 @@ def good(result: T | Failed) -> T:
     return result
 
 
-class InlineCohort(Before):
+class InlineCohort(CohortWrapper):
     """One site in this process, where breakpoint() works; the others wherever they are."""
 
     def __init__(self, site: SiteId, bench: Workbench, others: Cohort) -> None:
@@ -310,6 +310,6 @@ class InlineCohort(Before):
                 yield self._site, self._bench.train(self._site, request.round, weights, out, request.counted)
             else:
                 yield self._site, self._bench.evaluate(self._site, request.round, weights)
-        async with aclosing(self._others.exchange(rest, deadline_s)) as replies:
+        async with aclosing(self._inner.exchange(rest, deadline_s)) as replies:
             async for pair in replies:
                 yield pair

@@ -18,7 +18,7 @@ import msgspec
 from ..arena import Arena
 from ..config import Config, PrivacyConfig
 from ..events import Emit, PrivacySpent, noticed
-from ..exchange import Before, Cohort
+from ..exchange import Cohort, CohortWrapper
 from ..messages import Reply, Request, SiteId, Train, Update
 from ..privacy import Gaussian, epsilon
 from ..store.sealed import Kept
@@ -67,7 +67,7 @@ class Spent:
 ))  # fmt: skip
 
 
-class Spending(Before):
+class Spending(CohortWrapper):
     """Simulated sites, of which the one that has given away most tells what it spent, as a real one does."""
 
     def __init__(self, config: Config, others: Cohort, folder: Path, emit: Emit) -> None:
@@ -80,7 +80,7 @@ class Spending(Before):
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        async with aclosing(self._others.exchange(requests, deadline_s)) as replies:
+        async with aclosing(self._inner.exchange(requests, deadline_s)) as replies:
             async for site, reply in replies:
                 if isinstance(reply, Update):
                     request = requests[site]

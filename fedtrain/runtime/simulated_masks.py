@@ -14,7 +14,7 @@ from ..arena import AnyArena
 from ..config import Config
 from ..errors import CertificateError
 from ..events import Emit
-from ..exchange import Before, Cohort
+from ..exchange import Cohort, CohortWrapper
 from ..messages import Evaluate, Evaluation, Metrics, Reply, Request, SiteId, Train, Update
 from ..pki.signing import ECDSA, Signer
 from ..secagg.messages import Advertise, AdvertiseEvaluation
@@ -71,7 +71,7 @@ class SimulatedKeys:
         return site, hashlib.sha256(certificate).digest()
 
 
-class MaskedCohort(Before):
+class MaskedCohort(CohortWrapper):
     """Simulated sites that answer under masks, doing all that real ones do; the wire alone is left out.
 
     The updates of a round are held until they are masked, as at so many sites.
@@ -90,7 +90,7 @@ class MaskedCohort(Before):
             work = Train if isinstance(first, Advertise) else Evaluate
             inner = work(id=first.id, round=first.round, weights=first.weights)
             model = await asyncio.to_thread(hash_of, first.weights, all_cores())
-            async with aclosing(self._others.exchange(dict.fromkeys(requests, inner), deadline_s)) as replies:
+            async with aclosing(self._inner.exchange(dict.fromkeys(requests, inner), deadline_s)) as replies:
                 async for site, reply in replies:
                     if isinstance(reply, Update | Evaluation):
                         result = kept(reply) if isinstance(reply, Update) else reply

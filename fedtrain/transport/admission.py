@@ -1,7 +1,7 @@
 """Who may speak to a peer: keys, the roster of those who may, the handshake's question, invitations.
 
 A key outside of the roster is refused in the handshake, and so is everybody when nobody answers ZeroMQ's
-question about it. The holder of an invitation gets through, may say one thing, and is told the roster for it;
+question about it. The holder of an invitation gets through, may say one thing, and gets the roster for it;
 both halves of that are here. What a roster is made of, and what an invitation says, is `pki`'s.
 """
 
@@ -45,7 +45,7 @@ class Curve:
         return cls(*zmq.curve_keypair())
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Let the socket be called by whoever the Authenticator lets in; by nobody without one."""
+        """Let the socket be called by the keys that the Authenticator lets in; without one by none."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.zap_domain = DOMAIN
@@ -131,7 +131,7 @@ class Authenticator:
 
 
 class Guests:
-    """The host's half of an invitation: what its holder may say, and what it is told."""
+    """The host's half of an invitation: what its holder may say, and what it is answered."""
 
     def __init__(self, local: LocalPeer, emit: Emit) -> None:
         self._local, self._emit = local, emit
@@ -160,8 +160,8 @@ class Guests:
             self._emit(SiteRefused(site="?", reason=f"by invitation: {e}"))
             return [(Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))]
         self._emit(Notice(text=f"{contact.peer} is on the roster now, by invitation"))
-        told = [(Header(Kind.MEMBERS), body) for body in bundles(self._local.roster.statements())]
-        return [*told, (Header(Kind.WELCOME), b"")]
+        entries = [(Header(Kind.MEMBERS), body) for body in bundles(self._local.roster.statements())]
+        return [*entries, (Header(Kind.WELCOME), b"")]
 
 
 def join(

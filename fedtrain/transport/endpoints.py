@@ -27,7 +27,7 @@ from ..wire.codec import arenas, decode, encode, fetch_list
 from . import star
 from .grpc import GrpcTransport
 from .star import AggregatorEnd, Pending, SiteEnd, SiteSession, backoff
-from .streams import Connection, Denied, Files, Stream, Transport, chunks, opened, receive
+from .streams import Connection, Denied, Files, MessageStream, Transport, chunks, opened, receive
 from .tls import Tls
 
 TRANSPORTS: dict[str, Callable[[Tls, float], Transport]] = {"grpc": GrpcTransport}
@@ -79,12 +79,12 @@ class RemoteCohort:
 
     async def stop(self, reason: str | None = None, joined: Iterable[SiteId] = ()) -> None:
         """Close. With a `reason` the run is over, and all that have `joined` it are told first, so that they
-        leave; whoever is away has the idle time to come back and hear it."""
-        wait_s = self._end.finish(reason, joined)
+        leave; sites that are away have the idle time to come back for it."""
+        wait_s = self._end.finish(reason, joined)  # closed in a write, a session would show a traceback
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._until(lambda: self._end.deserted)  # or core shows a traceback of a write
+                    await self._until(lambda: self._end.deserted)
         finally:
             if self._timer:
                 self._timer.cancel()
@@ -165,7 +165,7 @@ class RemoteCohort:
         self._transfers.setdefault(site, WeakSet()).add(task)
         return site, task
 
-    async def _session(self, certificate: bytes, stream: Stream) -> None:
+    async def _session(self, certificate: bytes, stream: MessageStream) -> None:
         site = self._caller(certificate)
         try:
             async with asyncio.timeout(HELLO_S):
@@ -192,7 +192,7 @@ class RemoteCohort:
             self._end.lose(session, asyncio.get_running_loop().time())
             self._sessions_changed()
 
-    async def _read(self, session: SiteSession, stream: Stream) -> None:
+    async def _read(self, session: SiteSession, stream: MessageStream) -> None:
         """What a site says on its own; the end of its stream ends the session."""
         try:
             while (data := await stream.read()) is not None:
@@ -203,7 +203,7 @@ class RemoteCohort:
         finally:
             session.send(None)
 
-    async def _download(self, certificate: bytes, stream: Stream) -> None:
+    async def _download(self, certificate: bytes, stream: MessageStream) -> None:
         site, _ = self._transferring(certificate)
         if (first := await stream.read()) is None:
             return
@@ -215,7 +215,7 @@ class RemoteCohort:
             self.bytes_out += len(chunk)
             await stream.write(chunk)
 
-    async def _upload(self, certificate: bytes, stream: Stream) -> None:
+    async def _upload(self, certificate: bytes, stream: MessageStream) -> None:
         site, task = self._transferring(certificate)
         stop = task.cancel
         if (first := await stream.read()) is None:  # the site dropped the request as it opened this stream
@@ -347,7 +347,7 @@ class SiteLink:
                     self._work.cancel()
                 self._work = self._working_on = None
 
-    async def _leave(self, stream: Stream) -> None:
+    async def _leave(self, stream: MessageStream) -> None:
         """Say that we know, and go when the aggregator has read it: it would wait for us otherwise."""
         self._outbox.put_nowait(frames.Leaving())
         with suppress(TimeoutError, ConnectError):
@@ -355,7 +355,7 @@ class SiteLink:
                 while await stream.read() is not None:
                     pass
 
-    async def _write(self, stream: Stream) -> None:
+    async def _write(self, stream: MessageStream) -> None:
         with suppress(ConnectError):  # whoever reads learns of it too
             while True:
                 await stream.write(encode(await self._outbox.get()))

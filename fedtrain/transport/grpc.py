@@ -12,7 +12,7 @@ import grpc.aio
 
 from ..errors import CertificateError, ConnectError, FedtrainError, WireError
 from ..wire.frames import CHUNK_BYTES, MESSAGE_BYTES
-from .streams import Connection, Denied, Serve, Stream
+from .streams import Connection, Denied, MessageStream, Serve
 from .tls import Tls, explain, first_words
 
 SERVICE = "fedtrain.Star"
@@ -92,7 +92,7 @@ class GrpcTransport:
         async with grpc.aio.secure_channel(address, self._tls.channel(), options=options) as channel:
 
             @asynccontextmanager
-            async def call(name: str) -> AsyncIterator[Stream]:
+            async def call(name: str) -> AsyncIterator[MessageStream]:
                 made = channel.stream_stream(f"/{SERVICE}/{name}")()
                 try:
                     yield SiteStream(made, address)
@@ -119,7 +119,7 @@ def _handler(serve: Serve) -> Callable[[Any, grpc.aio.ServicerContext], Awaitabl
 
 
 class AggregatorStream:
-    """A call as its server sees it. Implements streams.Stream."""
+    """A call as its server sees it. Implements streams.MessageStream."""
 
     def __init__(self, context: grpc.aio.ServicerContext) -> None:
         self._context = context
@@ -136,7 +136,7 @@ class AggregatorStream:
 
 
 class SiteStream:
-    """A call as its caller sees it. Implements streams.Stream."""
+    """A call as its caller sees it. Implements streams.MessageStream."""
 
     def __init__(self, call: Any, address: str) -> None:
         self._call, self._address = call, address

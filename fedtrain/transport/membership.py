@@ -1,10 +1,10 @@
 """Who is there: SWIM (Das, Gupta, Motivala, DSN 2002) with suspicion and incarnations, without I/O.
 
 Each period a peer pings one other, in a shuffled round robin. Without an answer it asks `indirect` others to
-ping it; still without one it is suspected, and after `suspicion_s` dead. Who hears that it is suspected, or
-dead, refutes it with a higher incarnation; so does a peer that comes back. What is new travels on the pings
-themselves. No round waits for any of this: a round's graph is a function of `alive()`, and views that differ
-for a moment cost an exchange that says so (CANCEL, REFUSE), not one that hangs.
+ping it; still without one it is suspected, and after `suspicion_s` dead. A peer that learns that it is
+suspected, or dead, refutes it with a higher incarnation; so does a peer that comes back. What is new travels
+on the pings themselves. No round waits for any of this: a round's graph is a function of `alive()`, and views
+that differ for a moment cost an exchange that says so (CANCEL, REFUSE), not one that hangs.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Membership:
         self._asked = False  # others, for the one who is probed
         self._probe_s = now  # when the last probe began
         self._helping: dict[PeerId, set[PeerId]] = {}  # pinged for these
-        self._news: dict[PeerId, tuple[News, int]] = {}  # what is told, and how many times yet
+        self._news: dict[PeerId, tuple[News, int]] = {}  # what is to be sent, and how many times yet
 
     # --- the view
 
@@ -101,29 +101,29 @@ class Membership:
         return 2 * len(self.alive()) <= len(self.members) + 1 and len(self.members) > 1
 
     def add(self, peers: Iterable[PeerId], now: float) -> None:
-        """On the roster. Nobody is believed to be alive before they have been heard."""
+        """Peers of the roster. None counts as alive before there is news of it."""
         for peer in peers:
             if peer != self.me and peer not in self.members:
                 self.members[peer] = Member(Liveness.DEAD, -1, now)
                 self.changes += 1
 
     def remove(self, peer: PeerId) -> None:
-        """Struck off the roster."""
+        """A peer that was struck off the roster."""
         self.members.pop(peer, None)
         self.changes += 1
         self._news.pop(peer, None)
         self._helping.pop(peer, None)
 
     def confirm(self, peer: PeerId, now: float) -> None:
-        """It is connected and speaks to us: an end of any doubt of ours."""
+        """The peer is connected and speaks to us, which ends any suspicion of ours."""
         member = self.members.get(peer)
         if member is None:
             return
         if self._probed == peer:
             self._probed = None
-        if member.status >= Liveness.DEAD and member.incarnation < 0:  # the first that we hear of it
+        if member.status >= Liveness.DEAD and member.incarnation < 0:  # the first news of the peer
             self._learn(News(peer, Liveness.ALIVE, 0), now)
-        elif member.status >= Liveness.SUSPECT:  # tell it, and it refutes
+        elif member.status >= Liveness.SUSPECT:  # when the peer learns of this, it refutes it
             self._news[peer] = (News(peer, member.status, member.incarnation), 1)
             self._say(peer, Kind.PING)
 
@@ -210,20 +210,20 @@ class Membership:
         self.changes += 1
         self._spread(news)
         if news.status is Liveness.SUSPECT:
-            self._say(news.peer, Kind.PING)  # it should know, to refute it
+            self._say(news.peer, Kind.PING)  # the peer is to refute it
 
     def _spread(self, news: News) -> None:
         times = 3 * math.ceil(math.log2(len(self.members) + 2))
         self._news[news.peer] = (news, times)
 
     def _say(self, peer: PeerId, kind: Kind, about: PeerId = "") -> None:
-        """With the news that have been told least often; news of the addressee come first."""
+        """A message with the news that were sent least often; news of the addressee come first."""
         order = sorted(self._news, key=lambda p: (p != peer, -self._news[p][1], p))[:NEWS_PER_MESSAGE]
         chosen = [self._news[p][0] for p in order]
         for p in order:
             news, left = self._news.pop(p)
             if left > 1:
                 self._news[p] = (news, left - 1)
-        if self.incarnation:  # always say our own: it costs little, and whoever doubts us hears it
+        if self.incarnation:  # our own costs little, and a peer that suspects us learns it
             chosen.append(News(self.me, Liveness.ALIVE, self.incarnation))
         self.outbox.append((peer, kind, msgspec.msgpack.encode(Probe(chosen, about))))

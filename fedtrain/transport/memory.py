@@ -40,7 +40,7 @@ class LocalCohort:
     ) -> None:
         self._handlers, self._loses = handlers, loses
         self.bytes_in = self.bytes_out = 0
-        self.told: list[tuple[SiteId, str]] = []
+        self.lines: list[tuple[SiteId, str]] = []
 
     async def members(self, at_least: int) -> list[SiteId]:
         return sorted(self._handlers)
@@ -57,7 +57,7 @@ class LocalCohort:
                 yield site, (reply if isinstance(reply, Reply) else await reply)
 
     def tell(self, site: SiteId, line: str) -> None:
-        self.told.append((site, line))
+        self.lines.append((site, line))
 
 
 # --- the graph seam
@@ -253,13 +253,9 @@ class LocalNeighbors:
         return self.courier.progress
 
     async def exchange(
-        self,
-        round: int,
-        shares: Mapping[PeerId, Share],
-        expected: Sequence[PeerId],
-        mixer: Mixer,
+        self, round: int, shares: Mapping[PeerId, Share], expected: Sequence[PeerId], mixer: Mixer,
         deadline_s: float,
-    ) -> Exchanged:
+    ) -> Exchanged:  # fmt: skip
         self.courier.begin(round, shares, expected, mixer, deadline_s, self._network.now)
         await self._wait(lambda: self.courier.finished is not None)
         assert self.courier.finished is not None

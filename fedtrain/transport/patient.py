@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 
-from ..exchange import Before
+from ..exchange import CohortWrapper
 from ..messages import Reply, Request, SiteId
 
 GRACE_S = 0.25  # how long such replies may still come
 
 
-class Patient(Before):
+class Patient(CohortWrapper):
     """A cohort whose exchanges, once the caller has enough replies, wait GRACE_S for the others."""
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        async with aclosing(self._others.exchange(requests, deadline_s)) as replies:
+        async with aclosing(self._inner.exchange(requests, deadline_s)) as replies:
             try:
                 async for pair in replies:
                     yield pair

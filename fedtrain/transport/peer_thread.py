@@ -149,7 +149,7 @@ class PeerThread:
         try:
             while not self._stopping:
                 self._turn()
-        except Exception as e:  # whatever it is, those who wait must hear of it
+        except Exception as e:  # whatever it is, those who wait must get it
             self._error = e
         finally:
             self._closed = True
@@ -157,7 +157,7 @@ class PeerThread:
             self.links.close()
 
     def _turn(self) -> None:
-        """Wait, hear what came, do what is due, say what follows, hand back what is over."""
+        """Wait, receive what came, do what is due, send what follows, deliver what is over."""
         for link, message in self.links.receive(max(self._tick_s - time.monotonic(), 0.0)):
             self._dispatch(link, message)
         if (now := time.monotonic()) >= self._tick_s:
@@ -341,7 +341,7 @@ class PeerThread:
             self.refresh_roster()  # its entry may have come by a file, and others not know it
 
     def _introduce(self, link: Link, statements: Iterable[bytes]) -> None:
-        """Pass on what was signed: whoever knows one peer, soon knows all."""
+        """Pass on what was signed: a peer that knows one other soon knows all."""
         for body in bundles(statements):
             self._say(link, Header(Kind.MEMBERS), body)
 

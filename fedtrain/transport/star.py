@@ -126,7 +126,7 @@ class AggregatorEnd:
         earlier.send(None)
 
     def refuse(self, site: SiteId, reason: str, *, final: bool) -> frames.Refused:
-        """What a site that does not fit is told."""
+        """The answer to a site that does not fit."""
         self._emit(SiteRefused(site=site, reason=reason))
         if final:
             self._uninformed.discard(site)

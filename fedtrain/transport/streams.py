@@ -17,7 +17,7 @@ class Denied(ConnectError):
     """The other end does not serve this call; the same call again changes nothing."""
 
 
-class Stream(Protocol):
+class MessageStream(Protocol):
     """One call of a site: messages of at most 4 MiB each way, in order. ConnectError when it breaks."""
 
     async def read(self) -> bytes | None:
@@ -27,8 +27,8 @@ class Stream(Protocol):
         """Returns when the transport has room for more."""
 
 
-Serve = Callable[[bytes, Stream], Awaitable[None]]  # given the caller's certificate in PEM
-Connection = Callable[[str], AbstractAsyncContextManager[Stream]]  # opens a call by its name
+Serve = Callable[[bytes, MessageStream], Awaitable[None]]  # given the caller's certificate in PEM
+Connection = Callable[[str], AbstractAsyncContextManager[MessageStream]]  # opens a call by its name
 
 
 class Transport(Protocol):
@@ -89,7 +89,7 @@ async def opened(files: Files, arena: ArenaFile) -> AsyncIterator[Transfer]:
         transfer.close()
 
 
-async def receive(stream: Stream, transfer: Transfer) -> Path:
+async def receive(stream: MessageStream, transfer: Transfer) -> Path:
     """The rest of a transfer, from the stream to its file."""
     while not transfer.whole:
         chunk = await stream.read()

@@ -87,13 +87,9 @@ class ZmqNeighbors:
         return self._courier.reached
 
     async def exchange(
-        self,
-        round: int,
-        shares: Mapping[PeerId, Share],
-        expected: Sequence[PeerId],
-        mixer: Mixer,
+        self, round: int, shares: Mapping[PeerId, Share], expected: Sequence[PeerId], mixer: Mixer,
         deadline_s: float,
-    ) -> Exchanged:
+    ) -> Exchanged:  # fmt: skip
         done: asyncio.Future[Exchanged] = asyncio.get_running_loop().create_future()
         begin = lambda: self._thread.begin(done, round, shares, expected, mixer, deadline_s)
         self._call({*shares, *expected}, begin)
