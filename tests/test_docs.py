@@ -186,6 +186,23 @@ def test_the_house_drawn_in_the_architecture_is_the_house():
     assert {p.name for p in spread} - {"__init__.py"} - files == set()
 
 
+def test_the_index_has_one_line_for_each_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    lines = re.findall(r"^\| \[[^]]+\]\((\w[\w-]*\.md)\) \|", index, re.M)
+    assert sorted(lines) == sorted(p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md")
+
+
+def test_the_glossary_is_short_and_has_each_word_once():
+    words = re.findall(r"^\| (\*\*.+?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    assert 30 <= len(set(words)) == len(words) <= 40
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page.startswith("docs/")])
+def test_no_line_of_prose_is_longer_than_160_characters(page):
+    lines = FENCE.sub("", (ROOT / page).read_text()).splitlines()
+    assert [line for line in lines if len(line) > 160 and not line.startswith(("|", "!["))] == []
+
+
 def test_s37_the_dependencies_are_those_that_the_security_page_lists():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.match(r"[\w-]+", each)[0] for each in project["dependencies"]]
