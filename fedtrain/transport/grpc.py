@@ -93,7 +93,10 @@ class GrpcTransport:
 
             @asynccontextmanager
             async def call(name: str) -> AsyncIterator[MessageStream]:
-                made = channel.stream_stream(f"/{SERVICE}/{name}")()
+                try:
+                    made = channel.stream_stream(f"/{SERVICE}/{name}")()
+                except CLOSED:
+                    raise ConnectError(f"{address}: the connection is closed.") from None
                 try:
                     yield SiteStream(made, address)
                 except BaseException:
@@ -132,7 +135,10 @@ class AggregatorStream:
         return None if data is END else data
 
     async def write(self, message: bytes) -> None:
-        await self._context.write(message)
+        try:
+            await self._context.write(message)
+        except CLOSED as e:
+            raise ConnectError(str(e)) from None
 
 
 class SiteStream:

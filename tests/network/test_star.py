@@ -9,10 +9,11 @@ import pytest
 from msgspec import structs
 
 from fedtrain.arena import ArenaFile
-from fedtrain.errors import JoinRefused, StoreError
+from fedtrain.errors import ConnectError, JoinRefused, StoreError
 from fedtrain.exchange import gather
 from fedtrain.messages import Train, Update
 from fedtrain.transport import star
+from fedtrain.transport.endpoints import UPLOAD
 from fedtrain.transport.streams import opened
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Finished, FromAggregator, Welcome
@@ -256,3 +257,17 @@ def test_a_site_that_reconnects_before_its_loss_is_noticed_is_no_second_process(
             return agg.of("notice")
 
     assert bounded(main()) == []
+
+
+def test_a_call_over_a_connection_that_is_closed_is_a_lost_connection_and_no_bug(certs, tmp_path):
+    async def main():
+        async with (
+            aggregator(certs, tmp_path, random_arena(4, 0).schema) as agg,
+            connected(certs, agg.cohort.port) as call,
+        ):
+            pass
+        with pytest.raises(ConnectError):
+            async with call(UPLOAD) as stream:
+                await stream.read()
+
+    bounded(main())
