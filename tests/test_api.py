@@ -245,6 +245,34 @@ def test_a_warm_call_in_process_takes_less_than_to_load_torch(project):
     assert warm < bare
 
 
+def test_what_a_task_raises_here_is_the_error_that_a_worker_would_tell(project):
+    (project / "heart_task.py").write_text(
+        TASK.replace("return torch.nn.functional", "raise OSError(7)\n        return torch.nn.functional")
+    )
+    told = []
+    for workers in (0, 1):
+        with pytest.raises(TaskError) as error:
+            fedtrain.simulate(project, {"simulate.workers": workers})
+        told.append(str(error.value))
+    assert told[0] == told[1]
+    assert "OSError in heart_task.py" in told[0]
+
+
+def test_simulations_of_several_threads_here_don_t_draw_from_each_other(project):
+    runs = {}
+
+    def train(name):
+        runs[name] = fedtrain.simulate(project, {"run.name": name, "secagg.enabled": False, **HERE})
+
+    expected = digest(fedtrain.simulate(project, {"run.name": "open", "secagg.enabled": False, **HERE}))
+    threads = [threading.Thread(target=train, args=(name,)) for name in "xyz"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {digest(run) for run in runs.values()} == {expected}
+
+
 def test_the_generators_and_threads_of_the_caller_are_left_alone(project):
     torch.manual_seed(5)
     random.seed(5)
@@ -512,6 +540,6 @@ def test_the_names_are_listed_and_cost_nothing_until_they_are_used():
     names, loaded = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
     assert set(fedtrain.__all__) < set(names.split())
     assert not {"torch", "numpy", "grpc", "msgspec", "asyncio", "IPython", "matplotlib"} & set(loaded.split())
-    code = "import sys, fedtrain; fedtrain.simulate; print(*{m.split('.')[0] for m in sys.modules})"
+    code = "import sys, fedtrain; fedtrain.site; print(*{m.split('.')[0] for m in sys.modules})"
     loaded = subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], text=True)
     assert not {"torch", "grpc", "IPython", "matplotlib", "click"} & set(loaded.split())

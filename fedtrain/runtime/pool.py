@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..arena import AnyArena, Arena, ArenaFile, Slab, patches_to
 from ..config import Config
-from ..errors import ConfigError, TaskError, nearest
-from ..exchange import Cohort, CohortWrapper
+from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from . import trainer_messages as msg
 from .journal import Averages, plain
@@ -38,6 +37,7 @@ VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend o
 LOOP_SITES = 50  # a batch of the loop engine, at most
 BATCH_BYTES = 16 << 20  # of deltas in a batch, unless one is larger
 AHEAD = 3  # batches under way for each worker
+ONE_AT_A_TIME = threading.Lock()  # for what trains in this process, which has one set of random generators
 
 
 class PoolCohort:
@@ -69,6 +69,7 @@ class PoolCohort:
         self._replacing = asyncio.Lock()
         self._published: ArenaFile | None = None
         self._frozen: ArenaFile | None = None  # of the run, which every trainer has
+        self._debugged: tuple[SiteId, Trainer] | None = None  # a site that this process trains
 
     @classmethod
     async def start(
@@ -133,7 +134,15 @@ class PoolCohort:
     async def freeze(self, frozen: ArenaFile) -> None:
         """Have all trainers train with the run's frozen parameters."""
         self._frozen = frozen
-        await asyncio.gather(*(trainer.freeze(frozen) for trainer in self._trainers))
+        here = [] if self._debugged is None else [self._debugged[1]]
+        await asyncio.gather(*(trainer.freeze(frozen) for trainer in (*self._trainers, *here)))
+
+    def debug(self, site: SiteId, bench: Workbench) -> None:
+        """Have one site trained in this process, where breakpoint() works, and before the others."""
+        known = {*self.description.sites, *self.description.evaluators}
+        if site not in known:
+            raise ConfigError(f"--debug {site}: there is no such site.{nearest(site, known)}")
+        self._debugged = site, LocalTrainer(bench)
 
     async def members(self, at_least: int) -> list[SiteId]:
         return self.description.sites
@@ -192,8 +201,13 @@ class PoolCohort:
                 self.bytes_in += reply.delta.schema.nbytes
 
     def _batches(self, sites: list[SiteId]) -> list[list[SiteId]]:
-        """In order. The loop engine's are made small enough that every worker gets some."""
+        """In order; a debugged site is the first, alone. The loop engine's are made small enough that every
+        worker gets some."""
         size = self._batch_sites
+        if self._debugged is not None and self._debugged[0] in sites:
+            alone = [self._debugged[0]]
+            rest = [site for site in sites if site not in alone]
+            return [alone, *(self._batches(rest) if rest else [])]
         if not self._vmap:
             size = min(size, -(-len(sites) // (AHEAD * len(self._trainers))))
         return [sites[at : at + size] for at in range(0, len(sites), size)]
@@ -216,7 +230,7 @@ class PoolCohort:
         offset, block = self._memory.take(self._batch_sites * schema.nbytes)
         slab = self._memory.slab
         results = await self._at_a_trainer(
-            lambda t: t.train_many(sites, round, weights, slab, offset, counted)
+            lambda t: t.train_many(sites, round, weights, slab, offset, counted), sites
         )
         deltas = torch.frombuffer(block, dtype=torch.uint8, count=len(sites) * schema.nbytes)
         rows = Slab(schema, deltas.view(len(sites), schema.nbytes)).arenas()
@@ -228,7 +242,7 @@ class PoolCohort:
         ]
 
     async def _evaluate(self, sites: list[SiteId], round: int, weights: ArenaFile) -> list[Reply]:
-        results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights))
+        results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights), sites)
         return [Evaluation(metrics=good(r).metrics) for r in results]
 
     async def shown(
@@ -239,8 +253,10 @@ class PoolCohort:
             return await plain(total, by_site)
         return await self._at_a_trainer(lambda trainer: trainer.shown(total, by_site))
 
-    async def _at_a_trainer(self, ask: Callable[[Trainer], Awaitable[T]]) -> T:
+    async def _at_a_trainer(self, ask: Callable[[Trainer], Awaitable[T]], sites: Sequence[SiteId] = ()) -> T:
         """Ask the least busy one. When it dies over it, ask a new one: the same work gives the same."""
+        if self._debugged is not None and self._debugged[0] in sites:
+            return await ask(self._debugged[1])
         for left in reversed(range(TRIES)):
             trainer = min(self._trainers, key=lambda t: t.backlog)
             try:
@@ -268,7 +284,13 @@ class LocalTrainer(Trainer):
     async def _ask(self, message: msg.Start | msg.Command) -> Any:
         await asyncio.sleep(0)  # so that a run can be cancelled between batches
         assert not isinstance(message, msg.Start), message
-        answer = self._bench.answer(message)
+        try:
+            with ONE_AT_A_TIME:
+                answer = self._bench.answer(message)
+        except FedtrainError:
+            raise
+        except Exception as e:  # torch and the user's code run in this block
+            raise Failed.of(e).error() from e
         for failed in answer.results if isinstance(answer, msg.Done) else ():
             if isinstance(failed, Failed):
                 self._print(failed)
@@ -285,31 +307,3 @@ def good(result: T | Failed) -> T:
     if isinstance(result, Failed):
         raise result.error()
     return result
-
-
-class InlineCohort(CohortWrapper):
-    """One site in this process, where breakpoint() works; the others wherever they are."""
-
-    def __init__(self, site: SiteId, bench: Workbench, others: Cohort) -> None:
-        known = {*bench.description.sites, *bench.description.evaluators}
-        if site not in known:
-            raise ConfigError(f"--debug {site}: there is no such site.{nearest(site, known)}")
-        super().__init__(others)
-        self._site, self._bench = site, bench
-
-    async def exchange(
-        self, requests: Mapping[SiteId, Request], deadline_s: float
-    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        rest = dict(requests)
-        request = rest.pop(self._site, None)
-        if request is not None:
-            assert isinstance(request, Train | Evaluate), request
-            weights = request.weights if isinstance(request.weights, Arena) else request.weights.load()
-            if isinstance(request, Train):
-                out = Arena.zeros(self._bench.description.update)
-                yield self._site, self._bench.train(self._site, request.round, weights, out, request.counted)
-            else:
-                yield self._site, self._bench.evaluate(self._site, request.round, weights)
-        async with aclosing(self._inner.exchange(rest, deadline_s)) as replies:
-            async for pair in replies:
-                yield pair

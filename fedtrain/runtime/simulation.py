@@ -25,7 +25,7 @@ from .answers import Answers, InTheOpen
 from .in_flight import Clocked
 from .journal import Journal, Result
 from .plain_sums import FixedPointSums
-from .pool import AHEAD, InlineCohort, PoolCohort
+from .pool import AHEAD, PoolCohort
 from .privacy import Spending
 from .simulated_masks import SimulatedMasks
 from .workbench import Workbench
@@ -77,17 +77,14 @@ async def simulate(
                 store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
             elif not store.has_frozen(about.frozen.schema):
                 store.keep_frozen((await pool.beginning(None))[1])
+            if debug is not None:
+                pool.debug(debug, Workbench(config, data_dir, simulated=True, task=task))
             if (kept := store.frozen_file()) is not None:
                 await pool.freeze(kept)
             if config.compression.down:
                 await pool.keep_initial()
             evaluators = lambda number, members: about.evaluators
             cohort: Cohort = pool
-            if debug is not None:
-                bench = Workbench(config, data_dir, simulated=True, task=task)
-                if kept is not None:
-                    bench.freeze(kept)
-                cohort = InlineCohort(debug, bench, pool)
             if config.privacy.noise_multiplier:
                 cohort = Spending(config, cohort, store.folder, emit)
             cohort = compressed.decompressing(config, about.schema, cohort)
