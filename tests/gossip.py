@@ -11,7 +11,7 @@ import torch
 from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Contact, Share, ShareHeader
 from fedtrain.transport.admission import Curve
-from fedtrain.transport.links import Settings
+from fedtrain.transport.links import LinkSettings
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
 from tests.limits import WAIT_S
@@ -69,7 +69,7 @@ class Party:
         curve = self.curves.setdefault(name, Curve.new())
         settings = {key: options.pop(key) for key in ("heartbeat_s", "idle_s", "limits") if key in options}
         options = {"curve": curve, "roster": self.roster, "run": "r", "greeting": GREETING} | options
-        options["settings"] = Settings(**settings)
+        options["settings"] = LinkSettings(**settings)
         peer = ZmqNeighbors(
             me=name, emit=lambda event: self.events.append((name, event.kind, event.fields())), **options
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fedtrain.exchange import Contact, Share
 from fedtrain.transport.admission import Curve
-from fedtrain.transport.links import Settings
+from fedtrain.transport.links import LinkSettings
 from fedtrain.transport.zmq import ZmqNeighbors
 from fedtrain.wire.gossip import Greeting
 from tests.rosters import FixedRoster, met
@@ -52,7 +52,7 @@ async def main(name, spec, stop):
     neighbors = ZmqNeighbors(
         me=name, curve=Curve(mine["public"].encode(), mine["secret"].encode()), roster=FixedRoster(contacts),
         run="faults", greeting=Greeting(version="test", task_digest="", schema_digest="", agreed={}),
-        listen=mine["listen"], settings=Settings(heartbeat_s=0.3, idle_s=1.0),
+        listen=mine["listen"], settings=LinkSettings(heartbeat_s=0.3, idle_s=1.0),
     )  # fmt: skip
     neighbors.start()
     others = sorted(set(spec["peers"]) - {name})

@@ -14,11 +14,11 @@ LONG_FILE = 450  # lines
 RUNTIME_FILE = 350  # lines, in fedtrain/runtime/
 
 # Today's numbers:
-LONG_FILES = 5
+LONG_FILES = 3
 # ... of those in runtime/
 RUNTIME_FILES = 6
 # ... of class names that two modules define
-NAMES_WITH_TWO_MEANINGS = 14
+NAMES_WITH_TWO_MEANINGS = 10
 # ... of places that spell them
 DTYPES_WITHOUT_DIFFERENCES = 1
 # ... of groups of modules that import each other

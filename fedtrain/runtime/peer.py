@@ -33,7 +33,7 @@ from ..secagg.keys import KeyPair
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.admission import FAST, Curve, curve_speed
-from ..transport.links import Settings
+from ..transport.links import LinkSettings
 from ..transport.shares import Limits
 from ..transport.zmq import ZmqNeighbors
 from ..wire.gossip import Greeting, Stamp
@@ -103,7 +103,7 @@ async def run(
             me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
             welcome=lambda peer, theirs: agree_as_peers(name, greeting, peer, theirs, circles),
             listen=config.network.listen or None,
-            settings=Settings(
+            settings=LinkSettings(
                 config.network.heartbeat, config.network.idle,
                 limits=Limits(payload_bytes=8 * schema.nbytes + (1 << 20)),
             ),

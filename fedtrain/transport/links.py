@@ -97,7 +97,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LinkSettings:
     """How a peer keeps its connections."""
 
     heartbeat_s: float = 1.0  # a connection that is silent for three of these is lost
@@ -119,7 +119,7 @@ class Observer(Protocol):
 class Links:
     """All links of a peer. They belong to one thread, but for `wake`."""
 
-    def __init__(self, local: LocalPeer, settings: Settings, observer: Observer) -> None:
+    def __init__(self, local: LocalPeer, settings: LinkSettings, observer: Observer) -> None:
         self._local, self._heartbeat_s, self._observer = local, settings.heartbeat_s, observer
         self._guests = Guests(local, observer.emit)
         self._links: dict[PeerId, Link] = {}

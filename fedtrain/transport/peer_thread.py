@@ -30,7 +30,7 @@ from ..wire.frames import Refused
 from ..wire.gossip import Greeting, Header, Kind, Stamp, text_of, unpack
 from .admission import LocalPeer, bundles
 from .courier import Courier
-from .links import Link, Links, Settings
+from .links import Link, Links, LinkSettings
 from .membership import Membership
 from .shares import Body, Parts
 
@@ -61,7 +61,7 @@ class PeerThread:
     """One peer's end of all connections. `submit` may be called from any thread, and the attributes read."""
 
     def __init__(
-        self, local: LocalPeer, settings: Settings, greeting: Greeting, welcome: Welcome, emit: Emit
+        self, local: LocalPeer, settings: LinkSettings, greeting: Greeting, welcome: Welcome, emit: Emit
     ):
         """`welcome` raises JoinRefused when a peer does not fit. Call it on the event loop on which `emit`
         is called, and futures are settled."""

@@ -12,7 +12,7 @@ from ..exchange import Exchanged, Mixer, PeerId, ReceivedShare, Share
 from ..malloc import keep_freed
 from ..wire.gossip import Greeting, Stamp
 from .admission import Curve, LocalPeer, PeerDirectory
-from .links import Settings
+from .links import LinkSettings
 from .peer_thread import PeerThread, View, Welcome
 
 
@@ -29,7 +29,7 @@ class ZmqNeighbors:
         greeting: Greeting,
         welcome: Welcome = lambda peer, greeting: None,
         listen: str | None = "127.0.0.1:0",
-        settings: Settings = Settings(),
+        settings: LinkSettings = LinkSettings(),
         emit: Emit = silent,
     ) -> None:
         """`welcome` raises JoinRefused when a peer does not fit. `listen` None: only call others."""
