@@ -12,11 +12,12 @@ from fedtrain import gossip
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, JoinRefused, SecAggError
 from fedtrain.runtime.agreement import agree_as_peers
-from fedtrain.runtime.gossip import Peer, algorithm_of, check_hearing
+from fedtrain.runtime.gossip import Peer
+from fedtrain.runtime.gossip_setup import algorithm_of, check_hearing
 from fedtrain.runtime.parcels import Inbox, other_parts, trained_part
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.secagg.circle import Circles, Layout
 from fedtrain.secagg.keys import KeyPair
+from fedtrain.secagg.peer_sums import Layout, PeerSums
 from fedtrain.topology import names, parse
 from fedtrain.transport.memory import Faults
 from fedtrain.wire.gossip import Greeting
@@ -28,10 +29,10 @@ from .test_gossip_peers import MIXED, PLAIN, arena, committed, config, halfway_t
 SINGLE = Schema((TensorSpec("w", (70_001,), "float32", True), TensorSpec("mean", (5,), "float32", False)))
 
 
-def circles_of(members, masks=True, run="r"):
-    """All peers' Circles, that have met."""
+def sums_of(members, masks=True, run="r"):
+    """All peers' PeerSums, that have met."""
     made = {
-        name: Circles(name, run, 7, KeyPair(bytes([i + 1] * 32)) if masks else None)
+        name: PeerSums(name, run, 7, KeyPair(bytes([i + 1] * 32)) if masks else None)
         for i, name in enumerate(members)
     }
     for one in made.values():
@@ -41,30 +42,30 @@ def circles_of(members, masks=True, run="r"):
     return made
 
 
-def told(circles, taker, round=0, numel=1000, seed=0):
+def told(sums, taker, round=0, numel=1000, seed=0):
     """What each member tells `taker`, and the plain weighted sums."""
-    members = [name for name in circles if name != taker]
+    members = [name for name in sums if name != taker]
     random = np.random.default_rng(seed)
     vectors, plain = {}, [np.zeros(numel), np.zeros(3)]
     for name in members:
         values, scalars = random.normal(size=numel), random.normal(size=3) * 100
         layout, weight = Layout.of(len(members), 16.0, values, 3), 1 / (1 + len(members))
-        session = circles[name].session(round, taker, members)
-        vectors[name], clipped = circles[name].masked(layout, values, scalars, weight, session)
+        session = sums[name].session(round, taker, members)
+        vectors[name], clipped = sums[name].masked(layout, values, scalars, weight, session)
         assert clipped == 0
         plain[0] += weight * values
         plain[1] += weight * scalars
     return layout, vectors, plain
 
 
-# --- one circle
+# --- one sum
 
 
 @settings(max_examples=20, deadline=None)
 @given(n=st.integers(3, 8), seed=st.integers(0, 99))
 def test_a_sum_under_masks_is_the_same_sum_without_to_the_bit_and_near_the_plain_one(n, seed):
-    masked = told(circles_of(names(n + 1)), "0", numel=100, seed=seed)
-    open_ = told(circles_of(names(n + 1), masks=False), "0", numel=100, seed=seed)
+    masked = told(sums_of(names(n + 1)), "0", numel=100, seed=seed)
+    open_ = told(sums_of(names(n + 1), masks=False), "0", numel=100, seed=seed)
     totals = [np.sum(list(vectors.values()), axis=0) for _, vectors, _ in (masked, open_)]
     assert np.array_equal(*totals)
     values, scalars = masked[0].decode(totals[0])
@@ -72,9 +73,9 @@ def test_a_sum_under_masks_is_the_same_sum_without_to_the_bit_and_near_the_plain
     np.testing.assert_allclose(scalars, masked[2][1], rtol=0, atol=n * 2.0**-20)
 
 
-def test_one_vector_and_any_part_of_the_circle_look_like_noise():
-    layout, vectors, _ = told(circles_of(names(5)), "0", numel=20_000)
-    _, plain, _ = told(circles_of(names(5), masks=False), "0", numel=20_000)
+def test_one_vector_and_any_part_of_the_sum_look_like_noise():
+    layout, vectors, _ = told(sums_of(names(5)), "0", numel=20_000)
+    _, plain, _ = told(sums_of(names(5), masks=False), "0", numel=20_000)
     some = list(vectors)
     for part in (some[:1], some[:2], some[:3]):
         rest = np.sum([vectors[p] for p in part], axis=0) - np.sum([plain[p] for p in part], axis=0)
@@ -87,33 +88,33 @@ def test_one_vector_and_any_part_of_the_circle_look_like_noise():
 def test_masks_differ_from_round_to_round_from_receiver_to_receiver_and_from_start_to_start():
     seen = set()
     for run, round, taker in [("r", 0, "0"), ("r", 1, "0"), ("r", 0, "1"), ("s", 0, "0")]:
-        circles = circles_of(names(5), run=run)
+        sums = sums_of(names(5), run=run)
         values = np.zeros(64)
         members = [p for p in names(5) if p != taker]
-        session = circles["4"].session(round, taker, members)
-        vector, _ = circles["4"].masked(Layout.of(4, 16.0, values, 0), values, np.zeros(0), 0.2, session)
+        session = sums["4"].session(round, taker, members)
+        vector, _ = sums["4"].masked(Layout.of(4, 16.0, values, 0), values, np.zeros(0), 0.2, session)
         seen.add(vector[:8].tobytes())
-    other = circles_of(names(5))
+    other = sums_of(names(5))
     other["3"].meet("4", KeyPair(b"\x77" * 32).public)  # it was started again
     assert other["3"].session(0, "0", names(5)[1:]).id != other["2"].session(0, "0", names(5)[1:]).id
     assert len(seen) == 4
 
 
 def test_a_mask_serves_once():
-    circles = circles_of(names(4))
-    told(circles, "0", round=3)
+    sums = sums_of(names(4))
+    told(sums, "0", round=3)
     for round in (3, 2):
-        with pytest.raises(SecAggError, match="told already"):
-            told(circles, "0", round=round)
-    told(circles, "0", round=4)
-    told(circles, "1", round=3)
+        with pytest.raises(SecAggError, match="has its part already"):
+            told(sums, "0", round=round)
+    told(sums, "0", round=4)
+    told(sums, "1", round=3)
 
 
 def test_there_is_no_session_with_two_or_with_a_stranger():
-    circles = circles_of(names(4))["1"]
-    assert circles.session(0, "0", ["1", "2"]) is None
-    assert circles.session(0, "0", ["1", "2", "7"]) is None
-    assert circles.session(0, "0", ["3", "2", "1"]).id == circles.session(0, "0", ["1", "2", "3"]).id
+    sums = sums_of(names(4))["1"]
+    assert sums.session(0, "0", ["1", "2"]) is None
+    assert sums.session(0, "0", ["1", "2", "7"]) is None
+    assert sums.session(0, "0", ["3", "2", "1"]).id == sums.session(0, "0", ["1", "2", "3"]).id
 
 
 @pytest.mark.parametrize("key", [b"", bytes(32), b"\x01" + bytes(31), b"\xff" * 32])
@@ -121,25 +122,25 @@ def test_s10_a_key_that_keeps_no_secret_is_refused_at_the_greeting(key):
     mine = Greeting(version="1", task_digest="t", schema_digest="s", agreed={})
     theirs = Greeting(version="1", task_digest="t", schema_digest="s", agreed={}, mask_key=key)
     with pytest.raises(JoinRefused, match="keeps no secret"):
-        agree_as_peers("0", mine, "1", theirs, circles_of(names(2))["0"])
+        agree_as_peers("0", mine, "1", theirs, sums_of(names(2))["0"])
 
 
 # --- peers
 
 
-def with_circles(n, graph="complete", rounds=3, masks=True, kind="dpsgd", schema=SINGLE, **options):
-    """run_peers, each peer with its Circles."""
-    made = circles_of(names(n), masks)
+def with_sums(n, graph="complete", rounds=3, masks=True, kind="dpsgd", schema=SINGLE, **options):
+    """run_peers, each peer with its PeerSums."""
+    made = sums_of(names(n), masks)
     return asyncio.run(
-        run_peers(gossip.build(kind, {}), graph, n, rounds, schema=schema, circles=made, **options)
+        run_peers(gossip.build(kind, {}), graph, n, rounds, schema=schema, sums=made, **options)
     )
 
 
 @pytest.mark.parametrize("kind", ["dpsgd", "periodic", "diloco", "gradient-tracking"])
 @pytest.mark.parametrize("schema", [MIXED, PLAIN])
 def test_peers_under_masks_have_the_bits_of_sums_without_and_are_near_peers_in_the_open(kind, schema):
-    masked, _, errors = with_circles(6, "regular:4", kind=kind, schema=schema)
-    plain, _, _ = with_circles(6, "regular:4", kind=kind, schema=schema, masks=False)
+    masked, _, errors = with_sums(6, "regular:4", kind=kind, schema=schema)
+    plain, _, _ = with_sums(6, "regular:4", kind=kind, schema=schema, masks=False)
     open_, _, _ = asyncio.run(run_peers(gossip.build(kind, {}), "regular:4", 6, 3, schema=schema))
     assert errors == {}
     for name, peer in masked.items():
@@ -175,8 +176,8 @@ def test_what_a_peer_is_sent_has_no_neighbours_model_in_it(monkeypatch):
     asyncio.run(run_peers(gossip.build("dpsgd", {"overlap": True}), "complete", 5, **noise))
     assert found() == 50  # in the open every model is there
     came.clear(), models.clear()
-    made = circles_of(names(5))
-    asyncio.run(run_peers(gossip.build("dpsgd", {"overlap": True}), "complete", 5, circles=made, **noise))
+    made = sums_of(names(5))
+    asyncio.run(run_peers(gossip.build("dpsgd", {"overlap": True}), "complete", 5, sums=made, **noise))
     assert len(b"".join(came)) > 5 * 4 * SINGLE.numel * 3
     assert found() == 0
 
@@ -190,7 +191,7 @@ def noisy(number):
 def test_a_neighbour_that_is_gone_costs_the_round_and_no_secret():
     """What came of the others stays noise: nobody takes its masks out, and the share returns to self."""
     silent = Faults(delay_s=1e-3, cut=lambda giver, taker, now: giver == "4")
-    peers, told_, errors = with_circles(5, rounds=1, faults=silent, schema=PLAIN, deadline_s=5.0)
+    peers, told_, errors = with_sums(5, rounds=1, faults=silent, schema=PLAIN, deadline_s=5.0)
     assert errors == {}
     for i, name in enumerate(names(4)):
         assert told_[name][0].missing.keys() == {"4"}
@@ -199,18 +200,18 @@ def test_a_neighbour_that_is_gone_costs_the_round_and_no_secret():
 
 
 def test_when_the_view_has_changed_the_rest_go_on():
-    """The graph of the next round is over those that are left, and so are its circles."""
-    peers, told_, _ = with_circles(4, "complete", rounds=2)
+    """The graph of the next round is over those that are left, and so are its sums."""
+    peers, told_, _ = with_sums(4, "complete", rounds=2)
     assert all(not each.missing for rounds in told_.values() for each in rounds)
     xs = torch.stack([trained_part(p.model) for p in peers.values()])
     assert float((xs - xs.mean(0)).norm()) < 1e-3
 
 
 def test_peers_whose_keys_differ_do_not_sum_and_say_so():
-    made = circles_of(names(5))
+    made = sums_of(names(5))
     made["3"].meet("4", KeyPair(b"\x55" * 32).public)  # "3" knows another key of "4" than the others
     peers, told_, _ = asyncio.run(
-        run_peers(gossip.build("dpsgd", {}), "complete", 5, 1, schema=PLAIN, circles=made)
+        run_peers(gossip.build("dpsgd", {}), "complete", 5, 1, schema=PLAIN, sums=made)
     )
     assert "it has no sum/" in " ".join(told_["0"][0].missing.values())
     x, target = trained_part(arena(PLAIN, 0)), trained_part(arena(PLAIN, 100))
@@ -218,11 +219,9 @@ def test_peers_whose_keys_differ_do_not_sum_and_say_so():
 
 
 def test_a_vector_of_another_session_is_refused_before_its_bytes():
-    made = circles_of(names(5))
+    made = sums_of(names(5))
     made["2"].meet("4", KeyPair(b"\x55" * 32).public)
-    _, told_, _ = asyncio.run(
-        run_peers(gossip.build("dpsgd", {}), "complete", 5, 1, schema=PLAIN, circles=made)
-    )
+    _, told_, _ = asyncio.run(run_peers(gossip.build("dpsgd", {}), "complete", 5, 1, schema=PLAIN, sums=made))
     assert "2" in told_["0"][0].missing
 
 
@@ -232,16 +231,16 @@ def test_values_beyond_the_bound_are_clipped_and_counted():
         trained_part(made)[:3] = 1e4
         return made
 
-    made = circles_of(names(5))
+    made = sums_of(names(5))
     _, told_, _ = asyncio.run(
-        run_peers(gossip.build("dpsgd", {}), "complete", 5, 1, schema=PLAIN, circles=made, models=large)
+        run_peers(gossip.build("dpsgd", {}), "complete", 5, 1, schema=PLAIN, sums=made, models=large)
     )
     assert told_["0"][0].clipped == 3
     assert told_["0"][0].estimates["clipped"] == 3.0
 
 
 async def over_sockets(n, rounds, schema):
-    made = circles_of(names(n))
+    made = sums_of(names(n))
     async with party(names(n)) as all_:
 
         async def live(name, number):
@@ -261,7 +260,7 @@ async def over_sockets(n, rounds, schema):
 
 def test_masked_peers_over_sockets_have_the_bits_of_masked_peers_in_memory():
     real = bounded(over_sockets(4, 2, SINGLE))
-    memory, _, errors = with_circles(4, rounds=2)
+    memory, _, errors = with_sums(4, rounds=2)
     assert errors == {}
     for name, peer in real.items():
         assert torch.equal(peer.model.data, memory[name].model.data)

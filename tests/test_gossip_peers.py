@@ -19,7 +19,8 @@ from fedtrain.exchange import Exchanged, ReceivedShare, Share, ShareHeader
 from fedtrain.gossip import Blend, Parcel, Received
 from fedtrain.messages import Update
 from fedtrain.runtime import gossip_simulation, simulation
-from fedtrain.runtime.gossip import Peer, algorithm_of
+from fedtrain.runtime.gossip import Peer
+from fedtrain.runtime.gossip_setup import algorithm_of
 from fedtrain.runtime.parcels import Inbox, Note, other_parts, share_of, trained_part, write
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
@@ -133,7 +134,7 @@ def halfway_to(target):
 
 
 async def run_peers(
-    algorithm, graph, n, rounds, faults=None, schema=PLAIN, deadline_s=10.0, models=None, circles=None,
+    algorithm, graph, n, rounds, faults=None, schema=PLAIN, deadline_s=10.0, models=None, sums=None,
     seed=1, within_s=0.0,
 ):  # fmt: skip
     """The peers after so many rounds, and how each round went for each."""
@@ -144,7 +145,7 @@ async def run_peers(
         model = models(number) if models else arena(schema, number)
         target = trained_part(arena(schema, 100 + number)).clone()
         async with network.join(name) as neighbors:
-            peer = Peer(name, algorithm, model, halfway_to(target), neighbors, (circles or {}).get(name))
+            peer = Peer(name, algorithm, model, halfway_to(target), neighbors, (sums or {}).get(name))
             everyone[name] = peer
             for t in range(rounds):
                 mixing = parse("complete" if algorithm.everyone(t) else graph).round(n, t)

@@ -13,7 +13,7 @@ from fedtrain import aggregation, gossip
 from fedtrain.errors import ConfigError
 from fedtrain.exchange import Neighborhood
 from fedtrain.gossip import Algorithm, Blend, LocalSteps, Parcel, Receive, Send, rules
-from fedtrain.runtime.gossip import algorithm_of, check_hearing
+from fedtrain.runtime.gossip_setup import algorithm_of, check_hearing
 from fedtrain.runtime.parcels import trained_part
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.topology import names, parse

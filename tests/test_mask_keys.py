@@ -9,8 +9,8 @@ from fedtrain.pki.mask_keys import CONTEXT, PREFIX, MaskKey, MaskKeys, state
 from fedtrain.pki.roster import CONTEXT as ENTRY
 from fedtrain.pki.roster import Roster
 from fedtrain.pki.signing import Signed, Signer, Verifier
-from fedtrain.secagg.circle import Circles
 from fedtrain.secagg.keys import KeyPair
+from fedtrain.secagg.peer_sums import PeerSums
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +99,16 @@ def test_s21_what_is_no_statement_is_refused(signers, data):
 
 def test_a_key_from_its_peer_itself_gives_way_only_to_one_of_a_later_start():
     pairs = [KeyPair(bytes([i]) * 32) for i in (1, 2, 3, 4)]
-    circles = Circles("me", "r", 0, pairs[0])
-    circles.meet("a", pairs[1].public, 5)
-    circles.hear("a", pairs[2].public, 5)  # a carrier's older, or equal
+    sums = PeerSums("me", "r", 0, pairs[0])
+    sums.meet("a", pairs[1].public, 5)
+    sums.learn("a", pairs[2].public, 5)  # a carrier's older, or equal
     members = ["a", "me", "b"]
-    assert circles.knows(members) == ["a", "me"]
-    circles.hear("b", pairs[3].public, 1)
-    assert circles.session(0, "x", members).keys["a"] == pairs[1].public
-    circles.hear("a", pairs[2].public, 6)
-    assert circles.session(0, "x", members).keys["a"] == pairs[2].public
-    circles.hear("me", pairs[3].public, 9)  # nobody else says what ours is
-    assert circles.session(0, "x", members).keys["me"] == pairs[0].public
+    assert sums.knows(members) == ["a", "me"]
+    sums.learn("b", pairs[3].public, 1)
+    assert sums.session(0, "x", members).keys["a"] == pairs[1].public
+    sums.learn("a", pairs[2].public, 6)
+    assert sums.session(0, "x", members).keys["a"] == pairs[2].public
+    sums.learn("me", pairs[3].public, 9)  # nobody else says what ours is
+    assert sums.session(0, "x", members).keys["me"] == pairs[0].public
     with pytest.raises(SecAggError, match="keeps no secret"):
-        circles.hear("c", bytes(32), 1)
+        sums.learn("c", bytes(32), 1)

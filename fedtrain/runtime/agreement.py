@@ -11,7 +11,7 @@ from ..errors import JoinRefused, SecAggError
 from ..exchange import PeerId
 from ..messages import SiteId
 from ..schema import Schema
-from ..secagg.circle import Circles
+from ..secagg.peer_sums import PeerSums
 from ..wire.frames import PROTOCOL, Bounds, Hello
 from ..wire.gossip import Greeting
 
@@ -66,18 +66,18 @@ def agree(
 
 
 def agree_as_peers(
-    me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting, circles: Circles | None = None
+    me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting, sums: PeerSums | None = None
 ) -> None:
-    """JoinRefused unless both peers train the same thing. What `circles` have to know of the other is taken
+    """JoinRefused unless both peers train the same thing. What `sums` have to know of the other is taken
     in."""
     ends = Ends(peer, me, peer, me)
     ends.same_settings(theirs.agreed, mine.agreed)
     ends.same_digest("task code", theirs.task_digest, mine.task_digest, "Copy the same task file to both.")
     mend = "Let model() load them from the same file at both."
     ends.same_digest("frozen parameters", theirs.frozen_digest, mine.frozen_digest, mend)
-    if circles is not None:
+    if sums is not None:
         try:
-            circles.meet(peer, theirs.mask_key, theirs.mask_number)
+            sums.meet(peer, theirs.mask_key, theirs.mask_number)
         except SecAggError as e:
             raise JoinRefused(str(e)) from None
 

@@ -18,7 +18,7 @@ from ..pki.mask_keys import MaskKey, MaskKeys, state
 from ..pki.revocation import LIST
 from ..pki.roster import Claim, Roster, check, enrol, is_address, own_curve, save
 from ..pki.signing import Signer, Verifier
-from ..secagg.circle import Circles
+from ..secagg.peer_sums import PeerSums
 from ..transport.admission import Curve, join
 from ..wire.gossip import Stamp
 
@@ -32,10 +32,10 @@ def enrolled(
     credentials: Credentials,
     curve: Curve,
     emit: Emit,
-    circles: Circles | None = None,
+    sums: PeerSums | None = None,
     mask_number: int = 0,
 ) -> Roster:
-    """The run's roster, with this peer's own entry as it is today; and with the keys that `circles` need of
+    """The run's roster, with this peer's own entry as it is today; and with the keys that `sums` need of
     those whom this peer does not meet."""
     federation = credentials.identity.federation
     revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
@@ -50,8 +50,8 @@ def enrolled(
         save(folder, name, enrol(Signer.of(credentials), claim).encode())
     return Roster(
         folder, verifier, federation, revoked=revoked,
-        mask_keys=None if circles is None else carried(
-            circles, Signer.of(credentials), verifier, federation, config.run.name, mask_number
+        mask_keys=None if sums is None else carried(
+            sums, Signer.of(credentials), verifier, federation, config.run.name, mask_number
         ),
         guests=Guestbook(config.root / config.network.certs / "sites" / name),
         refuse=lambda file, why: emit(Notice(text=f"roster: {file} is refused: {why}")),
@@ -59,18 +59,18 @@ def enrolled(
 
 
 def carried(
-    circles: Circles, signer: Signer, verifier: Verifier, federation: str, run: str, number: int
+    sums: PeerSums, signer: Signer, verifier: Verifier, federation: str, run: str, number: int
 ) -> MaskKeys:
-    """Where keys come for `circles` that others pass on; with our own."""
+    """Where keys come for `sums` that others pass on; with our own."""
 
     def told(peer: PeerId, key: bytes, number: int) -> None:
         try:
-            circles.hear(peer, key, number)
+            sums.learn(peer, key, number)
         except SecAggError as e:
             raise CertificateError(str(e)) from None
 
     keys = MaskKeys(verifier, federation, run, told)
-    mine = MaskKey(peer=circles.me, federation=federation, run=run, key=circles.public, number=number)
+    mine = MaskKey(peer=sums.me, federation=federation, run=run, key=sums.public, number=number)
     keys.add(state(signer, mine))
     return keys
 

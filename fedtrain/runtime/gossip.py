@@ -8,35 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import aggregation, compression, topology
 from ..arena import Arena
-from ..config import CompressionConfig, Config
-from ..errors import BadUpdate, ConfigError, SecAggError, TaskError
+from ..errors import BadUpdate, SecAggError, TaskError
 from ..exchange import Exchanged, Neighborhood, Neighbors, PeerId, ShareHeader
-from ..gossip import (
-    ALGORITHMS,
-    Algorithm,
-    Blend,
-    Judged,
-    LocalSteps,
-    Parcel,
-    Receive,
-    Received,
-    Ruled,
-    Send,
-    build,
-    rules,
-)
+from ..gossip import Algorithm, Blend, Judged, LocalSteps, Parcel, Receive, Received, Ruled, Send, rules
 from ..messages import Metrics, Update, averages
-from ..secagg.circle import LEAST, Circles, Layout, Session, Sum
+from ..secagg.peer_sums import LEAST, Layout, PeerSum, PeerSums, RingSum
 from ..store import Checkpoint
-from ..topology import Topology
 from .parcels import Inbox, good, other_parts, share_of, trained_part, write
 
 if TYPE_CHECKING:
@@ -46,127 +30,29 @@ if TYPE_CHECKING:
     Floats = np.ndarray[Any, Any]
 
 Train = Callable[[int, Arena, Arena], Awaitable[Update]]  # round, from these weights; delta into the last
-AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
-
-
-def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
-    """What [gossip] describes; ConfigError where its parts don't go together."""
-    gossip = config.gossip
-    if config.strategy.kind not in AVERAGE_ONLY:
-        raise ConfigError(
-            f"strategy.kind: {config.strategy.kind} steps at the server, and gossip has none. "
-            f'Use {" or ".join(AVERAGE_ONLY)}; gossip.algorithm = "diloco" has momentum.'
-        )
-    compressor = None
-    if gossip.algorithm == "choco":
-        if gossip.compressor.startswith("error_feedback"):
-            raise ConfigError("gossip.compressor: choco remembers errors itself. Leave error_feedback out.")
-        compressor = compression.parse(gossip.compressor).contraction()
-    own = {kind: rule for kind, rule in aggregation.RULES.items() if not rule.linear}
-    rule = rules.parse(gossip.rule, own, aggregation.build, config.run.rounds)
-    algorithm = build(gossip.algorithm, gossip.options, compressor, rule)
-    check_masks(config, algorithm)
-    file = gossip.topology.removeprefix("file:")
-    spec = gossip.topology if file == gossip.topology else f"file:{config.root / file}"
-    graph = topology.parse(spec, gossip.weights)
-    push_sum = (gossip.weights or topology.KINDS[graph.kind].weights) == "push-sum"
-    if push_sum and not algorithm.directed:
-        raise ConfigError(
-            f"gossip.algorithm: {gossip.algorithm} would lose the mean on {graph}, whose weights are "
-            f'push-sum\'s. Use "sgp" or "epidemic", or another topology.'
-        )
-    if algorithm.static and graph.period(8) != 1:
-        raise ConfigError(
-            f"gossip.topology: {graph} changes from round to round, and {gossip.algorithm} keeps a copy "
-            f'of each neighbour. Use one that stays, as "regular:4".'
-        )
-    return algorithm, graph
-
-
-def agreed(config: Config) -> dict[str, str]:
-    """What all peers must have alike: key -> value as text."""
-    own = {f"gossip.{f.name}": repr(getattr(config.gossip, f.name))
-           for f in fields(config.gossip) if f.name != "roster"}  # fmt: skip
-    return config.agreed() | own
-
-
-def of_a_peer(config: Config) -> Config:
-    """The settings of a peer's trainer: [compression] is of updates, and peers exchange models."""
-    return replace(config, compression=CompressionConfig())
-
-
-def check_masks(config: Config, algorithm: Algorithm) -> None:
-    """ConfigError where sums are not enough."""
-    if not config.gossip.masks:
-        return
-    if isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.GraphMean):
-        raise ConfigError(
-            f"gossip.masks: {config.gossip.rule} compares single models, which masks hide. Set gossip.rule = "
-            f'"mean", or gossip.masks = false.'
-        )
-    if not algorithm.sums:
-        able = ", ".join(name for name, kind in ALGORITHMS.items() if kind.sums)
-        raise ConfigError(
-            f"gossip.masks: {config.gossip.algorithm} wants more of its neighbours than the sum of their "
-            f"models. These are content with it: {able}."
-        )
-
-
-def fewest(algorithm: Algorithm, masks: bool) -> int:
-    """Peers that a neighbourhood needs, one's own self included."""
-    return max(algorithm.rule.needs if isinstance(algorithm, Ruled) else 1, 1 + LEAST if masks else 1)
-
-
-def check_hearing(
-    algorithm: Algorithm, graph: Topology, members: Sequence[PeerId], seed: int, masks: bool = False
-) -> None:
-    """ConfigError unless each of these members hears enough: for its rule, and to hide in sums; and no more
-    than the algorithm can do with."""
-    for t in range(graph.period(len(members)) or 8):
-        if algorithm.everyone(t):
-            continue
-        for near in graph.round(members, t, seed).graph.values():
-            algorithm.check(near, t)
-            if masks and len(near.incoming) < LEAST:
-                raise ConfigError(
-                    f"gossip.masks: {near.peer} hears {len(near.incoming)} peers in round {t + 1} on "
-                    f"{graph} of {len(members)} peers, and a sum of fewer than {LEAST} hides nobody. Use a "
-                    f'denser graph, as gossip.topology = "regular:4".'
-                )
-            if isinstance(algorithm, Ruled) and 1 + len(near.incoming) < algorithm.rule.needs:
-                raise ConfigError(
-                    f"gossip.rule: {algorithm.rule} needs {algorithm.rule.needs} models, one's own included, "
-                    f"and {near.peer} has {1 + len(near.incoming)} in round {t + 1} on {graph} of "
-                    f"{len(members)} peers. Use a denser graph, as gossip.topology = "
-                    f'"regular:{algorithm.rule.needs - 1}".'
-                )
-
-
-# --- a peer
 
 
 @dataclass(frozen=True)
-class Told:
-    """How a peer's round went."""
+class RoundReport:
+    """How one round of a peer went."""
 
     metrics: Metrics  # of its own training
-    missing: Mapping[PeerId, str]  # in-neighbours that were not heard, and why
-    loss: float  # what the peer believes to be the mean training loss over all peers
-    moved: float  # and the root mean square of how far averaging moved their models, relative to the models
-
+    missing: Mapping[PeerId, str]  # in-neighbour whose share did not come -> why
+    loss: float  # this peer's estimate of the mean training loss over all peers
+    moved: float  # its estimate of how far averaging moved the models: root mean square, relative to a model
     clipped: int = 0  # coordinates beyond gossip.clip, under masks
     judged: Mapping[PeerId, float] = field(default_factory=dict)  # as in gossip.Judged, by a robust rule
 
     @property
     def estimates(self) -> dict[str, float]:
-        """For the log; of the loss there is none when training tells none (see [privacy])."""
+        """For the log; without the loss when training gives none (see [privacy])."""
         loss = {"mean_loss": self.loss} if "loss" in self.metrics else {}
         clipped = {"clipped": float(self.clipped)} if self.clipped else {}
         return loss | clipped | {"disagreement": self.moved}
 
     @property
     def doubted(self) -> dict[PeerId, float]:
-        """Those neighbours whose models counted in part or not at all."""
+        """The neighbours whose models counted in part or not at all."""
         return {peer: share for peer, share in self.judged.items() if share < 1}
 
 
@@ -183,20 +69,20 @@ class Peer:
         model: Arena,
         train: Train,
         neighbors: Neighbors,
-        circles: Circles | None = None,
+        sums: PeerSums | None = None,
         clip: float = 16.0,
     ) -> None:
-        """With `circles` it gives its models into sums alone; `clip`: see [gossip]."""
+        """With `sums` it gives its models into sums only; `clip`: see [gossip]."""
         import torch
 
         self.name, self.algorithm, self.model, self.round = name, algorithm, model, 0
         self.state = algorithm.init(trained_part(model))
         self._robust = isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.GraphMean)
         self._train, self._neighbors = train, neighbors
-        self.circles, self.clip = circles, clip
+        self.sums, self.clip = sums, clip
         self._gauge = torch.zeros(2, dtype=torch.float64)  # estimates of the means over all: loss, moves²
-        self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it told last
-        self._now = torch.zeros(2, dtype=torch.float64)  # and what it measures now
+        self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it sent it last
+        self._now = torch.zeros(2, dtype=torch.float64)  # what this peer measures now
         self._metrics: Metrics = {}
         self._posted: dict[PeerId, tuple[int, Parcel]] = {}  # the newest of each, and when it came
 
@@ -218,7 +104,7 @@ class Peer:
         self.round = checkpoint.round
         self.state = {name.removeprefix("state/"): value for name, value in kept.items()}
 
-    async def step(self, near: Neighborhood, deadline_s: float) -> Told:
+    async def step(self, near: Neighborhood, deadline_s: float) -> RoundReport:
         """The next round: do what the algorithm asks for; then model and state change together."""
         t, others, own = self.round, other_parts(self.model), self._own
         self._neighbors.announce(t)
@@ -242,10 +128,10 @@ class Peer:
                     raise
             elif isinstance(request, Send):
                 own = self._now.clone()
-                # What travels beside the algorithm's parts and is averaged plainly. By the gauge each peer
-                # follows the means over all peers, as gradient tracking follows the gradient's.
+                # Parts that are averaged plainly, whatever the algorithm. By the gauge each peer follows
+                # the means over all peers, as gradient tracking follows the mean gradient.
                 sides = {**others, "gauge": self._gauge + (own - self._own)}
-                kind = _Exchange if self.circles is None else _Summed
+                kind = _Exchange if self.sums is None else _Summed
                 exchange = kind(self, near, request, sides, deadline_s)
             elif isinstance(request, Receive):
                 assert exchange is not None, "an algorithm sends before it receives"
@@ -270,7 +156,7 @@ class Peer:
         self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
         loss, moved = self._gauge.tolist()
         moved = math.sqrt(max(0.0, moved))
-        return Told(self._metrics, exchange.missing, loss, moved, exchange.clipped, judged)
+        return RoundReport(self._metrics, exchange.missing, loss, moved, exchange.clipped, judged)
 
     async def _local_steps(
         self, start: Vector, others: dict[str, Vector]
@@ -302,7 +188,7 @@ class Peer:
 
 
 class _Exchange:
-    """One round's giving and taking, from Send to the mix of what travels beside."""
+    """The exchange of one round, from Send to the mix of the parts that are averaged plainly."""
 
     def __init__(
         self, peer: Peer, near: Neighborhood, send: Send, sides: Mapping[str, Vector], deadline_s: float
@@ -329,12 +215,12 @@ class _Exchange:
         )
 
     def give_up(self) -> None:
-        """The round failed while bytes were moving."""
+        """Cancel: the round failed while bytes were moving."""
         if self._under_way is not None:
             self._under_way.cancel()
 
     async def received(self) -> Received:
-        """Who came. Where ours did not arrive, theirs is left out too, unless it is mixed in already."""
+        """The parcels that came. A neighbour that did not get ours is left out, unless its own is mixed."""
         assert self._under_way is not None, "who doesn't wait asks for a Mailbox"
         exchanged = await self._under_way
         self.missing = dict(exchanged.missing)
@@ -343,7 +229,7 @@ class _Exchange:
         return Received({peer: self._inbox.parcel(peer) for peer in heard}, exchanged.kept.keys())
 
     def read(self, heard: Received) -> None:
-        """Blend what letters had beside."""
+        """Blend the plainly averaged parts of parcels that came outside of an exchange."""
         for peer in sorted(heard.parcels.keys() & self._near.incoming.keys()):
             parcel = heard.parcels[peer]
             for name, blend in self._blends.items():
@@ -360,12 +246,12 @@ class _Exchange:
 
 
 class _Summed(_Exchange):
-    """The same where only sums are told: all of a peer's circle, or nothing."""
+    """The same where peers send sums only: of all a peer's senders, or of none."""
 
     def _begin(self, peer: Peer, near: Neighborhood, send: Send, deadline_s: float) -> None:
         import torch
 
-        assert peer.circles is not None
+        assert peer.sums is not None
         self._mixes = {**send.blends, **self._blends}
         self._parts = {name: self.parcel.parts[name] for name in self._mixes}
         self._models = len(send.blends)  # of the parts, the first; the others are exact
@@ -375,16 +261,16 @@ class _Summed(_Exchange):
         shares = {}
         for taker, weight in near.outgoing.items():
             members = near.fellows[taker]
-            if (session := peer.circles.session(peer.round, taker, members)) is None:
+            if (session := peer.sums.session(peer.round, taker, members)) is None:
                 continue
             layout = Layout.of(len(members), peer.clip, values, len(scalars))
-            ring, clipped = peer.circles.masked(layout, values, scalars, weight, session)
+            ring, clipped = peer.sums.masked(layout, values, scalars, weight, session)
             self.clipped = max(self.clipped, clipped)
             told = torch.from_numpy(ring.view(f"i{ring.itemsize}"))
             shares[taker] = share_of(Parcel({_name(session): told}), weight, len(near.outgoing))
-        own = peer.circles.session(peer.round, peer.name, list(near.incoming))
+        own = peer.sums.session(peer.round, peer.name, list(near.incoming))
         expected = list(near.incoming) if own is not None else []
-        self._sum = Sum(Layout.of(max(len(expected), 1), peer.clip, values, len(scalars)))
+        self._sum = RingSum(Layout.of(max(len(expected), 1), peer.clip, values, len(scalars)))
         part = "" if own is None else _name(own)
         like = {part: torch.from_numpy(self._sum.total.view(f"i{self._sum.total.itemsize}"))}
         self._inbox = Inbox({part: self._sum}, like, 0)
@@ -393,7 +279,7 @@ class _Summed(_Exchange):
         )
 
     async def received(self) -> Received:
-        """Nobody alone. Without the whole circle all shares return to self."""
+        """No single parcel. When a sender is missing, all shares return to this peer."""
         assert self._under_way is not None
         exchanged = await self._under_way
         self.missing = dict(exchanged.missing)
@@ -421,6 +307,6 @@ class _Summed(_Exchange):
             mix.add_sum(torch.from_numpy(piece).to(part.dtype))
 
 
-def _name(session: Session) -> str:
-    """Of the one part of a parcel: what is of another session is refused before its bytes."""
+def _name(session: PeerSum) -> str:
+    """The name of the one part of a parcel: a part of another sum is refused before its bytes."""
     return f"sum/{session.id.hex()}"

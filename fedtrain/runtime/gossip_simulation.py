@@ -17,13 +17,14 @@ from ..errors import ConfigError, nearest
 from ..events import Emit, UpdateRefused, noticed
 from ..exchange import PeerId
 from ..messages import Update, averages, summed
-from ..secagg.circle import Circles
 from ..secagg.keys import KeyPair
+from ..secagg.peer_sums import PeerSums
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.memory import LocalNetwork
-from .gossip import Peer, Told, Train, algorithm_of, check_hearing, of_a_peer
-from .gossip import agreed as agreed_of_peers
+from .gossip import Peer, RoundReport, Train
+from .gossip_setup import agreed as agreed_of_peers
+from .gossip_setup import algorithm_of, check_hearing, of_a_peer
 from .in_flight import paces
 from .journal import Journal, Lap, Result
 from .parcels import trained_part
@@ -73,13 +74,13 @@ async def simulate(
         pace = dict.fromkeys(about.sites, 1.0) if algorithm.waits else paces(config, about.sites)
         fastest = min(about.sites, key=pace.__getitem__)  # who spends most of all
         network = LocalNetwork(about.sites)
-        circles = _circles(config, about.sites)
+        sums = _peer_sums(config, about.sites)
         initial = bench.initial()
         peers = {
             name: Peer(
                 name, algorithm, initial.load(),
                 _trainer(bench, name, spent if name == fastest else None),
-                await stack.enter_async_context(network.join(name)), circles.get(name),
+                await stack.enter_async_context(network.join(name)), sums.get(name),
                 config.gossip.clip,
             )
             for name in about.sites
@@ -142,14 +143,14 @@ async def _steps(
     peers: Mapping[PeerId, Peer],
     pace: Mapping[PeerId, float],
     number: int,
-) -> list[tuple[PeerId, Told]]:
+) -> list[tuple[PeerId, RoundReport]]:
     """Round `number` of every peer, and how each went.
 
     Where peers never wait, each does as many rounds of its own as simulate.speeds gives it the time for, in
     the order in which they end; of those at one moment the first by name is first.
     """
 
-    def step(name: PeerId) -> Awaitable[Told]:
+    def step(name: PeerId) -> Awaitable[RoundReport]:
         t = peers[name].round
         topology = Topology("complete") if peers[name].algorithm.everyone(t) else graph
         near = topology.round(list(peers), t, config.run.seed).graph[name]
@@ -170,12 +171,12 @@ def turns(time: float, pace: float) -> int:
     return math.floor(time / pace + 1e-9)
 
 
-def _circles(config: Config, names: Sequence[PeerId]) -> dict[PeerId, Circles]:
+def _peer_sums(config: Config, names: Sequence[PeerId]) -> dict[PeerId, PeerSums]:
     """Each peer's; with masks only where simulate.masks asks for the work as it is done for real."""
     if not config.gossip.masks:
         return {}
     pairs = {name: KeyPair(os.urandom(32)) if config.simulate.masks else None for name in names}
-    found = {name: Circles(name, config.run.name, config.run.seed, pair) for name, pair in pairs.items()}
+    found = {name: PeerSums(name, config.run.name, config.run.seed, pair) for name, pair in pairs.items()}
     for one in found.values():
         for name, other in found.items():
             if name != one.me:
@@ -183,7 +184,7 @@ def _circles(config: Config, names: Sequence[PeerId]) -> dict[PeerId, Circles]:
     return found
 
 
-def doubted(told: Sequence[Told]) -> dict[PeerId, float]:
+def doubted(told: Sequence[RoundReport]) -> dict[PeerId, float]:
     """Peers whose models did not count whole everywhere: the mean share over all that judged them."""
     shares: dict[PeerId, list[float]] = {}
     for of_one in told:

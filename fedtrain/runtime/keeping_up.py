@@ -18,7 +18,8 @@ from ..pki.roster import Roster
 from ..schema import Schema
 from ..transport.zmq import ZmqNeighbors
 from .checks import flaw
-from .gossip import Peer, fewest
+from .gossip import Peer
+from .gossip_setup import fewest
 from .journal import Journal
 from .parcels import trained_part
 
@@ -38,7 +39,7 @@ async def gather(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, roster: 
 
     def here() -> int:
         alive = neighbors.view().alive
-        return len(alive if peer.circles is None else peer.circles.knows(alive))
+        return len(alive if peer.sums is None else peer.sums.knows(alive))
 
     while (have := here()) < need or (
         have < len(roster.peers()) and time.monotonic() < began + config.network.idle

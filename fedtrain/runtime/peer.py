@@ -28,8 +28,8 @@ from ..messages import Update, averages
 from ..pki import Credentials
 from ..pki.invitation import Invitation
 from ..pki.roster import Roster, own_curve
-from ..secagg.circle import Circles
 from ..secagg.keys import KeyPair
+from ..secagg.peer_sums import PeerSums
 from ..store import Checkpoint, RunStore
 from ..topology import Topology
 from ..transport.admission import FAST, Curve, curve_speed
@@ -39,8 +39,9 @@ from ..transport.zmq import ZmqNeighbors
 from ..wire.gossip import Greeting, Stamp
 from .agreement import agree_as_peers
 from .enrolment import accept, enrolled, own_entry
-from .gossip import Peer, algorithm_of, check_hearing, of_a_peer
-from .gossip import agreed as agreed_of_peers
+from .gossip import Peer
+from .gossip_setup import agreed as agreed_of_peers
+from .gossip_setup import algorithm_of, check_hearing, of_a_peer
 from .journal import Journal, Lap, Result, plain
 from .keeping_up import catch_up, gather, most_are_done, see_off, share_of_state
 from .privacy import Spent
@@ -84,24 +85,24 @@ async def run(
         trainer = await while_torch_loads(Supervised.begin(lambda: start(store.folder)))
         stack.push_async_callback(trainer.close)
         agreed = await _begin(config, store, trainer, graph)
-        circles = None
+        sums = None
         if config.gossip.masks:
-            circles = Circles(name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), all_cores())
+            sums = PeerSums(name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), all_cores())
         schema = trainer.description.schema
         greeting = Greeting(
             version=__version__, task_digest=trainer.description.task_digest, schema_digest=schema.digest,
             agreed=agreed, frozen_digest=store.frozen.digest,
-            mask_key=circles.public if circles else b"", mask_number=time.time_ns(),
+            mask_key=sums.public if sums else b"", mask_number=time.time_ns(),
         )  # fmt: skip
         curve = Curve(*own_curve(folder, zmq.curve_keypair))
-        roster = enrolled(config, name, credentials, curve, emit, circles, greeting.mask_number)
+        roster = enrolled(config, name, credentials, curve, emit, sums, greeting.mask_number)
         if invitation is not None and roster.contact(invitation.host) is None:
             stamp = Stamp.of(config.run.name, schema.digest, name)
             await asyncio.to_thread(accept, invitation, roster, name, stamp)
             emit(Notice(text=f"joined by {invitation.host}: {len(roster.peers())} peers on the roster"))
         neighbors = ZmqNeighbors(
             me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
-            welcome=lambda peer, theirs: agree_as_peers(name, greeting, peer, theirs, circles),
+            welcome=lambda peer, theirs: agree_as_peers(name, greeting, peer, theirs, sums),
             listen=config.network.listen or None,
             settings=LinkSettings(
                 config.network.heartbeat, config.network.idle,
@@ -116,7 +117,7 @@ async def run(
         files.mkdir(exist_ok=True)
         model = (await trainer.initial(files / "initial")).load()
         train = _training(trainer, name, files, Spent(config.privacy, store.folder, emit), emit)
-        peer = Peer(name, algorithm, model, train, neighbors, circles, config.gossip.clip)
+        peer = Peer(name, algorithm, model, train, neighbors, sums, config.gossip.clip)
         neighbors.start()  # ready: others count on this peer from here on
         stack.push_async_callback(neighbors.stop)
         stack.callback(asyncio.create_task(_watch(roster, neighbors)).cancel)
@@ -146,7 +147,7 @@ async def _rounds(
     journal.start("peer", len(roster.peers()), checkpoint.round if checkpoint else 0)
     if checkpoint is not None:
         peer.go_on(checkpoint)
-    if peer.circles is None:  # else the model of a round without a sum is this peer's alone, and its secret
+    if peer.sums is None:  # else the model of a round without a sum is this peer's alone, and its secret
         neighbors.publish(peer.round, share_of_state(peer))
     shape = Shape(graph, config.run.seed, journal.emit)
     if journal.reason_to_stop(peer.round) is None:
@@ -197,7 +198,7 @@ async def _round(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Ne
     kept = {f"{peer.name}/{key}": value for key, value in peer.kept().items()}
     after = Checkpoint(peer.round, peer.model, kept)
     journal.commit(after, record, await asyncio.to_thread(store.prepare, after))
-    if peer.circles is None or not told.missing:
+    if peer.sums is None or not told.missing:
         neighbors.publish(peer.round, share_of_state(peer))
 
 

@@ -55,7 +55,7 @@ class Workbench:
         give_up: Callable[[str, bool, bool], None] = lambda reason, answer, config: None,
         task: Task | None = None,
     ) -> None:
-        """`give_up`: see ranks.GiveUp. `task`: that of run.task, where a program has made it already."""
+        """`give_up`: see rank_monitor. `task`: that of run.task, where a program has made it already."""
         from .. import strategies
         from ..training.local import Engine
         from ..training.partition import SimulatedSites
@@ -71,11 +71,11 @@ class Workbench:
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
         correct = strategy.correct if strategies.corrects(strategy) else None
-        self._team = None
+        self._ranks = None
         if not simulated and config.parallel.ranks > 1:
-            from .ranks import gathered
+            from .ranks import start_ranks
 
-            self._team = gathered(config, self._task, self._load, data_dir, give_up)
+            self._ranks = start_ranks(config, self._task, self._load, data_dir, give_up)
         else:
             self._engine = Engine(self._task, config.train, config.run.seed, correct, config.run.rounds)
         stack = self._simulated is not None and config.simulate.engine == "vmap"
@@ -84,7 +84,7 @@ class Workbench:
         self._data_bytes = 0
         self._weights: tuple[msg.ModelFile, Arena] | None = None
         self._slab: tuple[str, mmap.mmap] | None = None
-        engine = self._team or self._engine
+        engine = self._ranks or self._engine
         self.description = msg.Description(engine.schema, digest, frozen=engine.frozen)
         self._encoder = compressed.UpEncoder.of(config, engine.schema, simulated=simulated)
         if self._encoder is not None:
@@ -97,7 +97,7 @@ class Workbench:
 
     def initial(self, *, frozen: bool = False) -> Arena:
         """The weights that a run starts from, equal at all sites; or the frozen parameters."""
-        return (self._team or self._engine).initial(frozen=frozen)
+        return (self._ranks or self._engine).initial(frozen=frozen)
 
     def freeze(self, frozen: ArenaFile) -> None:
         """As Trainer.freeze; BadUpdate when they are not those that were announced."""
@@ -108,13 +108,13 @@ class Workbench:
             raise BadUpdate(
                 f"{frozen.path}, the frozen parameters, is damaged: it is not {frozen.digest[:12]}…"
             )
-        (self._team or self._engine).freeze(found)
+        (self._ranks or self._engine).freeze(found)
 
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int = NEVER) -> Update:
         """Train one site; its update, in `out`, has the noise of [privacy] first, and is then compressed."""
         delta = out if self._encoder is None else self._encoder.whole
-        if self._team is not None:
-            update = self._team.train(site, round, weights, delta)
+        if self._ranks is not None:
+            update = self._ranks.train(site, round, weights, delta)
         else:
             update = self._engine.train(site, self._load("data", site), round, weights, delta)
         if self._config.privacy.noise_multiplier:
@@ -124,8 +124,8 @@ class Workbench:
         return self._encoder.encode(update, site, round, out, counted)
 
     def evaluate(self, site: SiteId, round: int, weights: Arena) -> Evaluation:
-        if self._team is not None:
-            return Evaluation(metrics=self._team.evaluate(site, weights))
+        if self._ranks is not None:
+            return Evaluation(metrics=self._ranks.evaluate(site, weights))
         return Evaluation(metrics=self._engine.evaluate(self._load("eval_data", site), weights))
 
     def examples(self, site: SiteId) -> float | None:
@@ -133,7 +133,7 @@ class Workbench:
 
         data = self._load("data", site)
         examples = examples_of(data)
-        if isinstance(examples, Stream) or (self._team or self._engine).weighs_items(data):
+        if isinstance(examples, Stream) or (self._ranks or self._engine).weighs_items(data):
             return None
         return float(examples.count)
 

@@ -1,16 +1,16 @@
-"""Sums over a neighbourhood, without an aggregator: one peer learns Σ wⱼxⱼ of those that tell it, and no xⱼ.
+"""Sums over a neighbourhood, without an aggregator: one peer learns Σ wⱼxⱼ of its senders, and no xⱼ.
 
-The peers that tell one receiver in one round are its circle, and each pair of them shares a mask that one
-adds and the other subtracts. So the receiver's sum over the whole circle has none left, and less than the
-whole circle is noise to it: when one is missing, all of that round is lost to the receiver. Nobody ever
-reveals a mask, so nobody can be talked into revealing the wrong one.
+The peers that send to one receiver in one round are the members of a sum, and each pair of them shares a
+mask that one adds and the other subtracts. So the receiver's sum over all members has no mask left, and a
+sum over fewer is noise: when one is missing, all of that round is lost to the receiver. No peer ever reveals
+a mask, so none can be talked into revealing the wrong one.
 
 A pair's mask comes from X25519 between keys that both drew when their processes began, and from the
-session's id, in which stand run, round, receiver, and names and keys of the circle. A receiver takes only
-vectors of one id, its own. No mask is used twice: a round is told once by a process, and the next process
-has another key.
+session's id, in which stand run, round, receiver, and names and keys of the members. A receiver takes only
+vectors of its own sum's id. No mask is used twice: a process sends once in a round, and the next process has
+another key.
 
-Numbers are those of fixedpoint.py: models with random rounding, what travels beside them as exact scalars.
+Numbers are those of fixedpoint.py: models with random rounding, the other parts as exact scalars.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .messages import hash_of
 LEAST = 3  # members: in a sum of two either one is the other's secret
 
 
-class Circles:
-    """One peer's part in all circles of a run."""
+class PeerSums:
+    """One peer's part in all sums of a run."""
 
     def __init__(
         self, me: PeerId, run: str, seed: int, pair: KeyPair | None, parallel: Parallel = serial
@@ -43,7 +43,7 @@ class Circles:
         self.me, self._run, self._seed, self._pair, self._parallel = me, run, seed, pair, parallel
         self._publics: dict[PeerId, bytes] = {me: pair.public if pair else b""}
         self._numbers: dict[PeerId, int] = {}  # which start of its process each key is of
-        self._told: dict[PeerId, int] = {}  # the last round in which each receiver was told
+        self._sent: dict[PeerId, int] = {}  # the last round in which each receiver was sent to
 
     @property
     def public(self) -> bytes:
@@ -56,8 +56,8 @@ class Circles:
             check_public(peer, public)
         self._publics[peer], self._numbers[peer] = public, number
 
-    def hear(self, peer: PeerId, public: bytes, number: int) -> None:
-        """The same as another passed it on, signed; of an earlier start than what is known it is no news."""
+    def learn(self, peer: PeerId, public: bytes, number: int) -> None:
+        """A peer's key as another peer passed it on, signed. It is ignored when a later start's is known."""
         if peer != self.me and number > self._numbers.get(peer, -1):
             self.meet(peer, public, number)
 
@@ -66,24 +66,24 @@ class Circles:
         known = dict(self._publics)
         return [peer for peer in peers if peer in known]
 
-    def session(self, round: int, receiver: PeerId, members: Sequence[PeerId]) -> Session | None:
+    def session(self, round: int, receiver: PeerId, members: Sequence[PeerId]) -> PeerSum | None:
         """One sum; None while a member's key is not known, or when there are too few to hide in it."""
         known = dict(self._publics)  # as it is now: `meet` may be called from another thread
         names = sorted(members)
         if len(names) < LEAST or (self._pair is not None and not known.keys() >= set(names)):
             return None
-        return Session(self._run, round, receiver, {name: known.get(name, b"") for name in names})
+        return PeerSum(self._run, round, receiver, {name: known.get(name, b"") for name in names})
 
     def masked(
-        self, layout: Layout, values: Floats, scalars: Floats, weight: float, session: Session
+        self, layout: Layout, values: Floats, scalars: Floats, weight: float, session: PeerSum
     ) -> tuple[RingVector, int]:
-        """What the receiver is told: weight·[values | scalars] under masks; and how many were clipped."""
+        """What is sent to the receiver: weight·[values | scalars] under masks; and how many were clipped."""
         assert self.me in session.keys, (self.me, session)
-        if self._told.get(session.receiver, -1) >= session.round:
+        if self._sent.get(session.receiver, -1) >= session.round:
             raise SecAggError(
-                f"round {session.round + 1}: {session.receiver} was told already, and a mask serves once"
+                f"round {session.round + 1}: {session.receiver} has its part already, and a mask serves once"
             )
-        self._told[session.receiver] = session.round
+        self._sent[session.receiver] = session.round
         seed = rounding_seed("gossip", self._run, self._seed, session.round, self.me)
         vector, clipped = layout.encode(values, scalars, weight, seed, self._parallel)
         if self._pair is not None:
@@ -98,8 +98,8 @@ class Circles:
 
 
 @dataclass(frozen=True)
-class Session:
-    """One sum: what all of a circle must have alike, so that its masks cancel."""
+class PeerSum:
+    """One sum: what all members must have alike, so that their masks cancel."""
 
     run: str
     round: int
@@ -123,7 +123,7 @@ class Layout:
 
     @classmethod
     def of(cls, members: int, clip: float, values: Floats, scalars: int) -> Layout:
-        """For circles of so many; float64 models get a ring of 64 bits, others one of 32."""
+        """For sums over so many; float64 models get a ring of 64 bits, others one of 32."""
         return cls(FixedPoint(members, 64 if values.itemsize == 8 else 32, clip, 1.0), len(values), scalars)
 
     @property
@@ -139,14 +139,14 @@ class Layout:
         return vector, clipped
 
     def decode(self, total: RingVector) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Σ weight·values and Σ weight·scalars; SecAggError for what no sum of a circle can be."""
+        """Σ weight·values and Σ weight·scalars; SecAggError for what no sum of the members can be."""
         sites = self.point.sites
         values = self.point.decode(total[: self.numel], sites, 1.0)
         return values, self.point.decode_scalars(total[self.numel :], sites)
 
 
-class Sum:
-    """gossip.Mix of ring vectors as they come: added up, of use only when all have come."""
+class RingSum:
+    """A gossip.Fold of ring vectors: added up as they come, of use only when all have come."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
