@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NoReturn
 import pytest
 import torch
 
-from fedtrain.runtime import ranks, trainer
+from fedtrain.runtime import ranks, trainer_process
 from tests.worlds import FORKED
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl.h
@@ -49,7 +49,7 @@ def fork_trainers(monkeypatch: pytest.MonkeyPatch, most: int = 2) -> None:
     start = asyncio.create_subprocess_exec
 
     async def forked(*command: str, pass_fds: tuple[int, ...] = (), **options: Any) -> Any:
-        if command[1:4] != ("-P", "-m", trainer.__name__) or len(pass_fds) > 1:
+        if command[1:4] != ("-P", "-m", trainer_process.__name__) or len(pass_fds) > 1:
             return await start(*command, pass_fds=pass_fds, **options)
         return Forked(_start_trainer(pass_fds[0], options["stdout"], options["env"], most))
 
@@ -95,7 +95,7 @@ def _fork(ready: Connection, channel: Connection, output: Connection, env: dict[
     for _ in range(1, most):
         _fork_rank(channel)
     try:
-        trainer._serve(socket.socket(fileno=os.dup(channel.fileno())))
+        trainer_process.serve(socket.socket(fileno=os.dup(channel.fileno())))
     finally:
         os._exit(0)
 
