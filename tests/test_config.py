@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedtrain.config import UNITS, Config, EvaluateConfig, Seconds
@@ -301,6 +301,7 @@ def test_the_digest_is_the_same_on_every_machine():
     assert a.digest() == Config.of({"strategy": {"y": 2, "x": 1}}).digest()
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=1e-300, max_value=1e300), st.floats(min_value=1e-300, max_value=1e300))
 def test_two_floats_agree_only_when_they_are_equal(a, b):
     assert (changed("train.lr", a).agreed() == changed("train.lr", b).agreed()) == (a == b)

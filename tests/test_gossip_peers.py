@@ -21,7 +21,7 @@ from fedtrain.messages import Update
 from fedtrain.runtime import gossip_simulation, simulation
 from fedtrain.runtime.gossip import Peer
 from fedtrain.runtime.gossip_setup import algorithm_of
-from fedtrain.runtime.parcels import Inbox, Note, other_parts, share_of, trained_part, write
+from fedtrain.runtime.parcels import Inbox, ParcelHeader, other_parts, share_of, trained_part, write
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from fedtrain.topology import names, parse
@@ -375,7 +375,7 @@ def test_s16_more_bytes_than_the_parts_have_are_refused():
 
 
 def test_s16_a_negative_size_is_refused():
-    note = msgspec.msgpack.encode(Note([("x", "float64", 40), ("y", "uint8", -64)], {}))
+    note = msgspec.msgpack.encode(ParcelHeader([("x", "float64", 40), ("y", "uint8", -64)], {}))
     with pytest.raises(BadUpdate, match="its parts are not of"):
         inbox().begin(offered({"x": torch.zeros(40, dtype=F64)}, {}, nbytes=256, note=note)[0])
 

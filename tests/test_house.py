@@ -9,7 +9,7 @@ from pathlib import Path
 import fedtrain
 
 ROOT = Path(fedtrain.__file__).parent
-PACKAGE_LINES = 32_594  # of fedtrain/ when the house was last redrawn
+PACKAGE_LINES = 32_603  # of fedtrain/ when the house was last redrawn
 LONG_FILE = 450  # lines
 RUNTIME_FILE = 350  # lines, in fedtrain/runtime/
 
@@ -18,7 +18,7 @@ LONG_FILES = 2
 # ... of those in runtime/
 RUNTIME_FILES = 0
 # ... of class names that two modules define
-NAMES_WITH_TWO_MEANINGS = 9
+NAMES_WITH_TWO_MEANINGS = 8
 # ... of places that spell them
 DTYPES_WITHOUT_DIFFERENCES = 1
 # ... of groups of modules that import each other

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import fedtrain
-from fedtrain.runtime import federated, site
+from fedtrain.runtime import aggregator, site
 from tests.inline import SITES, project
 
 ROOT = f"{Path(fedtrain.__file__).parent}/"
@@ -69,7 +69,7 @@ def test_a_masked_update_enters_few_files_and_few_of_them_call_each_other_both_w
 
     async def federation() -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(federated.serve(config, emit=emit))
+            group.create_task(aggregator.serve(config, emit=emit))
             for name in SITES:
                 group.create_task(site.run(config, name, emit=lambda event: None))
 

@@ -1,7 +1,7 @@
 """Every update is checked before it is used (DESIGN: size before allocation, then keys, shapes, values).
 
 `admit` looks at a reply's header alone, before one byte of its model is accepted; `inspect` at the values.
-Both are the same for every cohort, so a simulation refuses what a federation refuses. `flaw` looks at the
+Both are the same for every cohort, so a simulation refuses what a federation refuses. `flaw` checks the
 model that a round has made of the updates.
 """
 
@@ -69,7 +69,7 @@ def inspect(update: Update, limits: LimitsConfig) -> float:
 
 
 def _norm(update: Update, limits: LimitsConfig) -> float:
-    if isinstance(update.delta, Row):  # one look for all of them; what is not clearly good is looked at below
+    if isinstance(update.delta, Row):  # the slab has all norms; one near its bound is computed again below
         norm = update.delta.slab.norms[update.delta.index]
         if math.isfinite(norm) and not (limits.max_norm and norm > 0.999 * limits.max_norm):
             return norm
@@ -107,7 +107,7 @@ def flaw(weights: AnyArena, state: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def finite(values: torch.Tensor) -> bool:
-    """The sum tells quickly; where it overflows, each value is looked at."""
+    """Whether all values are finite: by their sum, and one by one when the sum overflows."""
     return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 

@@ -62,14 +62,14 @@ def check_config(config: Config) -> None:
 
 
 def up_codec(config: Config, schema: Schema) -> DeltaCodec | None:
-    """What a site's update is encoded by; None where it travels as it is, or masked."""
+    """The codec of a site's updates; None where they travel as they are, or masked."""
     if not config.compression.up or config.secagg.enabled:
         return None
     return DeltaCodec(schema, _with_feedback(config, compression.parse(config.compression.up)))
 
 
 def down_codec(config: Config, schema: Schema) -> DeltaCodec | None:
-    """What the model's steps are encoded by; None where it moves freely."""
+    """The codec of the model's steps; None where they are not compressed."""
     if not config.compression.down:
         return None
     found = compression.parse(config.compression.down)
@@ -79,7 +79,7 @@ def down_codec(config: Config, schema: Schema) -> DeltaCodec | None:
 
 
 def linear(config: Config) -> compression.Linear:
-    """What masked sums are over, in place of the updates themselves."""
+    """The compressor under masks: sums are over what it makes of the updates."""
     check_config(config)
     found = compression.parse(config.compression.up)
     assert isinstance(found, compression.Linear), found
@@ -87,7 +87,7 @@ def linear(config: Config) -> compression.Linear:
 
 
 def up_seed(config: Config, round: int, site: SiteId) -> int:
-    """Each site's own, so that what random compressors leave out evens out over sites."""
+    """The seed of one site's compression: sites differ, so that what is left out evens out over them."""
     return seed_of(config.run.seed, "compression", round, site)
 
 

@@ -1,6 +1,6 @@
-"""A peer's model as what travels: vectors out of an arena and back, parcels as bytes, and their check.
+"""A peer's model as it travels: vectors out of an arena and back, parcels as bytes, and their check.
 
-Both ends are here: `share_of` makes the bytes of a parcel, an `Inbox` looks at what came before it is mixed.
+`share_of` makes the bytes of a parcel; an `Inbox` checks bytes that came before they are mixed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Vector = torch.Tensor
 
-PART_TYPES = (*FLOATS, "uint8", "int32", "int64")  # of what travels
+PART_TYPES = (*FLOATS, "uint8", "int32", "int64")  # dtypes that a part may have
 MOST_MASS = 1e4  # of one peer in push-sum; all peers together have as much as there are peers
 
 
@@ -36,12 +36,12 @@ def trained_part(arena: Arena) -> Vector:
 
 
 def other_parts(arena: Arena) -> dict[str, Vector]:
-    """What is averaged plainly, by dtype: buffers. Booleans and bytes stay at home."""
+    """The parts that are averaged plainly, by dtype: buffers. Booleans and bytes do not travel."""
     return {f"other/{dtype}": widened(vector) for dtype, vector in arena.others().items()}
 
 
 def write(arena: Arena, trained: Vector, others: Mapping[str, Vector]) -> Arena:
-    """Put both back, each rounded once to its own dtype."""
+    """Write both into an arena, each rounded once to its own dtype."""
     at = 0
     for vector in arena.trained().values():
         vector.copy_(trained[at : at + len(vector)])
@@ -65,8 +65,8 @@ def _joined(parts: list[Vector]) -> Vector:
 # --- parcels as bytes
 
 
-class Note(msgspec.Struct, array_like=True):
-    """The header of a parcel: its parts, in the order of the bytes, and its numbers."""
+class ParcelHeader(msgspec.Struct, array_like=True):
+    """The parts of a parcel, in the order of its bytes, and its numbers."""
 
     parts: list[tuple[str, str, int]]  # name, dtype, how many
     fields: dict[str, float]
@@ -85,7 +85,7 @@ def share_of(parcel: Parcel, weight: float, degree: int) -> Share:
             at += _padded(len(block))
     else:
         data = blocks[0]
-    note = Note(
+    note = ParcelHeader(
         [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in parcel.parts.items()],
         dict(parcel.fields),
     )
@@ -111,7 +111,7 @@ class Inbox:
         optional: Collection[str] = (),
     ) -> None:
         """`like`: our own parts; a parcel may lack the `optional` ones, or have them in other sizes.
-        What is not blended may have `most_bytes` in all."""
+        Parts that are not blended may have `most_bytes` together."""
         self._blends, self._most = blends, most_bytes
         self._like = {name: part for name, part in like.items() if name not in optional}
         self._parts: dict[PeerId, list[_Part]] = {}
@@ -145,7 +145,7 @@ class Inbox:
     def mix(self, peer: PeerId, offset: int, chunk: memoryview) -> None:
         import torch
 
-        lent = bytearray(chunk) if chunk.readonly else chunk  # torch looks at memory that may be written only
+        lent = bytearray(chunk) if chunk.readonly else chunk  # torch takes no read-only memory
         data = torch.frombuffer(lent, dtype=torch.uint8)
         for part in self._parts[peer]:
             start, stop = max(part.start, offset), min(part.start + part.nbytes, offset + len(data))
@@ -155,7 +155,7 @@ class Inbox:
             values = piece.view(part.dtype)
             if part.dtype.is_floating_point and not finite(values):
                 raise BadUpdate(f"{part.name} has NaN or Inf")
-            if isinstance(self._blends.get(part.name), Blend) and not good(values):  # a rule stands such
+            if isinstance(self._blends.get(part.name), Blend) and not good(values):  # a rule may take them
                 raise BadUpdate(f"{part.name} has values whose squares are beyond {values.dtype}")
             if part.held is None:
                 self._blends[part.name].add(peer, values)
@@ -163,10 +163,10 @@ class Inbox:
                 part.held[start - part.start : stop - part.start] = piece
 
     def end(self, peer: PeerId, nbytes: int) -> None:
-        """Nothing to do: the exchange says who was whole."""
+        """Nothing: the exchange knows whose parcel came whole."""
 
     def parcel(self, peer: PeerId) -> Parcel:
-        """What is held of a neighbour that was whole."""
+        """The parts of a neighbour's parcel that were not blended. The parcel must have come whole."""
         held = {p.name: p.held.view(p.dtype) for p in self._parts[peer] if p.held is not None}
         return Parcel(held, self._fields[peer])
 
@@ -188,9 +188,9 @@ def good(values: torch.Tensor) -> bool:
     return math.isfinite(float(wide.dot(wide)))
 
 
-def _checked_note(note: bytes) -> Note:
+def _checked_note(note: bytes) -> ParcelHeader:
     try:
-        found: Note = decode(note, Note)
+        found: ParcelHeader = decode(note, ParcelHeader)
     except WireError as e:
         raise BadUpdate(f"its note can't be read: {e}") from None
     if any(dtype not in PART_TYPES or numel < 0 for _, dtype, numel in found.parts):

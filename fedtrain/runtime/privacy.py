@@ -1,8 +1,7 @@
-"""Local differential privacy of a site: noise where it trains, and the count of what it has given away.
+"""Local differential privacy of a site: the noise on its updates, and the count of those that left it.
 
-The noise is added in the trainer (`Workbench.train`), before anybody else sees the update: whatever comes
-later is made of noised updates alone. The count is on disk before the update leaves, so a site that is
-killed and trains a round again pays for both.
+The noise is added in the trainer (`Workbench.train`), before any other process sees the update. The count is
+on disk before the update leaves, so a site that is killed and trains a round again pays for both updates.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FILE = "releases"
 def noised(
     config: Config, update: Update, site: SiteId, round: int, weights: Arena, simulated: bool
 ) -> Update:
-    """The update as it may leave the site, without its metrics: the loss tells of the data as well."""
+    """The update with noise, and without its metrics: the loss would tell of the data as well."""
     assert isinstance(update.delta, Arena), update.delta
     key = os.urandom(16)
     if simulated:  # a run and its repetition are equal
@@ -40,7 +39,7 @@ def noised(
 
 
 class Spent:
-    """How often one site has given away a noised update, in all of a run."""
+    """How many noised updates one site has given away in a run."""
 
     def __init__(self, config: PrivacyConfig, folder: Path, emit: Emit) -> None:
         self._config, self._emit = config, emit
@@ -56,7 +55,7 @@ class Spent:
         return epsilon(sigma, self.releases, self._config.delta)
 
     def one_more(self, site: SiteId, round: int) -> None:
-        """Before an update is given to anybody; nothing without noise."""
+        """Count an update, before it leaves the site; without noise there is nothing to count."""
         if not self._config.noise_multiplier:
             return
         self.releases += 1
@@ -68,10 +67,10 @@ class Spent:
 
 
 class Spending(CohortWrapper):
-    """Simulated sites, of which the one that has given away most tells what it spent, as a real one does."""
+    """Simulated sites. The one that has given away most updates tells what it spent, as a real site does."""
 
     def __init__(self, config: Config, others: Cohort, folder: Path, emit: Emit) -> None:
-        """`folder` keeps the count. A run that goes on takes it for every site's."""
+        """`folder` keeps the count. A resumed run takes it for the count of every site."""
         super().__init__(others)
         self._spent = Spent(config.privacy, folder, emit)
         self._begun_with = self._spent.releases

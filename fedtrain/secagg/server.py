@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from ..arena import AnyArena
 from ..errors import FedtrainError, SecAggError, Unfinished
-from ..exchange import Cohort
 from ..messages import Failure, Message, Request, SiteId
 from . import messages as msg
 from .keys import SEALED_BYTES, KeyPair, bytes_of, number_of, pair_mask_key, pair_mask_sign, self_mask_key
@@ -27,6 +26,14 @@ from .shamir import Weights
 
 FOLDED = 4  # blocks of a vector that one worker adds: fewer take less time than to wake another worker
 Reply = TypeVar("Reply", bound=Message)
+
+
+class Exchanges(Protocol):
+    """The part of a Cohort that a session uses."""
+
+    def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Message], None]: ...
 
 
 class InThread(Protocol):
@@ -53,7 +60,7 @@ class SecureSum:
 
 
 async def masked_sum(
-    cohort: Cohort,
+    cohort: Exchanges,
     terms: msg.Terms,
     model: bytes,
     advertise: Request,
@@ -208,7 +215,7 @@ class SumSession:
 
     def __init__(
         self,
-        cohort: Cohort,
+        cohort: Exchanges,
         terms: msg.Terms,
         sid: bytes = b"",
         step_deadline_s: float = 0.0,

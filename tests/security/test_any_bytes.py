@@ -16,7 +16,7 @@ from fedtrain.pki import Credentials, identity_of, init, issue, revocation, revo
 from fedtrain.pki.invitation import Invitation
 from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.runtime import secure_rounds, secure_site
-from fedtrain.runtime.parcels import Note
+from fedtrain.runtime.parcels import ParcelHeader
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training import checkpoint, shards
 from fedtrain.training.places import Folder
@@ -75,7 +75,9 @@ def test_s21_frames_that_are_none_are_a_wire_error(kind, message):
     only(WireError, lambda data: decode(data, kind), encode(message))
 
 
-@pytest.mark.parametrize("kind", [secure_site.REQUESTS, secure_rounds.REPLIES, Note, Probe, list[bytes]])
+@pytest.mark.parametrize(
+    "kind", [secure_site.REQUESTS, secure_rounds.REPLIES, ParcelHeader, Probe, list[bytes]]
+)
 def test_s21_any_message_in_place_of_another_is_a_wire_error(kind):
     with pytest.raises(WireError):
         decode(encode(frames.Finished(reason="done")), kind)
