@@ -21,7 +21,7 @@ import msgspec
 
 from .digest import Digest, digest_of
 from .errors import BadUpdate
-from .schema import ITEM_BYTES, Schema, Section, TensorSpec, unique_tensors
+from .schema import ITEM_BYTES, Schema, Section, unique_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -117,26 +117,18 @@ class Arena(AnyArena):
     @classmethod
     def of(cls, model: nn.Module, *, frozen: bool = False) -> Arena:
         """A copy of what the module trains and its buffers, or of its frozen parameters."""
-        import torch
-
-        arena = cls.zeros(Schema.of(model, frozen=frozen))
-        with torch.no_grad():
-            views, tensors = arena.views(), unique_tensors(model)
-            for name, view in views.items():
-                view.copy_(tensors[name])
-        return arena
+        return cls._filled(Schema.of(model, frozen=frozen), unique_tensors(model))
 
     @classmethod
     def pack(cls, tensors: Mapping[str, torch.Tensor]) -> Arena:
         """A copy of named tensors that are no module's, such as a strategy's state."""
-        specs = tuple(
-            TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), False)
-            for name, t in tensors.items()
-        )
-        order = list(dict.fromkeys(s.dtype for s in specs))
-        arena = cls.zeros(Schema(tuple(sorted(specs, key=lambda s: order.index(s.dtype)))))
+        return cls._filled(Schema.of_tensors(tensors), tensors)
+
+    @classmethod
+    def _filled(cls, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> Arena:
+        arena = cls.zeros(schema)
         for name, view in arena.views().items():
-            view.copy_(tensors[name])
+            view.copy_(tensors[name].detach())
         return arena
 
     def flat(self, section: Section) -> torch.Tensor:
@@ -160,13 +152,9 @@ class Arena(AnyArena):
 
     def views(self) -> dict[str, torch.Tensor]:
         """Every tensor by name, in its shape; views, no copy."""
-        found, at = {}, {s.dtype: 0 for s in self.schema.sections}
-        flat = {s.dtype: self.flat(s) for s in self.schema.sections}
-        for spec in self.schema.tensors:
-            start = at[spec.dtype]
-            found[spec.name] = flat[spec.dtype][start : start + spec.numel].view(spec.shape)
-            at[spec.dtype] = start + spec.numel
-        return found
+        flat = {s: self.flat(s) for s in self.schema.sections}
+        specs = zip(self.schema.tensors, self.schema.places.values(), strict=True)
+        return {s.name: flat[section][start:stop].view(s.shape) for s, (section, start, stop) in specs}
 
     def bind(self, model: nn.Module) -> None:
         """Make the module's tensors of this schema views of this arena: from here on, training writes here.

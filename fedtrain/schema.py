@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -85,10 +85,14 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         """The schema of a module: of what it trains and its buffers, or of its frozen parameters. Tied
         weights appear once, under their first name."""
         _check_state(model)
+        return cls.of_tensors({n: t for n, t in unique_tensors(model).items() if is_frozen(t) == frozen})
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Schema:
+        """The schema of named tensors; those that require a gradient are trained."""
         specs = [
             TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad)
-            for name, t in unique_tensors(model).items()
-            if is_frozen(t) == frozen
+            for name, t in tensors.items()
         ]
         for spec in specs:
             if spec.dtype not in ITEM_BYTES:
@@ -96,6 +100,11 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
                     f"{spec.name} has dtype {spec.dtype}, which cannot travel. "
                     f"Use one of {', '.join(ITEM_BYTES)}, or keep it out of state_dict (persistent=False)."
                 )
+        return cls.ordered(specs)
+
+    @classmethod
+    def ordered(cls, specs: Sequence[TensorSpec]) -> Schema:
+        """The specs as they lie in an arena: by dtype, trained ones first."""
         order = list(dict.fromkeys(s.dtype for s in specs))
         return cls(tuple(sorted(specs, key=lambda s: (order.index(s.dtype), not s.trained))))
 
@@ -127,6 +136,16 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     def moving(self) -> list[Section]:
         """The sections that a round can change."""
         return [section for section in self.sections if section.moves]
+
+    @cached_property
+    def places(self) -> dict[str, tuple[Section, int, int]]:
+        """Name -> section, and from which of its coordinates up to which the tensor lies there."""
+        found, after = {}, {s.dtype: (s, 0) for s in self.sections}
+        for spec in self.tensors:
+            section, start = after[spec.dtype]
+            after[spec.dtype] = section, start + spec.numel
+            found[spec.name] = section, start, start + spec.numel
+        return found
 
     @cached_property
     def nbytes(self) -> int:

@@ -498,11 +498,17 @@ class StoppingStore(RunStore):
 
     count, dies_before = 0, -1
 
-    def _transaction(self):
-        self.count += 1
-        if self.count == self.dies_before:
-            raise Stop
-        return super()._transaction()
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        begin = self.db.transaction
+
+        def transaction():
+            self.count += 1
+            if self.count == self.dies_before:
+                raise Stop
+            return begin()
+
+        self.db.transaction = transaction
 
 
 @pytest.mark.parametrize("speeds", ["equal", "straggler:2"])
@@ -519,7 +525,7 @@ def test_killed_between_any_two_transactions_a_clocked_run_goes_on_to_the_same_b
             clock = Clocked(cfg, cohort, SITES, ahead=3)
             try:
                 asyncio.run(asynchronous.run(Journal(cfg, store, Events()), cohort, strategy, asks=clock))
-                return (store.latest().weights.digest, store.turns()), store.count
+                return (store.latest().weights.digest, store.turns.latest()), store.count
             except Stop:
                 pass
             finally:
@@ -535,21 +541,23 @@ def test_killed_between_any_two_transactions_a_clocked_run_goes_on_to_the_same_b
 def with_two_in_the_buffer(cfg):
     store, _ = begun(cfg)
     for site in "ab":
-        store.set_turn(site, Turn(4, 0))
-        delta = store.keep(site, arena(*range(8)))
-        store.take(site, Turn(4, 0), Update(delta=delta, num_examples=2.0, metrics={"loss": (1.0, 2.0)}))
+        store.turns.set(site, Turn(4, 0))
+        delta = store.turns.keep(site, arena(*range(8)))
+        store.turns.take(
+            site, Turn(4, 0), Update(delta=delta, num_examples=2.0, metrics={"loss": (1.0, 2.0)})
+        )
     return store
 
 
 def test_the_buffer_is_read_back_as_it_was_and_what_a_power_cut_damaged_is_owed_again(tmp_path):
     store = with_two_in_the_buffer(config(tmp_path))
-    a, b = store.buffered()
+    a, b = store.turns.buffered()
     assert (a.site, a.turn, a.update.num_examples) == ("a", Turn(4, 0, TurnState.TAKEN), 2.0)
     assert a.update.metrics == {"loss": (1.0, 2.0)}
     assert a.update.delta.load().digest == arena(*range(8)).digest
     b.update.delta.path.write_bytes(bytes(SCHEMA.nbytes))
-    assert [left.site for left in store.buffered()] == ["a"]
-    assert store.turns() == {"a": Turn(4, 0, TurnState.TAKEN), "b": Turn(4, 0, TurnState.OWED)}
+    assert [left.site for left in store.turns.buffered()] == ["a"]
+    assert store.turns.latest() == {"a": Turn(4, 0, TurnState.TAKEN), "b": Turn(4, 0, TurnState.OWED)}
     store.close()
 
 
@@ -557,22 +565,22 @@ def test_a_damaged_version_is_passed_over_with_all_that_was_trained_from_it(tmp_
     cfg = config(tmp_path)
     store = with_two_in_the_buffer(cfg)
     store.commit(Checkpoint(1, arena(*[1.0] * 8), {}), {})
-    assert store.buffered() == []
-    store.set_turn("a", Turn(5, 1))
-    delta = store.keep("a", arena(*range(8)))
-    store.take("a", Turn(5, 1), Update(delta=delta, num_examples=2.0))
-    store.set_turn("b", Turn(5, 1))
+    assert store.turns.buffered() == []
+    store.turns.set("a", Turn(5, 1))
+    delta = store.turns.keep("a", arena(*range(8)))
+    store.turns.take("a", Turn(5, 1), Update(delta=delta, num_examples=2.0))
+    store.turns.set("b", Turn(5, 1))
     store.weights(1).path.write_bytes(b"damaged")
     assert store.latest().round == 0
-    assert store.buffered() == []
-    assert {turn.state for turn in store.turns().values()} == {TurnState.REFUSED}
+    assert store.turns.buffered() == []
+    assert {turn.state for turn in store.turns.latest().values()} == {TurnState.REFUSED}
     store.close()
 
 
 def test_a_turn_from_an_older_version_that_is_damaged_is_given_up_and_its_site_gets_another(tmp_path):
     cfg, lines = config(tmp_path), []
     store, _ = begun(cfg)
-    store.set_turn("a", Turn(0, 0))
+    store.turns.set("a", Turn(0, 0))
     for number in (1, 2, 3):
         store.commit(Checkpoint(number, arena(*[float(number)] * 8), {}), {})
     path = store.weights(0).path  # which is here for a's sake
@@ -580,7 +588,7 @@ def test_a_turn_from_an_older_version_that_is_damaged_is_given_up_and_its_site_g
     path.write_bytes(b"damaged")
     store = RunStore(cfg.run_dir, warn=lines.append)
     assert store.latest().round == 3
-    assert store.turns()["a"].state == TurnState.REFUSED
+    assert store.turns.latest()["a"].state == TurnState.REFUSED
     assert f"{path} is damaged" in lines[0]
     assert "another turn" in lines[0]
     store.close()
@@ -761,7 +769,7 @@ def test_s31_an_aggregator_killed_at_seeded_moments_counts_each_update_once_and_
         p.wait_for(lambda: p.count("run_finished"))
         assert hit == kills
         store = RunStore(p.root / "runs" / "r", read_only=True)
-        turns, waiting = store.turns(), len(store.buffered())
+        turns, waiting = store.turns.latest(), len(store.turns.buffered())
         store.close()
         answered = sum(turn.number + (turn.state == TurnState.TAKEN) for turn in turns.values())
         assert answered == 40 * 2 + waiting

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedtrain.errors import StoreError
-from fedtrain.training.checkpoint import MANIFEST, Checkpoints, newest, plain, unplain
+from fedtrain.training.checkpoint import Checkpoints
+from fedtrain.training.manifest import MANIFEST, newest, plain, unplain
 from tests.bucket import bucket
 
 

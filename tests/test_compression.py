@@ -578,7 +578,7 @@ def test_a_line_says_a_compressor():
         ("topk:0.1,float32,2", "has more options than topk, which has fraction, values"),
         ("topk:fractoin=1", "topk has no such option. Did you mean fraction"),
         ("float16:3", "has more options than float16, which has none"),
-        ("quantize:3", "compression.bits: 3 must be 2, 4 or 8"),
+        ("quantize:3", "compression.bits: 3 is not one of 2, 4, 8"),
         ("quantize:8,block=100", "compression.block: 100 must be a power of two from 8 to 262144"),
         ("sign:0", "compression.block"),
         ("randomk:0", "compression.fraction"),

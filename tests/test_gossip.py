@@ -537,7 +537,7 @@ def test_the_table_names_every_algorithm_once():
         ("noloco", {"momentum": 0.5, "gamma": 1.5}, "= 1.5"),
         ("diloco", {"momentum": 1.0}, r"in \[0, 1\)"),
         ("swift", {"staleness": -1}, "0 or more"),
-        ("periodic", {"every": 0}, "1 round or more"),
+        ("periodic", {"every": 0}, "gossip.every: 0 must be 1 or more"),
         ("gradient-tracking", {"rho": 0.0}, "positive"),
     ],
 )

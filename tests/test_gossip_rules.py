@@ -339,7 +339,7 @@ def test_peers_learn_the_task_with_a_rule(tmp_path, text):
         ({"rule": "medain"}, "Did you mean 'median'"),
         ({"rule": "median:f=1"}, "median has no options"),
         ({"rule": "self_clip:2"}, 'write "self_clip:NAME=VALUE,..."'),
-        ({"rule": "self_clip:radius=-1"}, "radius=-1.0: it must be 0 or more"),
+        ({"rule": "self_clip:radius=-1"}, "gossip.rule.radius: -1.0 must be 0 or more"),
         ({"rule": "trimmed_mean:f=x"}, "aggregation.f"),
         ({"rule": "median", "algorithm": "sgp", "topology": "exponential"}, "sgp keeps mass, trackers"),
         ({"rule": "krum", "algorithm": "choco", "topology": "ring"}, "These take any rule: diloco, dpsgd"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..arena import Arena, narrow_into
+from ..config.values import Settings
 from ..errors import RoundError
 from ..messages import Update
 from ..schema import Schema, Section
@@ -44,7 +45,7 @@ class Stack(Protocol[T_co]):
         """
 
 
-class Rule:
+class Rule(Settings):
     """A way to make one delta of many. The fields of a rule are its configuration; a rule has no state.
 
     A custom rule defines `of`, which reads the stack as often as it needs to and holds a few chunks, so that
@@ -60,6 +61,7 @@ class Rule:
     tensor([2., 5.])
     """
 
+    section: ClassVar[str] = "aggregation"
     linear: ClassVar[bool] = False  # whether a weighted sum suffices: folded on arrival, or under masks
 
     @property

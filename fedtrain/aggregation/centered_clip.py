@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from ..config import one_of, require
+from msgspec import Meta
+
+from ..config.values import AtLeastOne
 from .base import Rule, Stack, distances, weighted_sum
 from .median import median
 
@@ -27,14 +29,9 @@ class CenteredClip(Rule):
     neighbours, at the peer's own model (self-centred clipping, He et al. 2022).
     """
 
-    radius: float = 0.0  # L2 norm; 0: the median of the distances, found anew in each step
-    iterations: int = 3  # steps; each reads all updates once
-    start: str = "median"  # median (of each coordinate) | zero
-
-    def __post_init__(self) -> None:
-        require(self.radius >= 0, "aggregation.radius", f"{self.radius} must be 0 (median) or more")
-        require(self.iterations >= 1, "aggregation.iterations", f"{self.iterations} must be at least 1")
-        one_of("aggregation.start", self.start, ("median", "zero"))
+    radius: Annotated[float, Meta(ge=0)] = 0.0  # L2 norm; 0: the distances' median, anew in each step
+    iterations: AtLeastOne = 3  # steps; each reads all updates once
+    start: Literal["median", "zero"] = "median"  # median (of each coordinate) | zero
 
     @property
     def needs(self) -> int:

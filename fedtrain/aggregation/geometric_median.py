@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ..config import require
+from ..config.values import AtLeastOne
 from .base import Rule, Stack, distances, weighted_sum
 from .median import median
 
@@ -23,10 +23,7 @@ class GeometricMedian(Rule):
     have the same weight: the paper weights them by examples, but a hostile site may claim any number.
     """
 
-    iterations: int = 8  # Weiszfeld steps; each reads all updates once
-
-    def __post_init__(self) -> None:
-        require(self.iterations >= 1, "aggregation.iterations", f"{self.iterations} must be at least 1")
+    iterations: AtLeastOne = 8  # Weiszfeld steps; each reads all updates once
 
     @property
     def needs(self) -> int:

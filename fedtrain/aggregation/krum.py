@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..config import require
+from ..config.values import Count
 from .base import Rule, Stack, Vectors, weighted_sum
 from .median import median
 
@@ -44,10 +44,7 @@ class Krum(Choosing):
     first in site order. With fewer than f + 3 updates, each one's distance to its single nearest counts.
     """
 
-    f: int = 1  # hostile updates that the rule withstands
-
-    def __post_init__(self) -> None:
-        require(self.f >= 0, "aggregation.f", f"{self.f} must be 0 or more")
+    f: Count = 1  # hostile updates that the rule withstands
 
     @property
     def needs(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import require
+from ..config.values import Count
 from .base import Stack
 from .krum import Choosing, by_score
 
@@ -18,12 +18,8 @@ class MultiKrum(Choosing):
     Its result is nearer to the mean than Krum's where most sites are honest and their data differ.
     """
 
-    f: int = 1  # hostile updates that the rule withstands
-    m: int = 0  # updates that are kept; 0: all but f
-
-    def __post_init__(self) -> None:
-        require(self.f >= 0, "aggregation.f", f"{self.f} must be 0 or more")
-        require(self.m >= 0, "aggregation.m", f"{self.m} must be 0 (all but f) or more")
+    f: Count = 1  # hostile updates that the rule withstands
+    m: Count = 0  # updates that are kept; 0: all but f
 
     @property
     def needs(self) -> int:

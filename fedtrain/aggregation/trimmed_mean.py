@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from ..config import require
+from msgspec import Meta
+
+from ..config.values import Count
 from .base import Rule, Stack, weighted_sum
 
 if TYPE_CHECKING:
@@ -23,12 +25,9 @@ class TrimmedMean(Rule):
     2f + 1 updates the result is the median.
     """
 
-    f: int = 1  # updates left out at each end
-    fraction: float = 0.0  # above 0: the part of the updates left out at each end, rounded up, instead of f
-
-    def __post_init__(self) -> None:
-        require(self.f >= 0, "aggregation.f", f"{self.f} must be 0 or more")
-        require(0 <= self.fraction < 0.5, "aggregation.fraction", f"{self.fraction} must be in [0, 0.5)")
+    f: Count = 1  # updates left out at each end
+    # Above 0: the part of the updates left out at each end, rounded up, instead of f.
+    fraction: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
 
     @property
     def needs(self) -> int:

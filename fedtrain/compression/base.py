@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from ..config.values import Settings
 from ..errors import BadUpdate
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[np.float32]]  # [n] or [m]
 
 
-class Compressor:
+class Compressor(Settings):
     """A way to encode a vector in fewer bytes. The fields of a compressor are its configuration. Everything
     that changes between calls is in the state, which callers keep, so that a killed site goes on with it.
 
@@ -42,6 +43,7 @@ class Compressor:
     (4, tensor([1.0000, 0.1000]))
     """
 
+    section: ClassVar[str] = "compression"
     linear: ClassVar[bool] = False
 
     @property

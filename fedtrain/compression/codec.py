@@ -38,8 +38,7 @@ class DeltaCodec:
             TensorSpec(f"{section.dtype}/rest", (section.numel - at,), section.dtype, False)
             for section, at in self._rest()
         ]
-        order = list(dict.fromkeys(spec.dtype for spec in specs))
-        return Schema(tuple(sorted(specs, key=lambda spec: order.index(spec.dtype))))
+        return Schema.ordered(specs)
 
     @property
     def stateful(self) -> bool:

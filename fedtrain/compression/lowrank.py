@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from ..config import require
+from ..config.values import AtLeastOne
 from .base import Keystream, Linear
 
 if TYPE_CHECKING:
@@ -28,12 +28,9 @@ class LowRank(Linear):
     Payload: P of each matrix as float32, one after the other.
     """
 
-    rank: int = 4
+    rank: AtLeastOne = 4
     unbiased: bool = True
     shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors in the vector; see shaped()
-
-    def __post_init__(self) -> None:
-        require(self.rank >= 1, "compression.rank", f"{self.rank} must be at least 1")
 
     @property
     def needs_feedback(self) -> bool:

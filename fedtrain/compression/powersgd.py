@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from ..config import require
+from ..config.values import AtLeastOne
 from .base import Compressor, Keystream, buffer_of, checked, sized
 from .lowrank import matrices
 
@@ -24,11 +24,8 @@ class PowerSGD(Compressor):
     Payload: P and Q of each matrix as float32.
     """
 
-    rank: int = 4
+    rank: AtLeastOne = 4
     shapes: tuple[tuple[int, ...], ...] = ()  # of the tensors in the vector; see shaped()
-
-    def __post_init__(self) -> None:
-        require(self.rank >= 1, "compression.rank", f"{self.rank} must be at least 1")
 
     @property
     def needs_feedback(self) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from ..config import require
 from .base import Compressor, Keystream, buffer_of, checked, sized
 from .blocks import CHUNK, check_block, chunks, parts, scale_, scale_bytes
 
@@ -28,12 +27,12 @@ class Quantize(Compressor):
     its lowest bits.
     """
 
-    bits: int = 8  # 8 | 4 | 2
+    bits: Literal[2, 4, 8] = 8
     block: int = 1024  # values with one scale: a smaller block is more exact, and costs 32/block bits a value
     unbiased: bool = True  # stochastic rounding; false: to the nearest
 
     def __post_init__(self) -> None:
-        require(self.bits in (2, 4, 8), "compression.bits", f"{self.bits} must be 2, 4 or 8")
+        super().__post_init__()
         check_block(self.block)
 
     @property

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..config import require
+from ..config.values import Fraction
 from .base import Keystream, Linear
 
 if TYPE_CHECKING:
@@ -27,11 +27,8 @@ class RandomK(Linear):
     Payload: k float32.
     """
 
-    fraction: float = 0.1
+    fraction: Fraction = 0.1
     unbiased: bool = True
-
-    def __post_init__(self) -> None:
-        require(0 < self.fraction <= 1, "compression.fraction", f"{self.fraction} must be in (0, 1]")
 
     @property
     def needs_feedback(self) -> bool:

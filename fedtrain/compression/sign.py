@@ -24,6 +24,7 @@ class Sign(Compressor):
     block: int = 4096  # values with one scale
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_block(self.block)
 
     @property

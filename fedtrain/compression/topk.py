@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..config import one_of, require
+from ..config.values import Fraction
 from ..errors import BadUpdate
 from .base import Compressor, buffer_of, checked, sized
 
@@ -32,12 +32,8 @@ class TopK(Compressor):
     rounding errors of bfloat16 for the next call, like the smaller values.
     """
 
-    fraction: float = 0.01
-    values: str = "float32"
-
-    def __post_init__(self) -> None:
-        require(0 < self.fraction <= 1, "compression.fraction", f"{self.fraction} must be in (0, 1]")
-        one_of("compression.values", self.values, ("float32", "bfloat16"))
+    fraction: Fraction = 0.01
+    values: Literal["float32", "bfloat16"] = "float32"
 
     @property
     def needs_feedback(self) -> bool:

@@ -18,20 +18,27 @@ import msgspec
 from msgspec import Meta
 
 from .load import Source, build, read, refuse_unknown
-from .values import AtLeastOne, Count, Duration, NotNegative, Positive, Seconds, Settings, require
+from .values import (
+    AtLeastOne,
+    BelowOne,
+    Count,
+    Duration,
+    Fraction,
+    NotNegative,
+    Number,
+    Positive,
+    Seconds,
+    Settings,
+    require,
+)  # fmt: skip
 
-NAME = Meta(
-    pattern=r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", description="1 to 64 letters, digits, '.', '_' or '-'"
-)
+NAMED = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+NAME = Meta(pattern=NAMED, description="1 to 64 letters, digits, '.', '_' or '-'")
 TASK = Meta(pattern=r".*:.*", description='"module:Class", as in "task:Heart"')
-SPEEDS = Meta(
-    pattern=r"equal|(lognormal|straggler):\d+(\.\d+)?",
-    description='"equal", "lognormal:1" or "straggler:10"',
-)
-ADDRESS = Meta(
-    pattern=r"|\[?[^\s/]+\]?:([0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])",
-    description='"host:port", the port at most 65535',
-)
+SPEED = r"equal|(lognormal|straggler):\d+(\.\d+)?"
+SPEEDS = Meta(pattern=SPEED, description='"equal", "lognormal:1" or "straggler:10"')
+PORT = r"([0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+ADDRESS = Meta(pattern=rf"|\[?[^\s/]+\]?:{PORT}", description='"host:port", the port at most 65535')
 FOLDER = Meta(pattern=r"(?!.*://).*|s3://.*", description='a folder, or "s3://bucket/prefix"')
 LOCAL = {"train.device", "train.threads", "train.eval_batch_size"}  # keys of agreed sections that may differ
 OWN = {"root", "given"}  # fields of a Config that are no sections
@@ -59,8 +66,8 @@ class TrainConfig(Settings):
     lr: Positive = 0.01  # learning rate
     warmup: Count = 0  # optimizer steps of the run over which the learning rate rises
     decay: Literal["none", "linear", "cosine"] = "none"  # of the learning rate, to 0 at the run's last step
-    momentum: float = 0.0  # of sgd
-    weight_decay: float = 0.0  # L2 penalty of sgd and adam; decoupled decay of adamw
+    momentum: Number = 0.0  # of sgd
+    weight_decay: Number = 0.0  # L2 penalty of sgd and adam; decoupled decay of adamw
     clip_norm: NotNegative = 0.0  # bound on the gradient's L2 norm in a step; 0: no bound
     accumulate: AtLeastOne = 1  # batches whose gradients are summed into one optimizer step
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # bf16 and fp16 by autocast
@@ -76,7 +83,7 @@ class StrategyConfig(Settings):
 
     kind: str = "fedavg"  # a name in strategies.STRATEGIES, or module:Class
     min_sites: AtLeastOne = 3  # valid updates that a round needs
-    fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0  # part of the joined sites that is drawn for a round
+    fraction: Fraction = 1.0  # part of the joined sites that is drawn for a round
     round_deadline: Duration = Seconds(600)  # a reply that comes later is left out of the round
     attempts: AtLeastOne = 3  # times that a round is tried before the run stops
     options: dict[str, Any] = field(default_factory=dict)  # the strategy's own keys
@@ -120,7 +127,7 @@ class SecAggConfig(Settings):
     full_graph: Count = 100
     # A security parameter: part of the sites that may pass all they know to the aggregator while no other
     # site's update becomes known. Used beyond full_graph; a larger part costs more neighbours.
-    corrupt: Annotated[float, Meta(ge=0, lt=1)] = 0.2
+    corrupt: BelowOne = 0.2
     # Part of the sites that may be lost in a round that still ends with a sum; below 1 - corrupt. Used beyond
     # full_graph; a larger part costs more neighbours.
     dropout: NotNegative = 0.2
@@ -159,7 +166,7 @@ class EvaluateConfig(Settings):
     metric: str = "loss"  # the metric that decides the best model and an early stop
     mode: Literal["auto", "min", "max"] = "auto"  # which metric is better; auto: min for *loss* and *error*
     patience: Count = 0  # evaluations without improvement before the run stops; 0: it does not stop early
-    min_delta: float = 0.0  # difference from which on a better metric counts as an improvement
+    min_delta: Number = 0.0  # difference from which on a better metric counts as an improvement
 
     def better(self, new: float, old: float | None) -> bool:
         """Whether a metric's new value improves on the best one before it; NaN never does."""
@@ -248,9 +255,7 @@ class ParallelConfig(Settings):
         "none"  # how gradients travel at zero = 0
     )
     comm_rank: AtLeastOne = 4  # rank of the matrices that comm_hook = powersgd sends
-    comm_fraction: Annotated[float, Meta(gt=0, le=1)] = (
-        0.01  # part of coordinates that comm_hook = topk sends
-    )
+    comm_fraction: Fraction = 0.01  # part of coordinates that comm_hook = topk sends
     find_unused: bool = False  # some parameters take no part in some losses
     sync: Literal["step", "local"] = (
         "step"  # step: average gradients each step; local: islands, by [strategy]
@@ -258,9 +263,7 @@ class ParallelConfig(Settings):
     carry: bool = True  # islands keep their optimizer's state and place in the data between rounds
     fragments: AtLeastOne = 1  # pieces of the model that islands exchange one after the other (streaming)
     overlap: Count = 0  # steps that go on while a fragment is exchanged
-    mix: Annotated[float, Meta(ge=0, lt=1)] = (
-        0.0  # part of its own weights that an island keeps in a fragment
-    )
+    mix: BelowOne = 0.0  # part of its own weights that an island keeps in a fragment
     nonfinite: Literal["skip", "raise"] = "skip"  # what becomes of a step whose gradient has NaN or Inf
     log_every: AtLeastOne = 10  # steps between `step` events
     peak_tflops: NotNegative = 0.0  # of one device, for MFU; 0: known GPUs by name, else no MFU

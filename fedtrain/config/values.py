@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
 
@@ -30,33 +31,50 @@ class Seconds(float):
         return cls(float(match[1]) * UNITS[match[2]])
 
 
+FINITE = Meta(description="a finite number")
 Count = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
+Number = Annotated[float, FINITE]
+NotNegative = Annotated[float, FINITE, Meta(ge=0)]
+Positive = Annotated[float, FINITE, Meta(gt=0)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 Duration = Annotated[Seconds, Meta(gt=0)]
 
 
 class Settings:
-    """Base of the sections of fedtrain.toml, frozen dataclasses named after their section.
+    """Base of frozen dataclasses whose fields are keys of fedtrain.toml.
 
     The type of a field says what its key may be: Literal names the choices, Meta the bounds or the pattern.
     ConfigError where a value is something else.
     """
 
+    section: ClassVar[str]  # of fedtrain.toml, in which the fields are keys; unless said, the class's name
+
+    def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "section"):
+            cls.section = cls.__name__.removesuffix("Config").lower()
+
     def __post_init__(self) -> None:
-        section = type(self).__name__.removesuffix("Config").lower()
-        for name, kind in get_type_hints(type(self), include_extras=True).items():
-            key, value = f"{section}.{name}", getattr(self, name)
+        kinds = _kinds(type(self))  # type: ignore[arg-type]  # mypy takes instances' __hash__ for the class's
+        for name, kind in kinds.items():
+            key, value = f"{self.section}.{name}", getattr(self, name)
             if get_origin(kind) is Literal:
                 one_of(key, value, get_args(kind))
-            if type(value) is float:
-                require(math.isfinite(value), key, f"{value} must be a finite number")
             for meta in getattr(kind, "__metadata__", ()):
                 require(_allows(meta, value), key, f"{value!r} must be {_in_words(meta)}")
 
 
+@cache
+def _kinds(cls: Hashable) -> dict[str, Any]:
+    """Field -> type, with what Annotated adds."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {f.name: hints[f.name] for f in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+
+
 def _allows(meta: Meta, value: Any) -> bool:
+    if meta is FINITE:
+        return math.isfinite(value)
     if meta.pattern is not None:
         return re.fullmatch(meta.pattern, value) is not None
     above = (meta.ge is None or value >= meta.ge) and (meta.gt is None or value > meta.gt)

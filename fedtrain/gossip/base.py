@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from ..config.values import Settings
 from ..exchange import Neighborhood, PeerId
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ if TYPE_CHECKING:
     Round = Generator[Request, Any, tuple[Vector, State]]
 
 
-class Algorithm:
+class Algorithm(Settings):
     """How peers average. The fields of an algorithm are its configuration; only x and the state change.
 
     >>> from dataclasses import dataclass
@@ -122,6 +123,7 @@ class Algorithm:
     {'a': tensor([2.]), 'b': tensor([2.])}
     """
 
+    section: ClassVar[str] = "gossip"
     directed: ClassVar[bool] = False  # whether W may be push-sum weights; else W must be doubly stochastic
     waits: ClassVar[bool] = True  # whether a peer waits for its in-neighbours; else it yields a Mailbox
     static: ClassVar[bool] = False  # whether the graph must be the same in every round

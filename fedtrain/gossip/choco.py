@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..config import require
+from ..config.values import Fraction
 from ..digest import seed_of
 from ..errors import BadUpdate
-from .base import Algorithm, LocalSteps, Parcel, Receive, Send
+from .base import Algorithm, CompressorLike, LocalSteps, Parcel, Receive, Send
 
 if TYPE_CHECKING:
     import torch
 
     from ..exchange import Neighborhood, PeerId
-    from .base import CompressorLike, Received, Round, State, Vector
+    from .base import Received, Round, State, Vector
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,10 @@ class Choco(Algorithm):
     """
 
     compressor: CompressorLike
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
 
     static: ClassVar[bool] = True
     optional: ClassVar[frozenset[str]] = frozenset({"q", "copy"})
-
-    def __post_init__(self) -> None:
-        require(0 < self.gamma <= 1, "gossip.gamma", f"{self.gamma} must be in (0, 1]")
 
     def init(self, x: Vector) -> State:
         own = {f"compressor/{name}": value for name, value in self.compressor.init(x.numel()).items()}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..config import require
+from ..config.values import BelowOne, Positive
 from .base import LocalSteps, Parcel, Receive, Send
 from .rules.base import Ruled
 
@@ -27,12 +26,8 @@ class DiLoCo(Ruled):
 
     sums: ClassVar[bool] = True
 
-    outer_lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        require(0 < self.outer_lr < math.inf, "gossip.outer_lr", f"{self.outer_lr} must be positive")
-        require(0 <= self.momentum < 1, "gossip.momentum", f"{self.momentum} must be in [0, 1)")
+    outer_lr: Positive = 0.7
+    momentum: BelowOne = 0.9
 
     def init(self, x: Vector) -> State:
         return {"momentum": x.new_zeros(x.shape)}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config import require
+from ..config.values import BelowOne, Positive, require
 from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
 
 if TYPE_CHECKING:
@@ -25,13 +24,12 @@ class NoLoCo(Algorithm):
     whose code γ = β. Each peer sends two models a round.
     """
 
-    outer_lr: float = 0.7  # β
-    momentum: float = 0.5  # α
+    outer_lr: Positive = 0.7  # β
+    momentum: BelowOne = 0.5  # α
     gamma: float = 0.7
 
     def __post_init__(self) -> None:
-        require(0 < self.outer_lr < math.inf, "gossip.outer_lr", f"{self.outer_lr} must be positive")
-        require(0 <= self.momentum < 1, "gossip.momentum", f"{self.momentum} must be in [0, 1)")
+        super().__post_init__()
         most = 2 * (1 - self.momentum**2)
         advice = f"must be positive and below 2(1 − momentum²) = {most:g}, or peers drift apart"
         require(0 < self.gamma < most, "gossip.gamma", f"{self.gamma} {advice}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import require
+from ..config.values import AtLeastOne
 from .dpsgd import DPSGD
 
 
@@ -12,10 +12,7 @@ from .dpsgd import DPSGD
 class PeriodicAverage(DPSGD):
     """Gossip-PGA (Chen et al. 2021, Algorithm 1): D-PSGD, and every `every` rounds the plain mean of all."""
 
-    every: int = 10  # rounds between two global averages
-
-    def __post_init__(self) -> None:
-        require(self.every >= 1, "gossip.every", f"{self.every} must be 1 round or more")
+    every: AtLeastOne = 10  # rounds between two global averages
 
     def everyone(self, t: int) -> bool:
         return (t + 1) % self.every == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..config import require
+from ..config.values import Count
 from .base import LocalSteps, Mailbox, Parcel, Send
 from .rules.base import Ruled
 
@@ -22,12 +22,9 @@ class Swift(Ruled):
     Peers of different speed have different influence, so the mean is not kept: the price of never waiting.
     """
 
-    staleness: int = 8  # the oldest model that counts, in rounds of the receiving peer
+    staleness: Count = 8  # the oldest model that counts, in rounds of the receiving peer
 
     waits: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        require(self.staleness >= 0, "gossip.staleness", f"{self.staleness} must be 0 or more rounds")
 
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         trained = yield LocalSteps(x)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..config import require
+from ..config.values import Positive
 from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
 
 if TYPE_CHECKING:
@@ -31,10 +30,7 @@ class GradientTracking(Algorithm):
 
     sums: ClassVar[bool] = True
 
-    rho: float = 1.0  # ρ, the step along y
-
-    def __post_init__(self) -> None:
-        require(0 < self.rho < math.inf, "gossip.rho", f"{self.rho} must be positive")
+    rho: Positive = 1.0  # ρ, the step along y
 
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         d = state["d"] if state else (yield LocalSteps(x)) - x

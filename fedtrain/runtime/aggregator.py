@@ -48,7 +48,7 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start))
         joined = JoinedSites(journal, schema, task_digest, credentials)
         cohort = joined.cohort()
-        openly = compressed.decompressing(config, schema, cohort, store.keep)
+        openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         answers = joined.answers(cohort, openly)
         await cohort.start()
         stack.push_async_callback(

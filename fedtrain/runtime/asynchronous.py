@@ -121,7 +121,8 @@ class Loop:
         self._answers = InTheOpen(journal.config, cohort, journal.emit)
         store = journal.store
         self._asks, self._evaluate_at, self._shown = asks, evaluate_at, shown
-        self._buffer, self._turns, self._counted = store.buffered(), store.turns(), store.counted()
+        self._buffer, self._turns = store.turns.buffered(), store.turns.latest()
+        self._counted = store.counted()
         self._evaluating: Evaluating | None = None
         self._attempt = 1  # of the next version: how often all sites were asked for it
         self._lap = Lap(cohort)
@@ -205,7 +206,7 @@ class Loop:
         self._ask(members)
 
     def _set_turn(self, site: SiteId, turn: Turn) -> None:
-        self._store.set_turn(site, turn)
+        self._store.turns.set(site, turn)
         self._turns[site] = turn
 
     # --- hearing
@@ -223,8 +224,8 @@ class Loop:
             self._set_turn(site, replace(turn, state=TurnState.REFUSED))
             refuse(self._cohort, self._emit, site, number, str(e), noun="version")
             return
-        delta = await in_thread(update.delta.schema.nbytes, self._store.keep, site, update.delta)
-        taken = self._store.take(site, turn, msgspec.structs.replace(update, delta=delta))
+        delta = await in_thread(update.delta.schema.nbytes, self._store.turns.keep, site, update.delta)
+        taken = self._store.turns.take(site, turn, msgspec.structs.replace(update, delta=delta))
         self._turns[site], self._counted[site] = taken.turn, turn.number
         self._buffer.append(taken)
         self._emit(received(number, site, update, self._staleness(turn)))
@@ -316,7 +317,7 @@ class Loop:
         if error.culprit is None and len(buffer) > 1:
             raise error
         worst = buffer[max(range(len(buffer)), key=list(sizes.values()).__getitem__)]
-        self._store.discard(worst)
+        self._store.turns.discard(worst)
         self._buffer.remove(worst)
         self._counted = self._store.counted()
         if self._turns[worst.site] == worst.turn:  # not asked again before there is a newer version

@@ -15,7 +15,7 @@ from ..arena import AnyArena, Row
 from ..config import LimitsConfig
 from ..errors import BadUpdate
 from ..messages import MAX_SUMS, Evaluate, Evaluation, Failure, Metrics, Reply, Request, Train, Update
-from ..schema import FLOATS, Schema, Section, chunks
+from ..schema import Schema, Section, chunks
 
 if TYPE_CHECKING:
     import torch
@@ -137,16 +137,9 @@ def _name_bad_tensor(delta: AnyArena) -> str:
     """Which tensor holds the NaN or Inf, for the log."""
     import torch
 
-    at = {section.dtype: 0 for section in delta.schema.sections}
-    sections = {section.dtype: section for section in delta.schema.sections}
-    for spec in delta.schema.tensors:
-        start = at[spec.dtype]
-        at[spec.dtype] = start + spec.numel
-        if spec.dtype in FLOATS:
-            values = delta.chunk(sections[spec.dtype], start, start + spec.numel)
-            bad = int((~torch.isfinite(values)).sum())
-            if bad:
-                return f"{spec.name} has {bad} NaN or Inf of {spec.numel} values"
+    for name, (section, start, stop) in delta.schema.places.items():
+        if section.floating and (bad := int((~torch.isfinite(delta.chunk(section, start, stop))).sum())):
+            return f"{name} has {bad} NaN or Inf of {stop - start} values"
     return "its values are NaN or Inf"
 
 

@@ -1,8 +1,9 @@
 """What survives kill -9: the run's rounds, and the bytes of updates and models by their digest."""
 
 from .ledger import Ledger
-from .runs import Buffered, Checkpoint, Round, RoundPlan, RunStore, Turn, TurnState
+from .runs import Checkpoint, Round, RoundPlan, RunStore
 from .spool import Spool
+from .turns import Buffered, Turn, TurnState
 
 __all__ = [
     "Buffered", "Checkpoint", "Ledger", "Round", "RoundPlan", "RunStore", "Spool", "Turn", "TurnState",

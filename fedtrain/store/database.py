@@ -68,9 +68,20 @@ class Database:
         return rows[0] if rows else None
 
     def change(self, sql: str, values: Sequence[Any] = ()) -> int:
-        """How many rows an INSERT, UPDATE or DELETE touched."""
+        """How many rows an INSERT, UPDATE or DELETE touched; a transaction by itself where none is open."""
+        if not self._db.in_transaction:
+            with self.transaction():
+                return self.change(sql, values)
         with self._explained():
             return self._db.execute(sql, values).rowcount
+
+    def put(self, table: str, *row: Any) -> None:
+        """Write a row, in the place of one with the same key; structs, lists and dicts as JSON."""
+        plain = [
+            v if isinstance(v, str | int | float | bytes | None) else msgspec.json.encode(v).decode()
+            for v in row
+        ]
+        self.change(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", plain)  # noqa: S608
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -139,10 +150,10 @@ class Database:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as e:
+        except (sqlite3.Error, UnicodeDecodeError) as e:  # the latter: SQLite's message quotes a damaged name
             raise self._explain(e) from e
 
-    def _explain(self, e: sqlite3.Error) -> StoreError:
+    def _explain(self, e: Exception) -> StoreError:
         code = getattr(e, "sqlite_errorcode", 0)
         if code & PRIMARY in DISK and code != sqlite3.SQLITE_IOERR_SHORT_READ:
             free = shutil.disk_usage(self.path.parent).free

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config import require
+from ..config.values import BelowOne, Positive
 from .base import Strategy
 
 if TYPE_CHECKING:
@@ -17,14 +16,9 @@ if TYPE_CHECKING:
 class Adaptive(Strategy):
     """m ← β₁m + (1 − β₁)Δ, w ← w + η m / (√v + τ), given the new v of `second_moment`."""
 
-    server_lr: float = 0.1
-    b1: float = 0.9
-    tau: float = 1e-3  # adaptivity floor, the paper's τ
-
-    def __post_init__(self) -> None:
-        require(0 < self.server_lr < math.inf, "strategy.server_lr", f"{self.server_lr} must be positive")
-        require(0 <= self.b1 < 1, "strategy.b1", f"{self.b1} must be in [0, 1)")
-        require(0 < self.tau < math.inf, "strategy.tau", f"{self.tau} must be positive")
+    server_lr: Positive = 0.1
+    b1: BelowOne = 0.9
+    tau: Positive = 1e-3  # adaptivity floor, the paper's τ
 
     def second_moment(self, v: Vector, delta: Vector) -> Vector:
         """The next v, a new vector."""

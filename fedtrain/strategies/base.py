@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..arena import AnyArena, Arena, widened
+from ..config.values import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     State = dict[str, torch.Tensor]  # kept between rounds; {} for a strategy without state
 
 
-class Strategy:
+class Strategy(Settings):
     """How the global weights move, given the mean of the sites' deltas.
 
     The fields of a strategy are its configuration. Everything that changes from round to round is in the

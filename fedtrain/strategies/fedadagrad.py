@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..config.values import BelowOne
 from .adaptive import Adaptive
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 class FedAdagrad(Adaptive):
     """v ← v + Δ² (Reddi et al. 2021, Algorithm 2)."""
 
-    b1: float = 0.0  # as in the paper's experiments: Adagrad has no momentum
+    b1: BelowOne = 0.0  # as in the paper's experiments: Adagrad has no momentum
 
     def second_moment(self, v: Vector, delta: Vector) -> Vector:
         return v.addcmul(delta, delta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config import require
+from ..config.values import BelowOne
 from .adaptive import Adaptive
 
 if TYPE_CHECKING:
@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 class FedAdam(Adaptive):
     """v ← β₂v + (1 − β₂)Δ² (Reddi et al. 2021, Algorithm 2)."""
 
-    b2: float = 0.99
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.b2 < 1, "strategy.b2", f"{self.b2} must be in [0, 1)")
+    b2: BelowOne = 0.99
 
     def second_moment(self, v: Vector, delta: Vector) -> Vector:
         return (v * self.b2).addcmul_(delta, delta, value=1 - self.b2)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config import require
+from ..config.values import BelowOne, Positive
 from .base import Strategy
 
 if TYPE_CHECKING:
@@ -17,13 +16,9 @@ if TYPE_CHECKING:
 class FedAvgM(Strategy):
     """v ← βv + Δ, w ← w + ηv (Hsu et al. 2019, §3.3, where η is 1); nesterov: w ← w + η(βv + Δ)."""
 
-    server_lr: float = 1.0
-    momentum: float = 0.9
+    server_lr: Positive = 1.0
+    momentum: BelowOne = 0.9
     nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        require(0 < self.server_lr < math.inf, "strategy.server_lr", f"{self.server_lr} must be positive")
-        require(0 <= self.momentum < 1, "strategy.momentum", f"{self.momentum} must be in [0, 1)")
 
     def init(self, weights: Vector) -> State:
         return {"momentum": weights.new_zeros(weights.shape)}

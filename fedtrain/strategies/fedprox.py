@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config import require
+from ..config.values import NotNegative
 from .base import Strategy
 
 if TYPE_CHECKING:
@@ -17,10 +16,7 @@ if TYPE_CHECKING:
 class FedProx(Strategy):
     """Sites minimise F(w) + μ/2 ‖w − w_t‖²; the server averages (Li et al. 2020, Algorithm 2)."""
 
-    mu: float = 0.01
-
-    def __post_init__(self) -> None:
-        require(0 <= self.mu < math.inf, "strategy.mu", f"{self.mu} must be 0 or more")
+    mu: NotNegative = 0.01
 
     def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
         return weights.add_(mean_delta), state

@@ -52,9 +52,9 @@ class Place(Protocol):
 
 
 def place_of(where: Path | str, patience_s: float = 120.0) -> Place:
-    """A Folder for a path, a Bucket for "s3://bucket/prefix"; ConfigError for any other URL."""
+    """A Folder for a path, a S3Bucket for "s3://bucket/prefix"; ConfigError for any other URL."""
     if isinstance(where, str) and "://" in where:
-        return Bucket(where, patience_s)
+        return S3Bucket(where, patience_s)
     return Folder(Path(where))
 
 
@@ -141,7 +141,7 @@ class Folder:
             target.unlink(missing_ok=True)
 
 
-class Bucket:
+class S3Bucket:
     """A Place at a prefix of a bucket, of Amazon's or another server that speaks S3. An object appears when
     its upload, which goes in parts, is complete."""
 

@@ -18,7 +18,7 @@ from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.runtime import secure_rounds, secure_site
 from fedtrain.runtime.parcels import ParcelHeader
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.training import checkpoint, shards
+from fedtrain.training import manifest, shards
 from fedtrain.training.places import Folder
 from fedtrain.transport.membership import Probe
 from fedtrain.wire import decode, encode, frames
@@ -132,17 +132,17 @@ def test_s21_an_invitation_of_any_text_is_a_config_error():
 
 
 def test_s33_a_manifest_and_an_index_of_any_bytes_are_a_store_error(tmp_path):
-    manifest = checkpoint.Manifest(
+    whole = manifest.Manifest(
         step=1, ranks=1, created=0.0, fedtrain="1", torch="2", files={}, tensors={}, values={"a": 1}, paths={}
     )
     place = Folder(tmp_path)
     (tmp_path / "step-1").mkdir()
 
     def read_manifest(data):
-        (tmp_path / "step-1" / checkpoint.MANIFEST).write_bytes(data)
-        checkpoint.read_manifest(place, "step-1")
+        (tmp_path / "step-1" / manifest.MANIFEST).write_bytes(data)
+        manifest.read_manifest(place, "step-1")
 
-    only(StoreError, read_manifest, checkpoint.seal(manifest), times=150)
+    only(StoreError, read_manifest, manifest.seal(whole), times=150)
     only_shard = shards.Shard("0.safetensors", 1, 8, "0" * 64)
     index = shards.Index(kind="tensor", columns=["0"], shards=[only_shard])
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...config import require
+from ...config.values import Count, NotNegative, Positive
 from .base import MixingRule, distances, shortened
 
 if TYPE_CHECKING:
@@ -23,14 +23,9 @@ class Balance(MixingRule):
     do both, so with all models accepted the result is the graph's mean. The bound falls over T rounds.
     """
 
-    gamma: float = 0.3
-    kappa: float = 1.0
-    rounds: int = 0  # T; 0: run.rounds
-
-    def __post_init__(self) -> None:
-        require(0 < self.gamma < math.inf, "gossip.rule", f"balance:gamma={self.gamma}: it must be positive")
-        require(self.kappa >= 0, "gossip.rule", f"balance:kappa={self.kappa}: it must be 0 or more")
-        require(self.rounds >= 0, "gossip.rule", f"balance:rounds={self.rounds}: it must be 0 or more")
+    gamma: Positive = 0.3
+    kappa: NotNegative = 1.0
+    rounds: Count = 0  # T; 0: run.rounds
 
     def of(self, rows: Rows, peers: Sequence[PeerId], near: Neighborhood, t: int) -> Ruling:
         close = self.gamma * math.exp(-self.kappa * t / max(self.rounds, 1)) * float(rows[0].double().norm())

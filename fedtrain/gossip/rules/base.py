@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from ...config.values import Settings
 from ..base import PIECE, Algorithm, Blend, Judged
 
 if TYPE_CHECKING:
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     Ruling = tuple[Vector, Sequence[float]]
 
 
-class MixingRule:
+class MixingRule(Settings):
     """Makes one model of a peer's own and its neighbours'. Its fields are its configuration, it has no state.
 
     A custom rule defines `of`. The result is a new vector; it depends on the rows, their weights and the
     round, never on the order of arrival.
     """
+
+    section: ClassVar[str] = "gossip.rule"
 
     @property
     def needs(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...config import require
+from ...config.values import Count, NotNegative
 from .base import MixingRule, distances, shortened
 
 if TYPE_CHECKING:
@@ -24,12 +24,8 @@ class SelfClip(MixingRule):
     neighbour then moves x by wⱼτ at most, and a peer without hostile neighbours may be slowed down a little.
     """
 
-    f: int = 1  # hostile neighbours of a peer; 0: none, and the rule is the mean
-    radius: float = 0.0  # τ, an L2 norm; 0: computed from the distances in each round
-
-    def __post_init__(self) -> None:
-        require(self.f >= 0, "gossip.rule", f"self_clip:f={self.f}: f must be 0 or more")
-        require(self.radius >= 0, "gossip.rule", f"self_clip:radius={self.radius}: it must be 0 or more")
+    f: Count = 1  # hostile neighbours of a peer; 0: none, and the rule is the mean
+    radius: NotNegative = 0.0  # τ, an L2 norm; 0: computed from the distances in each round
 
     @property
     def needs(self) -> int:
