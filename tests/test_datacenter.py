@@ -59,19 +59,21 @@ def rounds_of(config):
         store.close()
 
 
-def test_a_round_that_was_checkpointed_and_not_committed_is_committed_by_who_goes_on(folder, monkeypatch):
-    """Its process died between the two; it was the last round, so no other would be."""
+@pytest.mark.parametrize("method", ["commit", "evaluated"])
+def test_what_a_last_round_lacks_when_its_process_dies_is_had_by_who_goes_on(folder, monkeypatch, method):
+    """It was checkpointed, and not committed; or committed, and not evaluated."""
     table = case("Rows", sync="local") | {"evaluate": {"every": 1}}
-    runs = [Config.of(table | {"run": table["run"] | {"name": name}}, folder) for name in ("left", "stayed")]
-    commit = RunStore.commit
+    names = [f"{when}-{method}" for when in ("left", "stayed")]
+    runs = [Config.of(table | {"run": table["run"] | {"name": name}}, folder) for name in names]
+    whole = getattr(RunStore, method)
 
-    def until(store, checkpoint, *rest):
-        if checkpoint.round == 2:
+    def until(store, after, *rest, **more):
+        if getattr(after, "round", after) == 2:
             raise KeyboardInterrupt
-        commit(store, checkpoint, *rest)
+        whole(store, after, *rest, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunStore, "commit", until)
+        patch.setattr(RunStore, method, until)
         with pytest.raises(KeyboardInterrupt):
             datacenter.run(runs[0], emit=silent)
     for config in runs:
