@@ -9,16 +9,16 @@ from pathlib import Path
 import fedtrain
 
 ROOT = Path(fedtrain.__file__).parent
-PACKAGE_LINES = 32_603  # of fedtrain/ when the house was last redrawn
+PACKAGE_LINES = 32_602  # of fedtrain/ when the house was last redrawn
 LONG_FILE = 450  # lines
 RUNTIME_FILE = 350  # lines, in fedtrain/runtime/
 
 # Today's numbers:
-LONG_FILES = 2
+LONG_FILES = 0
 # ... of those in runtime/
 RUNTIME_FILES = 0
 # ... of class names that two modules define
-NAMES_WITH_TWO_MEANINGS = 8
+NAMES_WITH_TWO_MEANINGS = 5
 # ... of places that spell them
 DTYPES_WITHOUT_DIFFERENCES = 1
 # ... of groups of modules that import each other
