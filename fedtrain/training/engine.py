@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -67,26 +67,26 @@ class Step:
 NOTHING = torch.zeros((), dtype=torch.float64)
 
 
-class Backend(Protocol):
+class Backend:
     """Where weights and gradients are. A group is the batches of one optimizer step."""
 
-    @property
-    def weights(self) -> Sequence[torch.Tensor]:
-        """All that is trained here: vectors, slabs [sites, n], or a rank's pieces. Changed in place."""
-
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        """As the last backward() left them, one for each of the weights, which they are shaped as."""
+    weights: Sequence[torch.Tensor]  # trained here: vectors, slabs [sites, n] or a rank's pieces
+    gradients: list[torch.Tensor]  # of them, as the last backward() left them
 
     def backward(self, group: Any, scale: float, doing: str) -> Step:
         """Leave the gradient of (Σ loss) / (Σ weight) over the group, and over all ranks, in `gradients`: it
         was computed with a loss of `scale` times as much. A group without weight is not `taken`."""
+        raise NotImplementedError("a subclass's")
 
     def norm(self) -> torch.Tensor:
-        """The L2 norm of the whole gradient, the same on all ranks; of stacked sites [sites, 1]."""
+        """L2, over all gradients together, the same on all ranks: [1], or [sites, 1] of slabs."""
+        norms = [torch.linalg.vector_norm(g, dim=-1, keepdim=True) for g in self.gradients]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dim=0) if norms[1:] else norms[0]
+        return total
 
     def loss_finite(self, step: Step) -> bool:
         """Whether the losses that it saw are finite, on all ranks."""
+        return all(bool(loss.isfinite()) for loss in step.losses)
 
 
 class Steps:
@@ -194,13 +194,6 @@ def steps_in_round(config: TrainConfig, examples: Examples) -> int | None:
     return -(-usable // (batch * config.accumulate)) * config.local_epochs
 
 
-def norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """L2, over all of them together: [1], or [sites, 1] where they are slabs."""
-    norms = [torch.linalg.vector_norm(g, dim=-1, keepdim=True) for g in gradients]
-    total: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    return total
-
-
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Bound the norm, that of each site where there are several; as clip_grad_norm_."""
     factor = (limit / (norm + 1e-6)).clamp_(max=1.0)
@@ -211,7 +204,7 @@ def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> Non
         gradient.mul_(factor.to(gradient.dtype))
 
 
-class Trainable:
+class Trainable(Backend):
     """A task's model where it is trained and evaluated: what all engines have."""
 
     model: nn.Module

@@ -29,12 +29,11 @@ from .engine import (
     checksum,
     device_of,
     groups,
-    norm,
     steps_in_round,
     weighs_items,
 )
 from .examples import Examples, examples_of
-from .optimizers import FlatOptimizer, TorchOptimizer
+from .optimizers import OPTIMIZERS, TorchOptimizer
 from .task import Task, mean_and_weight, user_code
 
 
@@ -137,7 +136,8 @@ class Engine(Trainable):
     def _round(self, examples: Examples, round: int, start: Arena) -> Step:
         """Every optimizer step of it."""
         theirs = self.task.optimizer(list(self._lent))
-        optimizer = FlatOptimizer(self.config, self.weights) if theirs is None else TorchOptimizer(theirs)
+        ours = OPTIMIZERS[self.config.optimizer]
+        optimizer = ours(self.config, self.weights) if theirs is None else TorchOptimizer(theirs)
         self._steps.begin(optimizer, [*start.trained().values()] if self.correct else ())
         self._steps.scale.begin()  # a round depends on none before it
         begun = self._steps.schedule(steps_in_round(self.config, examples), round, self.rounds)
@@ -181,12 +181,6 @@ class Engine(Trainable):
                 gradient.div_(divisor)
         taken = bool(self.weights) and any(weights)
         return Step(losses, weights, sum(map(examples_in, group)), taken)
-
-    def norm(self) -> torch.Tensor:
-        return norm(self.gradients)
-
-    def loss_finite(self, step: Step) -> bool:
-        return all(bool(loss.isfinite()) for loss in step.losses)
 
     # --- The model, its arena, its seeds
 

@@ -8,8 +8,8 @@ which a test holds to these.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,105 +19,105 @@ from torch import nn
 from ..config import TrainConfig
 from ..errors import ConfigError
 
-State = dict[str, torch.Tensor]  # of one vector
 Factor = Callable[[int], float]  # of the learning rate, by how many steps of the run are done
 Parameters = list[dict[str, Any]]  # torch's groups of them
 
 
-@dataclass(frozen=True)
-class Sgd:
-    lr: float
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-
-    def init(self, weights: torch.Tensor) -> State:
-        return {"velocity": torch.zeros_like(weights)} if self.momentum else {}
-
-    def step(self, weights: torch.Tensor, gradient: torch.Tensor, state: State, step: int, lr: float) -> None:
-        """Move `weights` in place; `gradient` is used as scratch. `step` counts from 1."""
-        if self.weight_decay:
-            gradient.add_(weights, alpha=self.weight_decay)
-        if self.momentum:
-            gradient = state["velocity"].mul_(self.momentum).add_(gradient)
-        weights.add_(gradient, alpha=-lr)
-
-    def of_torch(self, groups: Parameters, *, split: bool) -> torch.optim.Optimizer:
-        """torch's own. Of tensors that are `split` over ranks it has no fused SGD."""
-        more: Any = {"momentum": self.momentum, "weight_decay": self.weight_decay}
-        return torch.optim.SGD(groups, self.lr, fused=not split, **more)
-
-
-@dataclass(frozen=True)
-class Adam:
-    """Kingma & Ba 2015, Algorithm 1; with `decoupled` weight decay, AdamW (Loshchilov & Hutter 2019)."""
-
-    lr: float
-    weight_decay: float = 0.0
-    decoupled: bool = False
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-
-    def init(self, weights: torch.Tensor) -> State:
-        return {"m": torch.zeros_like(weights), "v": torch.zeros_like(weights)}
-
-    def step(self, weights: torch.Tensor, gradient: torch.Tensor, state: State, step: int, lr: float) -> None:
-        """Move `weights` in place; `gradient` is used as scratch. `step` counts from 1."""
-        if self.weight_decay and self.decoupled:
-            weights.mul_(1 - lr * self.weight_decay)
-        elif self.weight_decay:
-            gradient.add_(weights, alpha=self.weight_decay)
-        m = state["m"].lerp_(gradient, 1 - self.b1)
-        v = state["v"].mul_(self.b2).addcmul_(gradient, gradient, value=1 - self.b2)
-        root = torch.sqrt(v, out=gradient).div_((1 - self.b2**step) ** 0.5).add_(self.eps)
-        weights.addcdiv_(m, root, value=-lr / (1 - self.b1**step))
-
-    def of_torch(self, groups: Parameters, *, split: bool) -> torch.optim.Optimizer:
-        """torch's own."""
-        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
-        betas, decay = (self.b1, self.b2), self.weight_decay
-        return kind(groups, self.lr, betas, self.eps, decay, fused=True)
-
-
-def configured(config: TrainConfig) -> Sgd | Adam:
-    """As [train] says."""
-    if config.optimizer == "sgd":
-        return Sgd(config.lr, config.momentum, config.weight_decay)
-    return Adam(config.lr, config.weight_decay, decoupled=config.optimizer == "adamw")
-
-
-def slots(config: TrainConfig) -> int:
-    """How many tensors of a parameter's size the optimizer keeps."""
-    return len(configured(config).init(torch.empty(0)))
-
-
 class Optimizer(Protocol):
-    """What an engine steps with: one round's, or a whole run's."""
+    """What an engine steps with: a round long, or a run."""
 
     def step(self, gradients: list[torch.Tensor], factor: float) -> None:
-        """Move all weights, with a learning rate of `factor` times that of [train] or of the task."""
+        """Move all weights, at `factor` times the learning rate of [train] or of the task."""
 
 
-class FlatOptimizer:
-    """One of [train] over vectors, or slabs of them."""
+class FlatOptimizer(ABC):
+    """One of [train] over vectors, or slabs of them, which it changes in place. Gradients are its scratch."""
 
     def __init__(self, config: TrainConfig, weights: Sequence[torch.Tensor]) -> None:
-        self._rule, self._weights, self._steps = configured(config), weights, 0
-        self._states = [self._rule.init(vector) for vector in weights]
+        self.config, self.weights, self.taken = config, weights, 0
+        self.states = [[torch.zeros_like(vector) for _ in range(self.slots(config))] for vector in weights]
 
     def step(self, gradients: list[torch.Tensor], factor: float) -> None:
-        self._steps += 1
-        for vector, gradient, state in zip(self._weights, gradients, self._states, strict=True):
-            self._rule.step(vector, gradient, state, self._steps, self._rule.lr * factor)
+        self.taken += 1
+        lr = self.config.lr * factor
+        for vector, gradient, state in zip(self.weights, gradients, self.states, strict=True):
+            self.move(vector, gradient, lr, *state)
+
+    @classmethod
+    @abstractmethod
+    def slots(cls, config: TrainConfig) -> int:
+        """How many tensors of a parameter's size it keeps."""
+
+    @abstractmethod
+    def move(self, weights: torch.Tensor, gradient: torch.Tensor, lr: float, *state: torch.Tensor) -> None:
+        """One vector's step, the `taken`-th."""
+
+    @classmethod
+    @abstractmethod
+    def of_torch(cls, config: TrainConfig, groups: Parameters, *, split: bool) -> torch.optim.Optimizer:
+        """torch's own. `split`: whether ranks have pieces of the parameters."""
+
+
+class Sgd(FlatOptimizer):
+    @classmethod
+    def slots(cls, config: TrainConfig) -> int:
+        return 1 if config.momentum else 0
+
+    def move(self, weights: torch.Tensor, gradient: torch.Tensor, lr: float, *state: torch.Tensor) -> None:
+        if self.config.weight_decay:
+            gradient.add_(weights, alpha=self.config.weight_decay)
+        if state:
+            gradient = state[0].mul_(self.config.momentum).add_(gradient)
+        weights.add_(gradient, alpha=-lr)
+
+    @classmethod
+    def of_torch(cls, config: TrainConfig, groups: Parameters, *, split: bool) -> torch.optim.Optimizer:
+        fused: Any = {"fused": not split}  # of pieces torch has no fused SGD
+        return torch.optim.SGD(groups, config.lr, config.momentum, 0, config.weight_decay, **fused)
+
+
+class Adam(FlatOptimizer):
+    """Kingma & Ba 2015, Algorithm 1."""
+
+    decoupled = False
+    b1, b2, eps = 0.9, 0.999, 1e-8
+
+    @classmethod
+    def slots(cls, config: TrainConfig) -> int:
+        return 2
+
+    def move(self, weights: torch.Tensor, gradient: torch.Tensor, lr: float, *state: torch.Tensor) -> None:
+        decay, (m, v) = self.config.weight_decay, state
+        if decay and self.decoupled:
+            weights.mul_(1 - lr * decay)
+        elif decay:
+            gradient.add_(weights, alpha=decay)
+        m.lerp_(gradient, 1 - self.b1)
+        v.mul_(self.b2).addcmul_(gradient, gradient, value=1 - self.b2)
+        root = torch.sqrt(v, out=gradient).div_((1 - self.b2**self.taken) ** 0.5).add_(self.eps)
+        weights.addcdiv_(m, root, value=-lr / (1 - self.b1**self.taken))
+
+    @classmethod
+    def of_torch(cls, config: TrainConfig, groups: Parameters, *, split: bool) -> torch.optim.Optimizer:
+        kind = torch.optim.AdamW if cls.decoupled else torch.optim.Adam
+        return kind(groups, config.lr, (cls.b1, cls.b2), cls.eps, config.weight_decay, fused=True)
+
+
+class AdamW(Adam):
+    """With decoupled weight decay (Loshchilov & Hutter 2019)."""
+
+    decoupled = True
+
+
+OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"sgd": Sgd, "adam": Adam, "adamw": AdamW}  # train.optimizer
 
 
 class TorchOptimizer:
     """One of torch's, or the task's own, which finds weights and gradients at its parameters."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
+        self.inner, self._factor = inner, 1.0
         self._rates = [group["lr"] for group in inner.param_groups]
-        self._factor = 1.0
 
     def step(self, gradients: list[torch.Tensor], factor: float) -> None:
         if factor != self._factor:
@@ -140,7 +140,8 @@ def of_parameters(
         for p in parameters:
             alike.setdefault(getattr(p, "device_mesh", None), []).append(p)
         groups: Parameters = [{"params": group} for group in alike.values()]
-        own = configured(config).of_torch(groups, split=any(mesh is not None for mesh in alike))
+        split = any(mesh is not None for mesh in alike)
+        own = OPTIMIZERS[config.optimizer].of_torch(config, groups, split=split)
     if shared_by is None:
         return own
     if len(own.param_groups) > 1:

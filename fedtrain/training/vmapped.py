@@ -24,10 +24,10 @@ from ..errors import ConfigError, TaskError
 from ..messages import SiteId, Update
 from ..schema import Section, unique_tensors
 from .batches import Batch, move
-from .engine import Step, Steps, groups, norm, steps_in_round
+from .engine import Backend, Step, Steps, groups, steps_in_round
 from .examples import Tensors, examples_of, spans
 from .local import Engine
-from .optimizers import FlatOptimizer
+from .optimizers import OPTIMIZERS
 from .task import collate_of, folder_of, user_code
 
 CHUNK = 100  # sites at once, at most; more would leave a core's cache without being cheaper to start
@@ -35,7 +35,7 @@ CHUNK_BYTES = 32 << 20  # of their weights, at most
 STACKED_BYTES = 256 << 20  # of stacked data that is kept for the next round
 
 
-class Vmapped:
+class Vmapped(Backend):
     """An engine's sites, many at a time. Make it once: it keeps what does not change from round to round."""
 
     def __init__(self, engine: Engine) -> None:
@@ -88,7 +88,7 @@ class Vmapped:
         local = local[:, : section.trained].copy_(start)  # [sites, n]
         self.weights, self._first = [local], start.expand_as(local)
         engine.seed(round, *names)  # for a loss that draws from random or numpy; torch's is refused
-        self._steps.begin(FlatOptimizer(config, self.weights), [start])
+        self._steps.begin(OPTIMIZERS[config.optimizer](config, self.weights), [start])
         begun = self._steps.schedule(steps_in_round(config, stack.like), round, engine.rounds)
         orders = [torch.Generator().manual_seed(seed_of(engine.run_seed, round, name)) for name in names]
         seen = self._steps.all(groups(config, partial(self._pass, stack, orders)), begun)
@@ -149,12 +149,6 @@ class Vmapped:
         elif not bool(count.all()):
             raise refusal("a batch without weight is skipped, at its own site only")
         return Step([loss.detach()], [count.detach()], size)
-
-    def norm(self) -> torch.Tensor:
-        return norm(self.gradients)
-
-    def loss_finite(self, step: Step) -> bool:
-        return True  # nobody asks: precision is fp32
 
     def _objective(
         self, flat: torch.Tensor, batch: Batch

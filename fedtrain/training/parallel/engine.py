@@ -76,7 +76,6 @@ class MeshEngine(Trainable, ShardedModel):
         named = [pair for part in self.parts for pair in unique_tensors(part).items()]
         self._parameters = [p for _, p in named if isinstance(p, nn.Parameter) and p.requires_grad]
         self._cut = mesh.sizes.pp > 1 or any(pieces(p) > 1 for p in self._parameters)
-        self.gradients: list[torch.Tensor] = []  # this rank's pieces
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.steps = Steps(self, config.train, correct, self.parallel.nonfinite)
         self._renew()
@@ -128,10 +127,6 @@ class MeshEngine(Trainable, ShardedModel):
 
     # --- one step, see Backend
 
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        return [local(p.detach()) for p in self._parameters]
-
     def backward(self, group: Sequence[Share], scale: float, doing: str = "") -> Step:
         batches = [(self._present(batch), batch is not None and examples_in(batch) > 0) for batch, _ in group]
         total = sum(n for _, n in group)
@@ -180,6 +175,8 @@ class MeshEngine(Trainable, ShardedModel):
                 # beside tp, that of a replicated parameter may still be in parts
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
         self.gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if self.steps.correct is not None:  # each time anew: in its first forward FSDP lays pieces out anew
+            self.weights = [local(p.detach()) for p in self._parameters]
         if factor != 1.0 and self.gradients:
             torch._foreach_mul_(self.gradients, factor)
 
@@ -228,7 +225,7 @@ class MeshEngine(Trainable, ShardedModel):
             self._renew()
             self.steps.scale.begin()
         if self.steps.correct is not None:
-            self.steps.start = [weights.clone() for weights in self.weights]
+            self.steps.start = [local(p.detach()).clone() for p in self._parameters]
 
     def _renew(self) -> None:
         """The optimizer: the task's, or as [train] says; its state shared among ranks, or on a disk, as

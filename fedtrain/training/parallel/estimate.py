@@ -17,7 +17,7 @@ from ..batches import cut, examples_in
 from ..engine import build_model
 from ..examples import Stream, examples_of
 from ..mesh import Sizes
-from ..optimizers import slots
+from ..optimizers import OPTIMIZERS
 from ..task import Task, collate_of, folder_of, load_task, mean_and_weight, user_code
 from .data import sites_of
 from .offload import BUCKET_BYTES
@@ -49,7 +49,7 @@ def estimate(task: Task, config: Config, ranks: int, data: Any) -> MemoryEstimat
     whole, trained = _cut_bytes(model, plan, sizes, parallel.sp)
     shards = sizes.dp_shard * sizes.cp if parallel.zero >= 2 else 1
     together = max(_units_bytes(model, plan, sizes)) if parallel.zero == 3 else 0  # gathered for its turn
-    kept, sharing = slots(train), sizes.dp if parallel.zero == 1 else shards
+    kept, sharing = OPTIMIZERS[train.optimizer].slots(train), sizes.dp if parallel.zero == 1 else shards
     state = kept * trained // sharing
     if parallel.offload in ("disk", "nvme"):  # what is read, stepped and written at a time
         state = min(state, 3 * kept * BUCKET_BYTES)
