@@ -52,12 +52,7 @@ class Engine(Trainable):
     """
 
     def __init__(
-        self,
-        task: Task,
-        config: TrainConfig,
-        run_seed: int,
-        correct: Correct | None = None,
-        rounds: int = 1,
+        self, task: Task, config: TrainConfig, run_seed: int, correct: Correct | None = None, rounds: int = 1
     ) -> None:
         """`rounds`: of the run, over which train.decay goes."""
         super().__init__(task, config, run_seed, device_of(config.device))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,6 @@ Factor = Callable[[int], float]  # of the learning rate, by how many steps of th
 Parameters = list[dict[str, Any]]  # torch's groups of them
 
 
-class Optimizer(Protocol):
-    """What an engine steps with: a round long, or a run."""
-
-    def step(self, gradients: list[torch.Tensor], factor: float) -> None:
-        """Move all weights, at `factor` times the learning rate of [train] or of the task."""
-
-
 class FlatOptimizer(ABC):
     """One of [train] over vectors, or slabs of them, which it changes in place. Gradients are its scratch."""
 
@@ -38,6 +31,7 @@ class FlatOptimizer(ABC):
         self.states = [[torch.zeros_like(vector) for _ in range(self.slots(config))] for vector in weights]
 
     def step(self, gradients: list[torch.Tensor], factor: float) -> None:
+        """Move all weights, at `factor` times the learning rate."""
         self.taken += 1
         lr = self.config.lr * factor
         for vector, gradient, state in zip(self.weights, gradients, self.states, strict=True):
@@ -125,6 +119,9 @@ class TorchOptimizer:
             for group, rate in zip(self.inner.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
         self.inner.step()
+
+
+Optimizer = FlatOptimizer | TorchOptimizer  # a round long, or a run
 
 
 def of_parameters(

@@ -22,7 +22,7 @@ from .engine import seed_all
 Order = Callable[[int], torch.Tensor]  # a seed -> a permutation of all examples, int64 [count]
 
 
-class Share(NamedTuple):
+class BatchShare(NamedTuple):
     """A rank's part of one batch."""
 
     mine: torch.Tensor  # int64: the indices of this rank's examples, maybe none
@@ -68,7 +68,7 @@ class Sampler:
             self._order = self.epoch, self._make(seed_of(self.seed, "order", self.epoch))
         return self._order[1]
 
-    def take(self) -> list[Share]:
+    def take(self) -> list[BatchShare]:
         """This rank's part of the next optimizer step: `accumulate` batches, fewer at an epoch's end.
 
         Shares of a batch differ by at most one example. A batch with fewer examples than ranks gives some
@@ -80,7 +80,7 @@ class Sampler:
             self.epoch, self.taken = self.epoch + 1, 0
         return step
 
-    def rest(self) -> Iterator[Share]:
+    def rest(self) -> Iterator[BatchShare]:
         """All shares that `take` will give in the present epoch, to read ahead; the position stays."""
         return self._batches(self.taken, self.usable)
 
@@ -97,12 +97,12 @@ class Sampler:
             )
         self.epoch, self.taken = int(state["epoch"]), int(state["taken"])
 
-    def _batches(self, start: int, stop: int) -> Iterator[Share]:
+    def _batches(self, start: int, stop: int) -> Iterator[BatchShare]:
         order = self.order()
         for at in range(start, stop, self.batch):
             total = min(self.batch, stop - at)
             low, high = share_of(total, self.rank, self.ranks)
-            yield Share(order[at + low : at + high], total)
+            yield BatchShare(order[at + low : at + high], total)
 
     def _shuffled(self, seed: int) -> torch.Tensor:
         return torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))

@@ -90,7 +90,9 @@ class Vmapped(Backend):
         engine.seed(round, *names)  # for a loss that draws from random or numpy; torch's is refused
         self._steps.begin(OPTIMIZERS[config.optimizer](config, self.weights), [start])
         begun = self._steps.schedule(steps_in_round(config, stack.like), round, engine.rounds)
-        orders = [torch.Generator().manual_seed(seed_of(engine.run_seed, round, name)) for name in names]
+        size = config.batch_size or stack.like.count
+        drawn = names if size < stack.like.count else []  # one batch of all: its order is nobody's concern
+        orders = [torch.Generator().manual_seed(seed_of(engine.run_seed, round, name)) for name in drawn]
         seen = self._steps.all(groups(config, partial(self._pass, stack, orders)), begun)
         local.sub_(start)
         return slab, seen
@@ -98,7 +100,7 @@ class Vmapped(Backend):
     def _pass(self, stack: _Stack, orders: list[torch.Generator]) -> Iterator[tuple[int, Batch]]:
         """(size, batch [sites, size, ...]), each site's in the order that the loop would take."""
         config, device, count = self.engine.config, self.engine.device, stack.like.count
-        if config.batch_size == 0 or config.batch_size >= count:
+        if not orders:
             yield count, stack.like.build(stack.columns)
             return
         rows = torch.arange(len(orders), device=device)[:, None]
@@ -227,19 +229,18 @@ def _one_section(engine: Engine) -> Section:
     """Where the trained coordinates lie, or a ConfigError that says why these sites need the loop."""
     config = engine.config
     trained = [s for s in engine.schema.sections if s.trained]
-    if config.precision != "fp32":
-        raise refusal(f"train.precision is {config.precision}, not fp32")
-    if config.accumulate > 1:
-        raise refusal(f"train.accumulate is {config.accumulate}, not 1")
-    if collate_of(engine.task) is not None:
-        raise refusal("the task has its own collate(), and batches of different sites may not stack")
-    if engine.task.optimizer(engine.model.parameters()) is not None:
-        raise refusal("the task has its own optimizer()")
-    if len(trained) != 1:
-        raise refusal(f"the model has trained parameters of {len(trained)} dtypes, not one")
-    if any(True for _ in engine.model.buffers()):
-        name = next(name for name, _ in engine.model.named_buffers())
-        raise refusal(f"the model has buffers ({name}), which each site would change")
+    buffers = next((name for name, _ in engine.model.named_buffers()), None)
+    collates = collate_of(engine.task) is not None
+    reasons = {
+        f"train.precision is {config.precision}, not fp32": config.precision != "fp32",
+        f"train.accumulate is {config.accumulate}, not 1": config.accumulate > 1,
+        "the task has its own collate(), and batches of different sites may not stack": collates,
+        "the task has its own optimizer()": engine.task.optimizer(engine.model.parameters()) is not None,
+        f"the model has trained parameters of {len(trained)} dtypes, not one": len(trained) != 1,
+        f"the model has buffers ({buffers}), which each site would change": buffers is not None,
+    }
+    if found := next((reason for reason, holds in reasons.items() if holds), None):
+        raise refusal(found)
     return trained[0]
 
 

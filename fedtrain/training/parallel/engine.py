@@ -44,13 +44,7 @@ class MeshEngine(Trainable, ShardedModel):
     """One model over the ranks of a mesh. Made, and called, alike on every rank."""
 
     def __init__(
-        self,
-        task: Task,
-        config: Config,
-        mesh: Mesh,
-        *,
-        example: Batch | None = None,
-        correct: Correct | None = None,
+        self, task: Task, config: Config, mesh: Mesh, *, example: Batch = None, correct: Correct | None = None
     ) -> None:
         """`example`: any batch, for pp."""
         Trainable.__init__(self, task, config.train, config.run.seed, mesh.device)
@@ -73,8 +67,8 @@ class MeshEngine(Trainable, ShardedModel):
         ShardedModel.__init__(self, mesh, parts, schema, frozen, sharded=any(map(is_fsdp, self._roots)))
         for part in self.parts:
             part.train()
-        named = [pair for part in self.parts for pair in unique_tensors(part).items()]
-        self._parameters = [p for _, p in named if isinstance(p, nn.Parameter) and p.requires_grad]
+        tensors = [t for part in self.parts for t in unique_tensors(part).values()]
+        self._parameters = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
         self._cut = mesh.sizes.pp > 1 or any(pieces(p) > 1 for p in self._parameters)
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.steps = Steps(self, config.train, correct, self.parallel.nonfinite)
@@ -91,14 +85,13 @@ class MeshEngine(Trainable, ShardedModel):
             split_tensors(model, self.plan, config, mesh)
             units = self.plan.units(model)
             save_memory(units, config, again)
-            root = data_parallel(
-                Loss(self.task, model, self._autocast), units, config, mesh, self.config.precision
-            )
+            loss = Loss(self.task, model, self._autocast)
+            root = data_parallel(loss, units, config, mesh, self.config.precision)
             if isinstance(root, DistributedDataParallel):
                 compress(root, config)
             elif config.comm_hook != "none" and mesh.averaging_axes:
                 raise ConfigError(
-                    "parallel.comm_hook works with plain data parallelism: zero 0 or 1, no tp, pp."
+                    "parallel.comm_hook: with plain data parallelism: zero 0 or 1, no tp, pp."
                 )
             return [model], [root]
         if example is None:

@@ -23,7 +23,7 @@ def compress(model: DistributedDataParallel, config: ParallelConfig) -> None:
         case "bf16":
             model.register_comm_hook((group, torch.bfloat16), narrow)
         case "topk":
-            model.register_comm_hook(TopK(group, config.comm_fraction), TopK.hook)
+            model.register_comm_hook(TopKHook(group, config.comm_fraction), TopKHook.hook)
         case "powersgd":
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
@@ -42,7 +42,7 @@ def narrow(state: tuple[dist.ProcessGroup, torch.dtype], bucket: GradBucket) -> 
     return work.get_future().then(lambda done: whole.copy_(done.value()[0]))  # type: ignore[no-any-return]
 
 
-class TopK:
+class TopKHook:
     """Each rank sends its largest coordinates and remembers the others: error feedback (Stich et al. 2018,
     "Sparsified SGD with memory", Algorithm 1). What is remembered is this rank's own."""
 
@@ -51,7 +51,7 @@ class TopK:
         self.memory: dict[int, torch.Tensor] = {}  # bucket -> what was not sent yet
 
     @staticmethod
-    def hook(state: "TopK", bucket: GradBucket) -> Future[torch.Tensor]:
+    def hook(state: "TopKHook", bucket: GradBucket) -> Future[torch.Tensor]:
         return state.exchange(bucket.index(), bucket.buffer())
 
     def exchange(self, index: int, gradient: torch.Tensor) -> Future[torch.Tensor]:

@@ -88,7 +88,7 @@ def _through(
 
 
 @dataclass
-class Bucket:
+class ParameterBucket:
     """Parameters stepped together, and the file that holds their state."""
 
     parameters: list[nn.Parameter]
@@ -117,9 +117,8 @@ class Resting(torch.optim.Optimizer):
             raise ConfigError(f"parallel.offload_dir: {e}. Name a folder on a disk of this machine.") from e
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         parameters = [p for group in inner.param_groups for p in group["params"]]
-        self.buckets = [
-            Bucket(each, folder / f"{i:05d}") for i, each in enumerate(_buckets(parameters, bucket_bytes))
-        ]
+        each = enumerate(_buckets(parameters, bucket_bytes))
+        self.buckets = [ParameterBucket(some, folder / f"{i:05d}") for i, some in each]
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 3  # read, stepped, written
 
     @torch.no_grad()
@@ -145,12 +144,12 @@ class Resting(torch.optim.Optimizer):
         for p, gradient in gradients.items():
             p.grad = gradient
 
-    def _read(self, due: list[Bucket], i: int) -> Wait:
+    def _read(self, due: list[ParameterBucket], i: int) -> Wait:
         if i >= len(due) or (file := due[i].file) is None:
             return NOTHING
         return self.disk.read(due[i].path, self._memory(i, file))
 
-    def _write(self, bucket: Bucket, i: int) -> Wait:
+    def _write(self, bucket: ParameterBucket, i: int) -> Wait:
         slots = [s for p in bucket.parameters for s in _kept(p, self.state.get(p, {}))]
         if [id(s) for s in slots] != [id(s) for s in bucket.slots]:  # some are new, in memory of their own
             held = [slot.clone() for slot in slots]

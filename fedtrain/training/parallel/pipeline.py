@@ -97,20 +97,20 @@ class Pipeline:
 # --- A task's loss, in two halves
 
 
-class Asked(BaseException):
+class ModelCalled(BaseException):
     """The task called its model: all that was wanted of it."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.inputs = inputs
 
 
-class Ask(nn.Module):
+class StandIn(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if named:
             raise TaskError(
                 f"in a pipeline the model is called with positional tensors, not {', '.join(sorted(named))}="
             )
-        raise Asked(inputs)
+        raise ModelCalled(inputs)
 
 
 class Replay(nn.Module):
@@ -127,9 +127,9 @@ class Replay(nn.Module):
 def inputs_of(call: Call, batch: Batch) -> tuple[Any, ...]:
     """What the task's loss, or evaluate, calls its model with."""
     try:
-        call(Ask(), batch)
-    except Asked as asked:
-        return asked.inputs
+        call(StandIn(), batch)
+    except ModelCalled as called:
+        return called.inputs
     raise TaskError("loss() never called its model: a pipeline has nothing to run")
 
 

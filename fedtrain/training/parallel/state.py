@@ -34,7 +34,7 @@ class Data(Protocol):
         """Go on from there, whatever was taken before."""
 
 
-class Exchanged(Protocol):
+class IslandsState(Protocol):
     """What islands share, and how far they are with it."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ class State:
         parts: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         data: Data,
-        outer: Exchanged | None = None,
+        outer: IslandsState | None = None,
         island: int | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
