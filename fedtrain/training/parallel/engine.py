@@ -90,9 +90,7 @@ class MeshEngine(Trainable, ShardedModel):
             if isinstance(root, DistributedDataParallel):
                 compress(root, config)
             elif config.comm_hook != "none" and mesh.averaging_axes:
-                raise ConfigError(
-                    "parallel.comm_hook: with plain data parallelism: zero 0 or 1, no tp, pp."
-                )
+                raise ConfigError("parallel.comm_hook: with plain data parallelism: zero 0 or 1, no tp, pp.")
             return [model], [root]
         if example is None:
             raise ConfigError("parallel.pp: data() is a stream; a pipeline needs to see a batch beforehand")
