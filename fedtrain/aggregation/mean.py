@@ -128,7 +128,7 @@ def check_total(total: float, count: int) -> None:
 
 def _fold(total: torch.Tensor, delta: torch.Tensor, weight: float, scratch: torch.Tensor) -> None:
     """total += weight · delta. Two operations, because a fused one rounds once in vector code and twice in
-    the tail, and the bits would tell where a chunk ends."""
+    the tail, and the bits would depend on where a chunk ends."""
     total.add_(scratch.copy_(delta).mul_(weight))
 
 

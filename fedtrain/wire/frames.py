@@ -63,7 +63,7 @@ class Hello(Frame, frozen=True, kw_only=True, tag=True):
     frozen: Schema = Schema(())  # of the parameters that are not trained
     examples: float | None = None  # number of the site's examples, which no later update may exceed
     bounds: Bounds | None = None  # None: the site accepts every request
-    process: str = ""  # random, of this start: tells a reconnect from another process of the same certificate
+    process: str = ""  # random, of this start: two processes with the same certificate have different ones
 
 
 class Status(Frame, frozen=True, kw_only=True, tag=True):
