@@ -40,6 +40,7 @@ TOKENS_S = 3000.0  # control messages that a peer may send in a second, for long
 PATIENCE = 20  # breaches of the protocol after which a peer is cut off
 BAN_S = 60.0  # how long a peer stays cut off for its breaches
 RECALL_S = 3.0  # before a peer is called again that refused our key
+LAST_WORDS_S = 1.0  # the longest time that the others have to answer a LEAVE
 POLL_S = 0.25  # the longest time between two ticks of the clock
 CHUNKED = (Kind.OFFER, Kind.CHUNK)
 GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REJECT)
@@ -109,9 +110,8 @@ class PeerThread:
     def submit(self, command: Callable[[], object]) -> None:
         """Have the thread do something."""
         if self._closed:
-            raise ConnectError(
-                f"{self._local.name} is not connected any more: {self._error or 'it has left'}"
-            )
+            why = self._error or "it has left"
+            raise ConnectError(f"{self._local.name} is not connected any more: {why}")
         self._commands.append(command)
         self.links.wake()
 
@@ -149,6 +149,7 @@ class PeerThread:
         try:
             while not self._stopping:
                 self._turn()
+            self._part()
         except Exception as e:  # whatever it is, those who wait must get it
             self._error = e
         finally:
@@ -176,7 +177,7 @@ class PeerThread:
 
     def _gone(self, link: Link, why: str) -> None:
         """Nobody waits for this peer, until it is back."""
-        if not link.dead:
+        if not link.dead and not self._stopping:
             link.dead = True
             self.courier.lost(link.peer, why, time.monotonic())
             self.emit(SiteLost(site=link.peer, reason=why))
@@ -285,6 +286,7 @@ class PeerThread:
             case Kind.MEMBERS:
                 self._introduced(link, text_of(header, body))
             case Kind.LEAVE:
+                self._say(link, Header(Kind.LEFT))
                 self._gone(link, "has left")
             case _:
                 self.courier.receive(link.peer, header, parts, now)
@@ -293,7 +295,8 @@ class PeerThread:
 
     def greet(self, link: Link) -> None:
         link.hello_s = time.monotonic()
-        self._say(link, Header(Kind.HELLO, self._round), encode(self._greeting))
+        if not self._stopping:
+            self._say(link, Header(Kind.HELLO, self._round), encode(self._greeting))
 
     def _greeted(self, link: Link, header: Header, stamp: Stamp, body: Body) -> None:
         text = text_of(header, body)
@@ -405,18 +408,26 @@ class PeerThread:
         self._on_loop(self._emit, event)
 
     def _leave(self) -> None:
+        self.refresh_roster()  # a revocation, be it of this peer, is passed on before the good-bye
         self._membership.leave()
-        self._refresh_view()
-        for link in self.links:
-            if link.up and link.greeted:
-                self._say(link, Header(Kind.LEAVE))
-        self._write()
-        until = time.monotonic() + 0.2  # LINGER is 0: give the last words a moment to leave
-        while time.monotonic() < until and any(link.queue for link in self.links):
-            self._write()
-            time.sleep(0.005)
-        time.sleep(0.02)
         self._stopping = True
+
+    def _part(self) -> None:
+        """Say LEAVE and wait until it was read: a DEALER drops what is unread when its connection ends."""
+        unanswered = {link for link in self.links if link.up and link.greeted}
+        for link in unanswered:
+            self._say(link, Header(Kind.LEAVE))
+        until_s = time.monotonic() + LAST_WORDS_S
+        while (unanswered := {link for link in unanswered if link.up}) and time.monotonic() < until_s:
+            self.links.send()
+            for link, message in self.links.receive(max(until_s - time.monotonic(), 0.0)):
+                with contextlib.suppress(WireError):
+                    kind = unpack(message[0].buffer if message else b"")[0].kind
+                    if kind is Kind.LEAVE:  # that peer leaves too
+                        self._say(link, Header(Kind.LEFT))
+                    if kind in (Kind.LEAVE, Kind.LEFT):
+                        unanswered.discard(link)
+        self.links.send()
 
     def _fail_waiting(self) -> None:
         """Nobody waits for a thread that is gone."""

@@ -67,9 +67,10 @@ class Kind(IntEnum):
     PING = 15
     PONG = 16
     SUSPECT = 17  # asks the receiver to ping the peer that the body names
-    LEAVE = 18
+    LEAVE = 18  # answered by LEFT
     REFUSE = 19  # refuses a share, with the reason
     JOIN = 20  # a newcomer's entry, with an invitation; the answer is MEMBERS and WELCOME, or REJECT
+    LEFT = 21  # the LEAVE was read
 
 
 _KINDS = {int(kind): kind for kind in Kind}

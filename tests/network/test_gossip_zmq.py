@@ -15,7 +15,7 @@ from fedtrain.transport.admission import Curve, curve_speed
 from fedtrain.transport.memory import LocalNetwork
 from tests.gossip import MIB, Party, Sum, party, share, vector
 from tests.limits import WAIT_S, bounded
-from tests.rosters import met
+from tests.rosters import FixedRoster, met
 
 NAMES = ["a", "b", "c"]
 
@@ -103,6 +103,74 @@ def test_a_good_bye_counts_that_is_read_after_its_connections_have_ended():
                 while not p.of("a", "site_lost"):  # noqa: ASYNC110 - a's thread tells it
                     await asyncio.sleep(0.001)
             assert p.of("a", "site_lost") == [{"site": "b", "reason": "has left"}]
+
+    bounded(main())
+
+
+def test_a_peer_that_leaves_stays_until_its_good_bye_was_read():
+    """By a busy one too, which it has not called: what comes over a DEALER ends with its connection."""
+
+    async def main():
+        async with party("a", idle_s=3600) as p:
+            a, b = p.peers["a"], p.start("b", idle_s=3600)
+            p.enrol(Contact("a", p.curves["a"].public, None))  # b can't call it
+            assert await met(a, ["b"], WAIT_S) == ["b"]
+            assert await met(b, ["a"], WAIT_S) == ["a"]
+            busy, free = threading.Event(), threading.Event()
+
+            def stand_still():
+                busy.set()
+                assert free.wait(WAIT_S)
+
+            a._submit(stand_still)
+            await asyncio.to_thread(busy.wait, WAIT_S)
+            leaving = asyncio.create_task(b.stop())
+            await asyncio.to_thread(b._thread._thread.join, 0.3)  # time enough to go without being heard
+            free.set()
+            async with asyncio.timeout(WAIT_S):
+                while not p.of("a", "site_lost"):  # noqa: ASYNC110 - a's thread tells it
+                    await asyncio.sleep(0.001)
+            assert p.of("a", "site_lost") == [{"site": "b", "reason": "has left"}]
+            await leaving
+
+    bounded(main())
+
+
+class Passing(FixedRoster):
+    """It believes what is passed on: each statement is the name of a peer that was revoked."""
+
+    said: tuple[bytes, ...] = ()
+
+    def statements(self):
+        return list(self.said)
+
+    def add(self, statement):
+        self.said = (*self.said, statement)
+        self.replace([each for each in self.contacts.values() if each.peer != statement.decode()])
+
+
+def test_a_peer_that_leaves_since_it_was_revoked_passes_that_on_before_its_good_bye():
+    """So whoever reads a revocation first, the others tell it as one."""
+
+    async def main():
+        p, rosters = Party(), {n: Passing() for n in "ab"}
+        try:
+            for n, roster in rosters.items():
+                p.start(n, roster=roster, idle_s=3600)
+            for roster in rosters.values():
+                roster.replace(p.roster.contacts.values())
+            assert await met(p.peers["a"], ["b"], WAIT_S) == ["b"]
+            assert await met(p.peers["b"], ["a"], WAIT_S) == ["a"]
+            b = p.peers["b"]
+            b._submit(lambda: rosters["b"].add(b"b"))  # it has read that, and told nobody yet
+            await b.stop()
+            async with asyncio.timeout(WAIT_S):
+                while not p.of("a", "site_lost"):  # noqa: ASYNC110 - a's thread tells it
+                    await asyncio.sleep(0.001)
+            assert p.of("a", "site_lost") == [{"site": "b", "reason": "its key is no longer on the roster"}]
+        finally:
+            for peer in p.peers.values():
+                await peer.stop()
 
     bounded(main())
 

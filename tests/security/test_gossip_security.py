@@ -192,8 +192,9 @@ def test_s06_a_peer_struck_off_the_roster_is_cut_off_at_once_and_not_let_in_agai
             everyone = p.roster.contacts.values()
             p.roster.replace([c for c in everyone if c.peer != "b"])
             p.peers["a"].revoked()
-            await until(lambda: p.peers["a"].connected() == [])
+            await until(lambda: p.of("a", "site_lost"))
             assert "no longer on the roster" in p.of("a", "site_lost")[0]["reason"]
+            await until(lambda: p.peers["a"].connected() == [])
             mixer = Sum(torch.zeros(10))
             done = await p.peers["a"].exchange(0, {"b": share(vector(10, 1))}, ["b"], mixer, 20.0)
             assert done.missing.keys() == done.kept.keys() == {"b"}
