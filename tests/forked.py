@@ -1,33 +1,38 @@
-"""Trainer processes, and the ranks that they start, forked from the process of tests.worlds that has torch
-loaded. Each is a process of its own and the child of whoever started it, as it would be if it was executed:
-only the import of torch, which is most of the time that a trainer takes to start, is left out.
+"""Trainer processes, and the ranks that they start, forked from a process that has torch loaded: in a test
+from that of tests.worlds, in a command from a helper that is forked before the command begins. Each is a
+process of its own and the child of whoever started it, as it would be if it was executed: only the import of
+torch, which is most of the time that a trainer takes to start, is left out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import os
 import select
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-import pytest
 import torch
 
 from fedtrain.runtime import ranks, trainer_process
 from tests.worlds import FORKED
 
+if TYPE_CHECKING:
+    import pytest
+
 _PR_SET_CHILD_SUBREAPER = 36  # prctl.h
 
 
 class Forked:
-    """What asyncio.create_subprocess_exec would give, as far as trainer.Trainer uses it."""
+    """What asyncio.create_subprocess_exec would give, as far as fedtrain uses it."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -43,38 +48,86 @@ class Forked:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])  # noqa: ASYNC222  # it has ended
 
 
+Fork = Callable[[Connection, Connection, Connection, dict[str, str], int], None]
+
+
 def fork_trainers(monkeypatch: pytest.MonkeyPatch, most: int = 2) -> None:
     """Have this process fork its trainers, which may have `most` ranks each. Those that are given other
     descriptors too are executed."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", _forking(_ask_worlds, most))
+
+
+def fork_trainers_of_command() -> None:
+    """The same for this process, a command that has loaded torch and has no thread yet."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    if not os.fork():
+        ours.close()
+        _help(theirs)
+    theirs.close()
+    asyncio.create_subprocess_exec = _forking(partial(_ask_helper, ours), most=1)
+
+
+def _forking(fork: Fork, most: int) -> Any:
     start = asyncio.create_subprocess_exec
 
-    async def forked(*command: str, pass_fds: tuple[int, ...] = (), **options: Any) -> Any:
-        if command[1:4] != ("-P", "-m", trainer_process.__name__) or len(pass_fds) > 1:
+    async def create(*command: str, pass_fds: tuple[int, ...] = (), **options: Any) -> Any:
+        assert command[1:4] == ("-P", "-m", trainer_process.__name__), command
+        if len(pass_fds) > 1:
             return await start(*command, pass_fds=pass_fds, **options)
-        return Forked(_start_trainer(pass_fds[0], options["stdout"], options["env"], most))
+        return Forked(_start_trainer(fork, pass_fds[0], options["stdout"], options["env"], most))
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", forked)
+    return create
 
 
-def _start_trainer(channel: int, output: Any, env: Mapping[str, str], most: int) -> int:
+def _start_trainer(fork: Fork, channel: int, output: Any, env: Mapping[str, str], most: int) -> int:
     """Its pid. The kernel gives a process whose parent has ended to the nearest ancestor that asks for them:
     so the trainer, whose parent ends at once, becomes our child."""
     output = output if isinstance(output, int) else output.fileno()
     ours, theirs = FORKED.Pipe()
-    passed = [theirs, Connection(os.dup(channel)), Connection(os.dup(output))]
+    passed = (theirs, Connection(os.dup(channel)), Connection(os.dup(output)))
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        parent = FORKED.Process(target=_fork, args=(*passed, dict(env), most))
-        parent.start()
+        fork(*passed, dict(env), most)
         for connection in passed:
             connection.close()
         with ours:
             pid: int = ours.recv()
-        parent.join()
     finally:
         prctl(_PR_SET_CHILD_SUBREAPER, 0)
     return pid
+
+
+def _ask_worlds(
+    ready: Connection, channel: Connection, output: Connection, env: dict[str, str], most: int
+) -> None:
+    parent = FORKED.Process(target=_fork, args=(ready, channel, output, env, most))
+    parent.start()
+    parent.join()
+
+
+def _ask_helper(
+    helper: socket.socket, ready: Connection, channel: Connection, output: Connection,
+    env: dict[str, str], most: int,
+) -> None:  # fmt: skip
+    numbers = [each.fileno() for each in (ready, channel, output)]
+    socket.send_fds(helper, [json.dumps([env, most]).encode()], numbers)
+
+
+def _help(commands: socket.socket) -> NoReturn:
+    """Fork the parent of each trainer that the command asks for, until the command is gone."""
+    while True:
+        text, numbers, *_ = socket.recv_fds(commands, 1 << 20, 3)
+        if not text:
+            os._exit(0)
+        passed = [Connection(number) for number in numbers]
+        if not (parent := os.fork()):
+            commands.close()
+            _fork(passed[0], passed[1], passed[2], *json.loads(text))
+            os._exit(0)
+        for connection in passed:
+            connection.close()
+        os.waitpid(parent, 0)
 
 
 def _fork(ready: Connection, channel: Connection, output: Connection, env: dict[str, str], most: int) -> None:

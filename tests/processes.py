@@ -1,5 +1,5 @@
 """A whole project with real processes: an aggregator and its sites, by the commands that users type, less the
-time that those take to load torch (worlds.Command)."""
+time that those and their trainers take to load torch (worlds.Command, forked)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from fedtrain import cli
 from fedtrain.pki import init, issue
 from fedtrain.store import RunStore
+from tests.forked import fork_trainers_of_command
 from tests.ports import free_port
 from tests.worlds import Command
 
@@ -81,6 +82,7 @@ SITES = ("a", "b", "c")
 
 def fedtrain(arguments: list[str]) -> None:
     """The command."""
+    fork_trainers_of_command()
     sys.argv[1:] = arguments
     cli.main()
 
