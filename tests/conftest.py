@@ -4,6 +4,10 @@ And what tests of several files share.
 """
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("machine", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("machine")
 
 
 @pytest.hookimpl(trylast=True)
