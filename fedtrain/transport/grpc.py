@@ -159,10 +159,12 @@ class SiteStream:
     async def _explained(self, step: Awaitable[T]) -> T:
         try:
             return await step
-        except grpc.aio.AioRpcError as e:
+        except CLOSED as e:
+            if (task := asyncio.current_task()) and task.cancelling():  # gRPC forgets it while a call begins
+                raise asyncio.CancelledError from None
+            if not isinstance(e, grpc.aio.AioRpcError):
+                raise ConnectError(f"{self._address}: the aggregator closed the connection.") from None
             details = e.details() or ""
             said = await first_words(details, self._address)
             reason = explain(details, self._address, self._answered, said)
             raise (Denied if e.code() in FINAL else ConnectError)(reason) from None
-        except CLOSED:
-            raise ConnectError(f"{self._address}: the aggregator closed the connection.") from None

@@ -14,6 +14,7 @@ from fedtrain.exchange import gather
 from fedtrain.messages import Train, Update
 from fedtrain.transport import star
 from fedtrain.transport.endpoints import UPLOAD
+from fedtrain.transport.grpc import SiteStream
 from fedtrain.transport.streams import opened
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Finished, FromAggregator, Welcome
@@ -168,6 +169,28 @@ def test_a_transfer_cancelled_while_its_file_is_opened_is_closed_all_the_same():
 
     asyncio.run(run())
     assert closed == [True]
+
+
+class Forgetful:
+    """A call of gRPC whose connection breaks while it begins: its initializer swallows a cancellation."""
+
+    async def read(self):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        raise asyncio.InvalidStateError("RPC already finished.")
+
+
+def test_work_that_is_cancelled_as_its_connection_breaks_does_not_go_on():
+    """It would make its next call on a channel that is closed, and end the site with the error."""
+
+    async def main():
+        work = asyncio.create_task(SiteStream(Forgetful(), "127.0.0.1:1").read())
+        await asyncio.sleep(0)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+    asyncio.run(main())
 
 
 def test_an_aggregator_without_room_for_an_upload_ends_the_exchange_at_once_and_names_the_file(
