@@ -31,7 +31,7 @@ from fedtrain.arena import ArenaFile
 from fedtrain.config import Config
 from fedtrain.events import silent
 from fedtrain.messages import Update
-from fedtrain.runtime import site as runtime_site
+from fedtrain.runtime.sites import site as runtime_site
 
 PARAMETERS = 10_000
 BUFFER = len(SITES)

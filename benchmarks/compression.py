@@ -29,7 +29,7 @@ import torch
 from fedtrain.compression import parse
 from fedtrain.config import Config
 from fedtrain.events import Event
-from fedtrain.runtime.simulation import simulate
+from fedtrain.runtime.simulations.simulation import simulate
 
 CASES = [
     "float16", "bfloat16", "quantize:8", "quantize:8,unbiased=false", "quantize:4", "sign", "topk:0.01",

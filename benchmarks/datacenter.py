@@ -106,7 +106,7 @@ def ranks(folder: Path, case: str, steps: int) -> None:
 
     from fedtrain.config import Config
     from fedtrain.events import silent
-    from fedtrain.runtime.datacenter import Datacenter
+    from fedtrain.runtime.datacenters.datacenter import Datacenter
     from fedtrain.training.checkpoint import Checkpoints
     from fedtrain.training.mesh import Mesh, Sizes, joined
     from fedtrain.training.task import load_task

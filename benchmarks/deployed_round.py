@@ -36,8 +36,8 @@ from fedtrain.digest import Digest
 from fedtrain.events import silent
 from fedtrain.messages import Evaluation, Update
 from fedtrain.pki import Credentials, aggregator_target, init, issue
-from fedtrain.runtime import site as runtime_site
-from fedtrain.runtime.trainer_messages import Description
+from fedtrain.runtime.sites import site as runtime_site
+from fedtrain.runtime.trainers.trainer_messages import Description
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training.task import task_digest
 from fedtrain.transport.grpc import channel_options

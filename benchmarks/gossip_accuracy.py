@@ -31,8 +31,8 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.events import Event
 from fedtrain.messages import averages
-from fedtrain.runtime import gossip_simulation, simulation
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.simulations import gossip_simulation, simulation
+from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
 
 ROOT = Path(__file__).parents[1]

@@ -22,9 +22,9 @@ import common
 
 from fedtrain.config import Config
 from fedtrain.events import Event
-from fedtrain.runtime.pool import PoolCohort
-from fedtrain.runtime.simulation import simulate
-from fedtrain.runtime.trainer import Trainer
+from fedtrain.runtime.simulations.pool import PoolCohort
+from fedtrain.runtime.simulations.simulation import simulate
+from fedtrain.runtime.trainers.trainer import Trainer
 
 TASK = """
 from importlib.util import find_spec

@@ -92,11 +92,11 @@ async def simulation(
         )
     with logged(run_dir, on_event) as emit:
         if mode == "gossip":
-            from .runtime import gossip_simulation
+            from .runtime.simulations import gossip_simulation
 
             await gossip_simulation.simulate(config, emit=emit, fresh=fresh, data_dir=data, task=task)
         else:
-            from .runtime import simulation
+            from .runtime.simulations import simulation
 
             await simulation.simulate(
                 config, emit=emit, debug=debug, fresh=fresh, start=source, data_dir=data, task=task
@@ -109,7 +109,7 @@ async def aggregate(
 ) -> Run:
     """Wait for the sites and train with them, as `fedtrain aggregator`. To cancel it is a clean stop: called
     again, it goes on. `start`: as in `simulate`. `on_event` is called with each event, on the loop."""
-    from .runtime.aggregator import serve
+    from .runtime.star.aggregator import serve
 
     config, task = resolved(project, settings, "aggregator")
     source = None if start is None else source_of(config, start)
@@ -128,7 +128,7 @@ async def site(
 ) -> str:
     """Join the aggregator as the site of this name, as `fedtrain site`; returns why the run ended. To cancel
     it is a clean stop: called again, it goes on."""
-    from .runtime import site
+    from .runtime.sites import site
 
     config, task = resolved(project, settings, "site")
     with logged(config.site_dir(name), on_event) as emit:

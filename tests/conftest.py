@@ -26,7 +26,7 @@ def inline(monkeypatch):
     """Trainers are in this process; the list of them, in the order in which they were started."""
     from functools import partial
 
-    from fedtrain.runtime.trainer import Trainer
+    from fedtrain.runtime.trainers.trainer import Trainer
     from tests.inline import start
 
     started = []

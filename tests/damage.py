@@ -19,12 +19,13 @@ from fedtrain.config import Config
 from fedtrain.errors import Broken, FedtrainError, WireError
 from fedtrain.events import Event
 from fedtrain.messages import Evaluate, Evaluation, Failure, Found, Reply, Request, Train, Update
-from fedtrain.runtime import federated, secure_rounds, secure_site
-from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.journal import Journal
-from fedtrain.runtime.privacy import Spent
-from fedtrain.runtime.simulated_masks import SimulatedKeys
-from fedtrain.runtime.site import Site
+from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
+from fedtrain.runtime.sites import secure_site
+from fedtrain.runtime.sites.privacy import Spent
+from fedtrain.runtime.sites.site import Site
+from fedtrain.runtime.star import federated, secure_rounds
+from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, Ledger, RunStore, Spool
 from fedtrain.store.disk import write_whole

@@ -17,7 +17,7 @@ from fedtrain.config import LimitsConfig
 from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Reply, Request, Train, Update
 from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issue
-from fedtrain.runtime import checks
+from fedtrain.runtime.star import checks
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Spool
 from fedtrain.transport.endpoints import TRANSPORTS, RemoteCohort, SiteLink

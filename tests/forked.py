@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from fedtrain.runtime import ranks, trainer_process
+from fedtrain.runtime.trainers import ranks, trainer_process
 from tests.worlds import FORKED
 
 if TYPE_CHECKING:

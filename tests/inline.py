@@ -13,10 +13,11 @@ from fedtrain.config import Config
 from fedtrain.errors import FedtrainError, TaskError
 from fedtrain.events import Event, silent
 from fedtrain.pki import init, issue
-from fedtrain.runtime import aggregator, site
-from fedtrain.runtime.simulation import simulate
-from fedtrain.runtime.trainer import Trainer
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.simulations.simulation import simulate
+from fedtrain.runtime.sites import site
+from fedtrain.runtime.star import aggregator
+from fedtrain.runtime.trainers.trainer import Trainer
+from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.tracking.export import export
 from tests.ports import free_port
 

@@ -14,10 +14,12 @@ from fedtrain.config import Config
 from fedtrain.errors import TaskError
 from fedtrain.events import Event
 from fedtrain.pki import init, issue
-from fedtrain.runtime import aggregator, simulation, site
-from fedtrain.runtime.trainer import Trainer
-from fedtrain.runtime.trainer_messages import Failed
-from fedtrain.runtime.workbench import Workbench, source_digest
+from fedtrain.runtime.simulations import simulation
+from fedtrain.runtime.sites import site
+from fedtrain.runtime.star import aggregator
+from fedtrain.runtime.trainers.trainer import Trainer
+from fedtrain.runtime.trainers.trainer_messages import Failed
+from fedtrain.runtime.trainers.workbench import Workbench, source_digest
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build, state_init
 from tests.ports import free_port

@@ -15,9 +15,9 @@ from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.messages import Evaluation, Update
 from fedtrain.pki.invitation import Invitation
-from fedtrain.runtime import peer
-from fedtrain.runtime.parcels import trained_part
-from fedtrain.runtime.trainer_messages import Description
+from fedtrain.runtime.peers import peer
+from fedtrain.runtime.peers.parcels import trained_part
+from fedtrain.runtime.trainers.trainer_messages import Description
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from tests.limits import WAIT_S

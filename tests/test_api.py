@@ -20,7 +20,7 @@ import fedtrain
 from fedtrain import api, events
 from fedtrain.cli import cli
 from fedtrain.errors import ConfigError, StoreError, TaskError
-from fedtrain.runtime.workbench import source_digest
+from fedtrain.runtime.trainers.workbench import source_digest
 from fedtrain.tracking import log
 from tests.inline import project as federation_of_three
 

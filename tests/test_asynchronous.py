@@ -18,14 +18,14 @@ from fedtrain.config import AsynchronousConfig, Config, EvaluateConfig, SecAggCo
 from fedtrain.errors import ConfigError, RoundError
 from fedtrain.events import KINDS
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
-from fedtrain.runtime import asynchronous, federated
-from fedtrain.runtime.aggregator import serve
-from fedtrain.runtime.answers import InTheOpen
-from fedtrain.runtime.in_flight import Clocked
 from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.plan import round_plan
-from fedtrain.runtime.simulation import simulate
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.simulations.simulation import simulate
+from fedtrain.runtime.star import asynchronous, federated
+from fedtrain.runtime.star.aggregator import serve
+from fedtrain.runtime.star.answers import InTheOpen
+from fedtrain.runtime.star.in_flight import Clocked
+from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import Checkpoint, RunStore, Turn, TurnState
 from fedtrain.strategies import STRATEGIES, build, state_init
 from fedtrain.tracking import Board, EventLog

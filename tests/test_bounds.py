@@ -8,8 +8,9 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.errors import RoundError, TooFewSites
 from fedtrain.messages import Evaluate, Failure, Train
-from fedtrain.runtime import aggregator, site
-from fedtrain.runtime.agreement import bounds_of
+from fedtrain.runtime.sites import site
+from fedtrain.runtime.star import aggregator
+from fedtrain.runtime.star.agreement import bounds_of
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation
 from fedtrain.store import Ledger
 from fedtrain.wire.frames import Bounds

@@ -5,7 +5,8 @@ import contextlib
 
 from fedtrain.config import Config
 from fedtrain.events import silent
-from fedtrain.runtime import datacenter, simulation
+from fedtrain.runtime.datacenters import datacenter
+from fedtrain.runtime.simulations import simulation
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export
 from tests.waves import Waves

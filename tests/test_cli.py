@@ -20,7 +20,9 @@ from fedtrain import events, pki
 from fedtrain.cli import cli
 from fedtrain.cli.output import RUN_COLUMNS, fitted, width_of
 from fedtrain.errors import TooFewSites
-from fedtrain.runtime import aggregator, simulation, site
+from fedtrain.runtime.simulations import simulation
+from fedtrain.runtime.sites import site
+from fedtrain.runtime.star import aggregator
 from fedtrain.tracking import EventLog
 from fedtrain.tracking.log import read
 

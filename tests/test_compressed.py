@@ -12,9 +12,10 @@ from fedtrain.compression import COMPRESSORS, DeltaCodec, parse
 from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError
 from fedtrain.messages import Train, Update
-from fedtrain.runtime import checks, compressed
-from fedtrain.runtime.trainer_messages import Apply, Saved
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.sites import compressed
+from fedtrain.runtime.star import checks
+from fedtrain.runtime.trainers.trainer_messages import Apply, Saved
+from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint
 from fedtrain.transport.endpoints import RemoteCohort

@@ -14,7 +14,7 @@ from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, RoundError, StoreError
 from fedtrain.events import silent
-from fedtrain.runtime import datacenter
+from fedtrain.runtime.datacenters import datacenter
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from fedtrain.strategies import build, server_step, state_init

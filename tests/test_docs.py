@@ -113,7 +113,7 @@ def test_the_readme_shows_a_whole_task_in_fifteen_lines_that_trains(tmp_path):
 
     from fedtrain.arena import Arena
     from fedtrain.config import Config
-    from fedtrain.runtime.workbench import Workbench
+    from fedtrain.runtime.trainers.workbench import Workbench
 
     (block,) = [b for language, b in FENCE.findall((ROOT / "README.md").read_text()) if language == "python"]
     assert len(block.splitlines()) <= 15

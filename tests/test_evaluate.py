@@ -12,7 +12,7 @@ from sklearn.metrics import f1_score
 
 from fedtrain.cli import cli
 from fedtrain.config import Config
-from fedtrain.runtime import gossip_simulation
+from fedtrain.runtime.simulations import gossip_simulation
 from fedtrain.tracking.export import export
 from fedtrain.training.task import load_task
 

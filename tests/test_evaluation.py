@@ -11,10 +11,13 @@ from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Evaluation, Failure
-from fedtrain.runtime import asynchronous, datacenter, gossip_simulation, peer, plain_sums, simulation
-from fedtrain.runtime.answers import InTheOpen
+from fedtrain.runtime.datacenters import datacenter
 from fedtrain.runtime.journal import Journal
-from fedtrain.runtime.simulated_masks import SimulatedMasks
+from fedtrain.runtime.peers import peer
+from fedtrain.runtime.simulations import gossip_simulation, plain_sums, simulation
+from fedtrain.runtime.simulations.simulated_masks import SimulatedMasks
+from fedtrain.runtime.star import asynchronous
+from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.transport.memory import LocalCohort
 from tests.peers import Toy
 from tests.peers import village as peers_of

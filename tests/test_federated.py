@@ -13,9 +13,9 @@ from fedtrain.config import Config, LimitsConfig
 from fedtrain.digest import seed_of
 from fedtrain.errors import BadUpdate, ConfigError, Diverged, StoreError, TooFewSites
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
-from fedtrain.runtime import aggregator, checks, federated
-from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.journal import Journal
+from fedtrain.runtime.star import aggregator, checks, federated
+from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build, state_init
@@ -451,7 +451,7 @@ def test_a_run_that_goes_on_with_the_same_code_starts_no_process_to_load_it(tmp_
     async def never(*_, **__):
         raise ChildProcessError("a process")
 
-    monkeypatch.setattr("fedtrain.runtime.trainer.Trainer.start", never)
+    monkeypatch.setattr("fedtrain.runtime.trainers.trainer.Trainer.start", never)
     assert asyncio.run(aggregator._begin(cfg, store, strategy, None)) == begun
     assert store.latest().round == 0
     task.write_text(task.read_text().replace("3, 2", "3, 1"))

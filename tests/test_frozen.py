@@ -17,11 +17,14 @@ from fedtrain.arena import Arena
 from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, JoinRefused, StoreError, TaskError
 from fedtrain.events import silent
-from fedtrain.runtime import agreement, datacenter, gossip_simulation, peer
+from fedtrain.runtime.datacenters import datacenter
+from fedtrain.runtime.peers import peer
 from fedtrain.runtime.plan import round_plan
-from fedtrain.runtime.secure_terms import hash_of
-from fedtrain.runtime.simulation import simulate
-from fedtrain.runtime.trainer_messages import Freeze
+from fedtrain.runtime.simulations import gossip_simulation
+from fedtrain.runtime.simulations.simulation import simulate
+from fedtrain.runtime.star import agreement
+from fedtrain.runtime.star.secure_terms import hash_of
+from fedtrain.runtime.trainers.trainer_messages import Freeze
 from fedtrain.schema import Schema
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export

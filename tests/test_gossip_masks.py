@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from fedtrain import gossip
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, JoinRefused, SecAggError
-from fedtrain.runtime.agreement import agree_as_peers
-from fedtrain.runtime.gossip import Peer
-from fedtrain.runtime.gossip_setup import algorithm_of, check_hearing
-from fedtrain.runtime.parcels import Inbox, other_parts, trained_part
+from fedtrain.runtime.peers.gossip import Peer
+from fedtrain.runtime.peers.gossip_setup import algorithm_of, check_hearing
+from fedtrain.runtime.peers.parcels import Inbox, other_parts, trained_part
+from fedtrain.runtime.star.agreement import agree_as_peers
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.keys import KeyPair
 from fedtrain.secagg.peer_sums import Layout, PeerSums

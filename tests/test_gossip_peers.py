@@ -18,10 +18,10 @@ from fedtrain.errors import BadUpdate, ConfigError, TaskError
 from fedtrain.exchange import Exchanged, ReceivedShare, Share, ShareHeader
 from fedtrain.gossip import Blend, Parcel, Received
 from fedtrain.messages import Update
-from fedtrain.runtime import gossip_simulation, simulation
-from fedtrain.runtime.gossip import Peer
-from fedtrain.runtime.gossip_setup import algorithm_of
-from fedtrain.runtime.parcels import Inbox, ParcelHeader, other_parts, share_of, trained_part, write
+from fedtrain.runtime.peers.gossip import Peer
+from fedtrain.runtime.peers.gossip_setup import algorithm_of
+from fedtrain.runtime.peers.parcels import Inbox, ParcelHeader, other_parts, share_of, trained_part, write
+from fedtrain.runtime.simulations import gossip_simulation, simulation
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from fedtrain.topology import names, parse

@@ -13,8 +13,8 @@ from fedtrain import aggregation, gossip
 from fedtrain.errors import ConfigError
 from fedtrain.exchange import Neighborhood
 from fedtrain.gossip import Algorithm, Blend, LocalSteps, Parcel, Receive, Send, rules
-from fedtrain.runtime.gossip_setup import algorithm_of, check_hearing
-from fedtrain.runtime.parcels import trained_part
+from fedtrain.runtime.peers.gossip_setup import algorithm_of, check_hearing
+from fedtrain.runtime.peers.parcels import trained_part
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.topology import names, parse
 

@@ -18,9 +18,9 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config, LimitsConfig, TrainConfig
 from fedtrain.errors import BadUpdate, SecAggError, TaskError
 from fedtrain.messages import MAX_SUMS, Evaluate, Evaluation, averages, misfits, sized_names, summed
-from fedtrain.runtime import aggregator, checks
-from fedtrain.runtime.plain_sums import exact_sums
-from fedtrain.runtime.workbench import source_digest
+from fedtrain.runtime.simulations.plain_sums import exact_sums
+from fedtrain.runtime.star import aggregator, checks
+from fedtrain.runtime.trainers.workbench import source_digest
 from fedtrain.schema import Schema
 from fedtrain.secagg.encoding import Encoding
 from fedtrain.secagg.fixedpoint import FixedPoint
@@ -271,7 +271,7 @@ class Scored(fedtrain.Task):
 def test_an_aggregator_never_runs_metrics_itself_but_asks_a_process_from_the_first_evaluation_on(tmp_path):
     def trainers():
         children = psutil.Process().children()
-        return [c for c in children if "fedtrain.runtime.trainer" in " ".join(c.cmdline())]
+        return [c for c in children if "fedtrain.runtime.trainers.trainer" in " ".join(c.cmdline())]
 
     async def main():
         async with aggregator.shown_by_task(config, store, source_digest(config)) as shown_there:

@@ -18,10 +18,14 @@ from fedtrain.errors import ConfigError
 from fedtrain.events import silent
 from fedtrain.gossip import ALGORITHMS
 from fedtrain.modes import MODES, NEVER_WAIT, NOTHING, WITH_COMPRESSOR, check, idle, keys, names_of, reads
-from fedtrain.runtime import aggregator, datacenter, gossip_simulation, peer, simulation, site
-from fedtrain.runtime.trainer import Trainer
-from fedtrain.runtime.trainer_messages import Failed
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.datacenters import datacenter
+from fedtrain.runtime.peers import peer
+from fedtrain.runtime.simulations import gossip_simulation, simulation
+from fedtrain.runtime.sites import site
+from fedtrain.runtime.star import aggregator
+from fedtrain.runtime.trainers.trainer import Trainer
+from fedtrain.runtime.trainers.trainer_messages import Failed
+from fedtrain.runtime.trainers.workbench import Workbench
 from tests.ports import free_port
 
 TASK = """

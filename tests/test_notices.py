@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from fedtrain.arena import Slab
 from fedtrain.errors import FedtrainError, RoundError
 from fedtrain.messages import Evaluate, Evaluation, Failure, Update
-from fedtrain.runtime import gossip_simulation, plain_sums
-from fedtrain.runtime.simulated_masks import SimulatedMasks
-from fedtrain.runtime.simulation import simulate
+from fedtrain.runtime.simulations import gossip_simulation, plain_sums
+from fedtrain.runtime.simulations.simulated_masks import SimulatedMasks
+from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.store import RoundPlan
 from fedtrain.transport.memory import LocalCohort
 from tests.test_gossip_peers import Log

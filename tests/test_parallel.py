@@ -19,10 +19,11 @@ from fedtrain.training.mesh import Mesh, Sizes, device_here
 from fedtrain.training.optimizers import TorchOptimizer, schedule
 from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.parallel.estimate import estimate
+from fedtrain.training.parallel.families import KNOWN, plan_of
 from fedtrain.training.parallel.flops import peak_flops
 from fedtrain.training.parallel.outer import split
 from fedtrain.training.parallel.pipeline import Replay, even_cuts, inputs_of
-from fedtrain.training.parallel.plan import KNOWN, Plan, plan_of
+from fedtrain.training.parallel.plan import Plan
 from fedtrain.training.task import Task
 
 CPU = torch.device("cpu")

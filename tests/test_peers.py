@@ -12,11 +12,11 @@ from fedtrain import gossip, topology
 from fedtrain.arena import Arena
 from fedtrain.errors import ConfigError
 from fedtrain.exchange import Share
-from fedtrain.runtime.enrolment import called_at, invite
-from fedtrain.runtime.gossip import Peer
-from fedtrain.runtime.keeping_up import catch_up
-from fedtrain.runtime.parcels import trained_part
-from fedtrain.runtime.peer import Shape
+from fedtrain.runtime.peers.enrolment import called_at, invite
+from fedtrain.runtime.peers.gossip import Peer
+from fedtrain.runtime.peers.keeping_up import catch_up
+from fedtrain.runtime.peers.parcels import trained_part
+from fedtrain.runtime.peers.peer import Shape
 from fedtrain.transport.memory import LocalNetwork
 
 from .limits import bounded

@@ -17,10 +17,10 @@ from fedtrain.errors import BadUpdate, ConfigError
 from fedtrain.messages import Train, Update
 from fedtrain.privacy import Gaussian, epsilon
 from fedtrain.privacy.gaussian import normals
-from fedtrain.runtime import datacenter
-from fedtrain.runtime.privacy import Spent, noised
-from fedtrain.runtime.site import Site
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.datacenters import datacenter
+from fedtrain.runtime.sites.privacy import Spent, noised
+from fedtrain.runtime.sites.site import Site
+from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Ledger
 

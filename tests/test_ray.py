@@ -13,7 +13,7 @@ import torch
 
 from fedtrain.config import Config
 from fedtrain.events import silent
-from fedtrain.runtime import datacenter
+from fedtrain.runtime.datacenters import datacenter
 from tests.torchrun import kill
 from tests.waves import Waves
 

@@ -19,11 +19,13 @@ from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.pki import Credentials, revoke
 from fedtrain.pki.signing import Verifier, fingerprint
-from fedtrain.runtime import federated, plain_sums, secure_rounds, secure_site, secure_terms
-from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.journal import Journal
-from fedtrain.runtime.simulated_masks import MaskedCohort, SimulatedMasks
-from fedtrain.runtime.site import Site, secure_site_of
+from fedtrain.runtime.simulations import plain_sums
+from fedtrain.runtime.simulations.simulated_masks import MaskedCohort, SimulatedMasks
+from fedtrain.runtime.sites import secure_site
+from fedtrain.runtime.sites.site import Site, secure_site_of
+from fedtrain.runtime.star import federated, secure_rounds, secure_terms
+from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
@@ -403,7 +405,7 @@ def test_the_graph_of_many_sites_is_as_sparse_as_the_fractions_agreed_on_let_it_
 
 
 def test_a_sum_that_no_model_survives_is_not_committed_and_nobody_can_be_named(tmp_path):
-    from fedtrain.runtime.federated import federated_round
+    from fedtrain.runtime.star.federated import federated_round
     from fedtrain.strategies import build, state_init
 
     cfg = config(tmp_path)

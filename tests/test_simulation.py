@@ -17,10 +17,10 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config, EvaluateConfig
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.messages import Train, averages
-from fedtrain.runtime.pool import PoolCohort
-from fedtrain.runtime.shared_memory import SharedMemory
-from fedtrain.runtime.simulation import TOLD_SITES, simulate
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.simulations.pool import PoolCohort
+from fedtrain.runtime.simulations.shared_memory import SharedMemory
+from fedtrain.runtime.simulations.simulation import TOLD_SITES, simulate
+from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
 from fedtrain.strategies import build, server_step, state_init
 
@@ -243,7 +243,7 @@ SCRIPT = """
 import asyncio
 from fedtrain import Config
 from fedtrain.events import silent
-from fedtrain.runtime.simulation import simulate
+from fedtrain.runtime.simulations.simulation import simulate
 
 config = Config.of({"run": {"task": "pool_task:Pool", "rounds": 1}, "simulate": {"workers": 2}})
 result = asyncio.run(simulate(config, emit=silent))

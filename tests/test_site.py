@@ -10,14 +10,14 @@ from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
-from fedtrain.runtime.pool import PoolCohort
-from fedtrain.runtime.secure_site import SecureSite
-from fedtrain.runtime.secure_terms import encoding_of, policy
-from fedtrain.runtime.simulated_masks import SimulatedKeys
-from fedtrain.runtime.site import Site
-from fedtrain.runtime.supervised import Supervised
-from fedtrain.runtime.trainer import TrainerDied
-from fedtrain.runtime.trainer_messages import Description, Measured
+from fedtrain.runtime.simulations.pool import PoolCohort
+from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
+from fedtrain.runtime.sites.secure_site import SecureSite
+from fedtrain.runtime.sites.site import Site
+from fedtrain.runtime.sites.supervised import Supervised
+from fedtrain.runtime.star.secure_terms import encoding_of, policy
+from fedtrain.runtime.trainers.trainer import TrainerDied
+from fedtrain.runtime.trainers.trainer_messages import Description, Measured
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, Keys, Terms
 from fedtrain.store import Ledger

@@ -15,12 +15,13 @@ from fedtrain.digest import seed_of
 from fedtrain.errors import StoreError, TooFewSites
 from fedtrain.exchange import CohortWrapper
 from fedtrain.messages import Train
-from fedtrain.runtime import compressed, federated
-from fedtrain.runtime.answers import InTheOpen
 from fedtrain.runtime.journal import Journal
-from fedtrain.runtime.pool import PoolCohort
-from fedtrain.runtime.shared_memory import SharedMemory
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.simulations.pool import PoolCohort
+from fedtrain.runtime.simulations.shared_memory import SharedMemory
+from fedtrain.runtime.sites import compressed
+from fedtrain.runtime.star import federated
+from fedtrain.runtime.star.answers import InTheOpen
+from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import Checkpoint, RoundPlan, RunStore
 from fedtrain.store.memory import NEVER, SiteMemory
 from fedtrain.strategies import build
@@ -200,7 +201,7 @@ def test_a_site_that_lost_its_memory_says_so_and_goes_on_as_a_new_one(tmp_path, 
 
 
 def test_each_site_is_told_the_last_round_it_counted_in(tmp_path):
-    from fedtrain.runtime.answers import train_requests
+    from fedtrain.runtime.star.answers import train_requests
 
     plan = RoundPlan(7, 0, ["a", "b", "c"], {"a": 6, "b": 2, "gone": 1})
     requests = train_requests(config(tmp_path, ""), plan, state(0))

@@ -9,11 +9,11 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import TaskError, TooFewSites, Unfinished
 from fedtrain.messages import Failure, Update
-from fedtrain.runtime.answers import InTheOpen
-from fedtrain.runtime.plain_sums import FixedPointSums
-from fedtrain.runtime.pool import PoolCohort, good
-from fedtrain.runtime.trainer import Trainer
-from fedtrain.runtime.trainer_messages import Failed, Trained
+from fedtrain.runtime.simulations.plain_sums import FixedPointSums
+from fedtrain.runtime.simulations.pool import PoolCohort, good
+from fedtrain.runtime.star.answers import InTheOpen
+from fedtrain.runtime.trainers.trainer import Trainer
+from fedtrain.runtime.trainers.trainer_messages import Failed, Trained
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RoundPlan
 from fedtrain.training.local import Engine
@@ -125,7 +125,7 @@ def test_in_a_simulation_the_first_task_error_ends_the_run_with_that_error(tmp_p
 
     from fedtrain.arena import ArenaFile
     from fedtrain.messages import Evaluate
-    from fedtrain.runtime.trainer_messages import Description
+    from fedtrain.runtime.trainers.trainer_messages import Description
 
     async def ask():
         worker = Worker()

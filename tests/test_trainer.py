@@ -15,8 +15,8 @@ import torch
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
-from fedtrain.runtime.trainer import Trainer, TrainerDied
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.trainers.trainer import Trainer, TrainerDied
+from fedtrain.runtime.trainers.workbench import Workbench
 
 TASK = """
 import json, os, subprocess, sys, time
@@ -149,7 +149,7 @@ PARENT = """
 import asyncio, json, sys, time
 from pathlib import Path
 from fedtrain.config import Config
-from fedtrain.runtime.trainer import Trainer
+from fedtrain.runtime.trainers.trainer import Trainer
 
 async def main():
     here = Path.cwd()
@@ -183,7 +183,7 @@ def test_the_parent_loads_no_torch_and_its_trainer_has_no_keys_and_dies_with_it(
 
 
 def test_a_request_nobody_waits_for_does_not_keep_the_trainer_for_ever(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedtrain.runtime.trainer.ABANDONED_S", 0.2)
+    monkeypatch.setattr("fedtrain.runtime.trainers.trainer.ABANDONED_S", 0.2)
 
     async def main():
         trainer = await Trainer.start(config, scratch=tmp_path)
@@ -199,7 +199,7 @@ def test_a_request_nobody_waits_for_does_not_keep_the_trainer_for_ever(config, t
 
 
 def test_an_arena_larger_than_a_page_and_empty_sections_travel_by_file(tmp_path):
-    from fedtrain.runtime.workbench import new_file
+    from fedtrain.runtime.trainers.workbench import new_file
     from fedtrain.schema import Schema, TensorSpec
 
     schema = Schema((TensorSpec("w", (5000,), "float32", True), TensorSpec("none", (0,), "int64", False)))

@@ -114,7 +114,7 @@ def simulate(
 ) -> None:
     """Train with all sites simulated on this machine."""
     from .. import api
-    from ..runtime import simulation
+    from ..runtime.simulations import simulation
 
     if partition_png is not None:
         with writing(partition_png):
@@ -253,7 +253,7 @@ def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str
     """Train as NAME with neighbours, without an aggregator."""
     from .. import api
     from ..pki.invitation import Invitation
-    from ..runtime import peer
+    from ..runtime.peers import peer
     from ..tracking.live import screen
 
     invitation = None if code is None else Invitation.read(code)
@@ -269,7 +269,7 @@ def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str
               help="How long it is good for.")  # fmt: skip
 def invite(config: Config, guest: str, host: str, days: float) -> None:
     """Print a code by which NAME joins the peers, once."""
-    from ..runtime.enrolment import invite
+    from ..runtime.peers.enrolment import invite
 
     click.echo(invite(config, guest, host, days=days).code)
 
@@ -282,7 +282,7 @@ def invite(config: Config, guest: str, host: str, days: float) -> None:
 def datacenter(config: Config, json: bool, data_dir: Path | None, start: str | None) -> None:
     """Train with all ranks that torchrun started, as [parallel] says."""
     from .. import api, events
-    from ..runtime import datacenter
+    from ..runtime.datacenters import datacenter
     from ..tracking.live import screen
     from ..training.elastic import fail
 

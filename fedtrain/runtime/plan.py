@@ -19,7 +19,8 @@ from ..secagg.fixedpoint import FixedPoint, held
 from ..secagg.masking import KEY_BYTES, add_masks
 from ..training.engine import build_model
 from ..training.task import load_task
-from . import asynchronous, compressed, secure_terms
+from .sites import compressed
+from .star import asynchronous, secure_terms
 from .threads import all_cores
 
 MASKS, MASKED_BYTES, TRIES = 8, 8 << 20, 5  # of the measurement: some tens of milliseconds

@@ -107,7 +107,7 @@ class Task:
 
     def parallel_plan(self) -> Plan | None:
         """How to split the model over ranks, for tensor, sequence, context and pipeline parallelism; None: by
-        the model's class, for classes in parallel.plan.KNOWN."""
+        the model's class, for classes in parallel.families.KNOWN."""
         return None
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from fedtrain.config import Config
 from fedtrain.errors import FedtrainError
 from fedtrain.events import silent
-from fedtrain.runtime.datacenter import Datacenter
+from fedtrain.runtime.datacenters.datacenter import Datacenter
 from fedtrain.store import RunStore
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.task import load_task

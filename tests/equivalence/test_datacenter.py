@@ -12,7 +12,7 @@ import torch
 from fedtrain.config import Config
 from fedtrain.digest import seed_of
 from fedtrain.events import silent
-from fedtrain.runtime.simulation import simulate
+from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.schema import Schema, unique_tensors
 from fedtrain.store import RunStore
 from fedtrain.training.engine import build_model

@@ -9,8 +9,8 @@ import torch
 
 from fedtrain.config import Config
 from fedtrain.messages import Evaluation
-from fedtrain.runtime import gossip_simulation, simulation
-from fedtrain.runtime.trainer_messages import Description
+from fedtrain.runtime.simulations import gossip_simulation, simulation
+from fedtrain.runtime.trainers.trainer_messages import Description
 from fedtrain.store import RunStore
 from fedtrain.training.task import load_task
 from tests import peers

@@ -12,7 +12,7 @@ from fedtrain import gossip
 from fedtrain.aggregation import WeightedMean
 from fedtrain.arena import Arena
 from fedtrain.messages import Update
-from fedtrain.runtime.parcels import trained_part
+from fedtrain.runtime.peers.parcels import trained_part
 from fedtrain.strategies import FedAvg
 from fedtrain.strategies.base import server_step
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fedtrain import compression, gossip
-from fedtrain.runtime.gossip import Peer
-from fedtrain.runtime.parcels import trained_part
+from fedtrain.runtime.peers.gossip import Peer
+from fedtrain.runtime.peers.parcels import trained_part
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.topology import names, parse
 

@@ -14,7 +14,7 @@ from fedtrain.arena import ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import TaskError
 from fedtrain.messages import Update
-from fedtrain.runtime.trainer import Trainer, TrainerDied
+from fedtrain.runtime.trainers.trainer import Trainer, TrainerDied
 from tests.equivalence.tiny import project
 from tests.forked import fork_trainers
 from tests.inline import Inline

@@ -15,8 +15,9 @@ from fedtrain.config import Config
 from fedtrain.errors import FedtrainError
 from fedtrain.events import Event
 from fedtrain.pki import init, issue
-from fedtrain.runtime import aggregator, site
-from fedtrain.runtime.simulation import simulate
+from fedtrain.runtime.simulations.simulation import simulate
+from fedtrain.runtime.sites import site
+from fedtrain.runtime.star import aggregator
 from fedtrain.store import RunStore
 from tests.ports import free_port
 

@@ -16,7 +16,7 @@ import torch
 
 from fedtrain.config import Config
 from fedtrain.events import silent
-from fedtrain.runtime import datacenter
+from fedtrain.runtime.datacenters import datacenter
 from fedtrain.training.elastic import LEFT
 from tests.bucket import bucket
 from tests.torchrun import Cluster, kill

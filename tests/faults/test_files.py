@@ -15,8 +15,9 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.errors import StoreError
 from fedtrain.messages import Train
-from fedtrain.runtime import datacenter, gossip_simulation, simulation
-from fedtrain.runtime.workbench import Workbench
+from fedtrain.runtime.datacenters import datacenter
+from fedtrain.runtime.simulations import gossip_simulation, simulation
+from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import Ledger, RunStore
 from fedtrain.transport.memory import LocalCohort
 from tests.damage import (

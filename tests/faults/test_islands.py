@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.events import Event
-from fedtrain.runtime.datacenter import Datacenter
+from fedtrain.runtime.datacenters.datacenter import Datacenter
 from fedtrain.store import RunStore
 from fedtrain.training.elastic import Leave, Left
 from fedtrain.training.mesh import Mesh, Sizes

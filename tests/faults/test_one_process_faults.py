@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow(8), pytest.mark.timeout(300)]
 def impatient(monkeypatch):
     """Processes need not load torch, and a stopped one is looked at often."""
     fork_trainers(monkeypatch)
-    monkeypatch.setattr("fedtrain.runtime.trainer.POLL_S", 0.1)
+    monkeypatch.setattr("fedtrain.runtime.trainers.trainer.POLL_S", 0.1)
 
 
 def test_two_faults_at_once_in_each_of_three_rounds_cost_no_round(tmp_path):

@@ -14,7 +14,7 @@ def impatient(monkeypatch):
     """Processes need not load torch. A stopped rank 0 is looked at often; rank 1 is looked at by rank 0,
     which is patient."""
     fork_trainers(monkeypatch)
-    monkeypatch.setattr("fedtrain.runtime.trainer.POLL_S", 0.1)
+    monkeypatch.setattr("fedtrain.runtime.trainers.trainer.POLL_S", 0.1)
 
 
 @pytest.mark.slow(15)  # up to eight teams of two processes, one after the other

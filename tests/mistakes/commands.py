@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fedtrain import cli
-from fedtrain.runtime import trainer_process
+from fedtrain.runtime.trainers import trainer_process
 from tests.limits import WAIT_S
 from tests.worlds import Command
 

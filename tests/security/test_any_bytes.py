@@ -15,8 +15,9 @@ from fedtrain.messages import Evaluate, Failure, Train, Update
 from fedtrain.pki import Credentials, identity_of, init, issue, revocation, revoke, roster
 from fedtrain.pki.invitation import Invitation
 from fedtrain.pki.signing import Signer, Verifier
-from fedtrain.runtime import secure_rounds, secure_site
-from fedtrain.runtime.parcels import ParcelHeader
+from fedtrain.runtime.peers.parcels import ParcelHeader
+from fedtrain.runtime.sites import secure_site
+from fedtrain.runtime.star import secure_rounds
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training import manifest, shards
 from fedtrain.training.places import Folder

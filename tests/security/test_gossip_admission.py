@@ -14,7 +14,7 @@ from fedtrain.pki import Credentials, Revoked, revocation
 from fedtrain.pki.invitation import Guestbook, Invitation
 from fedtrain.pki.roster import Claim, Roster, enrol
 from fedtrain.pki.signing import Signer, Verifier
-from fedtrain.runtime import enrolment as runtime
+from fedtrain.runtime.peers import enrolment as runtime
 from fedtrain.transport.admission import Curve, join
 from fedtrain.wire.gossip import Stamp
 from tests.gossip import Party

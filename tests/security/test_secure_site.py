@@ -12,10 +12,10 @@ from fedtrain.config import Config
 from fedtrain.digest import digest_of
 from fedtrain.errors import StoreError, Unfinished
 from fedtrain.messages import Update
-from fedtrain.runtime.secure_site import SecureSite
-from fedtrain.runtime.secure_terms import encoding_of, hash_of, policy
-from fedtrain.runtime.simulated_masks import SimulatedKeys
-from fedtrain.runtime.site import Site
+from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
+from fedtrain.runtime.sites.secure_site import SecureSite
+from fedtrain.runtime.sites.site import Site
+from fedtrain.runtime.star.secure_terms import encoding_of, hash_of, policy
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.masking import serial
 from fedtrain.secagg.messages import Advertise, Keys, Mask, Masked, Terms

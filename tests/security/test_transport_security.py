@@ -18,7 +18,7 @@ from fedtrain.config import LimitsConfig
 from fedtrain.errors import BadUpdate, JoinRefused, WireError
 from fedtrain.messages import Failure, Train, Update
 from fedtrain.pki import Authority, aggregator_target, sign
-from fedtrain.runtime import checks
+from fedtrain.runtime.star import checks
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.transport.grpc import SERVICE
 from fedtrain.transport.tls import Tls

@@ -13,12 +13,14 @@ import weakref
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...errors import ConfigError, StoreError
-from .offload import Wait
+
+if TYPE_CHECKING:
+    from .offload import Wait
 
 BLOCK = 1 << 20  # bytes of a request
 DEPTH = 32  # requests under way

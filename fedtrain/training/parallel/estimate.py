@@ -20,8 +20,9 @@ from ..mesh import Sizes
 from ..optimizers import OPTIMIZERS
 from ..task import Task, collate_of, folder_of, load_task, mean_and_weight, user_code
 from .data import sites_of
+from .families import plan_of
 from .offload import BUCKET_BYTES
-from .plan import Plan, plan_of
+from .plan import Plan
 from .wrap import save_memory
 
 

@@ -6,6 +6,7 @@ attention and the feed-forward part each need one sum over the ranks. The vocabu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ...errors import ConfigError
+from ..task import Task
 from .plan import Plan
 
 
@@ -47,6 +49,19 @@ def gpt2() -> Plan:
             **_vocabulary("transformer.wte"),
         },
     )
+
+
+KNOWN: dict[str, Callable[[], Plan]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": llama,
+    "Qwen2ForCausalLM": llama,
+    "GPT2LMHeadModel": gpt2,
+}  # by the name of a model's class
+
+
+def plan_of(task: Task, model: nn.Module) -> Plan:
+    """The task's own plan, else the plan for the model's class where KNOWN has it, else an empty one."""
+    return task.parallel_plan() or KNOWN.get(type(model).__name__, Plan)()
 
 
 def _vocabulary(embedding: str) -> dict[str, ParallelStyle]:

@@ -1,4 +1,4 @@
-"""How a model may be split: what a task's parallel_plan() returns, and plans for models that are known."""
+"""How a model may be split: what a task's parallel_plan() returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from ...errors import ConfigError
-from ..task import Task
 
 Cut = Callable[[nn.Module, range, bool, bool], nn.Module]
 
@@ -38,29 +37,3 @@ class Plan:
         if isinstance(model, nn.Sequential):
             return [child for child in model if any(True for _ in child.parameters())]
         return []
-
-
-def plan_of(task: Task, model: nn.Module) -> Plan:
-    """The task's own plan, else the one for a model that is known here, else an empty one."""
-    return task.parallel_plan() or KNOWN.get(type(model).__name__, Plan)()
-
-
-def _llama() -> Plan:
-    """And those built alike."""
-    from .families import llama
-
-    return llama()
-
-
-def _gpt2() -> Plan:
-    from .families import gpt2
-
-    return gpt2()
-
-
-KNOWN: dict[str, Callable[[], Plan]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _llama,
-    "Qwen2ForCausalLM": _llama,
-    "GPT2LMHeadModel": _gpt2,
-}

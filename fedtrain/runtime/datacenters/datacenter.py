@@ -1,0 +1,340 @@
+"""`torchrun ... -m fedtrain datacenter`: rounds of steps by all ranks of a mesh together.
+
+A round is what it is in a federation: train.local_epochs passes over the data, or train.local_steps steps.
+With parallel.sync = "step" all ranks train one model on the pool of all data, and a round is when it is
+committed and evaluated. With "local" each island is a site: it trains on its own data, and [strategy] steps
+on the mean of what the islands moved.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from ...arena import Arena
+from ...config import Config
+from ...errors import ConfigError, RoundError
+from ...events import Emit, Notice, Record, noticed
+from ...messages import summed
+from ...store import Checkpoint, RunStore
+from ...strategies import Strategy, build, corrects, server_step, state_init
+from ...tracking.export import beginning
+from ...training.elastic import Leave, Left, shares_store
+from ...training.engine import over, steps_in_round
+from ...training.mesh import Mesh, Sizes, joined
+from ...training.optimizers import schedule
+from ...training.parallel.data import Dealt, data_of, pool_of, sites_of
+from ...training.parallel.engine import MeshEngine
+from ...training.parallel.outer import Outer
+from ...training.parallel.state import State
+from ...training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
+from ..journal import Averages, Journal, Lap, Result
+from ..star.checks import flaw
+from .meter import Meter
+
+if TYPE_CHECKING:
+    from ...training.checkpoint import Checkpoints
+
+POOL = "datacenter"  # whose data it is where all ranks share it
+
+
+def run(
+    config: Config,
+    *,
+    emit: Emit,
+    data_dir: Path | None = None,
+    start: Path | None = None,
+    done: Path | None = None,
+) -> Result:
+    """Train to config.run.rounds, from the newest checkpoint on. Called alike by every rank that torchrun
+    started, or by one process alone; rank 0 speaks for all, so others are given an `emit` that is silent.
+    Told to leave by SIGTERM, all ranks checkpoint and raise Left.
+
+    `start`: whose last model a new run begins with: a run directory (a federation's, say) or an export.
+    `done`: see joined.
+    """
+    if config.privacy.noise_multiplier:
+        raise ConfigError("privacy.noise_multiplier: a datacenter adds no noise. Set it to 0.")
+    islands = config.parallel.sync == "local"
+    own = [config.strategy.kind] if islands and ":" in config.strategy.kind else []
+    digest = task_digest(config.run.task, config.root, *own)
+    with joined(config.parallel, config.train.device, done) as device:
+        sizes = Sizes.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
+        mesh = Mesh(sizes, device, islands=islands)
+        task = load_task(config.run.task, config.root, data_dir)
+        if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            mend = "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            lost = "ranks may not find each other again after a machine has come or gone"
+            emit(Notice(text=f"{mend}: without it, {lost}."))
+        with ExitStack() as stack, Leave() as leave:
+            store = None  # but for rank 0
+            if mesh.rank == 0:
+                store = stack.enter_context(closing(RunStore(config.datacenter_dir, warn=noticed(emit))))
+            room = Datacenter(config, task, mesh, store, emit, leave)
+            if store is not None:
+                store.begin(
+                    room.engine.schema, agreed(config), frozen=room.engine.frozen, run=config.run.name,
+                    task_digest=digest,
+                )  # fmt: skip
+            return room.run(start)
+
+
+def sound_step(
+    strategy: Strategy, weights: Arena, state: dict[str, torch.Tensor], mean: Arena
+) -> tuple[Arena, dict[str, torch.Tensor]]:
+    """What islands move to by the mean of what they moved. RoundError where that could not be trained on."""
+    new, after = server_step(strategy, weights, state, mean)
+    if problem := flaw(new, after):
+        raise RoundError(
+            f"the islands' new model is of no use and is not kept: {problem}. Training diverges: lower "
+            f"train.lr or the strategy's server_lr, or set train.clip_norm."
+        )
+    return new, after
+
+
+class Datacenter:
+    """One run, at one rank of its mesh."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        mesh: Mesh,
+        store: RunStore | None,
+        emit: Emit,
+        leave: Leave | None = None,
+    ) -> None:
+        """`store` is rank 0's. `leave`: what tells it to; None: nothing does."""
+        self.config, self.mesh, self.store, self.emit = config, mesh, store, emit
+        self.journal = Journal(config, store, emit, common=mesh.from_first)
+        self.leave = leave or Leave()
+        self.islands = config.parallel.sync == "local"
+        strategy = build(config.strategy.kind, config.strategy.options, config.root) if self.islands else None
+        self.correct = strategy.correct if strategy is not None and corrects(strategy) else None
+        self.afresh = self.islands and not config.parallel.carry
+        # An interrupted round is begun again, for where it began is not checkpointed.
+        self.from_the_start = self.afresh or self.correct is not None
+        self.sites = sites_of(task, config, mesh.islands)
+        self.name, everything = data_of(self.sites, mesh) if self.islands else (POOL, pool_of(self.sites))
+        self.data = Dealt(
+            everything, config.train, config.run.seed, self.name, mesh.data_rank, mesh.data_ranks,
+            collate_of(task),
+        )  # fmt: skip
+        self.engine = MeshEngine(task, config, mesh, example=self.data.example(), correct=self.correct)
+        self.engine.steps.factor = schedule(config.train, self._steps_in_all())
+        steps = self._steps_in_a_round()
+        self.in_step = not self.islands or (mesh.alike(steps or 0) and steps is not None)
+        self.outer = None if strategy is None else self._outer(strategy)
+        self.state = State(
+            self.engine.parts, self.engine.optimizer, self.data,
+            self.outer, mesh.island if self.islands else None, self.engine.steps.scale,
+        )  # fmt: skip
+
+    def run(self, start: Path | None) -> Result:
+        """Every round that is left."""
+        config, state = self.config, self.state
+        resumed = self._some_checkpoint() and self.checkpoints.restore(state)
+        if not resumed and start is not None:
+            self._begin_with(start)
+        if self.engine.frozen.tensors:
+            frozen = self.engine.gather(frozen=True)
+            if self.store is not None and frozen is not None:
+                self.store.keep_frozen(frozen)
+        self.journal.start("datacenter", self._sites(), state.round)
+        self.emit(Notice(text=f"ranks {self.mesh.sizes.world}, mesh {self.mesh.sizes}"))
+        self._agree_with_store()
+        metrics = self._evaluate_if_due()
+        while (reason := self.journal.reason_to_stop(state.round)) is None:
+            self.journal.round_started(state.round)
+            record = self._round()
+            with self.leave.during("commit"):
+                self._commit(record)
+            metrics = self._evaluate_if_due()
+            if state.round < config.run.rounds and self.leave.asked():
+                self._go()
+        self.checkpoints.finish(state, self._number())
+        self.journal.end(state.round, reason)
+        best = self.store.best_round if self.store is not None else None
+        return Result(state.round, reason, metrics, best, config.datacenter_dir)
+
+    # --- a round
+
+    def _round(self) -> Record:
+        """Train to the round's end; what its row in the store says."""
+        lap, engine, state = Lap(), self.engine, self.state
+        meter = Meter(engine, self.config, self.emit)
+        engine.begin_round(afresh=self.afresh)
+        if self.afresh:
+            state.optimizer = engine.optimizer
+            self.data.begin(state.round)
+            engine.seed(state.round, self.name)
+        if self.outer is not None:
+            self.outer.catch_up(state.step - state.begun, self._steps_in_a_round())
+        while not self._round_is_over():
+            if not self.afresh:
+                engine.seed("step", state.step, self.mesh.island, self.mesh.data_rank)
+            doing = f"step {state.step + 1}"
+            with self.leave.during("step"):
+                with user_code(folder_of(engine.task), doing):
+                    shares = self.data.take()
+                step = engine.steps.take(shares, doing, state.step)
+            state.step += 1
+            meter.add(step, state.step, state.round + 1)
+            if self.outer is not None:
+                taken = state.step - state.begun
+                self.outer.after_step(taken, self._steps_in_a_round(), step.weight, step.examples)
+            if not self._round_is_over():  # at the end of a round it counts as done
+                if self.outer is None:
+                    self._save_if_due()
+                if self.leave.asked():
+                    self._go()
+        if self.outer is not None:
+            self.outer.end_round()
+        state.round, state.begun = state.round + 1, state.step
+        if self.outer is not None:
+            self.checkpoints.save(self._number(), state)
+        else:
+            self._save_if_due()
+        return lap.record({"loss": meter.loss_of_round()}, self._sites())
+
+    def _round_is_over(self) -> bool:
+        train, state = self.config.train, self.state
+        before = 0 if self.afresh or train.local_steps else state.round * train.local_epochs
+        return over(train, state.step - state.begun, self.data.epoch - before)
+
+    def _steps_in_a_round(self) -> int | None:
+        return steps_in_round(self.config.train, self.data.examples)
+
+    def _steps_in_all(self) -> int | None:
+        steps = self._steps_in_a_round()
+        return None if steps is None else steps * self.config.run.rounds
+
+    def _outer(self, strategy: Strategy) -> Outer:
+        parallel = self.config.parallel
+        return Outer(
+            self.engine, self.mesh,
+            lambda weights, state, mean: sound_step(strategy, weights, state, mean),
+            lambda weights: state_init(strategy, weights),
+            size=lambda: self.data.examples.count,
+            fragments=parallel.fragments, overlap=parallel.overlap, mix=parallel.mix, meet=self._meet,
+        )  # fmt: skip
+
+    def _meet(self) -> None:
+        """Before islands wait for each other: where one takes more steps than another, all wait here for the
+        last one, and none in an exchange that would never be if they were told to leave meanwhile."""
+        if not self.in_step and self.leave.asked_while_waiting():
+            self._go()
+
+    def _go(self) -> NoReturn:
+        """All ranks were told to leave: what they have is on the disk before they do."""
+        if self.from_the_start:
+            self.checkpoints.close()
+            where = f"in round {self.state.round + 1}, which the same command begins again"
+        else:
+            self.checkpoints.finish(self.state, self._number())
+            where = f"after step {self.state.step}; the same command goes on from its checkpoint"
+        self.emit(Notice(text=f"Told to leave (SIGTERM) {where}."))
+        raise Left
+
+    def _number(self) -> int:
+        """What the checkpoint of the present state is called: the steps taken, of islands the first one's."""
+        return self.mesh.from_first(self.state.step) if self.islands else self.state.step
+
+    def _begin_with(self, source: Path) -> None:
+        """The last model of another run, on rank 0's disk, is where this one starts."""
+        engine, weights, frozen = self.engine, None, None
+        if self.store is not None:
+            weights, frozen = beginning(source, engine.schema, engine.frozen)
+        engine.install(weights)
+        engine.install(frozen, frozen=True)
+        if self.outer is not None:
+            self.outer.begin_anew()
+
+    # --- checkpoints
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """Made when first asked for: what they need of torch takes as long to load as torch itself."""
+        from ...training.checkpoint import Checkpoints
+
+        config = self.config.checkpoint
+        return Checkpoints(
+            self.config.checkpoint_dir,
+            every=config.every,
+            keep=config.keep,
+            background=config.background,
+            format="full" if config.format == "full" else "sharded",
+            patience_s=config.patience,
+            notice=lambda line: self.emit(Notice(text=line)),
+        )
+
+    def _some_checkpoint(self) -> bool:
+        """Whether there may be one: a folder is looked into, a bucket is asked."""
+        where = self.config.checkpoint_dir
+        return isinstance(where, str) or bool(self.mesh.from_first(where.is_dir() and any(where.iterdir())))
+
+    def _save_if_due(self) -> None:
+        every, step = self.config.checkpoint.every, self.state.step
+        if every and step % every == 0:
+            self.checkpoints.maybe_save(self.state, step)
+        elif step == 1:  # in the meantime
+            threading.Thread(
+                target=import_module, args=("fedtrain.training.checkpoint",), daemon=True
+            ).start()
+
+    # --- after a round
+
+    def _agree_with_store(self) -> None:
+        """A run that goes on, from a checkpoint: rounds that were committed after it are forgotten, for they
+        are had again; its own is committed where the process died before it was."""
+        rounds, number = self.store.rounds() if self.store is not None else [], self.state.round
+        last = self.mesh.from_first(rounds[-1].round if rounds else 0)
+        if last > number and self.store is not None:
+            lost = f"round {last} was committed, but there is no good checkpoint of it"
+            begins = f"goes on after round {number}" if number else "begins anew"
+            self.emit(Notice(text=f"{lost}: the run {begins}"))
+            self.store.forget_after(number)
+        if last < number and self.state.step == self.state.begun:
+            self._commit({"loss": None, "metrics": {}, "sites": self._sites()})
+
+    def _commit(self, record: Record) -> None:
+        with self._common_model():
+            weights = self.engine.gather()
+        if self.store is not None and weights is not None:
+            self.journal.commit(Checkpoint(self.state.round, weights), record)
+
+    def _evaluate_if_due(self) -> Averages:
+        """On all ranks together, between two rounds: what the round's model is worth; empty if that is not to
+        be known, or known already."""
+        if self.state.step != self.state.begun or not self.journal.evaluation_is_due(self.state.round):
+            return {}
+        with self.leave.during("evaluation"):
+            with self._common_model():
+                found = {name: self.engine.evaluate(data) for name, data in self.sites.eval_data().items()}
+            metrics, each = shown(self.engine.task, summed(found), found)
+            self.journal.keep_evaluation(self.state.round, metrics, each)
+        return metrics
+
+    def _sites(self) -> int:
+        return self.mesh.islands if self.islands else 0
+
+    def _common_model(self) -> AbstractContextManager[None]:
+        return self.outer.shared() if self.outer is not None else nullcontext()
+
+
+# --- the run directory
+
+
+def agreed(config: Config) -> dict[str, str]:
+    """What must not change between two starts of one run; the mesh may."""
+    return config.agreed() | {
+        f"parallel.{key}": repr(getattr(config.parallel, key))
+        for key in ("sync", "carry", "fragments", "overlap")
+    }

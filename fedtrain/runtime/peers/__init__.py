@@ -1,0 +1,1 @@
+"""What a peer of a gossip run does."""

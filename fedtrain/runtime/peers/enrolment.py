@@ -1,0 +1,135 @@
+"""How a peer gets onto the roster of its run, and stays there: its own entry, and invitations."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import zmq
+
+from ...config import Config
+from ...errors import CertificateError, ConfigError, JoinRefused, SecAggError
+from ...events import Emit, Notice
+from ...exchange import Contact, PeerId
+from ...pki import Credentials, Revoked
+from ...pki.invitation import Guestbook, Invitation
+from ...pki.mask_keys import MaskKey, MaskKeys, state
+from ...pki.revocation import LIST
+from ...pki.roster import Claim, Roster, check, enrol, is_address, own_curve, save
+from ...pki.signing import Signer, Verifier
+from ...secagg.peer_sums import PeerSums
+from ...transport.admission import Curve, join
+from ...wire.gossip import Stamp
+
+JOIN_S = 60.0  # for the peer that has invited this one to answer
+EVERYWHERE = ("0.0.0.0", "[::]", "*")  # noqa: S104 - refused as addresses
+
+
+def enrolled(
+    config: Config,
+    name: PeerId,
+    credentials: Credentials,
+    curve: Curve,
+    emit: Emit,
+    sums: PeerSums | None = None,
+    mask_number: int = 0,
+) -> Roster:
+    """The run's roster, with this peer's own entry as it is today; and with the keys that `sums` need of
+    those whom this peer does not meet."""
+    federation = credentials.identity.federation
+    revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
+    verifier = Verifier(credentials.root, federation, revoked=revoked)
+    folder = config.root / config.gossip.roster
+    address, number, have = called_at(config), 0, None
+    with suppress(CertificateError, FileNotFoundError):
+        have, number = check((folder / f"{name}.peer").read_bytes(), verifier, federation)
+    if have is None or (have.key, have.address) != (curve.public, address):
+        number = max(number + 1, int(time.time()))
+        claim = Claim(peer=name, federation=federation, key=curve.public, address=address, number=number)
+        save(folder, name, enrol(Signer.of(credentials), claim).encode())
+    return Roster(
+        folder, verifier, federation, revoked=revoked,
+        mask_keys=None if sums is None else carried(
+            sums, Signer.of(credentials), verifier, federation, config.run.name, mask_number
+        ),
+        guests=Guestbook(config.root / config.network.certs / "sites" / name),
+        refuse=lambda file, why: emit(Notice(text=f"roster: {file} is refused: {why}")),
+    )  # fmt: skip
+
+
+def carried(
+    sums: PeerSums, signer: Signer, verifier: Verifier, federation: str, run: str, number: int
+) -> MaskKeys:
+    """Where keys come for `sums` that others pass on; with our own."""
+
+    def told(peer: PeerId, key: bytes, number: int) -> None:
+        try:
+            sums.learn(peer, key, number)
+        except SecAggError as e:
+            raise CertificateError(str(e)) from None
+
+    keys = MaskKeys(verifier, federation, run, told)
+    mine = MaskKey(peer=sums.me, federation=federation, run=run, key=sums.public, number=number)
+    keys.add(state(signer, mine))
+    return keys
+
+
+def called_at(config: Config) -> str | None:
+    """Where others call this peer; None when they can't: then it calls them."""
+    address = config.network.address or config.network.listen
+    host, _, port = address.rpartition(":")
+    if address and (host in EVERYWHERE or not is_address(address)):
+        raise ConfigError(
+            f'network.address: nobody can call {address}. Set network.address = "HOST:{port}" as others '
+            f'reach this machine; where nobody can, network.listen = "": then this peer calls the others.'
+        )
+    return address or None
+
+
+def own_entry(roster: Roster, me: PeerId, begun_as: Contact | None = None) -> bytes:
+    """What others are shown of us; CertificateError when it counts no more, or not as it was when we began:
+    then the run ends here."""
+    now = roster.contact(me)
+    if now is not None and begun_as is not None and now != begun_as:
+        raise CertificateError(
+            f"another process is {me} now, at {now.address or 'no address'}: two have its certificate, and "
+            f"the one that was started last counts. Stop one of them, or give each machine a name of its own."
+        )
+    if now is None:
+        raise CertificateError(
+            f"{me}'s own entry counts no more: its certificate was revoked or has expired, or its file was "
+            f"taken from {roster.folder}. With a new certificate the same command goes on."
+        )
+    return roster.entry(me)
+
+
+def invite(config: Config, guest: PeerId, host: PeerId, *, days: float) -> Invitation:
+    """An invitation to the peer `host`, whose folder is here; its process may run or not."""
+    address = called_at(config)
+    if address is None:
+        raise ConfigError(f"{host} can't be called, so it can't invite. Let a peer with an address do it.")
+    folder = config.root / config.network.certs / "sites" / host
+    Credentials.load(folder)
+    key, _ = own_curve(folder, zmq.curve_keypair)
+    return Guestbook(folder).invite(
+        guest, host=host, address=address, key=key,
+        life=timedelta(days=days), new=zmq.curve_keypair,
+    )  # fmt: skip
+
+
+def accept(invitation: Invitation, roster: Roster, me: PeerId, stamp: Stamp) -> None:
+    """Fetch the roster from the peer that has invited this one; ConnectError says why it can't be. Blocks."""
+    if invitation.guest != me:
+        raise JoinRefused(f"this invitation is for {invitation.guest}, not for {me}")
+    host = Contact(invitation.host, invitation.key, invitation.address)
+    guest = Curve(zmq.curve_public(invitation.secret), invitation.secret)
+
+    def add(statement: bytes) -> None:
+        with suppress(CertificateError):  # the host has it; whether it counts here is ours to say
+            roster.add(statement)
+
+    join(host, guest, stamp, own_entry(roster, me), add, JOIN_S)
+    found = roster.contact(host.peer)
+    if found is None or found.key != host.key:
+        raise JoinRefused(f"who answers at {host.address} can't prove to be {host.peer} of this federation")

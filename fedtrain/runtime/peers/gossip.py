@@ -1,0 +1,312 @@
+"""Gossip: a peer that trains and averages with its neighbours, without a server.
+
+`Peer.step` is the page: it drives an algorithm of gossip/ between the training engine and a peer's end of
+the graph seam, over ZeroMQ (peer.py) or in memory (gossip_simulation.py), and can't tell which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...arena import Arena
+from ...errors import BadUpdate, SecAggError, TaskError
+from ...exchange import Exchanged, Neighborhood, Neighbors, PeerId, ShareHeader
+from ...gossip import Algorithm, Blend, Judged, LocalSteps, Parcel, Receive, Received, Ruled, Send, rules
+from ...messages import Metrics, Update, averages
+from ...secagg.peer_sums import LEAST, Layout, PeerSum, PeerSums, RingSum
+from ...store import Checkpoint
+from .parcels import Inbox, good, other_parts, share_of, trained_part, write
+
+if TYPE_CHECKING:
+    import torch
+
+    Vector = torch.Tensor
+    Floats = np.ndarray[Any, Any]
+
+Train = Callable[[int, Arena, Arena], Awaitable[Update]]  # round, from these weights; delta into the last
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """How one round of a peer went."""
+
+    metrics: Metrics  # of its own training
+    missing: Mapping[PeerId, str]  # in-neighbour whose share did not come -> why
+    loss: float  # this peer's estimate of the mean training loss over all peers
+    moved: float  # its estimate of how far averaging moved the models: root mean square, relative to a model
+    clipped: int = 0  # coordinates beyond gossip.clip, under masks
+    judged: Mapping[PeerId, float] = field(default_factory=dict)  # as in gossip.Judged, by a robust rule
+
+    @property
+    def estimates(self) -> dict[str, float]:
+        """For the log; without the loss when training gives none (see [privacy])."""
+        loss = {"mean_loss": self.loss} if "loss" in self.metrics else {}
+        clipped = {"clipped": float(self.clipped)} if self.clipped else {}
+        return loss | clipped | {"disagreement": self.moved}
+
+    @property
+    def doubted(self) -> dict[PeerId, float]:
+        """The neighbours whose models counted in part or not at all."""
+        return {peer: share for peer, share in self.judged.items() if share < 1}
+
+
+class Peer:
+    """One peer: a model, an algorithm's state, and how both change in a round.
+
+    What lives between rounds is `kept()`; a peer that is given it back goes on as if nothing had happened.
+    """
+
+    def __init__(
+        self,
+        name: PeerId,
+        algorithm: Algorithm,
+        model: Arena,
+        train: Train,
+        neighbors: Neighbors,
+        sums: PeerSums | None = None,
+        clip: float = 16.0,
+    ) -> None:
+        """With `sums` it gives its models into sums only; `clip`: see [gossip]."""
+        import torch
+
+        self.name, self.algorithm, self.model, self.round = name, algorithm, model, 0
+        self.state = algorithm.init(trained_part(model))
+        self._robust = isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.GraphMean)
+        self._train, self._neighbors = train, neighbors
+        self.sums, self.clip = sums, clip
+        self._gauge = torch.zeros(2, dtype=torch.float64)  # estimates of the means over all: loss, moves²
+        self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it sent it last
+        self._now = torch.zeros(2, dtype=torch.float64)  # what this peer measures now
+        self._metrics: Metrics = {}
+        self._posted: dict[PeerId, tuple[int, Parcel]] = {}  # the newest of each, and when it came
+
+    @property
+    def bytes_out(self) -> int:
+        return self._neighbors.bytes_out
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """All that the next round starts from, but for its number."""
+        own = {"model": self.model.data, "gauge": self._gauge, "told": self._own, "now": self._now}
+        return own | {f"state/{name}": value for name, value in self.state.items()}
+
+    def go_on(self, checkpoint: Checkpoint) -> None:
+        """From what `kept` was, under "NAME/" in a checkpoint's state."""
+        prefix = f"{self.name}/"
+        kept = {n.removeprefix(prefix): v for n, v in checkpoint.state.items() if n.startswith(prefix)}
+        self.model = Arena(self.model.schema, kept.pop("model"))
+        self._gauge, self._own, self._now = kept.pop("gauge"), kept.pop("told"), kept.pop("now").clone()
+        self.round = checkpoint.round
+        self.state = {name.removeprefix("state/"): value for name, value in kept.items()}
+
+    async def step(self, near: Neighborhood, deadline_s: float) -> RoundReport:
+        """The next round: do what the algorithm asks for; then model and state change together."""
+        t, others, own = self.round, other_parts(self.model), self._own
+        self._neighbors.announce(t)
+        party = self.algorithm.round(trained_part(self.model), self.state, near, t)
+        answer: Vector | Received | None = None
+        exchange: _Exchange | None = None
+        judged: Mapping[PeerId, float] = {}
+        while True:
+            try:
+                request = party.send(answer)
+            except StopIteration as end:
+                x, state = end.value
+                break
+            answer = None
+            if isinstance(request, LocalSteps):
+                try:
+                    answer, others = await self._local_steps(request.x, others)
+                except BaseException:
+                    if exchange is not None:
+                        exchange.give_up()
+                    raise
+            elif isinstance(request, Send):
+                own = self._now.clone()
+                # Parts that are averaged plainly, whatever the algorithm. By the gauge each peer follows
+                # the means over all peers, as gradient tracking follows the mean gradient.
+                sides = {**others, "gauge": self._gauge + (own - self._own)}
+                kind = _Exchange if self.sums is None else _Summed
+                exchange = kind(self, near, request, sides, deadline_s)
+            elif isinstance(request, Receive):
+                assert exchange is not None, "an algorithm sends before it receives"
+                answer = await exchange.received()
+            elif isinstance(request, Judged):
+                judged = request.shares
+            else:
+                assert exchange is not None, "an algorithm sends before it looks into its mailbox"
+                answer = heard = self._newest(request.staleness, exchange.parcel.parts)
+                exchange.read(heard)
+        assert exchange is not None, "every algorithm tells its neighbours something"
+        if not good(x):  # what neighbours gave was looked at as it came
+            raise TaskError(
+                f"round {t + 1}: the model of {self.name} has NaN, Inf or values whose squares are beyond "
+                f"their dtype, and is not kept: training diverges. Lower train.lr, or set train.clip_norm."
+            )
+        mixed = exchange.mixed()
+        self._gauge, self._own = mixed.pop("gauge"), own
+        others = {name: mixed[name] + (others[name] - sides[name]) for name in others}
+        if (told := exchange.parcel.parts.get("x")) is not None:
+            self._now[1] = float((x - told).norm() / x.norm().clamp(min=1e-30)) ** 2
+        self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
+        loss, moved = self._gauge.tolist()
+        moved = math.sqrt(max(0.0, moved))
+        return RoundReport(self._metrics, exchange.missing, loss, moved, exchange.clipped, judged)
+
+    async def _local_steps(
+        self, start: Vector, others: dict[str, Vector]
+    ) -> tuple[Vector, dict[str, Vector]]:
+        weights, delta = write(self.model.load(), start, others), Arena.zeros(self.model.schema)
+        update = await self._train(self.round, weights, delta)
+        self._metrics, self._now[0] = update.metrics, averages({"": update.metrics}).get("loss", 0.0)
+        moved = other_parts(delta)
+        return start + trained_part(delta), {name: v + moved[name] for name, v in others.items()}
+
+    def _newest(self, staleness: int, like: Mapping[str, torch.Tensor]) -> Received:
+        for posted in self._neighbors.take():
+            inbox = Inbox({}, like, 2 * self.model.schema.nbytes + (1 << 16))
+            share = posted.share
+            try:
+                nbytes = len(share.payload)
+                inbox.begin(ShareHeader(posted.peer, posted.round, nbytes, share.weight, share.degree,
+                                        share.codec, share.note))  # fmt: skip
+                inbox.mix(posted.peer, 0, share.payload)
+            except BadUpdate:
+                continue  # as if it had not come: what is stale returns to self
+            parcel = inbox.parcel(posted.peer)
+            if not self._robust and not all(map(good, parcel.parts.values())):
+                continue
+            self._posted[posted.peer] = self.round, parcel
+        return Received(
+            {p: parcel for p, (at, parcel) in self._posted.items() if self.round - at <= staleness}
+        )
+
+
+class _Exchange:
+    """The exchange of one round, from Send to the mix of the parts that are averaged plainly."""
+
+    def __init__(
+        self, peer: Peer, near: Neighborhood, send: Send, sides: Mapping[str, Vector], deadline_s: float
+    ) -> None:
+        self._near, self._directed = near, peer.algorithm.directed
+        self._mass = send.parcel.fields.get("mass", 1.0)
+        self._blends = {name: peer.algorithm.mix_extras(v, near, self._mass) for name, v in sides.items()}
+        self._returned, self.missing, self.clipped = 0.0, dict[PeerId, str](), 0
+        self.parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
+        self._under_way: asyncio.Future[Exchanged] | None = None
+        self._begin(peer, near, send, deadline_s)
+
+    def _begin(self, peer: Peer, near: Neighborhood, send: Send, deadline_s: float) -> None:
+        parcel = self.parcel
+        share = share_of(parcel, 1.0, len(near.outgoing))  # the bytes are the same for all
+        shares = {k: replace(share, weight=w) for k, w in near.outgoing.items()}
+        if not peer.algorithm.waits:
+            peer._neighbors.post(peer.round, shares)
+            return
+        most_bytes, optional = 2 * peer.model.schema.nbytes + (1 << 16), peer.algorithm.optional
+        self._inbox = Inbox({**send.blends, **self._blends}, parcel.parts, most_bytes, optional)
+        self._under_way = asyncio.ensure_future(
+            peer._neighbors.exchange(peer.round, shares, list(near.incoming), self._inbox, deadline_s)
+        )
+
+    def give_up(self) -> None:
+        """Cancel: the round failed while bytes were moving."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+
+    async def received(self) -> Received:
+        """The parcels that came. A neighbour that did not get ours is left out, unless its own is mixed."""
+        assert self._under_way is not None, "who doesn't wait asks for a Mailbox"
+        exchanged = await self._under_way
+        self.missing = dict(exchanged.missing)
+        self._returned = self._mass * sum(self._near.outgoing[peer] for peer in sorted(exchanged.kept))
+        heard = sorted(exchanged.arrived - exchanged.kept.keys())
+        return Received({peer: self._inbox.parcel(peer) for peer in heard}, exchanged.kept.keys())
+
+    def read(self, heard: Received) -> None:
+        """Blend the plainly averaged parts of parcels that came outside of an exchange."""
+        for peer in sorted(heard.parcels.keys() & self._near.incoming.keys()):
+            parcel = heard.parcels[peer]
+            for name, blend in self._blends.items():
+                blend.begin(peer, parcel.fields)
+                blend.add(peer, parcel.parts[name])
+
+    def mixed(self) -> dict[str, Vector]:
+        return {
+            name: blend.by_mass(self._returned)[0]
+            if self._directed and isinstance(blend, Blend)
+            else blend.to_self()
+            for name, blend in self._blends.items()
+        }
+
+
+class _Summed(_Exchange):
+    """The same where peers send sums only: of all a peer's senders, or of none."""
+
+    def _begin(self, peer: Peer, near: Neighborhood, send: Send, deadline_s: float) -> None:
+        import torch
+
+        assert peer.sums is not None
+        self._mixes = {**send.blends, **self._blends}
+        self._parts = {name: self.parcel.parts[name] for name in self._mixes}
+        self._models = len(send.blends)  # of the parts, the first; the others are exact
+        vectors = [part.numpy() for part in self._parts.values()]
+        values = np.concatenate(vectors[: self._models])
+        scalars = np.concatenate([part.astype(np.float64) for part in vectors[self._models :]])
+        shares = {}
+        for taker, weight in near.outgoing.items():
+            members = near.fellows[taker]
+            if (session := peer.sums.session(peer.round, taker, members)) is None:
+                continue
+            layout = Layout.of(len(members), peer.clip, values, len(scalars))
+            ring, clipped = peer.sums.masked(layout, values, scalars, weight, session)
+            self.clipped = max(self.clipped, clipped)
+            told = torch.from_numpy(ring.view(f"i{ring.itemsize}"))
+            shares[taker] = share_of(Parcel({_name(session): told}), weight, len(near.outgoing))
+        own = peer.sums.session(peer.round, peer.name, list(near.incoming))
+        expected = list(near.incoming) if own is not None else []
+        self._sum = RingSum(Layout.of(max(len(expected), 1), peer.clip, values, len(scalars)))
+        part = "" if own is None else _name(own)
+        like = {part: torch.from_numpy(self._sum.total.view(f"i{self._sum.total.itemsize}"))}
+        self._inbox = Inbox({part: self._sum}, like, 0)
+        self._under_way = asyncio.ensure_future(
+            peer._neighbors.exchange(peer.round, shares, expected, self._inbox, deadline_s)
+        )
+
+    async def received(self) -> Received:
+        """No single parcel. When a sender is missing, all shares return to this peer."""
+        assert self._under_way is not None
+        exchanged = await self._under_way
+        self.missing = dict(exchanged.missing)
+        if exchanged.arrived == self._near.incoming.keys():
+            try:
+                self._fold(*self._sum.layout.decode(self._sum.total))
+            except SecAggError as e:
+                self.missing = dict.fromkeys(self._near.incoming, str(e))
+        elif not self.missing:
+            why = f"fewer than {LEAST} tell this peer, or not all of them have met"
+            self.missing = dict.fromkeys(self._near.incoming, why)
+        return Received({})
+
+    def _fold(self, values: Floats, scalars: Floats) -> None:
+        import torch
+
+        at = {True: 0, False: 0}
+        for i, (name, part) in enumerate(self._parts.items()):
+            model = i < self._models
+            source = values if model else scalars
+            piece = source[at[model] : at[model] + part.numel()]
+            at[model] += part.numel()
+            mix = self._mixes[name]
+            assert isinstance(mix, Blend), mix
+            mix.add_sum(torch.from_numpy(piece).to(part.dtype))
+
+
+def _name(session: PeerSum) -> str:
+    """The name of the one part of a parcel: a part of another sum is refused before its bytes."""
+    return f"sum/{session.id.hex()}"

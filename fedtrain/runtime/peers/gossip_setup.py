@@ -1,0 +1,109 @@
+"""What [gossip] in fedtrain.toml describes: an algorithm and a graph, and whether they go together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from ... import aggregation, compression, topology
+from ...config import CompressionConfig, Config
+from ...errors import ConfigError
+from ...exchange import PeerId
+from ...gossip import ALGORITHMS, Algorithm, Ruled, build, rules
+from ...secagg.peer_sums import LEAST
+from ...topology import Topology
+
+AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
+
+
+def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
+    """The algorithm and the graph of [gossip]; ConfigError where they don't go together."""
+    gossip = config.gossip
+    if config.strategy.kind not in AVERAGE_ONLY:
+        raise ConfigError(
+            f"strategy.kind: {config.strategy.kind} steps at the server, and gossip has none. "
+            f'Use {" or ".join(AVERAGE_ONLY)}; gossip.algorithm = "diloco" has momentum.'
+        )
+    compressor = None
+    if gossip.algorithm == "choco":
+        if gossip.compressor.startswith("error_feedback"):
+            raise ConfigError("gossip.compressor: choco remembers errors itself. Leave error_feedback out.")
+        compressor = compression.parse(gossip.compressor).contraction()
+    own = {kind: rule for kind, rule in aggregation.RULES.items() if not rule.linear}
+    rule = rules.parse(gossip.rule, own, aggregation.build, config.run.rounds)
+    algorithm = build(gossip.algorithm, gossip.options, compressor, rule)
+    check_masks(config, algorithm)
+    file = gossip.topology.removeprefix("file:")
+    spec = gossip.topology if file == gossip.topology else f"file:{config.root / file}"
+    graph = topology.parse(spec, gossip.weights)
+    push_sum = (gossip.weights or topology.KINDS[graph.kind].weights) == "push-sum"
+    if push_sum and not algorithm.directed:
+        raise ConfigError(
+            f"gossip.algorithm: {gossip.algorithm} would lose the mean on {graph}, whose weights are "
+            f'push-sum\'s. Use "sgp" or "epidemic", or another topology.'
+        )
+    if algorithm.static and graph.period(8) != 1:
+        raise ConfigError(
+            f"gossip.topology: {graph} changes from round to round, and {gossip.algorithm} keeps a copy "
+            f'of each neighbour. Use one that stays, as "regular:4".'
+        )
+    return algorithm, graph
+
+
+def agreed(config: Config) -> dict[str, str]:
+    """The settings that all peers must have alike: key -> value as text."""
+    own = {f"gossip.{f.name}": repr(getattr(config.gossip, f.name))
+           for f in fields(config.gossip) if f.name != "roster"}  # fmt: skip
+    return config.agreed() | own
+
+
+def of_a_peer(config: Config) -> Config:
+    """The settings of a peer's trainer: [compression] is for updates, and peers exchange models."""
+    return replace(config, compression=CompressionConfig())
+
+
+def check_masks(config: Config, algorithm: Algorithm) -> None:
+    """ConfigError under gossip.masks for an algorithm that needs more than sums of models."""
+    if not config.gossip.masks:
+        return
+    if isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.GraphMean):
+        raise ConfigError(
+            f"gossip.masks: {config.gossip.rule} compares single models, which masks hide. Set gossip.rule = "
+            f'"mean", or gossip.masks = false.'
+        )
+    if not algorithm.sums:
+        able = ", ".join(name for name, kind in ALGORITHMS.items() if kind.sums)
+        raise ConfigError(
+            f"gossip.masks: {config.gossip.algorithm} wants more of its neighbours than the sum of their "
+            f"models. These are content with it: {able}."
+        )
+
+
+def fewest(algorithm: Algorithm, masks: bool) -> int:
+    """Peers that a neighbourhood needs, one's own self included."""
+    return max(algorithm.rule.needs if isinstance(algorithm, Ruled) else 1, 1 + LEAST if masks else 1)
+
+
+def check_hearing(
+    algorithm: Algorithm, graph: Topology, members: Sequence[PeerId], seed: int, masks: bool = False
+) -> None:
+    """ConfigError unless each of these members hears as many peers as its rule and its masks need, and no
+    more than the algorithm can use."""
+    for t in range(graph.period(len(members)) or 8):
+        if algorithm.everyone(t):
+            continue
+        for near in graph.round(members, t, seed).graph.values():
+            algorithm.check(near, t)
+            if masks and len(near.incoming) < LEAST:
+                raise ConfigError(
+                    f"gossip.masks: {near.peer} hears {len(near.incoming)} peers in round {t + 1} on "
+                    f"{graph} of {len(members)} peers, and a sum of fewer than {LEAST} hides nobody. Use a "
+                    f'denser graph, as gossip.topology = "regular:4".'
+                )
+            if isinstance(algorithm, Ruled) and 1 + len(near.incoming) < algorithm.rule.needs:
+                raise ConfigError(
+                    f"gossip.rule: {algorithm.rule} needs {algorithm.rule.needs} models, one's own included, "
+                    f"and {near.peer} has {1 + len(near.incoming)} in round {t + 1} on {graph} of "
+                    f"{len(members)} peers. Use a denser graph, as gossip.topology = "
+                    f'"regular:{algorithm.rule.needs - 1}".'
+                )

@@ -1,0 +1,202 @@
+"""A peer's model as it travels: vectors out of an arena and back, parcels as bytes, and their check.
+
+`share_of` makes the bytes of a parcel; an `Inbox` checks bytes that came before they are mixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ...arena import Arena, narrow_into, widened
+from ...errors import BadUpdate, ConfigError, WireError
+from ...exchange import PeerId, Share, ShareHeader
+from ...gossip import Blend, Fold, Parcel
+from ...schema import ALIGN, FLOATS
+from ...wire.codec import decode
+from ..star.checks import finite
+
+if TYPE_CHECKING:
+    import torch
+
+    Vector = torch.Tensor
+
+PART_TYPES = (*FLOATS, "uint8", "int32", "int64")  # dtypes that a part may have
+MOST_MASS = 1e4  # of one peer in push-sum; all peers together have as much as there are peers
+
+
+def trained_part(arena: Arena) -> Vector:
+    """All trained coordinates as one vector, float32 or float64; a view where they lie in one piece."""
+    parts = [widened(vector) for vector in arena.trained().values()]
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def other_parts(arena: Arena) -> dict[str, Vector]:
+    """The parts that are averaged plainly, by dtype: buffers. Booleans and bytes do not travel."""
+    return {f"other/{dtype}": widened(vector) for dtype, vector in arena.others().items()}
+
+
+def write(arena: Arena, trained: Vector, others: Mapping[str, Vector]) -> Arena:
+    """Write both into an arena, each rounded once to its own dtype."""
+    at = 0
+    for vector in arena.trained().values():
+        vector.copy_(trained[at : at + len(vector)])
+        at += len(vector)
+    for dtype, vector in arena.others().items():
+        if (other := others.get(f"other/{dtype}")) is not None:
+            narrow_into(vector, other)
+    arena.changed()
+    return arena
+
+
+def _joined(parts: list[Vector]) -> Vector:
+    import torch
+
+    if not parts:
+        raise ConfigError("the task's model has no trained parameters: there is nothing to agree on")
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
+    return torch.cat([p.to(dtype) for p in parts])
+
+
+# --- parcels as bytes
+
+
+class ParcelHeader(msgspec.Struct, array_like=True):
+    """The parts of a parcel, in the order of its bytes, and its numbers."""
+
+    parts: list[tuple[str, str, int]]  # name, dtype, how many
+    fields: dict[str, float]
+
+
+def share_of(parcel: Parcel, weight: float, degree: int) -> Share:
+    """The bytes of a parcel; without a copy when it has one part. Each part begins on 64 bytes."""
+    import torch
+
+    blocks = [part.contiguous().view(torch.uint8) for part in parcel.parts.values()]
+    if len(blocks) > 1:
+        data = torch.zeros(sum(map(_padded, map(len, blocks))), dtype=torch.uint8)
+        at = 0
+        for block in blocks:
+            data[at : at + len(block)] = block
+            at += _padded(len(block))
+    else:
+        data = blocks[0]
+    note = ParcelHeader(
+        [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in parcel.parts.items()],
+        dict(parcel.fields),
+    )
+    return Share(memoryview(data.numpy().data), weight, degree, note=msgspec.msgpack.encode(note))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Inbox:
+    """exchange.Mixer: what neighbours send goes into a round's blends, chunk by chunk, or is kept whole.
+
+    A parcel is checked before it is used: parts that we have too are of our type and size, the others small
+    enough to hold, and every number and value is finite (S16, S17).
+    """
+
+    def __init__(
+        self,
+        blends: Mapping[str, Fold],
+        like: Mapping[str, torch.Tensor],
+        most_bytes: int,
+        optional: Collection[str] = (),
+    ) -> None:
+        """`like`: our own parts; a parcel may lack the `optional` ones, or have them in other sizes.
+        Parts that are not blended may have `most_bytes` together."""
+        self._blends, self._most = blends, most_bytes
+        self._like = {name: part for name, part in like.items() if name not in optional}
+        self._parts: dict[PeerId, list[_Part]] = {}
+        self._fields: dict[PeerId, dict[str, float]] = {}
+
+    def begin(self, offer: ShareHeader) -> None:
+        import torch
+
+        note = _checked_note(offer.note)
+        at, parts = 0, []
+        for name, dtype_name, numel in note.parts:
+            dtype: torch.dtype = getattr(torch, dtype_name)
+            mine = self._like.get(name)
+            if mine is not None and (mine.dtype, mine.numel()) != (dtype, numel):
+                raise BadUpdate(f"{name[:64]} is {dtype_name}[{numel}], ours {mine.dtype}[{mine.numel()}]")
+            parts.append(_Part(name, dtype, at, numel * dtype.itemsize))
+            at += parts[-1].nbytes if len(note.parts) == 1 else _padded(parts[-1].nbytes)
+        if at != offer.nbytes:
+            raise BadUpdate(f"{offer.nbytes} bytes, its parts have {at}")
+        if missing := self._like.keys() - {part.name for part in parts}:
+            raise BadUpdate(f"it has no {', '.join(sorted(missing))}")
+        whole = [part for part in parts if part.name not in self._blends]
+        if (nbytes := sum(part.nbytes for part in whole)) > self._most:
+            raise BadUpdate(f"{nbytes} bytes to be held, at most {self._most} are allowed")
+        for part in whole:
+            part.held = torch.empty(part.nbytes, dtype=torch.uint8)
+        self._parts[offer.peer], self._fields[offer.peer] = parts, note.fields
+        for blend in self._blends.values():
+            blend.begin(offer.peer, note.fields)
+
+    def mix(self, peer: PeerId, offset: int, chunk: memoryview) -> None:
+        import torch
+
+        lent = bytearray(chunk) if chunk.readonly else chunk  # torch takes no read-only memory
+        data = torch.frombuffer(lent, dtype=torch.uint8)
+        for part in self._parts[peer]:
+            start, stop = max(part.start, offset), min(part.start + part.nbytes, offset + len(data))
+            if start >= stop:
+                continue
+            piece = data[start - offset : stop - offset]
+            values = piece.view(part.dtype)
+            if part.dtype.is_floating_point and not finite(values):
+                raise BadUpdate(f"{part.name} has NaN or Inf")
+            if isinstance(self._blends.get(part.name), Blend) and not good(values):  # a rule may take them
+                raise BadUpdate(f"{part.name} has values whose squares are beyond {values.dtype}")
+            if part.held is None:
+                self._blends[part.name].add(peer, values)
+            else:
+                part.held[start - part.start : stop - part.start] = piece
+
+    def end(self, peer: PeerId, nbytes: int) -> None:
+        """Nothing: the exchange knows whose parcel came whole."""
+
+    def parcel(self, peer: PeerId) -> Parcel:
+        """The parts of a neighbour's parcel that were not blended. The parcel must have come whole."""
+        held = {p.name: p.held.view(p.dtype) for p in self._parts[peer] if p.held is not None}
+        return Parcel(held, self._fields[peer])
+
+
+@dataclass
+class _Part:
+    name: str
+    dtype: torch.dtype
+    start: int  # bytes, in the payload
+    nbytes: int
+    held: torch.Tensor | None = None  # uint8; None where it is blended
+
+
+def good(values: torch.Tensor) -> bool:
+    """Whether the values are finite, and their squares, as in checks.flaw; what is not floats always is."""
+    if not values.is_floating_point():
+        return True
+    wide = widened(values)
+    return math.isfinite(float(wide.dot(wide)))
+
+
+def _checked_note(note: bytes) -> ParcelHeader:
+    try:
+        found: ParcelHeader = decode(note, ParcelHeader)
+    except WireError as e:
+        raise BadUpdate(f"its note can't be read: {e}") from None
+    if any(dtype not in PART_TYPES or numel < 0 for _, dtype, numel in found.parts):
+        raise BadUpdate(f"its parts are not of {', '.join(PART_TYPES)}")
+    if not all(math.isfinite(value) for value in found.fields.values()):
+        raise BadUpdate("its numbers are not finite")
+    if not 0 < found.fields.get("mass", 1.0) <= MOST_MASS:
+        raise BadUpdate(f"its mass is {found.fields['mass']:g}, not between 0 and {MOST_MASS:g}")
+    return found

@@ -1,0 +1,276 @@
+"""`fedtrain peer NAME`: one site that trains and averages with its neighbours, over ZeroMQ.
+
+This process holds the keys, the connections and the mixing; the task's code and the data are in a trainer
+process, as at a site of a federation. Which peers there are is the roster's, who of them is there SWIM's,
+whom this one hears in a round the topology's, and what it does with it `gossip.Peer`'s: this file puts them
+together, keeps each round on disk, and takes the state of others when this peer is far behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+
+import zmq
+
+from ... import __version__
+from ...arena import Arena, ArenaFile
+from ...config import Config
+from ...errors import CertificateError, ConfigError, TaskError
+from ...events import Emit, Notice, SiteState, UpdateRefused, noticed
+from ...exchange import Neighborhood, PeerId
+from ...gossip import Algorithm
+from ...messages import Update, averages
+from ...pki import Credentials
+from ...pki.invitation import Invitation
+from ...pki.roster import Roster, own_curve
+from ...secagg.keys import KeyPair
+from ...secagg.peer_sums import PeerSums
+from ...store import Checkpoint, RunStore
+from ...topology import Topology
+from ...transport.admission import FAST, Curve, curve_speed
+from ...transport.links import LinkSettings
+from ...transport.shares import Limits
+from ...transport.zmq import ZmqNeighbors
+from ...wire.gossip import Greeting, Stamp
+from ..journal import Journal, Lap, Result, plain
+from ..sites.privacy import Spent
+from ..sites.supervised import Supervised, Trains
+from ..star.agreement import agree_as_peers
+from ..threads import all_cores, while_torch_loads
+from ..trainers.trainer import TRIES, Trainer
+from .enrolment import accept, enrolled, own_entry
+from .gossip import Peer
+from .gossip_setup import agreed as agreed_of_peers
+from .gossip_setup import algorithm_of, check_hearing, of_a_peer
+from .keeping_up import catch_up, gather, most_are_done, see_off, share_of_state
+
+RELOAD_S = 2.0  # between looks at the roster's folder
+
+
+async def run(
+    config: Config,
+    name: PeerId,
+    *,
+    data_dir: Path | None = None,
+    emit: Emit,
+    invitation: Invitation | None = None,
+    start_trainer: Callable[[Path], Awaitable[Trains]] | None = None,
+) -> Result:
+    """Take part until the run's rounds are done; goes on from the last round that is on this peer's disk.
+
+    With an `invitation` the roster may be empty: it is fetched from the peer that made it, unless that peer
+    is on it already.
+    """
+    algorithm, graph = algorithm_of(config)
+    if algorithm.static:
+        raise ConfigError(
+            f"gossip.algorithm: {config.gossip.algorithm} needs equal copies at both ends of an edge, which "
+            f"do not survive a peer that is lost or started again. Use another one between machines."
+        )
+    folder = config.root / config.network.certs / "sites" / name
+    credentials = Credentials.load(folder)
+    if credentials.identity.name != name:
+        raise CertificateError(f"the certificate in {folder} is {credentials.identity.name}'s, not {name}'s")
+    start = start_trainer or (
+        lambda scratch: Trainer.start(of_a_peer(config), data_dir=data_dir, scratch=scratch)
+    )
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(closing(RunStore(config.peer_dir(name), warn=noticed(emit))))
+        journal = Journal(config, store, emit)
+        trainer = await while_torch_loads(Supervised.begin(lambda: start(store.folder)))
+        stack.push_async_callback(trainer.close)
+        agreed = await _begin(config, store, trainer, graph)
+        sums = None
+        if config.gossip.masks:
+            sums = PeerSums(name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), all_cores())
+        schema = trainer.description.schema
+        greeting = Greeting(
+            version=__version__, task_digest=trainer.description.task_digest, schema_digest=schema.digest,
+            agreed=agreed, frozen_digest=store.frozen.digest,
+            mask_key=sums.public if sums else b"", mask_number=time.time_ns(),
+        )  # fmt: skip
+        curve = Curve(*own_curve(folder, zmq.curve_keypair))
+        roster = enrolled(config, name, credentials, curve, emit, sums, greeting.mask_number)
+        if invitation is not None and roster.contact(invitation.host) is None:
+            stamp = Stamp.of(config.run.name, schema.digest, name)
+            await asyncio.to_thread(accept, invitation, roster, name, stamp)
+            emit(Notice(text=f"joined by {invitation.host}: {len(roster.peers())} peers on the roster"))
+        neighbors = ZmqNeighbors(
+            me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
+            welcome=lambda peer, theirs: agree_as_peers(name, greeting, peer, theirs, sums),
+            listen=config.network.listen or None,
+            settings=LinkSettings(
+                config.network.heartbeat, config.network.idle,
+                limits=Limits(payload_bytes=8 * schema.nbytes + (1 << 20)),
+            ),
+            emit=emit,
+        )  # fmt: skip
+        if (speed := await asyncio.to_thread(curve_speed)) < FAST:
+            slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"
+            emit(Notice(text=f"{slow}: is this pyzmq built without libsodium?"))
+        files = store.folder / "train"
+        files.mkdir(exist_ok=True)
+        model = (await trainer.initial(files / "initial")).load()
+        train = _training(trainer, name, files, Spent(config.privacy, store.folder, emit), emit)
+        peer = Peer(name, algorithm, model, train, neighbors, sums, config.gossip.clip)
+        neighbors.start()  # ready: others count on this peer from here on
+        stack.push_async_callback(neighbors.stop)
+        stack.callback(asyncio.create_task(_watch(roster, neighbors)).cancel)
+        return await _rounds(journal, graph, peer, neighbors, roster, trainer)
+
+
+async def _begin(config: Config, store: RunStore, trainer: Trains, graph: Topology) -> dict[str, str]:
+    """The settings that all peers share; the run is begun in the store, and its frozen parameters are at the
+    trainer."""
+    about, agreed = trainer.description, agreed_of_peers(config)
+    store.begin(
+        about.schema, agreed, frozen=about.frozen.schema, run=config.run.name, task_digest=about.task_digest
+    )
+    if not store.has_frozen(about.frozen.schema):
+        store.keep_frozen((await trainer.initial(store.folder / "frozen", frozen=True)).load())
+        (store.folder / "frozen").unlink()
+    if (frozen := store.frozen_file()) is not None:
+        await trainer.freeze(frozen)
+    # only the name of a graph in a file stands in the settings
+    return agreed | ({"gossip.graph": graph.fingerprint} if graph.kind == "file" else {})
+
+
+async def _rounds(
+    journal: Journal, graph: Topology, peer: Peer, neighbors: ZmqNeighbors, roster: Roster, trainer: Trains
+) -> Result:
+    config, checkpoint = journal.config, journal.store.latest()
+    journal.start("peer", len(roster.peers()), checkpoint.round if checkpoint else 0)
+    if checkpoint is not None:
+        peer.go_on(checkpoint)
+    if peer.sums is None:  # else the model of a round without a sum is this peer's alone, and its secret
+        neighbors.publish(peer.round, share_of_state(peer))
+    shape = Shape(graph, config.run.seed, journal.emit)
+    if journal.reason_to_stop(peer.round) is None:
+        await gather(journal, peer, neighbors, roster)
+        shape.check(peer.algorithm, roster.peers(), config.gossip.masks)
+        await catch_up(peer, neighbors, journal.emit)
+    alone, begun_as = False, roster.contact(peer.name)
+    while True:
+        if peer.algorithm.waits:  # else the fast are ahead of the slow for good, and nobody minds
+            await catch_up(peer, neighbors, journal.emit)
+        if journal.evaluation_is_due(peer.round):
+            await _evaluate(journal, peer, trainer)
+        reason = journal.reason_to_stop(peer.round)
+        if not peer.algorithm.waits and most_are_done(neighbors, roster, config.run.rounds):
+            reason = reason or "most peers have done all rounds"
+        if reason is not None:
+            break
+        own_entry(roster, peer.name, begun_as)
+        lap, view = Lap(neighbors), neighbors.view()
+        if view.degraded and not alone:
+            here = f"only {len(view.alive)} of {len(roster.peers())} peers are here"
+            journal.emit(Notice(text=f"{here}: the others may go on without this part"))
+        alone = view.degraded
+        topology = Topology("complete") if peer.algorithm.everyone(peer.round) else None
+        # with all there, the graph that a simulation has
+        epoch = 0 if list(view.alive) == roster.peers() else view.epoch
+        near = shape.round(view.alive, epoch, peer.round, topology)[peer.name]
+        journal.round_started(peer.round, list(view.alive), neighbors=list(near.incoming))
+        await _round(journal, peer, neighbors, near, lap)
+    await see_off(config, peer, neighbors)
+    result = journal.result(peer.round, reason)
+    journal.finish(result)
+    return result
+
+
+async def _round(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Neighborhood, lap: Lap) -> None:
+    """Train, average with those who are near, commit; and offer the model to late joiners."""
+    emit, store = journal.emit, journal.store
+    emit(SiteState(site=peer.name, round=peer.round + 1, state="training"))
+    told = await peer.step(near, journal.config.gossip.round_deadline)
+    for other in {peer.name, *near.incoming} - told.missing.keys():
+        emit(SiteState(site=other, round=peer.round, state="done"))
+    for other, why in told.missing.items():
+        emit(UpdateRefused(site=other, round=peer.round, reason=why))
+    metrics = averages({peer.name: told.metrics}) | told.estimates
+    record = lap.record(metrics, 1 + len(near.incoming.keys() - told.missing.keys()))
+    record["doubted"] = told.doubted
+    kept = {f"{peer.name}/{key}": value for key, value in peer.kept().items()}
+    after = Checkpoint(peer.round, peer.model, kept)
+    journal.commit(after, record, await asyncio.to_thread(store.prepare, after))
+    if peer.sums is None or not told.missing:
+        neighbors.publish(peer.round, share_of_state(peer))
+
+
+async def _evaluate(journal: Journal, peer: Peer, trainer: Trains) -> None:
+    weights = written(peer.model, journal.store.folder / "train" / "weights")
+    found = (await trainer.evaluate(peer.name, peer.round, weights)).metrics
+    metrics, _ = await (trainer.shown if trainer.description.derives else plain)(found, {})
+    journal.keep_evaluation(peer.round, metrics, {peer.name: metrics})
+
+
+class Shape:
+    """The graph over those who are there: the run's own, or the nearest that so many can have."""
+
+    def __init__(self, graph: Topology, seed: int, emit: Emit) -> None:
+        self._graph, self._seed, self._emit = graph, seed, emit
+        self._of: tuple[Sequence[PeerId], int] | None = None  # members and epoch that _now is for
+        self._now = graph
+
+    def check(self, algorithm: Algorithm, members: Sequence[PeerId], masks: bool) -> None:
+        """ConfigError where these could never agree, or hear too few."""
+        graph, _ = self._graph.near(members, self._seed)
+        graph.check(members, self._seed)
+        check_hearing(algorithm, graph, members, self._seed, masks)
+
+    def round(
+        self, members: Sequence[PeerId], epoch: int, t: int, other: Topology | None
+    ) -> Mapping[PeerId, Neighborhood]:
+        """Each one's part of round t; `other` is a round's own graph."""
+        if self._of != (members, epoch):
+            self._of = members, epoch
+            self._now, why = self._graph.near(members, self._seed, epoch)
+            if why:
+                self._emit(Notice(text=f"{why} With those who are here now it is {self._now}."))
+            try:
+                self._now.check(members, self._seed, epoch)
+            except ConfigError as e:
+                self._emit(Notice(text=f"{e} Until then each part goes on by itself."))
+        return (other or self._now).round(members, t, self._seed, epoch).graph
+
+
+async def _watch(roster: Roster, neighbors: ZmqNeighbors) -> None:
+    """Look at the roster again and again: call who is new, cut off who was struck off."""
+    while True:
+        neighbors.revoked()
+        neighbors.connect([other for other in roster.peers() if other != neighbors.me])
+        await asyncio.sleep(RELOAD_S)
+        await asyncio.to_thread(roster.reload)
+
+
+def _training(
+    trainer: Trains, name: PeerId, folder: Path, spent: Spent, emit: Emit
+) -> Callable[[int, Arena, Arena], Awaitable[Update]]:
+    """Weights and delta go to the trainer process and back as files."""
+
+    async def train(round: int, weights: Arena, delta: Arena) -> Update:
+        given = written(weights, folder / "weights")
+        for left in reversed(range(TRIES)):  # a failure may be over the next time
+            try:
+                update = await trainer.train(name, round, given, folder / "delta")
+                break
+            except TaskError as e:
+                if not left:
+                    raise
+                emit(Notice(text=f"round {round + 1}: training failed and is tried again: {e}"))
+        spent.one_more(name, round)
+        delta.copy_(update.delta.load())
+        return update
+
+    return train
+
+
+def written(arena: Arena, path: Path) -> ArenaFile:
+    """The arena as a file that the trainer reads."""
+    path.write_bytes(arena.payload)
+    return ArenaFile(arena.schema, path)

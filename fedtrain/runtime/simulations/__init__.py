@@ -1,0 +1,1 @@
+"""All sites, or all peers, on one machine."""

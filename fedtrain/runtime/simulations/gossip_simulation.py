@@ -1,0 +1,225 @@
+"""`fedtrain simulate --mode gossip`: every site as a peer in this process, over the seam in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...aggregation import WeightedMean
+from ...arena import Arena
+from ...config import Config
+from ...errors import ConfigError, nearest
+from ...events import Emit, UpdateRefused, noticed
+from ...exchange import PeerId
+from ...messages import Update, averages, summed
+from ...secagg.keys import KeyPair
+from ...secagg.peer_sums import PeerSums
+from ...store import Checkpoint, RunStore
+from ...topology import Topology
+from ...transport.memory import LocalNetwork
+from ..journal import Journal, Lap, Result
+from ..peers.gossip import Peer, RoundReport, Train
+from ..peers.gossip_setup import agreed as agreed_of_peers
+from ..peers.gossip_setup import algorithm_of, check_hearing, of_a_peer
+from ..peers.parcels import trained_part
+from ..sites.privacy import Spent
+from ..star.in_flight import paces
+from ..trainers.workbench import Workbench
+from .simulation import agreed as agreed_simulation
+from .simulation import forget
+
+if TYPE_CHECKING:
+    from ...training.task import Task
+
+
+async def simulate(
+    config: Config,
+    *,
+    emit: Emit,
+    fresh: bool = False,
+    data_dir: Path | None = None,
+    task: Task | None = None,
+) -> Result:
+    """Every site of the simulation as a peer, from the last committed round on, or from the first when
+    `fresh`. What is committed is every peer's model; the run's model is their mean."""
+    algorithm, graph = algorithm_of(config)
+    if fresh:
+        forget(config.gossip_dir)
+    bench = Workbench(of_a_peer(config), data_dir, simulated=True, task=task)
+    about = bench.description
+    if strangers := graph.strangers(about.sites):
+        raise ConfigError(
+            f"gossip.topology: {graph} names {strangers[0]}.{nearest(strangers[0], about.sites)}"
+        )
+    graph.check(about.sites, config.run.seed)
+    check_hearing(algorithm, graph, about.sites, config.run.seed, config.gossip.masks)
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(closing(RunStore(config.gossip_dir, durable=False, warn=noticed(emit))))
+        journal = Journal(config, store, emit)
+        agreed = agreed_of_peers(config) | agreed_simulation(config)
+        store.begin(
+            about.schema, agreed, frozen=about.frozen.schema, run=config.run.name,
+            task_digest=about.task_digest,
+        )  # fmt: skip
+        if not store.has_frozen(about.frozen.schema):
+            store.keep_frozen(bench.initial(frozen=True))
+        if (frozen := store.frozen_file()) is not None:
+            bench.freeze(frozen)
+        spent = Spent(config.privacy, store.folder, emit)
+        pace = dict.fromkeys(about.sites, 1.0) if algorithm.waits else paces(config, about.sites)
+        fastest = min(about.sites, key=pace.__getitem__)  # who spends most of all
+        network = LocalNetwork(about.sites)
+        sums = _peer_sums(config, about.sites)
+        initial = bench.initial()
+        peers = {
+            name: Peer(
+                name, algorithm, initial.load(),
+                _trainer(bench, name, spent if name == fastest else None),
+                await stack.enter_async_context(network.join(name)), sums.get(name),
+                config.gossip.clip,
+            )
+            for name in about.sites
+        }  # fmt: skip
+        result = await _rounds(journal, graph, peers, pace, bench)
+        journal.finish(result)
+        return result
+
+
+async def _rounds(
+    journal: Journal,
+    graph: Topology,
+    peers: Mapping[PeerId, Peer],
+    pace: Mapping[PeerId, float],
+    bench: Workbench,
+) -> Result:
+    config, store = journal.config, journal.store
+    checkpoint = store.latest()
+    number = 0 if checkpoint is None else checkpoint.round
+    journal.start("gossip", len(peers), number)
+    if checkpoint is None:
+        checkpoint = _checkpoint(0, peers)
+        store.commit(checkpoint, {})
+    else:
+        for peer in peers.values():
+            peer.go_on(checkpoint)
+    for name, peer in peers.items():
+        peer.round = number if peer.algorithm.waits else turns(number, pace[name])
+    while True:
+        if journal.evaluation_is_due(number):
+            weights = checkpoint.weights.load()
+            each = {
+                site: bench.evaluate(site, number, weights).metrics for site in bench.description.evaluators
+            }
+            journal.keep_evaluation(number, *bench.shown(summed(each), each))
+        if reason := journal.reason_to_stop(number):
+            return journal.result(number, reason)
+        lap, sent = Lap(), sum(peer.bytes_out for peer in peers.values())
+        journal.round_started(number, list(peers))
+        steps = await _steps(config, graph, peers, pace, number)
+        number += 1
+        checkpoint = _checkpoint(number, peers)
+        for name, told in steps:
+            for other, why in told.missing.items():
+                journal.emit(UpdateRefused(site=other, round=number, reason=f"at {name}: {why}"))
+        metrics = averages({f"{i:09}": told.metrics for i, (_, told) in enumerate(steps)})
+        if clipped := float(sum(told.clipped for _, told in steps)):
+            metrics["clipped"] = clipped
+        metrics["disagreement"] = disagreement(peers, checkpoint)
+        record = lap.record(metrics, len({name for name, _ in steps}))
+        record["bytes_in"] = sum(peer.bytes_out for peer in peers.values()) - sent
+        record["bytes_out"] = record["bytes_in"]
+        record["doubted"] = doubted([told for _, told in steps])
+        journal.commit(checkpoint, record)
+
+
+async def _steps(
+    config: Config,
+    graph: Topology,
+    peers: Mapping[PeerId, Peer],
+    pace: Mapping[PeerId, float],
+    number: int,
+) -> list[tuple[PeerId, RoundReport]]:
+    """Round `number` of every peer, and how each went.
+
+    Where peers never wait, each does as many rounds of its own as simulate.speeds gives it the time for, in
+    the order in which they end; of those at one moment the first by name is first.
+    """
+
+    def step(name: PeerId) -> Awaitable[RoundReport]:
+        t = peers[name].round
+        topology = Topology("complete") if peers[name].algorithm.everyone(t) else graph
+        near = topology.round(list(peers), t, config.run.seed).graph[name]
+        return peers[name].step(near, config.gossip.round_deadline)
+
+    if all(peer.algorithm.waits for peer in peers.values()):
+        return list(zip(peers, await asyncio.gather(*map(step, peers)), strict=True))
+    ends = sorted(
+        (turn * pace[name], name)
+        for name in peers
+        for turn in range(turns(number, pace[name]) + 1, turns(number + 1, pace[name]) + 1)
+    )
+    return [(name, await step(name)) for _, name in ends]
+
+
+def turns(time: float, pace: float) -> int:
+    """How many rounds a peer has done by then, each of which takes it `pace`."""
+    return math.floor(time / pace + 1e-9)
+
+
+def _peer_sums(config: Config, names: Sequence[PeerId]) -> dict[PeerId, PeerSums]:
+    """Each peer's; with masks only where simulate.masks asks for the work as it is done for real."""
+    if not config.gossip.masks:
+        return {}
+    pairs = {name: KeyPair(os.urandom(32)) if config.simulate.masks else None for name in names}
+    found = {name: PeerSums(name, config.run.name, config.run.seed, pair) for name, pair in pairs.items()}
+    for one in found.values():
+        for name, other in found.items():
+            if name != one.me:
+                one.meet(name, other.public)
+    return found
+
+
+def doubted(told: Sequence[RoundReport]) -> dict[PeerId, float]:
+    """Peers whose models did not count whole everywhere: the mean share over all that judged them."""
+    shares: dict[PeerId, list[float]] = {}
+    for of_one in told:
+        for peer, share in of_one.judged.items():
+            shares.setdefault(peer, []).append(share)
+    means = {peer: math.fsum(each) / len(each) for peer, each in sorted(shares.items())}
+    return {peer: mean for peer, mean in means.items() if mean < 1}
+
+
+def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:
+    """The root mean square distance of the peers' models from their mean, relative to it."""
+    mean = trained_part(checkpoint.weights.load())
+    square = sum(float((trained_part(p.model) - mean).double().square().sum()) for p in peers.values())
+    return math.sqrt(square / len(peers)) / max(float(mean.double().norm()), 1e-30)
+
+
+def _trainer(bench: Workbench, name: PeerId, spent: Spent | None) -> Train:
+    async def train(round: int, weights: Arena, delta: Arena) -> Update:
+        update = bench.train(name, round, weights, delta)
+        if spent is not None:
+            spent.one_more(name, round)
+        return update
+
+    return train
+
+
+def _checkpoint(number: int, peers: Mapping[PeerId, Peer]) -> Checkpoint:
+    """The mean model, and all that every peer keeps."""
+    first = next(iter(peers.values())).model
+    mean = WeightedMean(first.schema)
+    for name in sorted(peers):
+        mean.add(Update(delta=peers[name].model, num_examples=1.0))
+    weights = mean.result()
+    for section in first.schema.sections:
+        if not section.moves:
+            weights.flat(section).copy_(first.flat(section))
+    state = {f"{name}/{key}": value for name, peer in peers.items() for key, value in peer.kept().items()}
+    return Checkpoint(number, weights, state)

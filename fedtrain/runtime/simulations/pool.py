@@ -1,0 +1,309 @@
+"""Trainer processes that share the sites of a simulation among them.
+
+Sites are trained many to a message, and their updates come back in shared memory. What a site sends depends
+on the weights, its data and (seed, round, site) alone, so neither the number of processes nor their speed
+changes a bit of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from ...arena import AnyArena, Arena, ArenaFile, Slab, patches_to
+from ...config import Config
+from ...errors import ConfigError, FedtrainError, TaskError, nearest
+from ...messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
+from ..journal import Averages, plain
+from ..sites.supervised import unchanged
+from ..threads import while_torch_loads
+from ..trainers import trainer_messages as msg
+from ..trainers.trainer import TRIES, Trainer, TrainerDied
+from ..trainers.trainer_messages import Description, Failed
+from ..trainers.workbench import Workbench
+from .shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from ...training.task import Task
+
+T = TypeVar("T")
+VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend on who is stacked with whom
+LOOP_SITES = 50  # a batch of the loop engine, at most
+BATCH_BYTES = 16 << 20  # of deltas in a batch, unless one is larger
+AHEAD = 3  # batches under way for each worker
+ONE_AT_A_TIME = threading.Lock()  # for what trains in this process, which has one set of random generators
+
+
+class PoolCohort:
+    """exchange.Cohort over trainer processes.
+
+    Replies come in the order of the requests, and there is no deadline: the result must not depend on how
+    fast the machine is. A few batches are under way at a time, so memory doesn't grow with the sites. An
+    update lies in shared memory, which is used again once nobody looks at it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        trainers: list[Trainer],
+        start: Callable[[], Awaitable[Trainer]],
+        scratch: Path,
+        memory: SharedMemory,
+    ) -> None:
+        """`start` makes another trainer, in the place of one that died."""
+        self._trainers, self._start, self._scratch, self._memory = trainers, start, scratch, memory
+        self.description: Description = trainers[0].description
+        self._vmap = config.simulate.engine == "vmap"
+        most, nbytes = VMAP_SITES if self._vmap else LOOP_SITES, self.description.update.nbytes
+        self._batch_sites = max(1, min(most, BATCH_BYTES // max(1, nbytes)))  # at most
+        self.bytes_in = self.bytes_out = 0  # as they would travel in the open
+        self._in_the_open = not config.secagg.enabled
+        self._held: dict[SiteId, str] = {}  # the model that each site would have
+        self._known = ""  # and the one that it would have from the start
+        self._replacing = asyncio.Lock()
+        self._published: ArenaFile | None = None
+        self._frozen: ArenaFile | None = None  # of the run, which every trainer has
+        self._debugged: tuple[SiteId, Trainer] | None = None  # a site that this process trains
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        workers: int | None,
+        scratch: Path,
+        data_dir: Path | None = None,
+        task: Task | None = None,
+    ) -> Self:
+        """A pool of `workers` processes, or of simulate.workers. Without any the sites train in this process,
+        with `task` where it is given, else with the one that run.task names."""
+        memory = SharedMemory()
+
+        async def start() -> Trainer:
+            if not count:
+                return LocalTrainer(Workbench(config, data_dir, simulated=True, task=task))
+            return await Trainer.start(
+                config, data_dir=data_dir, scratch=scratch, simulated=True, pass_fds=memory.fds
+            )
+
+        count = config.simulate.workers if workers is None else workers
+        if count == "auto":
+            count = len(os.sched_getaffinity(0))
+        starting = asyncio.gather(*(start() for _ in range(count or 1)), return_exceptions=True)
+        started = await while_torch_loads(starting)
+        trainers = [t for t in started if isinstance(t, Trainer)]
+        if errors := [e for e in started if isinstance(e, BaseException)]:
+            await asyncio.gather(*(trainer.close() for trainer in trainers))
+            memory.close()
+            raise errors[0]
+        return cls(config, trainers, start, scratch, memory)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(trainer.close() for trainer in self._trainers))
+        self._memory.close()
+
+    @property
+    def workers(self) -> int:
+        return len(self._trainers)
+
+    async def beginning(self, start: Path | None) -> tuple[Arena, Arena]:
+        """See Trainer.beginning."""
+        return await self._trainers[0].beginning(start, self._scratch)
+
+    async def initial(self) -> Arena:
+        """The task's own model before round 0."""
+        return (await self.beginning(None))[0]
+
+    async def keep_initial(self) -> None:
+        """As sites do that take patches."""
+        self._known = (await self.initial()).digest
+
+    async def freeze(self, frozen: ArenaFile) -> None:
+        """Have all trainers train with the run's frozen parameters."""
+        self._frozen = frozen
+        here = [] if self._debugged is None else [self._debugged[1]]
+        await asyncio.gather(*(trainer.freeze(frozen) for trainer in (*self._trainers, *here)))
+
+    def debug(self, site: SiteId, bench: Workbench) -> None:
+        """Have one site trained in this process, where breakpoint() works, and before the others."""
+        known = {*self.description.sites, *self.description.evaluators}
+        if site not in known:
+            raise ConfigError(f"--debug {site}: there is no such site.{nearest(site, known)}")
+        self._debugged = site, LocalTrainer(bench)
+
+    async def members(self, at_least: int) -> list[SiteId]:
+        return self.description.sites
+
+    async def newcomer(self, known: Collection[SiteId]) -> None:
+        await asyncio.get_running_loop().create_future()  # all are there from the start
+
+    def tell(self, site: SiteId, line: str) -> None:
+        """There is nobody at a simulated site; the run's own log has the line."""
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        if not requests:
+            return
+        request = next(iter(requests.values()))
+        assert isinstance(request, Train | Evaluate), request
+        assert all(r.id == request.id for r in requests.values()), "a simulation asks all its sites the same"
+        counted = {site: r.counted for site, r in requests.items() if isinstance(r, Train)}
+        weights = self._publish(request.weights)
+        waiting, number = deque(self._batches(list(requests))), request.round
+        under_way: deque[tuple[list[SiteId], asyncio.Task[list[Reply]]]] = deque()
+
+        def work(sites: list[SiteId]) -> Coroutine[Any, Any, list[Reply]]:
+            if isinstance(request, Evaluate):
+                return self._evaluate(sites, number, weights)
+            return self._train(sites, number, weights, [counted[site] for site in sites])
+
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < AHEAD * len(self._trainers):
+                    sites = waiting.popleft()
+                    under_way.append((sites, asyncio.create_task(work(sites))))
+                sites, task = under_way[0]
+                replies = await task
+                under_way.popleft()
+                for site, reply in zip(sites, replies, strict=True):
+                    self._count(site, request, reply)
+                    yield site, reply
+        except (asyncio.CancelledError, TaskError, ConfigError):  # the whole run stops
+            for _, task in under_way:
+                task.cancel()
+            raise
+        finally:  # whoever wants no more replies leaves no trainer that still reads these weights
+            await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
+
+    def _count(self, site: SiteId, request: Train | Evaluate, reply: Reply) -> None:
+        if self._in_the_open:
+            weights = request.weights
+            if (held := self._held.get(site, self._known)) != weights.digest:
+                patches = patches_to(weights, lambda base: base == held)
+                sent = [patch.arena for patch in patches] or [weights]
+                self.bytes_out += sum(arena.schema.nbytes for arena in sent)
+                self._held[site] = weights.digest
+            if isinstance(reply, Update):
+                self.bytes_in += reply.delta.schema.nbytes
+
+    def _batches(self, sites: list[SiteId]) -> list[list[SiteId]]:
+        """In order; a debugged site is the first, alone. The loop engine's are made small enough that every
+        worker gets some."""
+        size = self._batch_sites
+        if self._debugged is not None and self._debugged[0] in sites:
+            alone = [self._debugged[0]]
+            rest = [site for site in sites if site not in alone]
+            return [alone, *(self._batches(rest) if rest else [])]
+        if not self._vmap:
+            size = min(size, -(-len(sites) // (AHEAD * len(self._trainers))))
+        return [sites[at : at + size] for at in range(0, len(sites), size)]
+
+    def _publish(self, weights: AnyArena) -> ArenaFile:
+        """Put the global weights where every trainer can map them, once for each new model."""
+        if isinstance(weights, ArenaFile):
+            return weights
+        assert isinstance(weights, Arena), weights
+        if self._published is None or self._published.digest != weights.digest:
+            self._published = self._memory.publish(weights)
+        return self._published
+
+    async def _train(
+        self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int]
+    ) -> list[Reply]:
+        import torch
+
+        schema = self.description.update
+        offset, block = self._memory.take(self._batch_sites * schema.nbytes)
+        slab = self._memory.slab
+        results = await self._at_a_trainer(
+            lambda t: t.train_many(sites, round, weights, slab, offset, counted), sites
+        )
+        deltas = torch.frombuffer(block, dtype=torch.uint8, count=len(sites) * schema.nbytes)
+        rows = Slab(schema, deltas.view(len(sites), schema.nbytes)).arenas()
+        return [
+            Failure(reason=r.reason)
+            if isinstance(r, Failed) and r.update
+            else Update(delta=row, num_examples=good(r).num_examples, metrics=good(r).metrics)
+            for r, row in zip(results, rows, strict=True)
+        ]
+
+    async def _evaluate(self, sites: list[SiteId], round: int, weights: ArenaFile) -> list[Reply]:
+        results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights), sites)
+        return [Evaluation(metrics=good(r).metrics) for r in results]
+
+    async def shown(
+        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        """What people see of an evaluation."""
+        if not self.description.derives:
+            return await plain(total, by_site)
+        return await self._at_a_trainer(lambda trainer: trainer.shown(total, by_site))
+
+    async def _at_a_trainer(self, ask: Callable[[Trainer], Awaitable[T]], sites: Sequence[SiteId] = ()) -> T:
+        """Ask the least busy one. When it dies over it, ask a new one: the same work gives the same."""
+        if self._debugged is not None and self._debugged[0] in sites:
+            return await ask(self._debugged[1])
+        for left in reversed(range(TRIES)):
+            trainer = min(self._trainers, key=lambda t: t.backlog)
+            try:
+                return await ask(trainer)
+            except TrainerDied:
+                if not left:
+                    raise
+                async with self._replacing:
+                    if trainer in self._trainers:
+                        self._trainers[self._trainers.index(trainer)] = another = await self._start()
+                        unchanged(self.description, another.description)
+                        if self._frozen is not None:
+                            await another.freeze(self._frozen)
+        raise AssertionError("unreachable")
+
+
+class LocalTrainer(Trainer):
+    """A trainer in this very process. What is asked of it is answered at once, by the same code."""
+
+    backlog = 0
+
+    def __init__(self, bench: Workbench) -> None:
+        self._bench, self._log, self.description = bench, None, bench.description
+
+    async def _ask(self, message: msg.Start | msg.Command) -> Any:
+        await asyncio.sleep(0)  # so that a run can be cancelled between batches
+        assert not isinstance(message, msg.Start), message
+        try:
+            with ONE_AT_A_TIME:
+                answer = self._bench.answer(message)
+        except FedtrainError:
+            raise
+        except Exception as e:  # torch and the user's code run in this block
+            raise Failed.of(e).error() from e
+        for failed in answer.results if isinstance(answer, msg.Done) else ():
+            if isinstance(failed, Failed):
+                self._print(failed)
+        return answer
+
+    async def close(self) -> None:
+        """There is no process."""
+
+    stop = close
+
+
+def good(result: T | Failed) -> T:
+    """TaskError for one that failed, which ends the run: the same machine would try again."""
+    if isinstance(result, Failed):
+        raise result.error()
+    return result

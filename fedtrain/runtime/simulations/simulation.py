@@ -1,0 +1,170 @@
+"""`fedtrain simulate`: many sites on one machine, through the same rounds as a federation.
+
+Sites are trained by a pool of trainer processes, many to a message, and their deltas come back in shared
+memory. What a site sends depends on the weights, its data and (seed, round, site) alone, so neither the
+number of workers nor their speed changes a bit of the model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...config import Config
+from ...errors import ConfigError, Damaged
+from ...events import Emit, Event, SiteState, UpdateReceived, noticed
+from ...exchange import Cohort
+from ...messages import SiteId
+from ...store import Checkpoint, RunStore
+from ...store.disk import lock
+from ...strategies import build, state_init
+from ..journal import Journal, Result
+from ..sites import compressed
+from ..sites.privacy import Spending
+from ..star import asynchronous, federated
+from ..star.answers import Answers, InTheOpen
+from ..star.in_flight import Clocked
+from ..trainers.workbench import Workbench
+from .plain_sums import FixedPointSums
+from .pool import AHEAD, PoolCohort
+from .simulated_masks import SimulatedMasks
+
+if TYPE_CHECKING:
+    from ...training.task import Task
+
+TOLD_SITES = 50  # of a round with more, events name only the updates that were refused
+
+
+async def simulate(
+    config: Config,
+    *,
+    emit: Emit,
+    debug: SiteId | None = None,
+    fresh: bool = False,
+    workers: int | None = None,
+    data_dir: Path | None = None,
+    start: Path | None = None,
+    task: Task | None = None,
+) -> Result:
+    """Run the whole federation here, from the last committed round on, or from the first when `fresh`.
+
+    `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
+    `debug` names a site that is trained in this very process, so that breakpoint() in the task works.
+    `task`: the one that run.task names, where a program has made it; without workers it is what is trained.
+    """
+    strategy = build(config.strategy.kind, config.strategy.options, config.root)
+    compressed.check_config(config)
+    if config.asynchronous.enabled:
+        asynchronous.check_config(config)
+    if fresh:
+        forget(config.simulate_dir)
+    warn = cannot_go_back() if config.asynchronous.enabled else noticed(emit)
+    store = RunStore(config.simulate_dir, durable=False, warn=warn)
+    try:
+        async with await PoolCohort.start(config, workers, store.folder, data_dir, task) as pool:
+            about = pool.description
+            enough_sites(config, len(about.sites))
+            if len(about.sites) * config.strategy.fraction > TOLD_SITES:
+                emit = without(emit, UpdateReceived, SiteState)
+            store.begin(
+                about.schema, agreed(config), frozen=about.frozen.schema, run=config.run.name,
+                task_digest=about.task_digest,
+            )  # fmt: skip
+            if store.latest() is None:
+                initial, frozen = await pool.beginning(start)
+                store.keep_frozen(frozen)
+                store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+            elif not store.has_frozen(about.frozen.schema):
+                store.keep_frozen((await pool.beginning(None))[1])
+            if debug is not None:
+                pool.debug(debug, Workbench(config, data_dir, simulated=True, task=task))
+            if (kept := store.frozen_file()) is not None:
+                await pool.freeze(kept)
+            if config.compression.down:
+                await pool.keep_initial()
+            evaluators = lambda number, members: about.evaluators
+            cohort: Cohort = pool
+            if config.privacy.noise_multiplier:
+                cohort = Spending(config, cohort, store.folder, emit)
+            cohort = compressed.decompressing(config, about.schema, cohort)
+            journal = Journal(config, store, emit)
+            if config.asynchronous.enabled:
+                clock = Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
+                result = await asynchronous.run(
+                    journal, cohort, strategy, asks=clock, evaluate_at=evaluators, shown=pool.shown
+                )
+            else:
+                result = await federated.run(
+                    journal, answers(config, cohort, emit), strategy, evaluate_at=evaluators, shown=pool.shown
+                )
+        journal.finish(result)
+        return result
+    finally:
+        store.close()
+
+
+def answers(config: Config, cohort: Cohort, emit: Emit) -> Answers:
+    """As the real federation would make one of many, with or without the work of hiding them."""
+    if not config.secagg.enabled:
+        return InTheOpen(config, cohort, emit)
+    if not config.simulate.masks:
+        return FixedPointSums(config, cohort, emit)
+    return SimulatedMasks(config, cohort, emit)
+
+
+def cannot_go_back() -> Callable[[str], None]:
+    """Without rounds the next model depends on all that was under way, which no round before it has."""
+
+    def stop(line: str) -> None:
+        raise Damaged(f"{line} A simulation of asynchronous sites can't go on: start it with --fresh.")
+
+    return stop
+
+
+def forget(folder: Path) -> None:
+    """Remove a run directory, unless some process is at work in it."""
+    if folder.exists():
+        lock(folder).close()
+        shutil.rmtree(folder)
+
+
+def enough_sites(config: Config, sites: int) -> None:
+    if sites < config.strategy.min_sites:
+        raise ConfigError(
+            f"strategy.min_sites: {config.strategy.min_sites}, but the simulation has {sites} sites. "
+            f"Lower it, or raise simulate.sites."
+        )
+
+
+def without(emit: Emit, *kinds: type[Event]) -> Emit:
+    """Ten thousand events a second would cost as much as the training that they tell of."""
+
+    def emit_others(event: Event) -> None:
+        if not isinstance(event, kinds):
+            emit(event)
+
+    return emit_others
+
+
+def agreed(config: Config) -> dict[str, str]:
+    """What must not change between the rounds of one simulation."""
+    return config.agreed() | {
+        f"simulate.{key}": repr(getattr(config.simulate, key))
+        for key in ("sites", "partition", "engine", "speeds")
+    }
+
+
+def draw_partition(config: Config, path: Path) -> None:
+    """A picture of how much of which label every simulated site has."""
+    import numpy as np
+
+    from ...training.partition import SimulatedSites, draw, labels_of
+    from ...training.task import load_task
+
+    sites = SimulatedSites(load_task(config.run.task, config.root), config.simulate, config.run.seed)
+    labels = [np.asarray(labels_of(sites.data(name))) for name in sites.names]
+    ends = np.cumsum([len(of_site) for of_site in labels])
+    parts = dict(zip(sites.names, np.split(np.arange(ends[-1]), ends[:-1]), strict=True))
+    draw(np.concatenate(labels), parts, path)

@@ -1,0 +1,213 @@
+"""What travels in fewer bytes: which compressor, under which seed, and both ends of either way.
+
+Up: a site's trainer encodes what it found (`UpEncoder`), a `Decompressing` cohort makes it a whole
+update again before anybody looks at it: checks, rules, strategies and stores know of nothing.
+
+Down: the committed model itself moves by a compressed step (`shortened`), and what was left out is part of
+the committed state, to be added to the next step (DoubleSqueeze, Tang et al. 2019, Algorithm 1). So a site
+that has the model of the round before fetches the step alone, a patch, and makes the very model that was
+committed (`patched`).
+
+A simulation goes the same way, so it has the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from functools import cached_property
+
+import msgspec
+
+from ... import compression
+from ...arena import AnyArena, Arena
+from ...compression import Compressor, DeltaCodec, ErrorFeedback
+from ...config import Config
+from ...digest import seed_of
+from ...errors import BadUpdate, ConfigError
+from ...exchange import Cohort, CohortWrapper
+from ...messages import Failure, Reply, Request, SiteId, Train, Update
+from ...schema import Schema
+from ...store import Checkpoint
+from ...store.memory import NEVER, SiteMemory
+from ..star.answers import rule_of
+
+DOWN = "down/"  # in a checkpoint's state, before the names of what the codec keeps
+SPARSE = (compression.COMPRESSORS["topk"], compression.COMPRESSORS["randomk"])
+
+
+def check_config(config: Config) -> None:
+    """ConfigError for a compressor that can't do here what was asked."""
+    if config.compression.down:
+        compression.parse(config.compression.down)
+    if not config.compression.up:
+        return
+    found = compression.parse(config.compression.up)
+    if config.secagg.enabled and not isinstance(found, compression.Linear):
+        able = ", ".join(name for name, kind in compression.COMPRESSORS.items() if kind.linear)
+        raise ConfigError(
+            f"compression.up: {config.compression.up!r} is not linear, as sums under masks need it: a sum of "
+            f"what it makes is not what it makes of the sum. These are: {able}. "
+            f"Or set secagg.enabled = false."
+        )
+    inner = found.inner if isinstance(found, ErrorFeedback) else found
+    if not config.secagg.enabled and isinstance(inner, SPARSE) and not rule_of(config).linear:
+        raise ConfigError(
+            f'compression.up: "{config.compression.up}" sends few coordinates, and aggregation.rule = '
+            f'"{config.aggregation.rule}" compares sites coordinate by coordinate, most of which would be 0. '
+            f'Use "quantize:8", or aggregation.rule = "mean".'
+        )
+
+
+def up_codec(config: Config, schema: Schema) -> DeltaCodec | None:
+    """The codec of a site's updates; None where they travel as they are, or masked."""
+    if not config.compression.up or config.secagg.enabled:
+        return None
+    return DeltaCodec(schema, _with_feedback(config, compression.parse(config.compression.up)))
+
+
+def down_codec(config: Config, schema: Schema) -> DeltaCodec | None:
+    """The codec of the model's steps; None where they are not compressed."""
+    if not config.compression.down:
+        return None
+    found = compression.parse(config.compression.down)
+    if config.compression.error_feedback and not isinstance(found, ErrorFeedback):
+        found = ErrorFeedback(found)
+    return DeltaCodec(schema, found)
+
+
+def linear(config: Config) -> compression.Linear:
+    """The compressor under masks: sums are over what it makes of the updates."""
+    check_config(config)
+    found = compression.parse(config.compression.up)
+    assert isinstance(found, compression.Linear), found
+    return found
+
+
+def up_seed(config: Config, round: int, site: SiteId) -> int:
+    """The seed of one site's compression: sites differ, so that what is left out evens out over them."""
+    return seed_of(config.run.seed, "compression", round, site)
+
+
+class UpEncoder:
+    """A trainer's end of compression.up: it encodes updates, and keeps what error feedback needs of each
+    site between rounds."""
+
+    def __init__(self, config: Config, codec: DeltaCodec, *, simulated: bool) -> None:
+        self._config, self.codec, self._simulated = config, codec, simulated
+
+    @classmethod
+    def of(cls, config: Config, schema: Schema, *, simulated: bool) -> UpEncoder | None:
+        """None where updates travel as they are, or masked."""
+        codec = up_codec(config, schema)
+        return None if codec is None else cls(config, codec, simulated=simulated)
+
+    @cached_property
+    def whole(self) -> Arena:
+        """An arena for an update before it is encoded."""
+        return Arena.empty(self.codec.schema)
+
+    def encode(self, update: Update, site: SiteId, round: int, out: Arena, counted: int) -> Update:
+        """The update with its delta compressed into `out`; `counted`: as in messages.Train."""
+        codec, delta = self.codec, update.delta
+        assert isinstance(delta, Arena), delta
+        seed = up_seed(self._config, round, site)
+        if not codec.stateful:
+            codec.encode(delta, seed, {}, out)
+        else:
+            memory = self._memory(site)
+            if counted != NEVER and memory.empty:
+                print(
+                    f"{site} has kept nothing of round {counted + 1}, in which it counted: it goes on as "
+                    f"a new site would",
+                    file=sys.stderr,
+                )
+                counted = NEVER
+            before = codec.init() if counted == NEVER else memory.load(counted).views()
+            _, after = codec.encode(delta, seed, before, out)
+            memory.keep(round, counted, Arena.pack(after))
+        return msgspec.structs.replace(update, delta=out)
+
+    def _memory(self, site: SiteId) -> SiteMemory:
+        folder = self._config.simulate_dir if self._simulated else self._config.site_dir(site)
+        return SiteMemory(folder / "memory" / site, durable=not self._simulated)
+
+
+def _with_feedback(config: Config, compressor: Compressor) -> Compressor:
+    if config.compression.error_feedback and compressor.needs_feedback:
+        return ErrorFeedback(compressor)
+    return compressor
+
+
+def shortened(config: Config, before: Checkpoint, after: Checkpoint) -> Checkpoint:
+    """The next round as it is committed: moved from the one before by what its patch tells of the step."""
+    codec = down_codec(config, before.weights.schema)
+    if codec is None:
+        return after
+    own = {name.removeprefix(DOWN): t for name, t in before.state.items() if name.startswith(DOWN)}
+    old, step = before.weights.load(), after.weights.load()  # what is not trained travels as it is now
+    for vector, start in zip(step.trained().values(), old.trained().values(), strict=True):
+        vector -= start
+    patch, kept = codec.encode(step, _down_seed(config, old.digest), own or codec.init())
+    state = after.state | {f"{DOWN}{name}": tensor for name, tensor in kept.items()}
+    return Checkpoint(after.round, patched(config, codec, old, patch), state, patch)
+
+
+def patched(config: Config, codec: DeltaCodec, base: Arena, patch: AnyArena) -> Arena:
+    """The next model: `base`, changed in place, moved by a patch. BadUpdate for one that can't be."""
+    step = codec.decode(patch, _down_seed(config, base.digest))
+    for vector, moved in zip(base.trained().values(), step.trained().values(), strict=True):
+        vector += moved
+    for vector, present in zip(base.others().values(), step.others().values(), strict=True):
+        vector.copy_(present)
+    base.changed()
+    return base
+
+
+def _down_seed(config: Config, base: str) -> int:
+    return seed_of(config.run.seed, "compression", "down", base)
+
+
+class Decompressing(CohortWrapper):
+    """A cohort whose sites send compressed updates, before one that gets them as they were."""
+
+    def __init__(
+        self, config: Config, codec: DeltaCodec, others: Cohort, keep: Callable[[SiteId, Arena], AnyArena]
+    ) -> None:
+        """`keep(site, delta)`: where an update waits until it is needed, so that memory doesn't grow with the
+        sites; from any thread."""
+        super().__init__(others)
+        self._config, self._codec, self._keep = config, codec, keep
+
+    async def exchange(
+        self, requests: Mapping[SiteId, Request], deadline_s: float
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        async with aclosing(self._inner.exchange(requests, deadline_s)) as replies:
+            async for site, reply in replies:
+                request = requests[site]
+                if isinstance(reply, Update) and isinstance(request, Train):
+                    yield site, await asyncio.to_thread(self._decoded, request, site, reply)
+                else:
+                    yield site, reply
+
+    def _decoded(self, request: Train, site: SiteId, update: Update) -> Reply:
+        try:
+            delta = self._codec.decode(update.delta, up_seed(self._config, request.round, site))
+        except BadUpdate as e:
+            return Failure(reason=str(e))
+        kept = self._keep(site, delta)
+        kept.sent_bytes = update.delta.schema.nbytes
+        return msgspec.structs.replace(update, delta=kept)
+
+
+def decompressing(
+    config: Config,
+    schema: Schema,
+    cohort: Cohort,
+    keep: Callable[[SiteId, Arena], AnyArena] = lambda site, delta: delta,
+) -> Cohort:
+    """The cohort, with its sites' updates as they were before they were compressed, if they are."""
+    codec = up_codec(config, schema)
+    return cohort if codec is None else Decompressing(config, codec, cohort, keep)

@@ -1,0 +1,119 @@
+"""A site under secure aggregation: it gives its results into sums, and into nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from ...config import Config
+from ...errors import BadUpdate, FedtrainError
+from ...messages import Evaluation, Failure, Reply, SiteId, Update
+from ...pki import Revoked
+from ...secagg.client import NEVER, Client, Opened
+from ...secagg.encoding import Encoded
+from ...secagg.masking import Parallel, serial
+from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Keys, Mask, Share, Unmask
+from ...secagg.roster import Verifies
+from ..star.secure_terms import encoding_of, policy, round_seed, scale_of
+
+REQUESTS = Advertise | AdvertiseEvaluation | Share | Mask | Agree | Unmask
+
+
+class Signs(Protocol):
+    """Signs as the holder of a certificate: a pki.Signer."""
+
+    @property
+    def certificate(self) -> bytes: ...
+    def sign(self, message: bytes, /) -> bytes: ...
+
+
+class KeepsSums(Protocol):
+    """Remembers Opened by kind of session, on disk: a store.Ledger."""
+
+    def sums(self) -> Mapping[str, Opened]: ...
+    def keep_sum(self, kind: str, opened: Opened, /) -> None: ...
+
+
+class SecureSite:
+    """One site's part in all sums. Its methods are for threads, and one of them works at a time: a request
+    that nobody waits for any more may be under way when the next one comes."""
+
+    def __init__(
+        self,
+        config: Config,
+        site: SiteId,
+        federation: str,
+        signer: Signs,
+        verifier: Verifies,
+        *,
+        revoked: Revoked | None = None,
+        parallel: Parallel = serial,
+        sums: KeepsSums | None = None,
+    ) -> None:
+        """
+        Args:
+            revoked: The list of revoked certificates; it is read again before each session.
+            sums: Remembers, on disk, the sums that this site's updates are in; None: they are forgotten.
+        """
+        self._config, self._site, self._revoked, self._parallel = config, site, revoked, parallel
+        self._policy = policy(config, federation)
+        opened = {} if sums is None else sums.sums()
+        self._clients = {
+            kind: Client(
+                site, self._policy, certificate=signer.certificate, sign=signer.sign,
+                verify=verifier.verify, parallel=parallel, opened=opened.get(kind.__name__, NEVER),
+                keep=None if sums is None else partial(sums.keep_sum, kind.__name__),
+            )
+            for kind in (Advertise, AdvertiseEvaluation)
+        }  # each keeps to one sum a round  # fmt: skip
+        self._client = self._clients[Advertise]
+        self._at_work = threading.Lock()
+
+    def offer(
+        self, request: Advertise | AdvertiseEvaluation, model: bytes, result: Update | Evaluation
+    ) -> Keys | Failure:
+        """Step 0, with the result of work on `model` (hash_of) at hand: keys for a session under these terms,
+        or why not."""
+        with self._at_work:
+            return self._offer(request, model, result)
+
+    def answer(self, request: Share | Mask | Agree | Unmask) -> Reply:
+        """Steps 1 to 4."""
+        with self._at_work:
+            return self._client.answer(request)
+
+    def _offer(
+        self, request: Advertise | AdvertiseEvaluation, model: bytes, result: Update | Evaluation
+    ) -> Keys | Failure:
+        try:
+            if self._revoked is not None:
+                self._revoked.reload()
+            schema = request.weights.schema if isinstance(result, Update) else None
+            encoding = encoding_of(self._config, request.round, len(request.terms.cohort), schema)
+            scale = 1.0
+            if isinstance(result, Update):
+                check_examples(self._config, result)
+                scale = scale_of(self._config, result)
+        except FedtrainError as e:
+            return Failure(reason=f"{self._site} refuses: {e}")
+
+        self._client = self._clients[type(request)]
+        self._client.policy = replace(self._policy, length=encoding.length)
+        seed = round_seed(self._config, request.round, self._site)
+        return self._client.begin(request, model, Encoded(encoding, result, seed, scale, self._parallel))
+
+
+def check_examples(config: Config, update: Update) -> None:
+    """BadUpdate for more examples than were agreed on. It says no number, which is the site's secret."""
+    for key, most in (
+        ("secagg.max_examples", config.secagg.max_examples),
+        ("limits.max_examples", config.limits.max_examples),
+    ):
+        if update.num_examples > most:
+            raise BadUpdate(
+                f"it trained on more examples than {key} = {most:g}. Raise it at the aggregator and all "
+                f"sites, to what the largest site has"
+            )

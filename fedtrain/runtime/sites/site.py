@@ -1,0 +1,311 @@
+"""`fedtrain site NAME`: joins the aggregator, trains when asked, answers each request once.
+
+This process is the supervisor: it holds the key, the connection and the ledger, and loads no torch. The
+task's code, the data and the GPU are in a trainer process that never sees the key. Either may be killed:
+the supervisor starts another trainer, and a restarted supervisor finds its finished replies in the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from ... import __version__
+from ...arena import ArenaFile, Frozen, Patch
+from ...config import Config
+from ...errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
+from ...events import Emit, SiteState, noticed
+from ...malloc import keep_freed
+from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
+from ...pki import Credentials, Revoked, aggregator_target
+from ...pki.revocation import LIST
+from ...pki.signing import Signer, Verifier
+from ...schema import Schema
+from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
+from ...store import Ledger
+from ...store.memory import NEVER
+from ...transport.endpoints import TRANSPORTS, SiteLink
+from ...transport.tls import Tls
+from ...wire import PROTOCOL, decode, encode
+from ...wire.codec import fetch_list
+from ...wire.frames import Bounds, Hello
+from ..journal import Journal
+from ..star.agreement import bounds_of
+from ..star.secure_terms import check_config, hash_of
+from ..threads import all_cores
+from ..trainers.trainer import Trainer
+from .privacy import Spent
+from .secure_site import REQUESTS as SECURE_REQUESTS
+from .secure_site import SecureSite
+from .supervised import Supervised, Trains
+
+
+class Site:
+    """Answers requests: from the ledger when the answer is known, else by its trainer."""
+
+    def __init__(
+        self,
+        name: SiteId,
+        schema: Schema,
+        ledger: Ledger,
+        trainer: Trains,
+        say: Callable[[str, int], None] = lambda state, round: None,
+        secure: SecureSite | None = None,
+        spent: Spent | None = None,
+        frozen: Frozen = Frozen(),
+        tell: Callable[[str], None] = lambda line: None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        """`say` tells people what goes on, `tell` what went wrong. `frozen`: the frozen parameters of the
+        task's own model(). `bounds`: what is answered at all; None: everything.
+
+        With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
+        """
+        self._secure, self._spent, self._bounds = secure, spent, bounds
+        self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
+        self._say, self._tell = say, tell
+        self._under_way: tuple[str, asyncio.Task[Found]] | None = None
+        self._own, self._frozen = frozen, frozen  # frozen parameters of the task's model(), and of the run
+        self._fetched: ArenaFile | None = None  # the run's, where they are others
+        self._given = False  # whether the trainer has them
+
+    def welcomed(self, frozen: str) -> ArenaFile | None:
+        """The run's frozen parameters, by their digest, when they have to be fetched: when those of this
+        site's model() are others. They are kept for the run."""
+        if self._fetched is not None and self._fetched.digest != frozen:
+            raise JoinRefused(
+                f"the aggregator began another run, with other frozen parameters. Start {self._name} again."
+            )
+        if frozen != self._own.digest and self._fetched is None:
+            self._fetched = ArenaFile(self._own.schema, self._ledger.inbox.path(frozen), frozen)
+            self._frozen = Frozen(self._own.schema, frozen)
+        return self._fetched
+
+    async def patched(self, patch: Patch, digest: str) -> bool:
+        """Make the model of this digest of a patch and its base, which are here; whether it could be made."""
+        inbox = self._ledger.inbox
+        assert isinstance(patch.arena, ArenaFile), patch
+        await self._stop_work()  # on a model that is passed
+        out = self._ledger.folder / "patched"
+        try:
+            base = ArenaFile(self._schema, inbox.path(patch.base), patch.base)
+            found = await self._trainer.apply(base, patch.arena, out)
+        except (TaskError, ConfigError) as e:
+            self._tell(f"a patch could not be used: {e}; the whole model is fetched")
+            return False
+        if found != digest:
+            self._tell(f"a patch gave {found[:12]}… here, not {digest[:12]}…; the whole model is fetched")
+            return False
+        os.replace(out, inbox.path(digest))
+        return True
+
+    async def keep_initial(self) -> None:
+        """Have the model before round 0, which the first patch may be for, unless there is a later one."""
+        out, inbox = self._ledger.folder / "patched", self._ledger.inbox
+        if not any(inbox.folder.iterdir()):
+            initial = await self._trainer.initial(out)
+            os.replace(out, inbox.path(initial.digest))
+
+    async def answer(self, request: Request) -> Reply:
+        """The reply to a request. The same question again, in another attempt say, gets the same reply; but
+        a failure is no reply to another attempt, which has the work done anew."""
+        if why := self._refusal(request):
+            return Failure(reason=f"{self._name} refuses: {why}")
+        match request, self._secure:
+            case Train() | Evaluate(), None:
+                return await self._result(request, request.weights.digest + self._frozen.digest)
+            case Advertise() | AdvertiseEvaluation(), SecureSite():
+                # two models may have one digest
+                model = await asyncio.to_thread(hash_of, request.weights, all_cores(), await self._bound())
+                result = await self._result(request, model.hex())
+                if isinstance(result, Failure):
+                    return result
+                return await asyncio.to_thread(self._secure.offer, request, model, result)
+            case Share() | Mask() | Agree() | Unmask(), SecureSite():
+                return await asyncio.to_thread(self._secure.answer, request)
+        return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
+
+    def _refusal(self, request: Request) -> str:
+        """What this site's own settings have against a request."""
+        match request, self._bounds:
+            case Train(), Bounds():
+                return self._bounds.training(request.round)
+            case Evaluate(), Bounds():
+                return self._bounds.evaluation(request.round)
+        return ""
+
+    async def _result(self, request: Train | Evaluate, model: str) -> Found:
+        """What training or evaluation finds, worked out once; `model` tells its weights from others."""
+        kind = "Train" if isinstance(request, Train) else "Evaluate"
+        key = f"{kind}/{request.round}/{model}"
+        if isinstance(request, Train) and request.counted != NEVER:
+            key += f"/after {request.counted}"
+        if body := self._ledger.get(key):
+            self._say("uploading", request.round + 1)
+            return self._remembered(body)
+        if self._under_way is None or self._under_way[0] != key or failed(self._under_way[1]):
+            await self._stop_work()
+            self._under_way = (key, asyncio.create_task(self._work(key, request)))
+        return await asyncio.shield(self._under_way[1])
+
+    async def _bound(self) -> str:
+        """SHA-256 of the frozen parameters that this site trains with."""
+        if self._fetched is not None and not self._frozen.sha256:
+            sha256 = await asyncio.to_thread(sha256_of, self._fetched.path)
+            self._frozen = msgspec.structs.replace(self._frozen, sha256=sha256)
+        return self._frozen.sha256
+
+    async def close(self) -> None:
+        await self._stop_work()
+        await self._trainer.close()
+
+    async def _stop_work(self) -> None:
+        if self._under_way and not self._under_way[1].done():
+            self._under_way[1].cancel()
+            await asyncio.gather(self._under_way[1], return_exceptions=True)
+        self._under_way = None
+
+    async def _work(self, key: str, request: Train | Evaluate) -> Found:
+        weights = request.weights
+        if difference := self._schema.difference(weights.schema):
+            return Failure(reason=f"the aggregator's model is not this site's: {difference}")
+        assert isinstance(weights, ArenaFile)
+        self._ledger.inbox.keep_only([weights.digest, self._frozen.digest])
+        try:
+            if self._fetched is not None and not self._given:
+                await self._trainer.freeze(self._fetched)
+                self._given = True
+            return await self._ask_trainer(key, request, weights)
+        except (TaskError, ConfigError) as e:  # the latter of a trainer that had to be started again
+            frozen = self._frozen
+            if self._fetched is not None and not self._ledger.inbox.has(
+                frozen.digest, frozen.schema.nbytes, again=True
+            ):
+                raise WireError("the frozen parameters were damaged here: they are fetched again") from e
+            return Failure(reason=str(e))
+
+    async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Found:
+        if isinstance(request, Evaluate):
+            self._say("evaluating", request.round)
+            return await self._trainer.evaluate(self._name, request.round, weights)
+        self._say("training", request.round + 1)
+        out = self._ledger.spare()
+        update = await self._trainer.train(self._name, request.round, weights, out, request.counted)
+        if self._spent is not None:
+            self._spent.one_more(self._name, request.round)
+        path = self._ledger.outbox.path(update.delta.digest)
+        os.replace(out, path)
+        kept = msgspec.structs.replace(
+            update, delta=ArenaFile(update.delta.schema, path, update.delta.digest)
+        )
+        self._ledger.put(key, encode(kept), kept.delta.digest, kept.delta.schema.nbytes)
+        self._say("uploading", request.round + 1)
+        return kept
+
+    def _remembered(self, body: bytes) -> Found:
+        reply: Found = decode(body, Found)
+        for arena in fetch_list(reply):
+            arena.path = self._ledger.outbox.path(arena.digest)
+        return reply
+
+
+def failed(work: asyncio.Task[Found]) -> bool:
+    """Whether work is over and found nothing."""
+    return work.done() and (
+        work.cancelled() or work.exception() is not None or isinstance(work.result(), Failure)
+    )
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def secure_site_of(config: Config, name: SiteId, credentials: Credentials, ledger: Ledger) -> SecureSite:
+    """The site's half of secure sums, with the key and the root of its certificate."""
+    check_config(config)
+    signer, federation = Signer.of(credentials), credentials.identity.federation
+    revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
+    return SecureSite(
+        config, name, federation, signer, Verifier(credentials.root, federation, revoked=revoked),
+        revoked=revoked, parallel=all_cores(), sums=ledger,
+    )  # fmt: skip
+
+
+async def run(
+    config: Config,
+    name: SiteId,
+    *,
+    data_dir: Path | None = None,
+    emit: Emit,
+    start_trainer: Callable[[Path], Awaitable[Trains]] | None = None,
+) -> str:
+    """Serve until the run is over; returns why it ended. JoinRefused when both ends disagree.
+
+    `start_trainer(scratch)` makes the trainer, when it is not to be a process with the task's code.
+    """
+    keep_freed()
+    credentials = Credentials.load(config.root / config.network.certs / "sites" / name)
+    if credentials.identity.role != "site" or credentials.identity.name != name:
+        raise CertificateError(
+            f"the certificate is {credentials.identity.name}'s, not {name}'s. "
+            f"Start `fedtrain site {credentials.identity.name}`, or issue one for {name}."
+        )
+    ledger = Ledger(config.site_dir(name), noticed(emit))
+
+    async def start() -> Trains:
+        if start_trainer is not None:
+            return await start_trainer(ledger.folder)
+        return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
+
+    journal = Journal(config, None, emit)
+    journal.start("site")
+    try:
+        trainer = await Supervised.begin(start)
+        tls = Tls(credentials.key, credentials.chain, credentials.root)
+        link = SiteLink(
+            TRANSPORTS["grpc"](tls, config.network.heartbeat),
+            address=config.network.address or config.network.listen,
+            target=aggregator_target(credentials.identity.federation),
+            inbox=ledger.inbox,
+            requests=SECURE_REQUESTS if config.secagg.enabled else Train | Evaluate,
+            emit=emit,
+        )
+
+        def say(state: str, round: int) -> None:
+            link.status(state)
+            emit(SiteState(site=name, state=state, round=round))
+
+        about = trainer.description
+        secure = secure_site_of(config, name, credentials, ledger) if config.secagg.enabled else None
+        spent = Spent(config.privacy, ledger.folder, emit) if config.privacy.noise_multiplier else None
+        site = Site(
+            name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),
+            bounds := bounds_of(config),
+        )  # fmt: skip
+        if config.compression.down:
+            await site.keep_initial()
+        hello = Hello(
+            protocol=PROTOCOL,
+            version=__version__,
+            task_digest=about.task_digest,
+            schema=about.schema,
+            frozen=about.frozen.schema,
+            agreed=config.agreed(),
+            examples=None if secure else await trainer.examples(name),  # under masks no count is in clear
+            bounds=bounds,
+        )
+        try:
+            patched = site.patched if config.compression.down else None
+            reason = await link.serve(hello, site.answer, site.welcomed, patched)
+        finally:
+            await site.close()
+        journal.end(None, reason)
+        return reason
+    finally:
+        ledger.close()

@@ -1,0 +1,180 @@
+"""`fedtrain aggregator`: rounds, or versions without rounds, over sites that join by mutual TLS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from pathlib import Path
+
+from ...config import Config
+from ...events import Emit, Notice, noticed
+from ...exchange import Cohort
+from ...malloc import keep_freed
+from ...messages import Found, Metrics, Reply, Request, SiteId
+from ...pki import Credentials, Verifier
+from ...pki.callers import Callers
+from ...schema import Schema
+from ...store import Checkpoint, RunStore
+from ...strategies import Strategy, build, state_init
+from ...transport.endpoints import TRANSPORTS, RemoteCohort
+from ...transport.tls import Tls
+from ...wire.frames import Bounds, Hello
+from ..journal import Averages, Journal, Result, Shown, plain
+from ..sites import compressed
+from ..sites.supervised import Supervised, unchanged
+from ..threads import all_cores, while_torch_loads
+from ..trainers.trainer import Trainer
+from ..trainers.trainer_messages import Description
+from ..trainers.workbench import source_digest
+from . import asynchronous, checks, federated, secure_rounds
+from .agreement import agree, bounds_of, differences
+from .answers import Answers, InTheOpen
+
+
+async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Result:
+    """Run until the rounds are done; goes on from the last committed one.
+
+    `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
+    """
+    keep_freed()
+    compressed.check_config(config)
+    if config.asynchronous.enabled:
+        asynchronous.check_config(config)
+    credentials = Credentials.load(config.root / config.network.certs / "aggregator")
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(closing(RunStore(config.run_dir, warn=noticed(emit))))
+        journal = Journal(config, store, emit)
+        strategy = build(config.strategy.kind, config.strategy.options, config.root)
+        schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start))
+        joined = JoinedSites(journal, schema, task_digest, credentials)
+        cohort = joined.cohort()
+        openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
+        answers = joined.answers(cohort, openly)
+        await cohort.start()
+        stack.push_async_callback(
+            lambda: cohort.stop(journal.over, filter(joined.callers.may_call, store.joined()))
+        )
+        emit(Notice(text=f"listening on {config.network.listen}"))
+        stack.callback(asyncio.create_task(joined.callers.watch(cohort.cut, emit)).cancel)
+        shown = await stack.enter_async_context(shown_by_task(config, store, task_digest))
+        if config.asynchronous.enabled:
+            result = await asynchronous.run(
+                journal, openly, strategy, evaluate_at=joined.evaluators, shown=shown
+            )
+        else:
+            result = await federated.run(
+                journal, answers, strategy, evaluate_at=joined.evaluators, shown=shown
+            )
+        journal.finish(result)
+        return result
+
+
+class JoinedSites:
+    """Which sites may join, what they may send, and what each lets itself be asked."""
+
+    def __init__(self, journal: Journal, schema: Schema, task_digest: str, credentials: Credentials) -> None:
+        config = journal.config
+        self._config, self._store, self._emit = config, journal.store, journal.emit
+        self._schema, self._task_digest, self._credentials = schema, task_digest, credentials
+        self.callers = Callers(credentials, config.root / config.network.certs)
+        self._bounds: dict[SiteId, Bounds] = {}
+        codec = compressed.up_codec(config, schema)
+        self._update = schema if codec is None else codec.coded  # as an update comes
+        self._longest = secure_rounds.longest_vector(config, schema) if config.secagg.enabled else 0
+
+    def cohort(self) -> RemoteCohort:
+        """The sites as they are asked over the network."""
+        config, credentials = self._config, self._credentials
+        tls = Tls(credentials.key, credentials.chain, credentials.root)
+        return RemoteCohort(
+            TRANSPORTS["grpc"](tls, config.network.heartbeat), listen=config.network.listen,
+            identify=self.callers.identify, welcome=self._welcome, admit=self._admit,
+            inbox=self._store.inbox, replies=secure_rounds.REPLIES if config.secagg.enabled else Found,
+            frozen=self._store.frozen_file(), idle_s=config.network.idle, emit=self._emit,
+        )  # fmt: skip
+
+    def answers(self, cohort: RemoteCohort, openly: Cohort) -> Answers:
+        """How the sites' answers become one; `openly` is the cohort whose updates come as they are."""
+        if not self._config.secagg.enabled:
+            return InTheOpen(self._config, openly, self._emit)
+        credentials, federation = self._credentials, self._credentials.identity.federation
+        verifier = Verifier(credentials.root, federation, revoked=self.callers.revoked)
+        return secure_rounds.UnderMasks(
+            self._config, cohort, self._emit, federation=federation,
+            callers=self.callers, verifier=verifier, plans=self._store, parallel=all_cores(),
+            frozen=self._store.frozen.sha256,
+        )  # fmt: skip
+
+    def evaluators(self, number: int, members: Sequence[SiteId]) -> list[SiteId]:
+        """The members that evaluate in this round by their own settings too."""
+        bounds = self._bounds
+        return [site for site in members if site not in bounds or not bounds[site].evaluation(number)]
+
+    def _welcome(self, site: SiteId, hello: Hello) -> None:
+        """Take a site in, or raise JoinRefused."""
+        agree(site, hello, self._config, self._schema, self._task_digest, self._store.frozen.schema)
+        self._store.join(site, hello.examples)
+        if hello.bounds is not None and self._bounds.get(site) != hello.bounds:
+            self._bounds[site] = hello.bounds
+            for why in differences(hello.bounds, bounds_of(self._config)):
+                self._emit(Notice(text=f"{site}: {why}"))
+
+    def _admit(self, site: SiteId, request: Request, reply: Reply) -> None:
+        """BadUpdate for a reply whose header alone shows that it can't be used."""
+        if self._config.secagg.enabled:
+            secure_rounds.admit(request, reply, self._longest)
+        else:
+            checks.admit(request, reply, self._update, self._config.limits, self._store.joined().get(site))
+
+
+async def _begin(
+    config: Config, store: RunStore, strategy: Strategy, start: Path | None
+) -> tuple[Schema, str]:
+    """The run's model and its task's digest, with an initial model in the store. A new run asks a process
+    that loads the task; one that goes on with the same source knows."""
+    if (known := store.begun()) is not None and known[1] == source_digest(config):
+        store.begin(
+            known[0], config.agreed(), frozen=store.frozen.schema, run=config.run.name, task_digest=known[1]
+        )
+        if store.latest() is not None and store.has_frozen(store.frozen.schema):
+            return known
+    async with await Trainer.start(config, scratch=store.folder) as trainer:
+        about = trainer.description
+        store.begin(
+            about.schema, config.agreed(), frozen=about.frozen.schema, run=config.run.name,
+            task_digest=about.task_digest, derives=about.derives,
+        )  # fmt: skip
+        if store.latest() is None:
+            initial, frozen = await trainer.beginning(start, store.folder)
+            store.keep_frozen(frozen)
+            store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+        elif not store.has_frozen(about.frozen.schema):
+            store.keep_frozen(await trainer.frozen(store.folder))
+    return about.schema, about.task_digest
+
+
+@asynccontextmanager
+async def shown_by_task(config: Config, store: RunStore, task_digest: str) -> AsyncGenerator[Shown, None]:
+    """What the task's metrics() makes of evaluations. The task's code never runs in this process, which has
+    the aggregator's key: with the first evaluation a process is started for it, if there is a metrics()."""
+    process: Supervised | None = None
+
+    async def shown(
+        total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        nonlocal process
+        if not total:
+            return {}, {}
+        if process is None:
+            process = await Supervised.begin(
+                lambda: Trainer.start(config, scratch=store.folder, metrics_only=True)
+            )
+            unchanged(Description(Schema(()), task_digest, derives=True), process.description)
+        return await process.shown(total, by_site)
+
+    try:
+        yield shown if store.meta().get("derives") else plain
+    finally:
+        if process is not None:
+            await process.close()

@@ -1,0 +1,97 @@
+"""What two ends compare before they train together, and what a site lets itself be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ... import __version__
+from ...config import Config
+from ...errors import JoinRefused, SecAggError
+from ...exchange import PeerId
+from ...messages import SiteId
+from ...schema import Schema
+from ...secagg.peer_sums import PeerSums
+from ...wire.frames import PROTOCOL, Bounds, Hello
+from ...wire.gossip import Greeting
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How a refusal names both ends, and where each is; it is one line that reads well at both."""
+
+    them: str
+    us: str
+    there: str
+    here: str
+
+    def same_settings(self, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
+        """JoinRefused when a setting that must be alike differs."""
+        for key in sorted({*ours, *theirs}):
+            here, there = ours.get(key), theirs.get(key)
+            if here != there:
+                raise JoinRefused(
+                    f"{self.them} and {self.us} differ in {key[:64]}: {str(there)[:64]} at {self.there}, "
+                    f"{str(here)[:64]} at {self.here}. Use the same fedtrain.toml at both."
+                )
+
+    def same_digest(self, what: str, theirs: str, ours: str, mend: str) -> None:
+        """JoinRefused when two digests of `what` differ."""
+        if theirs != ours:
+            raise JoinRefused(
+                f"{self.them} and {self.us} have different {what}: {theirs[:12]} at {self.there}, "
+                f"{ours[:12]} at {self.here}. {mend}"
+            )
+
+
+def agree(
+    site: SiteId, hello: Hello, config: Config, schema: Schema, task_digest: str, frozen: Schema = Schema(())
+) -> None:
+    """JoinRefused unless a site and this aggregator would train the same thing."""
+    ends = Ends(site, "the aggregator", "the site", "the aggregator")
+    if hello.protocol != PROTOCOL:
+        raise JoinRefused(
+            f"{site} speaks protocol {hello.protocol} (fedtrain {hello.version[:20]}), the aggregator "
+            f"{PROTOCOL} (fedtrain {__version__}). Install the same fedtrain at both."
+        )
+    ends.same_settings(hello.agreed, config.agreed())
+    ends.same_digest("task code", hello.task_digest, task_digest, "Copy the same task file to both.")
+    hello.schema.check()
+    hello.frozen.check()
+    if difference := schema.difference(hello.schema) or frozen.difference(hello.frozen):
+        raise JoinRefused(
+            f"{site} and the aggregator have different models: {difference} (aggregator here, site there). "
+            f"Make model() the same at both."
+        )
+
+
+def agree_as_peers(
+    me: PeerId, mine: Greeting, peer: PeerId, theirs: Greeting, sums: PeerSums | None = None
+) -> None:
+    """JoinRefused unless both peers train the same thing. What `sums` have to know of the other is taken
+    in."""
+    ends = Ends(peer, me, peer, me)
+    ends.same_settings(theirs.agreed, mine.agreed)
+    ends.same_digest("task code", theirs.task_digest, mine.task_digest, "Copy the same task file to both.")
+    mend = "Let model() load them from the same file at both."
+    ends.same_digest("frozen parameters", theirs.frozen_digest, mine.frozen_digest, mend)
+    if sums is not None:
+        try:
+            sums.meet(peer, theirs.mask_key, theirs.mask_number)
+        except SecAggError as e:
+            raise JoinRefused(str(e)) from None
+
+
+def bounds_of(config: Config) -> Bounds:
+    """What these settings allow a site to be asked."""
+    rounds, asynchronous = config.run.rounds, config.asynchronous
+    # A version takes asynchronous.buffer updates, which may all be one site's, and has it refused once.
+    turns = rounds * (asynchronous.buffer + 1) if asynchronous.enabled else rounds
+    return Bounds(trainings=turns, rounds=rounds, every=config.evaluate.every)
+
+
+def differences(site: Bounds, run: Bounds) -> list[str]:
+    """Where a site lets itself be asked less than this run asks: first why it sits evaluations out."""
+    evaluated = [number for number in range(1, min(run.rounds, 1000) + 1) if not run.evaluation(number)]
+    refused = filter(None, (site.evaluation(number) for number in evaluated))
+    return [*list(refused)[:1], *filter(None, [site.training(run.trainings - 1)])]

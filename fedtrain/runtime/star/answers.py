@@ -1,0 +1,235 @@
+"""What a round asks of its sites, and how their answers become one: in the open here, under masks in
+`secure_rounds.py`. The loop (`federated.py`) is given one or the other, and can't tell which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from ... import aggregation
+from ...aggregation import Rule, WeightedMean, aggregate
+from ...arena import AnyArena, Arena, ArenaFile
+from ...config import Config
+from ...errors import BadUpdate, TaskError, TooFewSites
+from ...events import Emit, UpdateReceived, UpdateRefused
+from ...exchange import Cohort, in_order
+from ...messages import (
+    Evaluate,
+    Evaluation,
+    Failure,
+    Metrics,
+    Reply,
+    SiteId,
+    Train,
+    Update,
+    averages,
+    misfits,
+    sized_names,
+    summed,
+)
+from ...store import RoundPlan
+from ..journal import Averages
+from ..threads import in_thread
+from . import checks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """What the sites of a round found, as one."""
+
+    delta: Arena
+    metrics: Averages
+    sites: Sequence[SiteId]  # whose updates are in it
+    sizes: dict[SiteId, float] = field(default_factory=dict)  # of each update, as in errors.Diverged
+
+
+class Answers(Protocol):
+    """How many answers become one."""
+
+    cohort: Cohort
+
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
+        """Have the planned sites train. TooFewSites when fewer than the round needs give a good update."""
+
+    async def evaluate(
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+    ) -> tuple[Metrics, dict[SiteId, Metrics]]:
+        """Sums over all sites, and each one's own where they may be known."""
+
+
+def train_id(config: Config, plan: RoundPlan) -> str:
+    return f"{config.run.name}/{plan.round}/{plan.attempt}/train"
+
+
+def train_requests(config: Config, plan: RoundPlan, weights: AnyArena) -> dict[SiteId, Train]:
+    """What each planned site is asked: one request for all that counted last in the same round."""
+    counted = {site: plan.counted.get(site, -1) for site in plan.sites}
+    request = {
+        last: Train(id=train_id(config, plan), round=plan.round, weights=weights, counted=last)
+        for last in set(counted.values())
+    }
+    return {site: request[last] for site, last in counted.items()}
+
+
+def evaluate_id(config: Config, number: int, attempt: int = 0) -> str:
+    return f"{config.run.name}/{number}/{attempt}/evaluate"
+
+
+class InTheOpen:
+    """Each site's update comes as it is, is checked, and then folded."""
+
+    def __init__(self, config: Config, cohort: Cohort, emit: Emit) -> None:
+        """ConfigError for a rule that could not keep its promise with so few sites."""
+        self._config, self.cohort, self._emit = config, cohort, emit
+        self.rule = rule_of(config)
+
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
+        config, schema = self._config, weights.schema
+        requests = train_requests(config, plan, weights)
+        trained: dict[SiteId, Metrics] = {}
+        sizes: dict[SiteId, float] = {}
+        failed: dict[SiteId, str] = {}
+        spooled: list[Update] = []
+        mean: WeightedMean | None = None
+        async with aclosing(in_order(self._checked(requests, sizes, failed), plan.sites)) as ordered:
+            async for site, reply in ordered:
+                assert isinstance(reply, Update), reply
+                trained[site] = reply.metrics
+                if isinstance(reply.delta, ArenaFile):
+                    spooled.append(reply)  # folded together below, chunk by chunk, from the disk
+                elif not self.rule.linear:
+                    spooled.append(kept(reply))
+                else:
+                    mean = mean or WeightedMean(schema)
+                    mean.add(reply)  # in shared memory that is needed again: folded now
+        if len(trained) < config.strategy.min_sites:
+            silent = [site for site in plan.sites if site not in {*trained, *failed}]
+            raise TooFewSites(
+                f"round {plan.round + 1}", len(trained), config.strategy.min_sites, failed, silent
+            )
+        if mean is None:
+            delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled)
+        else:
+            delta = await in_thread(schema.nbytes, mean.result)
+        return Aggregate(delta, averages(trained), list(trained), sizes)
+
+    async def _checked(
+        self, requests: Mapping[SiteId, Train], sizes: dict[SiteId, float], failed: dict[SiteId, str]
+    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        """The good updates, as they come, and their `sizes`. A bad one is named here, in `failed` and at its
+        site, and the round goes on."""
+        config, cohort, emit = self._config, self.cohort, self._emit
+        replies = cohort.exchange(requests, config.strategy.round_deadline)
+        async with aclosing(replies):
+            async for site, reply in replies:
+                request = requests[site]
+                try:
+                    update, norm = await checked(request, reply, config)
+                except BadUpdate as e:
+                    failed[site] = str(e)
+                    refuse(cohort, emit, site, request.round + 1, failed[site])
+                    continue
+                emit(received(request.round + 1, site, update))
+                sizes[site] = norm * update.num_examples
+                yield site, update
+
+    async def evaluate(
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+    ) -> tuple[Metrics, dict[SiteId, Metrics]]:
+        by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit)
+        return summed(by_site), by_site
+
+
+async def evaluations(
+    config: Config, cohort: Cohort, number: int, sites: Sequence[SiteId], weights: AnyArena, emit: Emit
+) -> dict[SiteId, Metrics]:
+    """What each site found, of those that answered well. Whoever says that it failed is asked again, in
+    config.strategy.attempts altogether. TaskError when all of them failed in the last."""
+    by_site: dict[SiteId, Metrics] = {}
+    failed: dict[SiteId, str] = {}
+    asked: Sequence[SiteId] = sites
+    for attempt in range(config.strategy.attempts):
+        request = Evaluate(id=evaluate_id(config, number, attempt), round=number, weights=weights)
+        again: list[SiteId] = []
+        replies = cohort.exchange(dict.fromkeys(asked, request), config.strategy.round_deadline)
+        async with aclosing(replies):
+            async for site, reply in replies:
+                try:
+                    by_site[site] = evaluated(request, reply, config)
+                    failed.pop(site, None)
+                except BadUpdate as e:
+                    emit(UpdateRefused(round=number, site=site, reason=str(e)))
+                    failed[site] = str(e)
+                    if isinstance(reply, Failure):
+                        again.append(site)
+        if not again:
+            break
+        asked = sorted(again)
+    check_failures(number, sites, failed)
+    return alike(number, by_site, emit)
+
+
+def check_failures(number: int, asked: Collection[SiteId], failed: Mapping[SiteId, str]) -> None:
+    """TaskError when every site that was asked to evaluate said why it can't: it could not later either."""
+    if failed and failed.keys() >= set(asked):
+        site = min(failed)
+        where = f"all {len(failed)} sites. {site}" if len(failed) > 1 else site
+        raise TaskError(f"round {number}: evaluation failed at {where}: {failed[site]}")
+
+
+def alike(number: int, by_site: Mapping[SiteId, Metrics], emit: Emit) -> dict[SiteId, Metrics]:
+    """Evaluations that can be added up, by site: without those in other sizes than most have."""
+    odd = misfits({site: sized_names(metrics) for site, metrics in by_site.items()})
+    for site, reason in odd.items():
+        emit(UpdateRefused(round=number, site=site, reason=reason))
+    return {site: by_site[site] for site in sorted(by_site) if site not in odd}
+
+
+async def checked(request: Train, reply: Reply, config: Config) -> tuple[Update, float]:
+    """The reply, which is an update that can be used, and its norm; else BadUpdate."""
+    checks.answers(request, reply, config.limits)
+    assert isinstance(reply, Update), reply
+    return reply, await in_thread(reply.delta.schema.nbytes, checks.inspect, reply, config.limits)
+
+
+def evaluated(request: Evaluate, reply: Reply, config: Config) -> Metrics:
+    """What a site found; BadUpdate when it found nothing that can be used."""
+    checks.answers(request, reply, config.limits)
+    assert isinstance(reply, Evaluation), reply
+    return reply.metrics
+
+
+def refuse(cohort: Cohort, emit: Emit, site: SiteId, number: int, reason: str, noun: str = "round") -> None:
+    """Tell people, and the site itself, that its update is not used in round `number`, the first of which
+    is 1."""
+    emit(UpdateRefused(round=number, site=site, reason=reason))
+    cohort.tell(site, f"{noun} {number}: the update was refused: {reason}")
+
+
+def received(number: int, site: SiteId, update: Update, staleness: int | None = None) -> UpdateReceived:
+    """The event of an update that arrived for round `number`, of which the first is 1."""
+    return UpdateReceived(
+        round=number, site=site, num_examples=update.num_examples,
+        loss=averages({"": update.metrics}).get("loss"),
+        nbytes=update.delta.sent_bytes or update.delta.schema.nbytes, staleness=staleness,
+    )  # fmt: skip
+
+
+def rule_of(config: Config, updates: int | None = None) -> Rule:
+    """The rule that makes one delta of many; ConfigError when `updates`, or as few as there may be, are too
+    few for it."""
+    fewest = config.asynchronous.buffer if config.asynchronous.enabled else config.strategy.min_sites
+    return aggregation.build(config.aggregation.rule, config.aggregation.options, updates or fewest)
+
+
+def kept(update: Update) -> Update:
+    """A copy for rules that look at all updates together: shared memory is needed again before that."""
+    return msgspec.structs.replace(update, delta=update.delta.load())

@@ -1,0 +1,131 @@
+"""Federated training: rounds of sample -> train -> check -> fold -> step -> commit, through any cohort.
+
+`run` is the loop, and is the same for real sites over gRPC (`aggregator.py`) and for a simulation
+(`simulation.py`): a journal, a cohort, a strategy are handed to it. Whatever it was doing when the process
+died, it goes on from the last committed round, asks the same sites the same question, and gets the same
+model: the plan of a round is kept before it starts, and seeds come from (run, round, site) alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...config import Config
+from ...digest import seed_of
+from ...errors import Diverged, SecAggError, TooFewSites
+from ...events import Record
+from ...messages import SiteId
+from ...store import Checkpoint, RoundPlan, RunStore
+from ...strategies import Strategy, server_step
+from ..journal import Evaluators, Journal, Lap, Result, Shown, everyone, plain
+from ..sites import compressed
+from ..threads import in_thread
+from . import checks
+from .answers import Answers, refuse
+
+
+async def run(
+    journal: Journal,
+    answers: Answers,
+    strategy: Strategy,
+    *,
+    evaluate_at: Evaluators = everyone,
+    shown: Shown = plain,
+) -> Result:
+    """Rounds until run.rounds, an early stop, or TooFewSites; the journal's store holds the initial model.
+
+    `evaluate_at`: who evaluates (a simulation evaluates pooled data once).
+    `shown`: what the task makes of an evaluation.
+    """
+    cohort, need = answers.cohort, journal.config.strategy.min_sites
+    checkpoint = at_hand(journal.store, journal.begin(await cohort.members(0)))
+    while True:
+        number = checkpoint.round
+        if journal.evaluation_is_due(number):
+            sites = evaluate_at(number, await cohort.members(need))
+            found = await answers.evaluate(number, sites, checkpoint.weights) if sites else ({}, {})
+            journal.keep_evaluation(number, *(await shown(*found) if sites else ({}, {})))
+        if reason := journal.reason_to_stop(number):
+            return journal.result(number, reason)
+        journal.waiting(need)
+        checkpoint = await _train(journal, answers, strategy, checkpoint, await cohort.members(need))
+
+
+async def _train(
+    journal: Journal, answers: Answers, strategy: Strategy, checkpoint: Checkpoint, members: list[SiteId]
+) -> Checkpoint:
+    """One committed round, tried strategy.attempts times; without a site whose update made the model useless
+    in an earlier one."""
+    config, store = journal.config, journal.store
+    plan, left_out = store.plan(checkpoint.round), dict[SiteId, str]()
+    while True:
+        if plan is None:
+            plan = RoundPlan(checkpoint.round, 0, sample(config, checkpoint.round, 0, members))
+        if store.durable or plan.attempt:  # a simulation draws its first plan again: nobody leaves it
+            store.set_plan(plan)
+        journal.round_started(plan.round, plan.sites, plan.attempt)
+        try:
+            planned = replace(plan, counted=store.counted())
+            after, record, inside = await federated_round(answers, planned, strategy, checkpoint)
+        except (TooFewSites, SecAggError, Diverged) as e:
+            journal.round_failed(plan.round, plan.attempt, e)
+            attempt = plan.attempt + 1
+            culprit = e.culprit if isinstance(e, Diverged) else None
+            if attempt >= config.strategy.attempts or (isinstance(e, Diverged) and culprit is None):
+                store.set_plan(RoundPlan(plan.round, 0, plan.sites))
+                raise
+            if culprit is not None:
+                left_out[culprit] = str(e)
+                refuse(answers.cohort, journal.emit, culprit, plan.round + 1, str(e))
+            members = await answers.cohort.members(config.strategy.min_sites)
+            members = [site for site in members if site not in left_out]
+            if len(members) < config.strategy.min_sites:
+                store.set_plan(RoundPlan(plan.round, 0, plan.sites))
+                raise
+            plan = RoundPlan(plan.round, attempt, sample(config, plan.round, attempt, members))
+            continue
+        nbytes = after.weights.schema.nbytes
+        if config.compression.down:
+            after = await in_thread(nbytes, compressed.shortened, config, checkpoint, after)
+        prepared = await in_thread(nbytes, store.prepare, after)
+        journal.commit(after, record, prepared, inside)
+        if store.durable:
+            store.clear_inbox()
+        return at_hand(store, after)
+
+
+def at_hand(store: RunStore, checkpoint: Checkpoint) -> Checkpoint:
+    """A committed round as the next one starts from it; weights that stay are in their file."""
+    if store.durable:
+        return store.on_disk(checkpoint)
+    checkpoint.weights.patches = store.patches(checkpoint.round)
+    return checkpoint
+
+
+async def federated_round(
+    answers: Answers, plan: RoundPlan, strategy: Strategy, checkpoint: Checkpoint
+) -> tuple[Checkpoint, Record, Sequence[SiteId]]:
+    """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left.
+    Returns the next one, what the log says of it, and whose updates are in it."""
+    lap = Lap(answers.cohort)
+    mean = await answers.train(plan, checkpoint.weights)
+    weights, state = await in_thread(
+        checkpoint.weights.schema.nbytes,
+        server_step, strategy, checkpoint.weights, checkpoint.state, mean.delta,
+    )  # fmt: skip
+    if problem := await in_thread(weights.schema.nbytes, checks.flaw, weights, state):
+        raise Diverged(problem, mean.sizes)
+    record = lap.record(mean.metrics, len(mean.sites))
+    return Checkpoint(plan.round + 1, weights, state), record, mean.sites
+
+
+def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:
+    """The sites of a round, sorted; drawn by (seed, round, attempt), so a repeated round asks the same."""
+    members = sorted(members)
+    count = max(config.strategy.min_sites, round(config.strategy.fraction * len(members)))
+    if count >= len(members):
+        return members
+    draw = random.Random(seed_of(config.run.seed, "cohort", number, attempt))
+    return sorted(draw.sample(members, count))

@@ -1,0 +1,265 @@
+"""Rounds under secure aggregation at the aggregator: it learns sums of updates, and no single update."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from ...aggregation import aggregate
+from ...arena import AnyArena
+from ...config import Config
+from ...digest import seed_of
+from ...errors import BadUpdate, RoundError, SecAggError, TooFewSites, Unfinished
+from ...events import Emit, Notice, UpdateReceived, UpdateRefused
+from ...exchange import Cohort
+from ...messages import MAX_SUMS, Failure, Metrics, Reply, Request, SiteId, Update, averages
+from ...schema import Schema
+from ...secagg.encoding import Encoding, Total
+from ...secagg.masking import Parallel, serial
+from ...secagg.messages import (
+    MAX_NAMES,
+    NONCE_BYTES,
+    Advertise,
+    AdvertiseEvaluation,
+    Agree,
+    Agreed,
+    Keys,
+    Mask,
+    Masked,
+    Share,
+    Shares,
+    Terms,
+    Unmask,
+    Unmasked,
+)
+from ...secagg.roster import Verifies
+from ...secagg.server import SecureSum, masked_sum
+from ...store import RoundPlan
+from ...transport.patient import Patient
+from .answers import Aggregate, check_failures, rule_of
+from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
+
+REPLIES = Keys | Shares | Masked | Agreed | Unmasked | Failure
+
+
+def groups_of(
+    config: Config, plan: RoundPlan, settled: Sequence[Sequence[SiteId]] = ()
+) -> list[Sequence[SiteId]]:
+    """The sites of a round in secagg.groups random groups of equal size or one more, redrawn each round.
+
+    Groups that are `settled` stay as they are, and the other sites make up the others, as far as they can.
+    """
+    sites = sorted(set(plan.sites).difference(*settled))
+    random.Random(seed_of(config.run.seed, "groups", plan.round, plan.attempt)).shuffle(sites)
+    count = min(config.secagg.groups - len(settled), len(sites) // least_sites(config))
+    return [*settled, *(sorted(sites[i::count]) for i in range(count))]
+
+
+def one_of_groups(
+    config: Config, schema: Schema, totals: Sequence[Total], sites: Sequence[SiteId]
+) -> Aggregate:
+    """One mean of the groups: their only one, or what the rule makes of several. TooFewSites for too few."""
+    metrics = averages({str(i): total.metrics for i, total in enumerate(totals)})
+    deltas = [total.delta for total in totals if total.delta is not None]
+    if config.secagg.groups == 1:
+        return Aggregate(deltas[0], metrics, sites)
+    rule = rule_of(config)
+    if len(deltas) < rule.needs:
+        raise TooFewSites(f"groups with a sum, for {config.aggregation.rule}", len(deltas), rule.needs)
+    updates = [Update(delta=delta, num_examples=t.weight) for t, delta in zip(totals, deltas, strict=True)]
+    return Aggregate(aggregate(rule, schema, updates), metrics, sites)
+
+
+def tell_clipped(emit: Emit, plan: RoundPlan, totals: Sequence[Total]) -> None:
+    """Tell of clipped values: a step can be far off through them."""
+    if clipped := sum(total.clipped for total in totals):
+        emit(Notice(text=f"round {plan.round + 1}: {clipped:g} values were clipped to secagg.clip"))
+
+
+def tell_failed(emit: Emit, plan: RoundPlan, error: BaseException) -> None:
+    """Tell that one group of several has no sum."""
+    emit(Notice(text=f"round {plan.round + 1}: a group's sum failed: {error}"))
+
+
+def admit(request: Request, reply: Reply, longest: int) -> None:
+    """BadUpdate unless the reply is of the step that was asked, of at most `longest` ring elements."""
+    due = {Share: Shares, Mask: Masked, Agree: Agreed, Unmask: Unmasked}.get(type(request), Keys)
+    if isinstance(reply, Failure):
+        return
+    if not isinstance(reply, due):
+        raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
+    if isinstance(reply, Masked) and reply.vector.schema.numel > longest:
+        raise BadUpdate(f"a masked vector of {reply.vector.schema.numel} values, at most {longest} are due")
+
+
+def longest_vector(config: Config, schema: Schema) -> int:
+    """Ring elements of the longest vector that a site of this run may send."""
+    smallest = replace(fixed_point(config, SITES), value_bits=4)  # has the most limbs
+    return Encoding(smallest, schema).numel([""] * MAX_NAMES) + smallest.limbs * MAX_SUMS
+
+
+class KnowsCallers(Protocol):
+    """Knows the certificates of the sites that called: a pki.callers.Callers."""
+
+    def fingerprints(self, sites: Sequence[SiteId], /) -> Mapping[SiteId, bytes]: ...
+
+
+class KeepsPlans(Protocol):
+    """Keeps the plan of the round under way: a store.RunStore."""
+
+    def set_plan(self, plan: RoundPlan, /) -> None: ...
+
+
+class UnderMasks:
+    """answers.Answers by secure sums: this process learns sums of updates only."""
+
+    def __init__(
+        self,
+        config: Config,
+        cohort: Cohort,
+        emit: Emit,
+        *,
+        federation: str,
+        callers: KnowsCallers,
+        verifier: Verifies,
+        plans: KeepsPlans | None = None,
+        parallel: Parallel = serial,
+        frozen: str = "",
+    ) -> None:
+        """
+        Args:
+            plans: Is given a plan without the sites that dropped out, before a sum is opened: from then on
+                honest sites give their updates of this round into no sum over other sites.
+            frozen: SHA-256 of the run's frozen parameters.
+        """
+        check_config(config)
+        self._config, self.cohort, self._emit = config, cohort, emit
+        self._policy, self._verifier, self._parallel = policy(config, federation), verifier, parallel
+        self._callers, self._plans, self._frozen = callers, plans, frozen
+        self._round, self._opened = -1, list[Sequence[SiteId]]()  # sites of its sums that may be opened
+
+    async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
+        if self._round != plan.round:
+            self._round, self._opened = plan.round, []
+        groups, alone = groups_of(self._config, plan, self._opened), self._config.secagg.groups == 1
+        sums = await asyncio.gather(
+            *(self._sum(plan, sites, weights, Advertise) for sites in groups), return_exceptions=True
+        )
+        for error in sums:
+            if isinstance(error, BaseException) and (alone or not isinstance(error, RoundError)):
+                raise error
+            if isinstance(error, BaseException):
+                tell_failed(self._emit, plan, error)
+        totals = [s for s in sums if not isinstance(s, BaseException)]
+        inside = sorted(site for _, sites in totals for site in sites)
+        if len(inside) < self._config.strategy.min_sites:
+            raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
+        tell_clipped(self._emit, plan, [total for total, _ in totals])
+        return await asyncio.to_thread(
+            one_of_groups, self._config, weights.schema, [total for total, _ in totals], inside
+        )
+
+    async def evaluate(
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+    ) -> tuple[Metrics, dict[SiteId, Metrics]]:
+        failed: dict[SiteId, str] = {}
+        for attempt in range(self._config.strategy.attempts):
+            plan = RoundPlan(number, attempt, list(sites))
+            try:
+                total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation)
+            except (TooFewSites, SecAggError) as e:
+                self._emit(Notice(text=f"round {number}, evaluation, attempt {attempt + 1}: {e}"))
+                failed = e.failed if isinstance(e, Unfinished) else {}
+                continue
+            return total.metrics, {}
+        check_failures(number, sites, failed)
+        return {}, {}
+
+    async def _sum(
+        self,
+        plan: RoundPlan,
+        sites: Sequence[SiteId],
+        weights: AnyArena,
+        ask: type[Advertise | AdvertiseEvaluation],
+    ) -> tuple[Total, Sequence[SiteId]]:
+        """One session: its sum, and the sites in it."""
+        schema = weights.schema if ask is Advertise else None
+        cohort = await self._cohort(sites)
+        encoding = encoding_of(self._config, plan.round, len(cohort), schema)
+        terms = self._terms(plan, cohort, encoding)
+        request = ask(
+            id=terms.request_id("train" if ask is Advertise else "evaluate"),
+            round=plan.round, weights=weights, terms=terms,
+        )  # fmt: skip
+        deadline_s = self._config.strategy.round_deadline
+        try:
+            masked = await masked_sum(
+                Patient(self.cohort),
+                terms,
+                await asyncio.to_thread(hash_of, weights, self._parallel, self._frozen),
+                request,
+                self._verifier.verify,
+                deadline_s=deadline_s,
+                step_deadline_s=deadline_s,
+                in_thread=asyncio.to_thread,
+                parallel=self._parallel,
+            )
+            if ask is Advertise:
+                self._settle(plan, masked.sites)
+            found = await masked.unmask()
+        except Unfinished as e:
+            self._tell_dropped(plan.round + (ask is Advertise), e.dropped)
+            raise
+        self._tell(plan, found, training=ask is Advertise)
+        total = await asyncio.to_thread(
+            encoding.decode, found.vector, len(found.sites), found.names, self._parallel
+        )
+        return total, found.sites
+
+    def _settle(self, plan: RoundPlan, sites: Sequence[SiteId]) -> None:
+        """Ask no other sites together with these in this round."""
+        if sites not in self._opened:
+            self._opened.append(sites)
+        if self._plans is not None and self._config.secagg.groups == 1:
+            self._plans.set_plan(replace(plan, sites=list(sites)))
+
+    async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
+        """The sites that called since this process began, with their certificates' fingerprints. The others
+        have the idle time to come; TooFewSites when too few are here then."""
+        if not (found := self._callers.fingerprints(sites)).keys() >= set(sites):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.network.idle):
+                    while not self._callers.fingerprints(sites).keys() >= set(sites):
+                        await self.cohort.newcomer(await self.cohort.members(0))
+            found = self._callers.fingerprints(sites)
+        if len(found) < self._policy.min_sites:
+            raise TooFewSites("secure sum", len(found), self._policy.min_sites)
+        return {site: found[site] for site in sites if site in found}
+
+    def _terms(self, plan: RoundPlan, cohort: dict[SiteId, bytes], encoding: Encoding) -> Terms:
+        (quorum, threshold, degree), point = self._policy.graph(len(cohort)), encoding.point
+        return Terms(
+            federation=self._policy.federation, run=self._policy.run, round=plan.round, attempt=plan.attempt,
+            nonce=secrets.token_bytes(NONCE_BYTES), cohort=cohort, quorum=quorum,
+            threshold=threshold, degree=degree, ring_bits=self._config.secagg.ring_bits,
+            value_bits=point.value_bits, clip=point.clip, max_weight=point.max_weight, length=encoding.length,
+        )  # fmt: skip
+
+    def _tell(self, plan: RoundPlan, found: SecureSum, *, training: bool) -> None:
+        number = plan.round + 1 if training else plan.round
+        if training:
+            for site in found.sites:
+                self._emit(UpdateReceived(round=number, site=site, nbytes=found.vector.nbytes))
+        self._tell_dropped(number, found.dropped)
+        for site in sorted(found.blamed.keys() & set(found.sites)):
+            self._emit(Notice(text=f"round {number}: {site} is in the sum, but {found.blamed[site]}"))
+
+    def _tell_dropped(self, number: int, dropped: Mapping[SiteId, str]) -> None:
+        for site, reason in sorted(dropped.items()):
+            self._emit(UpdateRefused(round=number, site=site, reason=reason))
+            self.cohort.tell(site, f"round {number}: this site is not in the sum: {reason}")

@@ -1,0 +1,105 @@
+"""What both ends of secure aggregation derive from fedtrain.toml: how sites are summed, under which terms."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+from ...arena import AnyArena
+from ...config import Config
+from ...digest import seed_of
+from ...errors import BadUpdate, ConfigError
+from ...messages import SiteId, Update
+from ...schema import Schema, chunks_of
+from ...secagg.client import Policy
+from ...secagg.encoding import Encoding, norm_of, rounding_seed
+from ...secagg.fixedpoint import FixedPoint
+from ...secagg.masking import BLOCK_BYTES, Parallel, buffers, exhaust, serial
+from ..sites import compressed
+from .answers import rule_of
+
+SITES = 3  # the least in a sum: in a sum over two each learns the other's update
+
+
+def check_config(config: Config) -> None:
+    """ConfigError for what secure aggregation cannot give."""
+    sites, groups = config.strategy.min_sites, config.secagg.groups
+    if sites < SITES * groups:
+        where = f" in each of {groups} groups" if groups > 1 else ""
+        raise ConfigError(
+            f"secagg.enabled: a sum over fewer than {SITES} sites{where} hides nobody, and "
+            f"strategy.min_sites is {sites}. Raise it to {SITES * groups}, or set secagg.enabled = false and "
+            f"let the aggregator see each site's update."
+        )
+    if groups == 1 and not rule_of(config).linear:
+        raise ConfigError(
+            f'aggregation.rule = "{config.aggregation.rule}" compares single updates, which secure '
+            f"aggregation hides. Let it compare means of random groups, with secagg.groups = "
+            f'{rule_of(config).needs} or more; or set aggregation.rule = "mean", or secagg.enabled = false.'
+        )
+    compressed.check_config(config)
+    rule_of(config, groups if groups > 1 else None)
+    each = max(sites // groups, 1)
+    encoding_of(config, 0, each, None)
+    policy(config, "").graph(each)
+
+
+def fixed_point(config: Config, sites: int) -> FixedPoint:
+    """How numbers become integers in a sum over so many sites."""
+    s = config.secagg
+    return FixedPoint(sites, s.ring_bits, s.clip, s.max_examples, s.value_bits)
+
+
+def encoding_of(config: Config, number: int, sites: int, schema: Schema | None) -> Encoding:
+    """How an update of a round (without a schema: an evaluation) becomes a vector that so many sites sum."""
+    squeeze = compressed.linear(config) if config.compression.up else None
+    seed = seed_of(config.run.seed, "compression", number)
+    return Encoding(fixed_point(config, sites), schema, squeeze, seed)
+
+
+def least_sites(config: Config) -> int:
+    """The fewest sites of one sum: each group has this part of a round's fewest sites."""
+    return max(SITES, config.strategy.min_sites // config.secagg.groups)
+
+
+def policy(config: Config, federation: str) -> Policy:
+    """What this end insists on. `length` is set for each session."""
+    s = config.secagg
+    return Policy(
+        federation=federation, run=config.run.name, ring_bits=s.ring_bits, clip=s.clip,
+        max_weight=s.max_examples, length=0, value_bits=s.value_bits,
+        min_sites=least_sites(config),
+        full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
+    )  # fmt: skip
+
+
+def round_seed(config: Config, number: int, site: SiteId) -> bytes:
+    """The seed of a site's random rounding in a round, 16 bytes."""
+    return rounding_seed(config.run.name, config.run.seed, number, site)
+
+
+def hash_of(weights: AnyArena, parallel: Parallel = serial, frozen: str = "") -> bytes:
+    """The hash that binds a session to a model: SHA-256 of the SHA-256 of each part of it, so that all cores
+    can work on it, and of its frozen parameters' (Frozen.sha256). digest.Digest would not bind."""
+    parts = list(chunks_of(weights.schema, BLOCK_BYTES // 8))  # at 8 bytes a number, each fills a buffer
+    leaves = [b""] * len(parts)
+
+    def leaf(i: int) -> None:
+        with buffers.one() as buffer:
+            leaves[i] = hashlib.sha256(weights.span(*parts[i], buffer.data)).digest()
+
+    with parallel(leaf, range(len(parts))) as mine:
+        exhaust(mine)
+    return hashlib.sha256(b"".join((*leaves, bytes.fromhex(frozen)))).digest()
+
+
+def scale_of(config: Config, update: Update) -> float:
+    """The factor that shortens a delta to limits.max_norm: the aggregator can't check a norm that it does not
+    see. BadUpdate for NaN."""
+    most = config.limits.max_norm
+    if not most:
+        return 1.0
+    norm = norm_of(update.delta)
+    if not norm < math.inf:
+        raise BadUpdate("its update has NaN or infinite values")
+    return min(1.0, most / norm) if norm else 1.0

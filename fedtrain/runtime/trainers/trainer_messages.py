@@ -1,0 +1,188 @@
+"""What a trainer process is asked and what it answers. A frame is its length (u32), then msgpack."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ...arena import Frozen
+from ...errors import BadUpdate, ConfigError, FedtrainError, StoreError, TaskError, reason_of, story_of
+from ...messages import Metrics, SiteId
+from ...schema import Schema
+from ..journal import Averages
+
+LENGTH = struct.Struct("<I")  # the bytes of a frame's message
+FRAME_BYTES = 1 << 28  # a longer frame is damaged
+
+
+class ModelFile(msgspec.Struct, array_like=True):
+    """Where a model lies; the digest tells one round's model from the next one's in the same file."""
+
+    path: str
+    digest: str
+
+
+# --- commands
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """The first message: load the task."""
+
+    config: dict[str, Any]
+    root: str
+    data_dir: str | None
+    simulated: bool
+    metrics_only: bool = False
+
+
+class Initial(msgspec.Struct, tag=True, array_like=True):
+    """Write the model before round 0, or the frozen parameters of the task's model(), to `out`."""
+
+    out: str
+    frozen: bool = False
+
+
+class Apply(msgspec.Struct, tag=True, array_like=True):
+    """Write the model that a patch makes of another."""
+
+    base: ModelFile
+    patch: ModelFile
+    out: str
+
+
+class Examples(msgspec.Struct, tag=True, array_like=True):
+    """Count the site's examples."""
+
+    site: SiteId
+
+
+class Freeze(msgspec.Struct, tag=True, array_like=True):
+    """Train with these frozen parameters, not with those of the task's model()."""
+
+    frozen: ModelFile
+
+
+class TrainOne(msgspec.Struct, tag=True, array_like=True):
+    """Train one site; write its update to `out`."""
+
+    site: SiteId
+    round: int
+    weights: ModelFile
+    out: str
+    counted: int  # as in messages.Train
+
+
+class TrainMany(msgspec.Struct, tag=True, array_like=True):
+    """Train several sites; write their updates one after the other into shared memory."""
+
+    sites: list[SiteId]
+    round: int
+    weights: ModelFile
+    slab: str  # the path of the shared memory
+    offset: int  # bytes; where the first update begins
+    counted: list[int]  # of each site, as in messages.Train
+
+
+class EvaluateMany(msgspec.Struct, tag=True, array_like=True):
+    """Evaluate a model at several sites."""
+
+    sites: list[SiteId]
+    round: int
+    weights: ModelFile
+
+
+class Show(msgspec.Struct, tag=True, array_like=True):
+    """Derive the task's metrics() from sums over all sites, and from each site's own."""
+
+    total: Metrics
+    by_site: dict[SiteId, Metrics]
+
+
+# --- replies
+
+
+class Description(msgspec.Struct, tag=True, array_like=True):
+    """What a trainer has loaded; of a simulation also who takes part, and who evaluates."""
+
+    schema: Schema
+    task_digest: str
+    sites: list[SiteId] = []
+    evaluators: list[SiteId] = []  # the sites, or "central" where all sites share one pool of data
+    frozen: Frozen = Frozen()  # of the task's model()
+    derives: bool = False  # whether the task has a metrics() of its own
+    compressed: Schema | None = None  # of an update, where updates are compressed
+
+    @property
+    def update(self) -> Schema:
+        """The schema of an update as it travels."""
+        return self.compressed or self.schema
+
+
+class Trained(msgspec.Struct, tag=True, array_like=True):
+    num_examples: float
+    metrics: Metrics
+    digest: str = ""  # of the update, where it lies in a file of its own
+
+
+class Measured(msgspec.Struct, tag=True, array_like=True):
+    metrics: Metrics
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """A command failed. Only the reason leaves this machine: the traceback may quote data."""
+
+    reason: str
+    config: bool = False  # a ConfigError: the user's files are wrong, not the task's code
+    store: bool = False  # a StoreError: a full disk, say
+    traceback: str = ""  # for the people at this machine
+    update: bool = False  # a BadUpdate: this site's result can't be used, another site's may
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        config, store = isinstance(error, ConfigError), isinstance(error, StoreError)
+        return cls(reason_of(error), config, store, story_of(error), isinstance(error, BadUpdate))
+
+    def error(self) -> FedtrainError:
+        return (ConfigError if self.config else StoreError if self.store else TaskError)(self.reason)
+
+
+class Dying(msgspec.Struct, tag=True, array_like=True):
+    """The process ends now, for this reason, and answers no command any more."""
+
+    reason: str
+
+
+class Done(msgspec.Struct, tag=True, array_like=True):
+    """The result of each site, in the order of the command's sites."""
+
+    results: Sequence[Trained | Measured | Failed]
+
+
+class Counted(msgspec.Struct, tag=True, array_like=True):
+    examples: float | None
+
+
+class Showing(msgspec.Struct, tag=True, array_like=True):
+    metrics: Averages
+    by_site: dict[SiteId, Averages]
+
+
+class Saved(msgspec.Struct, tag=True, array_like=True):
+    digest: str
+
+
+Command = Initial | Freeze | Apply | Examples | TrainOne | TrainMany | EvaluateMany | Show
+Outcome = Description | Failed | Dying | Done | Counted | Saved | Showing
+
+_encoder = msgspec.msgpack.Encoder()
+outcomes = msgspec.msgpack.Decoder(Outcome)
+commands = msgspec.msgpack.Decoder(Command)
+
+
+def framed(message: Start | Command | Outcome) -> bytes:
+    """The bytes of a frame."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body

@@ -1,0 +1,132 @@
+"""The trainer process, `python -m fedtrain.runtime.trainers.trainer_process FD`: its start and its work.
+
+A child whose parent is gone, for whatever reason, ends itself and its process group, in which is all that
+it started; the parent ends what a dead child leaves behind. So `kill -9` of either leaves no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ... import malloc
+from ...config import Config
+from ..processes import signalled_when_parent_ends
+from . import trainer_messages as msg
+from .workbench import MetricsOnly, Workbench
+
+# The sections of fedtrain.toml that a trainer needs. None of them says where keys lie.
+SECTIONS = ("run", "train", "strategy", "secagg", "compression", "privacy", "simulate", "parallel")
+
+
+def start_message(config: Config, data_dir: Path | None, *, simulated: bool, metrics_only: bool) -> msg.Start:
+    """What a new process is told first."""
+    table = {name: keys for name, keys in config.table().items() if name in SECTIONS}
+    folder = None if data_dir is None else str(data_dir)
+    return msg.Start(table, str(config.root), folder, simulated, metrics_only)
+
+
+async def spawn(
+    config: Config, scratch: Path, log: Path | None, pass_fds: Sequence[int]
+) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """A new process and the socket to it; see Trainer.start."""
+    ours, theirs = socket.socketpair()
+    output = log.open("ab") if log is not None else None
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", __name__, str(theirs.fileno()),
+            stdin=subprocess.DEVNULL, stdout=output or 2, stderr=output or 2,
+            pass_fds=(theirs.fileno(), *pass_fds), env=environment(config, scratch),
+            start_new_session=True,  # Ctrl-C is the parent's to handle, and stop() ends the whole group
+        )  # fmt: skip
+    finally:
+        theirs.close()
+        if output is not None:
+            output.close()
+    return process, ours
+
+
+def environment(config: Config, scratch: Path) -> dict[str, str]:
+    """The child's environment: this one, without what names keys, and with this very fedtrain on its path."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("FEDTRAIN_", "GRPC_", "SSLKEYLOGFILE"))}
+    here = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [here, ours.get("PYTHONPATH", "")]))
+    threads = str(config.train.threads)
+    return ours | {
+        "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch.resolve()),
+        "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
+        **malloc.ENVIRONMENT,  # new pages for every batch would cost a tenth of the training
+    }  # fmt: skip
+
+
+def serve(channel: socket.socket) -> None:
+    """Load the task that Start names, then answer commands until the parent is gone."""
+    if hasattr(os, "SCHED_BATCH"):  # else an arriving command takes the core from the process that sent it
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+    signalled_when_parent_ends(signal.SIGCONT)  # else the thread above might stay stopped
+    stream = channel.makefile("rwb")
+
+    def frames() -> Iterator[bytes]:
+        while head := stream.read(msg.LENGTH.size):
+            yield stream.read(*msg.LENGTH.unpack(head))
+
+    writing = threading.Lock()
+
+    def send(outcome: msg.Outcome) -> None:
+        with writing, suppress(BrokenPipeError):  # the parent is gone, and this process ends
+            stream.write(msg.framed(outcome))
+            stream.flush()
+
+    def give_up(reason: str, answer: bool, config: bool) -> None:
+        writing.acquire()  # and never released: the process ends, and this is the last message
+        stream.write(msg.framed(msg.Failed(reason, config) if answer else msg.Dying(reason)))
+        stream.flush()
+
+    incoming = frames()
+    start = msgspec.msgpack.decode(next(incoming), type=msg.Start)
+    gc.disable()  # the modules loaded here stay, and looking for garbage in them takes a seventh of the time
+    try:
+        data_dir = Path(start.data_dir) if start.data_dir is not None else None
+        config = Config.of(start.config, start.root)
+        bench: Workbench | MetricsOnly
+        if start.metrics_only:
+            bench = MetricsOnly(config)
+        else:
+            bench = Workbench(config, data_dir, simulated=start.simulated, give_up=give_up)
+    except Exception as e:  # the user's imports and constructors run in this block
+        return send(msg.Failed.of(e))
+    gc.freeze()
+    gc.enable()
+    send(bench.description)
+    for body in incoming:
+        try:
+            answer = bench.answer(msg.commands.decode(body))
+        except Exception as e:  # torch and the user's code run in this block, and the process must go on
+            answer = msg.Failed.of(e)
+        send(answer)
+
+
+def _end_with(channel: socket.socket) -> None:
+    """End this process, and all that it started, as soon as the parent is gone."""
+    poll = select.poll()
+    poll.register(channel, 0)  # hang-up is reported without being asked for
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

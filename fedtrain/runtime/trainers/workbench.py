@@ -1,0 +1,324 @@
+"""What a trainer does with the task: it loads the code and the data, and trains and evaluates sites.
+
+A Workbench needs no process of its own: `simulate --debug` has one inline. This file imports torch only
+inside functions, since a site's supervisor imports it too.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...arena import Arena, ArenaFile
+from ...config import Config
+from ...errors import BadUpdate, ConfigError, TaskError
+from ...messages import Evaluation, Metrics, SiteId, Update
+from ...schema import Schema
+from ...store.disk import explained
+from ...store.memory import NEVER
+from ..journal import Averages
+from ..sites import compressed
+from ..sites.privacy import noised
+from . import trainer_messages as msg
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...training.task import Task
+
+CACHED_SITES = 1024  # the data of so many sites stays loaded, of those used last
+CACHED_BYTES = 2 << 30  # and no more tensors than this many bytes
+
+
+def source_digest(config: Config) -> str:
+    """The digest of the source that decides what is trained; none of the source is run."""
+    from ...training.task import task_digest
+
+    own = [config.strategy.kind] if ":" in config.strategy.kind else []
+    return task_digest(config.run.task, config.root, *own)
+
+
+class Workbench:
+    """The task, its engine, and the data of the sites used last."""
+
+    def __init__(
+        self,
+        config: Config,
+        data_dir: Path | None = None,
+        *,
+        simulated: bool,
+        give_up: Callable[[str, bool, bool], None] = lambda reason, answer, config: None,
+        task: Task | None = None,
+    ) -> None:
+        """`give_up`: see rank_monitor. `task`: that of run.task, where a program has made it already."""
+        from ... import strategies
+        from ...training.local import Engine
+        from ...training.partition import SimulatedSites
+        from ...training.task import derives, folder_of, load_task
+        from ...training.vmapped import Vmapped
+
+        if config.privacy.noise_multiplier and simulated and config.simulate.engine == "vmap":
+            raise ConfigError('privacy.noise_multiplier: simulate.engine = "vmap" adds none. Use "loop".')
+        digest = source_digest(config)  # before a line of it runs
+        self._config = config
+        self._task = task or load_task(config.run.task, config.root, data_dir)
+        self._folder = folder_of(self._task)
+        self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
+        strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+        correct = strategy.correct if strategies.corrects(strategy) else None
+        self._ranks = None
+        if not simulated and config.parallel.ranks > 1:
+            from .ranks import start_ranks
+
+            self._ranks = start_ranks(config, self._task, self._load, data_dir, give_up)
+        else:
+            self._engine = Engine(self._task, config.train, config.run.seed, correct, config.run.rounds)
+        stack = self._simulated is not None and config.simulate.engine == "vmap"
+        self._vmapped = Vmapped(self._engine) if stack else None
+        self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
+        self._data_bytes = 0
+        self._weights: tuple[msg.ModelFile, Arena] | None = None
+        self._slab: tuple[str, mmap.mmap] | None = None
+        engine = self._ranks or self._engine
+        self.description = msg.Description(engine.schema, digest, frozen=engine.frozen)
+        self._encoder = compressed.UpEncoder.of(config, engine.schema, simulated=simulated)
+        if self._encoder is not None:
+            self.description.compressed = self._encoder.codec.coded
+        if self._simulated is not None:
+            names = self._simulated.names
+            self.description.sites = names
+            self.description.evaluators = names if self._simulated.natural else ["central"]
+        self.description.derives = derives(self._task)
+
+    def initial(self, *, frozen: bool = False) -> Arena:
+        """The weights that a run starts from, equal at all sites; or the frozen parameters."""
+        return (self._ranks or self._engine).initial(frozen=frozen)
+
+    def freeze(self, frozen: ArenaFile) -> None:
+        """As Trainer.freeze; BadUpdate when they are not those that were announced."""
+        if frozen.digest == self.description.frozen.digest:
+            return
+        found = frozen.load()
+        if found.digest != frozen.digest:
+            raise BadUpdate(
+                f"{frozen.path}, the frozen parameters, is damaged: it is not {frozen.digest[:12]}…"
+            )
+        (self._ranks or self._engine).freeze(found)
+
+    def train(self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int = NEVER) -> Update:
+        """Train one site; its update, in `out`, has the noise of [privacy] first, and is then compressed."""
+        delta = out if self._encoder is None else self._encoder.whole
+        if self._ranks is not None:
+            update = self._ranks.train(site, round, weights, delta)
+        else:
+            update = self._engine.train(site, self._load("data", site), round, weights, delta)
+        if self._config.privacy.noise_multiplier:
+            update = noised(self._config, update, site, round, weights, self._simulated is not None)
+        if self._encoder is None:
+            return update
+        return self._encoder.encode(update, site, round, out, counted)
+
+    def evaluate(self, site: SiteId, round: int, weights: Arena) -> Evaluation:
+        if self._ranks is not None:
+            return Evaluation(metrics=self._ranks.evaluate(site, weights))
+        return Evaluation(metrics=self._engine.evaluate(self._load("eval_data", site), weights))
+
+    def examples(self, site: SiteId) -> float | None:
+        from ...training.examples import Stream, examples_of
+
+        data = self._load("data", site)
+        examples = examples_of(data)
+        if isinstance(examples, Stream) or (self._ranks or self._engine).weighs_items(data):
+            return None
+        return float(examples.count)
+
+    def shown(
+        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        """The averages that people see of an evaluation; see task.shown."""
+        from ...training.task import shown
+
+        return shown(self._task, total, by_site)
+
+    def answer(self, command: msg.Command) -> msg.Outcome:
+        match command:
+            case msg.Initial(out, frozen):
+                initial = self.initial(frozen=frozen)
+                with new_file(initial.schema, Path(out)) as arena:
+                    return msg.Saved(arena.copy_(initial).digest)
+            case msg.Freeze(place):
+                self.freeze(ArenaFile(self.description.frozen.schema, Path(place.path), place.digest))
+                return msg.Saved(place.digest)
+            case msg.Apply(base, patch, out):
+                codec = compressed.down_codec(self._config, self.description.schema)
+                assert codec is not None, "no patches come without compression.down"
+                model = ArenaFile(codec.schema, Path(base.path), base.digest).load()
+                change = ArenaFile(codec.coded, Path(patch.path), patch.digest)
+                with new_file(codec.schema, Path(out)) as arena:
+                    arena.copy_(compressed.patched(self._config, codec, model, change))
+                    return msg.Saved(arena.digest)
+            case msg.Examples(site):
+                return msg.Counted(self.examples(site))
+            case msg.TrainOne(site, round, place, out, counted):
+                weights = self._at(place)
+                with new_file(self.description.update, Path(out)) as arena:
+                    update = self.train(site, round, weights, arena, counted)
+                    return msg.Done([msg.Trained(update.num_examples, update.metrics, arena.digest)])
+            case msg.TrainMany(sites, round, place, slab, offset, counted):
+                return msg.Done(
+                    self._train_many(
+                        sites, round, self._at(place), self._block(slab, offset, len(sites)), counted
+                    )
+                )
+            case msg.EvaluateMany(sites, round, place):
+                weights = self._at(place)
+                return msg.Done([self._evaluated(site, round, weights) for site in sites])
+            case msg.Show(total, by_site):
+                return msg.Showing(*self.shown(total, by_site))
+
+    def _train_many(
+        self, sites: list[SiteId], round: int, weights: Arena, deltas: torch.Tensor, counted: list[int]
+    ) -> list[msg.Trained | msg.Failed]:
+        """`deltas` is uint8 [sites, bytes of an update as it travels]."""
+        outs = [Arena(self.description.update, deltas[i]) for i in range(len(sites))]
+        if self._vmapped is None:
+            each = zip(sites, outs, counted, strict=True)
+            return [self._trained(site, round, weights, out, last) for site, out, last in each]
+        try:
+            pairs = [(site, self._load("data", site)) for site in sites]
+            whole = deltas if self._encoder is None else deltas.new_empty(len(sites), weights.schema.nbytes)
+            updates = self._vmapped.train(pairs, round, weights, whole)
+            if self._encoder is not None:
+                for update, site, out, last in zip(updates, sites, outs, counted, strict=True):
+                    self._encoder.encode(update, site, round, out, last)
+        except (TaskError, BadUpdate) as e:
+            if len(sites) == 1:
+                return [msg.Failed.of(e)]
+            # One by one, so that only those fail whose fault it is.
+            alone = [
+                self._train_many([site], round, weights, deltas[i : i + 1], counted[i : i + 1])
+                for i, site in enumerate(sites)
+            ]
+            return [result for results in alone for result in results]
+        return [msg.Trained(update.num_examples, update.metrics) for update in updates]
+
+    def _trained(
+        self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int
+    ) -> msg.Trained | msg.Failed:
+        try:
+            update = self.train(site, round, weights, out, counted)
+        except (TaskError, BadUpdate) as e:
+            return msg.Failed.of(e)
+        return msg.Trained(update.num_examples, update.metrics)
+
+    def _evaluated(self, site: SiteId, round: int, weights: Arena) -> msg.Measured | msg.Failed:
+        try:
+            return msg.Measured(self.evaluate(site, round, weights).metrics)
+        except TaskError as e:
+            return msg.Failed.of(e)
+
+    def _load(self, what: str, site: SiteId) -> Any:
+        """The site's data() or eval_data(), loaded once while it is among those used last."""
+        key = what, site
+        if key in self._data:
+            self._data.move_to_end(key)
+            return self._data[key][0]
+        loaded = self._call_task(what, site)
+        nbytes = _tensor_bytes(loaded)
+        self._data[key] = loaded, nbytes
+        self._data_bytes += nbytes
+        while len(self._data) > 1 and (len(self._data) > CACHED_SITES or self._data_bytes > CACHED_BYTES):
+            _, (_, freed) = self._data.popitem(last=False)
+            self._data_bytes -= freed
+        return loaded
+
+    def _call_task(self, what: str, site: SiteId) -> Any:
+        from ...training.task import user_code
+
+        if self._simulated is not None:
+            if what == "data":
+                return self._simulated.data(site)
+            if not self._simulated.natural:
+                return self._simulated.eval_data()[site]
+        with user_code(self._folder, f"{what}({site!r})"):
+            return self._task.data(site) if what == "data" else self._task.eval_data(site)
+
+    def _at(self, place: msg.ModelFile) -> Arena:
+        """Global weights, looked at where they lie; writing to them would not reach the file."""
+        if self._weights is None or self._weights[0] != place:
+            with open(place.path, "rb") as f:
+                self._weights = (
+                    place,
+                    Arena.wrap(self.description.schema, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)),
+                )
+        return self._weights[1]
+
+    def _block(self, slab: str, offset: int, sites: int) -> torch.Tensor:
+        """uint8 [sites, bytes of an update as it travels] of a slab, which grows now and then."""
+        import torch
+
+        nbytes = self.description.update.nbytes
+        if self._slab is None or self._slab[0] != slab or len(self._slab[1]) < offset + sites * nbytes:
+            with open(slab, "r+b") as f:
+                self._slab = slab, mmap.mmap(f.fileno(), 0)
+        flat = torch.frombuffer(self._slab[1], dtype=torch.uint8, offset=offset, count=sites * nbytes)
+        return flat.view(sites, nbytes)
+
+
+class MetricsOnly:
+    """The task's metrics() and nothing else, for an aggregator: it has no data and makes no model."""
+
+    def __init__(self, config: Config) -> None:
+        from ...training.task import derives, load_task
+
+        digest = source_digest(config)
+        self._task = load_task(config.run.task, config.root)
+        self.description = msg.Description(Schema(()), digest, derives=derives(self._task))
+
+    def answer(self, command: msg.Command) -> msg.Outcome:
+        from ...training.task import shown
+
+        assert isinstance(command, msg.Show), command
+        return msg.Showing(*shown(self._task, command.total, command.by_site))
+
+
+def _tensor_bytes(data: Any) -> int:
+    """The bytes of data() as tensors; 0 of a Dataset, which may well lie on disk."""
+    from ...training.examples import Tensors, examples_of
+
+    examples = examples_of(data)
+    return sum(c.nbytes for c in examples.columns) if isinstance(examples, Tensors) else 0
+
+
+@contextmanager
+def new_file(schema: Schema, path: Path) -> Iterator[Arena]:
+    """An arena in a file, to be written in the with block. The file gets its name when the block has ended,
+    and is not there at all when the block raises.
+
+    A file of the same size under that name, an older update, is written over: new pages cost more.
+    """
+    partial = path.with_name(path.name + ".new")
+    try:
+        with explained(path):
+            if path.exists() and path.stat().st_size == schema.nbytes:
+                path.replace(partial)
+            file = partial.open("r+b" if partial.exists() else "w+b")
+        with file as f:
+            with explained(path):
+                f.truncate(schema.nbytes)
+                if schema.nbytes:  # else a write to the map ends the process when the disk is full
+                    os.posix_fallocate(f.fileno(), 0, schema.nbytes)
+            yield (
+                Arena.wrap(schema, mmap.mmap(f.fileno(), schema.nbytes))
+                if schema.nbytes
+                else Arena.zeros(schema)
+            )
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
