@@ -9,7 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError
+from fedtrain.training.engine import steps_in_round
+from fedtrain.training.examples import examples_of
 from fedtrain.training.sampler import Draws, Sampler, in_order, share_of
 
 sizes = st.fixed_dictionaries(
@@ -68,9 +71,12 @@ def test_two_ranks_then_three_then_one_skip_nothing_and_see_nothing_twice():
 
 @settings(deadline=None)
 @given(sizes, st.integers(1, 4))
-def test_an_epoch_is_a_permutation_in_as_many_steps_as_said(sizes, ranks):
+def test_an_epoch_is_a_permutation_in_as_many_steps_as_schedules_count(sizes, ranks):
     samplers, seen = world(ranks, sizes), []
-    for _ in range(samplers[0].steps):
+    train = TrainConfig(
+        batch_size=sizes["batch"], accumulate=sizes["accumulate"], drop_last=sizes["drop_last"]
+    )
+    for _ in range(steps_in_round(train, examples_of(torch.zeros(sizes["count"])))):
         assert samplers[0].epoch == 0
         seen += [i for batch in take(samplers) for i in batch]
     assert samplers[0].epoch == 1
@@ -84,7 +90,7 @@ def test_an_epoch_is_a_permutation_in_as_many_steps_as_said(sizes, ranks):
 def test_drop_last_gives_full_batches_but_never_nothing(sizes):
     (sampler,) = world(1, sizes | {"drop_last": True})
     full = sizes["batch"] or sizes["count"]
-    totals = [share.total for _ in range(sampler.steps) for share in sampler.take()]
+    totals = [share.total for share in sampler.rest()]
     assert totals
     assert set(totals) == {min(full, sizes["count"])}
 

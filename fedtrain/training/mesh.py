@@ -120,17 +120,13 @@ class Mesh:
     @property
     def averaging_axes(self) -> tuple[str, ...]:
         """The axes that they lie along, those of one rank left out."""
-        axes = ("dp_shard", "cp") if self.islands > 1 else ("dp_replicate", "dp_shard", "cp")
-        return tuple(axis for axis in axes if getattr(self.sizes, axis) > 1)
+        return self.axes("pp", "tp")
 
-    @property
-    def model_axes(self) -> tuple[str, ...]:
-        """The axes of one island: pp, cp, tp and the dp ones that are not islands."""
-        return tuple(
-            axis
-            for axis in AXES
-            if getattr(self.sizes, axis) > 1 and not (axis == "dp_replicate" and self.islands > 1)
-        )
+    def axes(self, *without: str) -> tuple[str, ...]:
+        """The axes of one island: pp, cp, tp and the dp ones that are not islands; those of one rank, and
+        those in `without`, left out."""
+        between = ("dp_replicate",) if self.islands > 1 else ()
+        return tuple(a for a in AXES if a not in (*between, *without) and getattr(self.sizes, a) > 1)
 
     def flat(self, axes: tuple[str, ...]) -> DeviceMesh:
         """Some axes as one, in the mesh's own order."""

@@ -57,11 +57,6 @@ class Sampler:
             return self.count - self.count % self.batch
         return self.count
 
-    @property
-    def steps(self) -> int:
-        """The number of optimizer steps in a whole epoch."""
-        return -(-self.usable // (self.batch * self.accumulate))
-
     def order(self) -> torch.Tensor:
         """The order of the present epoch, int64 [count]."""
         if self._order is None or self._order[0] != self.epoch:

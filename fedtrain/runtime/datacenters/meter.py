@@ -54,8 +54,7 @@ class Meter:
 
     def _tell(self, number: int, round: int) -> None:
         engine, mesh = self.engine, self.engine.mesh
-        axes = mesh.averaging_axes + (("pp",) if mesh.sizes.pp > 1 else ())
-        loss, weight = mesh.sum(self._take_losses(), axes).tolist()
+        loss, weight = mesh.sum(self._take_losses(), mesh.axes("tp")).tolist()
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         waiting = engine.waiting_s()

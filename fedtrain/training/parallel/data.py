@@ -58,7 +58,9 @@ class Dealt:
                 f"train.batch_size: {size} examples can't be shared by {ranks} data-parallel ranks. "
                 f"It is what they take together: raise it to a multiple of {ranks}."
             )
-        self._feed = self._sampler(self._order_of_run)
+        # The dataset's own order, where it has one (of shards, say); else all examples shuffled.
+        own = getattr(self.examples.dataset, "order", None) if isinstance(self.examples, Items) else None
+        self._feed = self._sampler(None if own is None else lambda seed: torch.as_tensor(own(seed)))
 
     @property
     def epoch(self) -> int:
@@ -105,20 +107,13 @@ class Dealt:
         """Go on from there, whatever was taken before."""
         self._feed.load_state_dict(state)
 
-    def _sampler(self, order: Order) -> Sampler:
+    def _sampler(self, order: Order | None) -> Sampler:
         count, train = self.examples.count, self.train
         whole = train.batch_size == 0 or train.batch_size >= count  # one batch: its order is nobody's concern
         return Sampler(
             count, train.batch_size, seed=seed_of(self.run_seed, self.name), rank=self.rank, ranks=self.ranks,
             accumulate=train.accumulate, drop_last=train.drop_last, order=in_order(count) if whole else order,
         )  # fmt: skip
-
-    def _order_of_run(self, seed: int) -> torch.Tensor:
-        """The dataset's own, where it has one (of shards, say); else all examples shuffled."""
-        own = getattr(self.examples.dataset, "order", None) if isinstance(self.examples, Items) else None
-        if own is not None:
-            return torch.as_tensor(own(seed))
-        return torch.randperm(self.examples.count, generator=torch.Generator().manual_seed(seed))
 
 
 class Streamed:
@@ -182,11 +177,10 @@ def pooled(sets: list[Any]) -> Any:
     if len(sets) == 1:
         return sets[0]
     examples = [examples_of(data) for data in sets]
-    if all(isinstance(e, Tensors) for e in examples):
-        columns = zip(*(e.columns for e in examples if isinstance(e, Tensors)), strict=True)
-        first = examples[0]
-        assert isinstance(first, Tensors)
-        return first.build([torch.cat(pieces) for pieces in columns])
+    tensors = [e for e in examples if isinstance(e, Tensors)]
+    if len(tensors) == len(sets):
+        columns = zip(*(e.columns for e in tensors), strict=True)
+        return tensors[0].build([torch.cat(pieces) for pieces in columns])
     if all(isinstance(e, Items) for e in examples):
         return ConcatDataset(sets)
     raise TaskError(

@@ -175,7 +175,7 @@ class MeshEngine(Trainable, ShardedModel):
         """The same on every rank of the island: so all agree whether it is finite. Without shards every rank
         has the whole gradient, and nothing is sent."""
         mesh = self.mesh
-        island = math.prod(getattr(mesh.sizes, axis) for axis in mesh.model_axes if axis != "pp")
+        island = math.prod(getattr(mesh.sizes, axis) for axis in mesh.axes("pp"))
         owned: dict[int, list[torch.Tensor]] = {}  # how many ranks' sums a piece will be in -> pieces
         for p, gradient in zip(self._parameters, self.gradients, strict=True):
             owned.setdefault(island // pieces(p) if self._cut else 1, []).append(gradient)
@@ -184,7 +184,7 @@ class MeshEngine(Trainable, ShardedModel):
             norms = torch.stack(torch._foreach_norm(gradients))
             total += norms.to(mesh.device).double().square().sum() / copies
         if self._cut:
-            mesh.sum(total, mesh.model_axes)
+            mesh.sum(total, mesh.axes())
         return total.sqrt()
 
     def loss_finite(self, step: Step) -> bool:
@@ -192,8 +192,7 @@ class MeshEngine(Trainable, ShardedModel):
 
     def over_ranks(self, weight: float) -> float:
         """Summed over all that one gradient is of."""
-        axes = self.mesh.averaging_axes + (("pp",) if self.mesh.sizes.pp > 1 else ())
-        if not axes:
+        if not (axes := self.mesh.axes("tp")):
             return weight
         each = torch.tensor(weight, dtype=torch.float64, device=self.mesh.device)
         return float(self.mesh.sum(each, axes))
@@ -315,7 +314,7 @@ class MeshEngine(Trainable, ShardedModel):
 
     def _share_buffers(self) -> None:
         """Running statistics, BatchNorm's say, are each rank's own; those of the first are committed."""
-        group = self.mesh.group(tuple(axis for axis in self.mesh.model_axes if axis != "pp"))
+        group = self.mesh.group(self.mesh.axes("pp"))
         if group is None:
             return
         for part in self.parts:

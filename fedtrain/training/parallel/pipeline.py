@@ -8,6 +8,7 @@ one that gives the pipeline's output back.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,9 @@ from ..mesh import Mesh
 from .plan import Plan
 
 STAGES_A_RANK = 2  # of the interleaved schedule
+SCHEDULES: dict[str, Any] = {
+    "1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B
+}  # fmt: skip
 Call = Callable[[nn.Module, Batch], Any]  # the task's loss, or its evaluate
 # (what loss() returned, its batch, where that begins in the whole) -> what backward starts from. May come
 # twice for one microbatch: the first step begins with a rehearsal, from which stages learn their shapes.
@@ -77,13 +81,10 @@ class Pipeline:
                 PipelineStage(module, index, self.number, self.mesh.device, group=self.group)
                 for index, module in sorted(self.stages.items())
             ]
+            several = self.config.schedule == "interleaved"
+            kind = SCHEDULES[self.config.schedule if training or several else "gpipe"]
             loss = self._loss if training else None
-            if self.config.schedule == "interleaved":
-                self._schedules[key] = ScheduleInterleaved1F1B(stages, count, loss, scale_grads=False)
-            elif self.config.schedule == "gpipe" or not training:
-                self._schedules[key] = ScheduleGPipe(stages[0], count, loss, scale_grads=False)
-            else:
-                self._schedules[key] = Schedule1F1B(stages[0], count, loss, scale_grads=False)
+            self._schedules[key] = kind(stages if several else stages[0], count, loss, scale_grads=False)
         return self._schedules[key]
 
     def _loss(self, output: Any, which: torch.Tensor) -> torch.Tensor:
@@ -146,10 +147,7 @@ def stages_of(
     number = ranks * (STAGES_A_RANK if config.schedule == "interleaved" else 1)
     mine = [index for index in range(number) if index % ranks == mesh.at["pp"]]
     if plan.stage is not None:
-        blocks = len(plan.units(model))
-        cuts = [blocks * i // number for i in range(number + 1)]
-        if blocks < number:
-            raise ConfigError(f"parallel.pp: {blocks} blocks can't make {number} stages. Lower pp.")
+        cuts = even_cuts([1] * len(plan.units(model)), number)
         return {
             i: plan.stage(copy.deepcopy(model), range(cuts[i], cuts[i + 1]), i == 0, i == number - 1)
             for i in mine
@@ -157,7 +155,7 @@ def stages_of(
     if isinstance(model, nn.Sequential):
         named = list(model.named_children())
         cuts = even_cuts([sum(p.numel() for p in child.parameters()) for _, child in named], number)
-        return {i: Slice(named[cuts[i] : cuts[i + 1]]) for i in mine}
+        return {i: nn.Sequential(OrderedDict(named[cuts[i] : cuts[i + 1]])) for i in mine}
     if mesh.sizes.tp > 1:
         raise ConfigError("parallel: pp beside tp needs a parallel_plan() with a stage().")
     if not plan.blocks:
@@ -166,29 +164,17 @@ def stages_of(
             f"task's parallel_plan(), or make it a Sequential."
         )
     names = [f"{plan.blocks}.{name}" for name, _ in model.get_submodule(plan.blocks).named_children()]
-    cuts = [len(names) * i // number for i in range(1, number)]
-    traced = pipeline(model, micro, split_spec={names[at]: SplitPoint.BEGINNING for at in cuts})
+    starts = even_cuts([1] * len(names), number)[1:-1]
+    traced = pipeline(model, micro, split_spec={names[at]: SplitPoint.BEGINNING for at in starts})
     return {i: traced.get_stage_module(i) for i in mine}
-
-
-class Slice(nn.Module):
-    """Some children of a Sequential, under their names there."""
-
-    def __init__(self, children: list[tuple[str, nn.Module]]) -> None:
-        super().__init__()
-        for name, child in children:
-            self.add_module(name, child)
-
-    def forward(self, x: Any) -> Any:
-        for child in self.children():
-            x = child(x)
-        return x
 
 
 def even_cuts(weights: list[int], parts: int) -> list[int]:
     """Where to cut a list into so many non-empty runs of about the same weight: parts + 1 positions."""
     if len(weights) < parts:
-        raise ConfigError(f"parallel.pp: {len(weights)} layers can't make {parts} stages. Lower pp.")
+        raise ConfigError(
+            f"parallel.pp: {len(weights)} layers or blocks can't make {parts} stages. Lower pp."
+        )
     total, seen, cuts = sum(weights), 0, [0]
     for at, weight in enumerate(weights):
         left = parts - len(cuts)
