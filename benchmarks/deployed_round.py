@@ -23,6 +23,7 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import common
 import grpc
@@ -30,14 +31,13 @@ import grpc.aio
 import numpy as np
 import psutil
 
-from fedtrain.arena import ArenaFile
 from fedtrain.config import Config
 from fedtrain.digest import Digest
 from fedtrain.events import silent
-from fedtrain.messages import Evaluation, Update
 from fedtrain.pki import Credentials, aggregator_target, init, issue
 from fedtrain.runtime.sites import site as runtime_site
-from fedtrain.runtime.trainers.trainer_messages import Description
+from fedtrain.runtime.trainers import trainer_messages as msg
+from fedtrain.runtime.trainers.trainer import Trains
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training.task import task_digest
 from fedtrain.transport.grpc import channel_options
@@ -66,23 +66,26 @@ class Payload(fedtrain.Task):
 """
 
 
-class Idle:
+class Idle(Trains):
     """A trainer that trains nothing: a random vector, cut and swapped elsewhere each round, is its delta."""
 
     def __init__(self, config: Config, numel: int, seed: int) -> None:
         self._schema = Schema((TensorSpec("w", (numel,), "float32", True),))
-        self.description = Description(self._schema, task_digest(config.run.task, config.root))
+        self.description = msg.Description(self._schema, task_digest(config.run.task, config.root))
         self._random = np.random.default_rng(seed)
         vector = self._random.standard_normal(numel, dtype=np.float32) * np.float32(1e-3)
         self._payload = memoryview(vector.tobytes() + bytes(self._schema.nbytes - 4 * numel))
 
-    async def examples(self, site: str) -> float:
-        return 10.0
-
-    async def train(self, site: str, round: int, weights: ArenaFile, out: Path, counted: int = -1) -> Update:
-        numel = self._schema.numel
-        delta = ArenaFile(self._schema, out, self._write(out, 4 * int(self._random.integers(1, numel))))
-        return Update(delta=delta, num_examples=10.0, metrics={"loss": (1.0, 1.0)})
+    async def _ask(self, message: Any) -> Any:
+        match message:
+            case msg.Examples():
+                return msg.Counted(10.0)
+            case msg.TrainOne(out=out):
+                digest = self._write(Path(out), 4 * int(self._random.integers(1, self._schema.numel)))
+                return msg.Done([msg.Trained(10.0, {"loss": (1.0, 1.0)}, digest)])
+            case msg.EvaluateMany():
+                return msg.Done([msg.Measured({})])
+        raise AssertionError(message)
 
     def _write(self, out: Path, cut: int) -> str:
         end, digest = 4 * self._schema.numel, Digest()
@@ -91,12 +94,6 @@ class Idle:
                 f.write(part)
                 digest.update(part)
         return digest.hexdigest()
-
-    async def evaluate(self, site: str, round: int, weights: ArenaFile) -> Evaluation:
-        return Evaluation(metrics={})
-
-    async def close(self) -> None:
-        pass
 
 
 def project(root: Path, numel: int, rounds: int, secure: bool = False) -> None:

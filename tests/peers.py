@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fedtrain import pki
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
-from fedtrain.messages import Evaluation, Update
+from fedtrain.messages import Metrics
 from fedtrain.pki.invitation import Invitation
 from fedtrain.runtime.peers import peer
 from fedtrain.runtime.peers.parcels import trained_part
-from fedtrain.runtime.trainers.trainer_messages import Description
+from fedtrain.runtime.trainers import trainer_messages as msg
+from fedtrain.runtime.trainers.trainer import Trains
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from tests.limits import WAIT_S
@@ -26,27 +27,28 @@ from tests.ports import free_port
 SCHEMA = Schema((TensorSpec("w", (20,), "float64", True),))
 
 
-class Toy:
+class Toy(Trains):
     """A trainer whose local steps go half way to the site's own target, in so many seconds."""
+
+    metrics: ClassVar[Metrics] = {}  # of each evaluation
 
     def __init__(self, target: float, pace_s: float, task: str = "t") -> None:
         self.target, self.pace_s = target, pace_s
-        self.description = Description(SCHEMA, task)
+        self.description = msg.Description(SCHEMA, task)
 
-    async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile:
-        return written(Arena.zeros(SCHEMA), out)
-
-    async def examples(self, site: str) -> float | None:
-        return 1.0
-
-    async def train(self, site: str, round: int, weights: ArenaFile, out: Path, counted: int = -1) -> Update:
-        await asyncio.sleep(self.pace_s)
-        delta = Arena.zeros(SCHEMA)
-        trained_part(delta).copy_((self.target - trained_part(weights.load())) / 2)
-        return Update(delta=written(delta, out), num_examples=1.0, metrics={"loss": (self.target, 1.0)})
-
-    async def evaluate(self, site: str, round: int, weights: ArenaFile) -> Evaluation:
-        return Evaluation(metrics={})
+    async def _ask(self, message: Any) -> Any:
+        match message:
+            case msg.Initial(out):
+                return msg.Saved(written(Arena.zeros(SCHEMA), Path(out)).digest)
+            case msg.TrainOne(_, _, place, out):
+                await asyncio.sleep(self.pace_s)
+                delta, weights = Arena.zeros(SCHEMA), ArenaFile(SCHEMA, Path(place.path)).load()
+                trained_part(delta).copy_((self.target - trained_part(weights)) / 2)
+                loss = {"loss": (self.target, 1.0)}
+                return msg.Done([msg.Trained(1.0, loss, written(delta, Path(out)).digest)])
+            case msg.EvaluateMany():
+                return msg.Done([msg.Measured(self.metrics)])
+        raise AssertionError(message)
 
     async def close(self) -> None:
         """Nothing runs."""

@@ -1,6 +1,7 @@
 """Evaluation in every mode: an unknown metric, a wrong form, and an answer from nobody are told."""
 
 import asyncio
+from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -84,8 +85,7 @@ def test_an_unknown_metric_ends_the_run_after_its_first_evaluation_with_the_near
 
 def test_a_peer_and_an_asynchronous_run_name_the_nearest_metric_too(tmp_path):
     class Measures(Toy):
-        async def evaluate(self, site, round, weights):
-            return Evaluation(metrics={"loss": (1.0, 1.0)})
+        metrics: ClassVar = {"loss": (1.0, 1.0)}
 
     async def alone():
         async with peers_of(tmp_path, "ab") as village:

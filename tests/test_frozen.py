@@ -22,6 +22,7 @@ from fedtrain.runtime.peers import peer
 from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.simulations import gossip_simulation
 from fedtrain.runtime.simulations.simulation import simulate
+from fedtrain.runtime.sites.supervised import Supervised
 from fedtrain.runtime.star import agreement
 from fedtrain.runtime.star.secure_terms import hash_of
 from fedtrain.runtime.trainers.trainer_messages import Freeze
@@ -32,7 +33,7 @@ from fedtrain.training.engine import build_model
 from fedtrain.training.local import Engine
 from fedtrain.training.task import Task, load_task
 from fedtrain.wire.gossip import Greeting
-from tests.inline import SITES, TASK, Inline, federation, final, project, simulation
+from tests.inline import SITES, TASK, federation, final, project, simulation
 from tests.ports import free_port
 
 FROZEN_BYTES = 4 * (6 * 400 + 400 + 400 * 8 + 8)
@@ -105,17 +106,17 @@ def test_frozen_parameters_that_are_damaged_at_a_site_while_it_runs_are_fetched_
     base = own_model(config)
     base["0.2.weight"] += 0.25
     save_file(base, tmp_path / "base.safetensors")
-    freeze, damaged = Inline.freeze, []
+    freeze, damaged = Supervised.freeze, []
 
     async def flip(trainer, frozen):
-        if not damaged and not trainer.description.sites:  # a site's, and not the simulation's
+        if not damaged:
             damaged.append(frozen.path)
             whole = bytearray(frozen.path.read_bytes())
             whole[99] ^= 1
             frozen.path.write_bytes(whole)
         await freeze(trainer, frozen)
 
-    monkeypatch.setattr(Inline, "freeze", flip)
+    monkeypatch.setattr(Supervised, "freeze", flip)
     committed = asyncio.run(federation(config, start=tmp_path / "base.safetensors"))
     assert damaged
     assert len(committed) == 2

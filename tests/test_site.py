@@ -2,6 +2,7 @@
 trainer may die at any moment."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,15 @@ from fedtrain.runtime.sites.secure_site import SecureSite
 from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.sites.supervised import Supervised
 from fedtrain.runtime.star.secure_terms import encoding_of, policy
-from fedtrain.runtime.trainers.trainer import TrainerDied
-from fedtrain.runtime.trainers.trainer_messages import Description, Measured
+from fedtrain.runtime.trainers.trainer import TrainerDied, Trains
+from fedtrain.runtime.trainers.trainer_messages import (
+    Description,
+    Done,
+    EvaluateMany,
+    Measured,
+    Trained,
+    TrainOne,
+)
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, Keys, Terms
 from fedtrain.store import Ledger
@@ -25,31 +33,27 @@ from fedtrain.store import Ledger
 SCHEMA = Schema((TensorSpec("w", (64,), "float32", True),))
 ABOUT = Description(SCHEMA, "digest")
 SITES = ("a", "b", "c")
+WEIGHTS = ArenaFile(SCHEMA, Path("weights"), "0")
 OUT_OF_MEMORY = TaskError("OutOfMemoryError in task.py:7, in loss")
 KILLED = TrainerDied("the trainer process was ended by signal 9 (SIGKILL)")
 
 
-class Scripted:
+class Scripted(Trains):
     """A trainer without a process: request by request there `happens` what is listed; then all goes well."""
 
     def __init__(self, *happens, about=ABOUT):
         self.happens, self.description, self.asked = list(happens), about, []
 
-    def _one(self, kind):
-        self.asked.append(kind)
+    async def _ask(self, message):
+        self.asked.append({TrainOne: "train", EvaluateMany: "evaluate"}[type(message)])
         if self.happens and (error := self.happens.pop(0)) is not None:
             raise error
-
-    async def train(self, site, round, weights, out, counted):
-        self._one("train")
+        if isinstance(message, EvaluateMany):
+            return Done([Measured({"loss": (3.0, 4.0)}) for _ in message.sites])
         delta = Arena.zeros(SCHEMA)
         delta.flat(SCHEMA.sections[0]).copy_(torch.arange(64.0) / 64)
-        out.write_bytes(delta.payload)
-        return Update(delta=ArenaFile(SCHEMA, out, delta.digest), num_examples=5.0)
-
-    async def evaluate(self, site, round, weights):
-        self._one("evaluate")
-        return Evaluation(metrics={"loss": (3.0, 4.0)})
+        Path(message.out).write_bytes(delta.payload)  # noqa: ASYNC240 - a few bytes
+        return Done([Trained(5.0, {}, delta.digest)])
 
     async def close(self):
         pass
@@ -170,7 +174,7 @@ def test_a_trainer_that_dies_over_each_request_is_started_three_times_for_one(tm
     async def ask():
         trainer = await Supervised.begin(start)
         with pytest.raises(TrainerDied):
-            await trainer.evaluate("a", 0, None)
+            await trainer.evaluate("a", 0, WEIGHTS)
 
     asyncio.run(ask())
     assert [len(life.asked) for life in begun] == [1, 1, 1]
@@ -182,7 +186,7 @@ def test_code_that_was_changed_meanwhile_is_not_trained_by_the_next_process(tmp_
     async def ask():
         trainer = await Supervised.begin(start)
         with pytest.raises(ConfigError, match="code was changed while it is being trained"):
-            await trainer.train("a", 0, None, tmp_path / "out")
+            await trainer.train("a", 0, WEIGHTS, tmp_path / "out")
 
     asyncio.run(ask())
 
@@ -191,16 +195,11 @@ def test_a_simulations_pool_survives_workers_that_die_over_one_batch_twice(tmp_p
     class Worker(Scripted):
         backlog = 0
 
-        async def evaluate_many(self, sites, round, weights):
-            self._one("evaluate")
-            return [Measured({"loss": (1.0, 1.0)}) for _ in sites]
-
     start, begun = supervised(Worker(KILLED), Worker())
-    weights = ArenaFile(SCHEMA, tmp_path / "weights", "0")
 
     async def ask():
         pool = PoolCohort(config_of(tmp_path), [Worker(KILLED)], start, tmp_path, None)
-        request = Evaluate(id="e", round=1, weights=weights)
+        request = Evaluate(id="e", round=1, weights=WEIGHTS)
         return [reply async for reply in pool.exchange(dict.fromkeys(SITES, request), 1.0)]
 
     assert [site for site, _ in asyncio.run(ask())] == list(SITES)

@@ -3,14 +3,14 @@ test_datacenter.py."""
 
 import asyncio
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from fedtrain.config import Config
-from fedtrain.messages import Evaluation
 from fedtrain.runtime.simulations import gossip_simulation, simulation
-from fedtrain.runtime.trainers.trainer_messages import Description
+from fedtrain.runtime.trainers.trainer_messages import Description, Show, Showing
 from fedtrain.store import RunStore
 from fedtrain.training.task import load_task
 from tests import peers
@@ -64,16 +64,18 @@ def test_f1_and_auroc_of_a_simulation_are_scikit_learns_on_the_pooled_data(folde
 
 def test_a_peer_shows_what_its_trainer_makes_of_its_own_sums(tmp_path, monkeypatch):
     class Scorer(peers.Toy):
+        metrics: ClassVar = {"loss": (3.0, 2.0), "hits": ([1.0, 2.0], 4.0)}
+
         def __init__(self, *toy):
             super().__init__(*toy)
             self.description = Description(peers.SCHEMA, "t", derives=True)
 
-        async def evaluate(self, site, round, weights):
-            return Evaluation(metrics={"loss": (3.0, 2.0), "hits": ([1.0, 2.0], 4.0)})
-
-        async def shown(self, total, by_site):
-            assert by_site == {}
-            return {"recall": total["hits"][0][1] / total["hits"][1]}, {}
+        async def _ask(self, message):
+            if not isinstance(message, Show):
+                return await super()._ask(message)
+            assert message.by_site == {}
+            hits, of = message.total["hits"]
+            return Showing({"recall": hits[1] / of}, {})
 
     async def main():
         async with peers.village(tmp_path, "ab", rounds=1) as v:

@@ -39,10 +39,10 @@ from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
 from ..journal import Journal, Lap, Result, plain
 from ..sites.privacy import Spent
-from ..sites.supervised import Supervised, Trains
+from ..sites.supervised import Supervised
 from ..star.agreement import agree_as_peers
 from ..threads import all_cores, while_torch_loads
-from ..trainers.trainer import TRIES, Trainer
+from ..trainers.trainer import TRIES, Trainer, Trains
 from .enrolment import accept, enrolled, own_entry
 from .gossip import Peer
 from .gossip_setup import agreed as agreed_of_peers
@@ -132,8 +132,7 @@ async def _begin(config: Config, store: RunStore, trainer: Trains, graph: Topolo
         about.schema, agreed, frozen=about.frozen.schema, run=config.run.name, task_digest=about.task_digest
     )
     if not store.has_frozen(about.frozen.schema):
-        store.keep_frozen((await trainer.initial(store.folder / "frozen", frozen=True)).load())
-        (store.folder / "frozen").unlink()
+        store.keep_frozen(await trainer.frozen(store.folder))
     if (frozen := store.frozen_file()) is not None:
         await trainer.freeze(frozen)
     # only the name of a graph in a file stands in the settings

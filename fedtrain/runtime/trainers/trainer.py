@@ -45,74 +45,17 @@ class TrainerDied(TaskError):
     """The process ended in the middle of its work; another one may be started."""
 
 
-class Trainer(asyncio.Protocol):
-    """A trainer process. Requests are answered in the order in which they are made; several may wait."""
+class Trains:
+    """What a site, a peer or a simulation asks of a trainer. Each request is a message with its answer."""
 
     description: msg.Description
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path | None) -> None:
-        self._process, self._log = process, log
-        self._received = bytearray()
-        self._waiting: deque[asyncio.Future[Any]] = deque()
-        self._ended: TrainerDied | None = None
-        self._reason = ""  # why the process ended, where that is known
-        self._silent = asyncio.Event()  # set when no more answers will come
-        self._watching = asyncio.create_task(self._watch())
+    async def _ask(self, message: msg.Start | msg.Command) -> Any:
+        """The answer; TaskError, ConfigError or StoreError where the trainer failed."""
+        raise NotImplementedError("a trainer says where its messages go")
 
-    @classmethod
-    async def start(
-        cls,
-        config: Config,
-        *,
-        data_dir: Path | None = None,
-        scratch: Path,
-        log: Path | None = None,
-        simulated: bool = False,
-        pass_fds: Sequence[int] = (),
-        metrics_only: bool = False,
-    ) -> Self:
-        """Start a process and have it load the task.
-
-        Args:
-            data_dir: The task's data_dir.
-            scratch: The folder of its temporary files.
-            log: The file that what the task prints goes to; None: the stderr of this process.
-            simulated: It has the data of all sites, as [simulate] says, not what data(site) finds.
-            pass_fds: File descriptors that it inherits.
-            metrics_only: It makes no model and trains nothing.
-
-        Raises:
-            ConfigError, TaskError: It cannot load the task.
-            TrainerDied: TRIES processes died over it.
-        """
-        start = start_message(config, data_dir, simulated=simulated, metrics_only=metrics_only)
-        for left in reversed(range(TRIES)):
-            process, channel = await spawn(config, scratch, log, pass_fds)
-            trainer = cls(process, log)
-            connected = functools.partial(lambda made: made, trainer)
-            await asyncio.get_running_loop().create_connection(connected, sock=channel)
-            try:
-                trainer.description = await trainer._ask(start)
-            except BaseException as e:
-                await trainer.stop()
-                if not (left and isinstance(e, TrainerDied)):
-                    raise
-            else:
-                return trainer
-        raise AssertionError("unreachable")
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    @property
-    def backlog(self) -> int:
-        """Requests not answered yet."""
-        return len(self._waiting)
+    async def close(self) -> None:
+        """End what works for this trainer."""
 
     async def initial(self, out: Path, *, frozen: bool = False) -> ArenaFile:
         """The model before round 0, or the frozen parameters of the task's model(), written to `out`."""
@@ -191,6 +134,74 @@ class Trainer(asyncio.Protocol):
         """The averages that people see of an evaluation; see task.shown."""
         showing: msg.Showing = await self._ask(msg.Show(total, dict(by_site)))
         return showing.metrics, showing.by_site
+
+
+class Trainer(Trains, asyncio.Protocol):
+    """A trainer process. Requests are answered in the order in which they are made; several may wait."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path | None) -> None:
+        self._process, self._log = process, log
+        self._received = bytearray()
+        self._waiting: deque[asyncio.Future[Any]] = deque()
+        self._ended: TrainerDied | None = None
+        self._reason = ""  # why the process ended, where that is known
+        self._silent = asyncio.Event()  # set when no more answers will come
+        self._watching = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        *,
+        data_dir: Path | None = None,
+        scratch: Path,
+        log: Path | None = None,
+        simulated: bool = False,
+        pass_fds: Sequence[int] = (),
+        metrics_only: bool = False,
+    ) -> Self:
+        """Start a process and have it load the task.
+
+        Args:
+            data_dir: The task's data_dir.
+            scratch: The folder of its temporary files.
+            log: The file that what the task prints goes to; None: the stderr of this process.
+            simulated: It has the data of all sites, as [simulate] says, not what data(site) finds.
+            pass_fds: File descriptors that it inherits.
+            metrics_only: It makes no model and trains nothing.
+
+        Raises:
+            ConfigError, TaskError: It cannot load the task.
+            TrainerDied: TRIES processes died over it.
+        """
+        start = start_message(config, data_dir, simulated=simulated, metrics_only=metrics_only)
+        for left in reversed(range(TRIES)):
+            process, channel = await spawn(config, scratch, log, pass_fds)
+            trainer = cls(process, log)
+            connected = functools.partial(lambda made: made, trainer)
+            await asyncio.get_running_loop().create_connection(connected, sock=channel)
+            try:
+                trainer.description = await trainer._ask(start)
+            except BaseException as e:
+                await trainer.stop()
+                if not (left and isinstance(e, TrainerDied)):
+                    raise
+            else:
+                return trainer
+        raise AssertionError("unreachable")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def backlog(self) -> int:
+        """Requests not answered yet."""
+        return len(self._waiting)
 
     async def close(self) -> None:
         """End the process: by itself, or killed after CLOSE_S."""
