@@ -104,15 +104,10 @@ class Steps:
         self._skipped = 0  # steps left out since the last one taken
 
     def begin(self, optimizer: Optimizer, start: Sequence[torch.Tensor] = ()) -> None:
-        """From here on with this optimizer. `start`: the weights as the round began with them, for a
-        strategy's site half."""
+        """From here on with this optimizer, and the first loss scale. `start`: the weights as the round began
+        with them, for a strategy's site half."""
         self.optimizer, self.start = optimizer, start
-
-    def schedule(self, steps: int | None, round: int, rounds: int) -> int:
-        """Set the learning rate's for a round of so many `steps`; how many of the run's were before it."""
-        in_all = None if steps is None else steps * rounds
-        self.factor = schedule(self.config, in_all, counted=steps is not None)
-        return (steps or 0) * round
+        self.scale.begin()
 
     def take(self, group: Any, doing: str = "", number: int = 0) -> Step:
         """One optimizer step. `number` steps of the run are done; `doing` stands in errors: "step 7", say.
@@ -139,11 +134,17 @@ class Steps:
             self.optimizer.step(gradients, 1.0 if self.factor is None else self.factor(number))
         return step
 
-    def all(self, groups: Iterable[Any], number: int = 0, doing: str = "") -> Step:
-        """One step for each group; what they saw together. `number` steps of the run are done before."""
+    def round(
+        self, groups: Iterable[Any], examples: Examples, round: int, rounds: int, doing: str = ""
+    ) -> Step:
+        """All steps of a round of a site's `examples`, one for each group; what they saw together. The
+        learning rate is scheduled over the site's `rounds`."""
+        steps = steps_in_round(self.config, examples)
+        in_all = None if steps is None else steps * rounds
+        self.factor = schedule(self.config, in_all, counted=steps is not None)
         total = Step([], [], 0)
-        for at, group in enumerate(groups, number):
-            step = self.take(group, doing, at)
+        for number, group in enumerate(groups, (steps or 0) * round):
+            step = self.take(group, doing, number)
             total.losses += step.losses
             total.weights += step.weights
             total.examples += step.examples

@@ -7,6 +7,7 @@ optimizer steps on one vector per dtype, and the delta is one subtraction.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +30,6 @@ from .engine import (
     checksum,
     device_of,
     groups,
-    steps_in_round,
     weighs_items,
 )
 from .examples import Examples, examples_of
@@ -58,7 +58,7 @@ class Engine(Trainable):
         super().__init__(task, config, run_seed, device_of(config.device))
         self.correct, self.rounds = correct, rounds
         self._order = torch.Generator()  # of shuffles
-        self.model = self._build().to(self.device)
+        self.model = build_model(task, run_seed, self.device).to(self.device)
         self.local, self._frozen = Arena.of(self.model), Arena.of(self.model, frozen=True)
         self.frozen = Frozen.of(self._frozen)  # of the task's own model()
         for arena in (self.local, self._frozen):
@@ -91,7 +91,7 @@ class Engine(Trainable):
 
     def initial(self, *, frozen: bool = False) -> Arena:
         """The weights that a run starts from, equal at all sites; or the frozen parameters."""
-        return Arena.of(self._build(), frozen=frozen)
+        return Arena.of(build_model(self.task, self.run_seed, self.device), frozen=frozen)
 
     def freeze(self, frozen: Arena) -> None:
         """Train with these frozen parameters from here on."""
@@ -134,17 +134,14 @@ class Engine(Trainable):
         ours = OPTIMIZERS[self.config.optimizer]
         optimizer = ours(self.config, self.weights) if theirs is None else TorchOptimizer(theirs)
         self._steps.begin(optimizer, [*start.trained().values()] if self.correct else ())
-        self._steps.scale.begin()  # a round depends on none before it
-        begun = self._steps.schedule(steps_in_round(self.config, examples), round, self.rounds)
+        config, shuffled = self.config, partial(torch.randperm, generator=self._order)
 
         def one_pass() -> Iterator[list[Batch]]:
-            config = self.config
-            batches = examples.batches(config.batch_size, config.drop_last, self._permutation)
-            moved = map(self.here, batches)
+            moved = map(self.here, examples.batches(config.batch_size, config.drop_last, shuffled))
             while group := list(islice(moved, config.accumulate)):
                 yield group
 
-        seen = self._steps.all(groups(self.config, one_pass), begun)
+        seen = self._steps.round(groups(config, one_pass), examples, round, self.rounds)
         if any(p.grad is not piece for p, piece in self._lent.items()):
             raise TaskError(
                 "the task replaced its parameters' .grad (zero_grad() in loss()?); leave it to us"
@@ -177,13 +174,7 @@ class Engine(Trainable):
         taken = bool(self.weights) and any(weights)
         return Step(losses, weights, sum(map(examples_in, group)), taken)
 
-    # --- The model, its arena, its seeds
-
-    def _build(self) -> nn.Module:
-        return build_model(self.task, self.run_seed, self.device)
-
-    def _permutation(self, examples: int) -> torch.Tensor:
-        return torch.randperm(examples, generator=self._order)
+    # --- The model and its arena
 
     def load(self, weights: Arena, *, training: bool) -> None:
         """The global weights, and buffers as the model was built with: nothing of an earlier site stays."""

@@ -24,7 +24,7 @@ from ..errors import ConfigError, TaskError
 from ..messages import SiteId, Update
 from ..schema import Section, unique_tensors
 from .batches import Batch, move
-from .engine import Backend, Step, Steps, groups, steps_in_round
+from .engine import Backend, Step, Steps, groups
 from .examples import Tensors, examples_of, spans
 from .local import Engine
 from .optimizers import OPTIMIZERS
@@ -89,11 +89,11 @@ class Vmapped(Backend):
         self.weights, self._first = [local], start.expand_as(local)
         engine.seed(round, *names)  # for a loss that draws from random or numpy; torch's is refused
         self._steps.begin(OPTIMIZERS[config.optimizer](config, self.weights), [start])
-        begun = self._steps.schedule(steps_in_round(config, stack.like), round, engine.rounds)
         size = config.batch_size or stack.like.count
         drawn = names if size < stack.like.count else []  # one batch of all: its order is nobody's concern
         orders = [torch.Generator().manual_seed(seed_of(engine.run_seed, round, name)) for name in drawn]
-        seen = self._steps.all(groups(config, partial(self._pass, stack, orders)), begun)
+        batches = groups(config, partial(self._pass, stack, orders))
+        seen = self._steps.round(batches, stack.like, round, engine.rounds)
         local.sub_(start)
         return slab, seen
 

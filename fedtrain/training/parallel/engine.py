@@ -22,7 +22,7 @@ from ...errors import ConfigError, TaskError
 from ...messages import Metrics, summed
 from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in
-from ..engine import Correct, Step, Steps, Trainable, build_model, steps_in_round
+from ..engine import Correct, Step, Steps, Trainable, build_model
 from ..examples import Stream, examples_of
 from ..mesh import Mesh, is_dtensor
 from ..optimizers import TorchOptimizer, of_parameters
@@ -202,10 +202,9 @@ class MeshEngine(Trainable, ShardedModel):
         self.begin_round(afresh=True)
         data.begin(round)
         self.seed(round, data.name, *([data.rank] if data.rank else []))  # the first draws as a site of one
-        begun = self.steps.schedule(steps_in_round(self.config, data.examples), round, rounds)
         doing = f"site {data.name}, round {round}"
         with user_code(self._folder, doing):
-            return self.steps.all(data.round(), begun, doing)
+            return self.steps.round(data.round(), data.examples, round, rounds, doing)
 
     def begin_round(self, *, afresh: bool) -> None:
         """Remember where the round began, for a strategy's site half. `afresh`: with a new optimizer, and the
@@ -213,7 +212,6 @@ class MeshEngine(Trainable, ShardedModel):
         self.note_frozen()
         if afresh:
             self._renew()
-            self.steps.scale.begin()
         if self.steps.correct is not None:
             self.steps.start = [local(p.detach()).clone() for p in self._parameters]
 
