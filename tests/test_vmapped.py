@@ -109,17 +109,17 @@ def test_stacked_data_is_kept_for_the_same_data_only_and_only_so_much_of_it(monk
     engine = Engine(Small(), CONFIG, 1)
     start, vmapped = engine.initial(), Vmapped(engine)
     first = vmapped.train(SITES, 0, start, slab(engine))
-    kept = vmapped._kept_bytes
+    kept = vmapped._kept_bytes()
     again = vmapped.train(SITES, 0, start, slab(engine))
     assert [u.delta.digest for u in again] == [u.delta.digest for u in first]
-    assert vmapped._kept_bytes == kept == sum(x.nbytes + y.nbytes for _, (x, y) in SITES)
+    assert vmapped._kept_bytes() == kept == sum(x.nbytes + y.nbytes for _, (x, y) in SITES)
     others = [(name, examples(7, 9)) for name, _ in SITES]
     changed = vmapped.train(others, 0, start, slab(engine))
     fresh = Vmapped(engine).train(others, 0, start, slab(engine))
     assert [u.delta.digest for u in changed] == [u.delta.digest for u in fresh]
     monkeypatch.setattr(vmapped_module, "STACKED_BYTES", 100)
     vmapped.train(SITES[:3], 0, start, slab(engine, SITES[:3]))
-    assert vmapped._kept_bytes == 0
+    assert vmapped._kept_bytes() == 0
     assert not vmapped._kept
 
 

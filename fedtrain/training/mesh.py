@@ -218,22 +218,20 @@ def shutdown(done: Path | None = None) -> None:
 
 def device_here(name: str) -> torch.device:
     """train.device for this rank; "auto" and "cuda" are the GPU of its local rank."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise ConfigError(
-                f"train.device: rank {local} of this machine has no GPU, there are "
-                f"{torch.cuda.device_count()}. Start fewer ranks, or set train.device = cpu."
-            )
-        name = f"cuda:{local}"
-    elif name.startswith("cuda:") and (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+    if name.startswith("cuda:") and (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
         raise ConfigError(
             f"train.device: {ranks} ranks of this machine can't share {name}, for NCCL wants a GPU for each. "
             f"Set train.device = cuda, and each takes its own."
         )
     device = device_of(name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"train.device: rank {device.index} of this machine has no GPU, there are "
+                f"{torch.cuda.device_count()}. Start fewer ranks, or set train.device = cpu."
+            )
+    torch.cuda.set_device(device)
     return device

@@ -125,11 +125,9 @@ Optimizer = FlatOptimizer | TorchOptimizer  # a round long, or a run
 
 
 def of_parameters(
-    own: torch.optim.Optimizer | None,
-    parameters: list[nn.Parameter],
-    config: TrainConfig,
+    own: torch.optim.Optimizer | None, parameters: list[nn.Parameter], config: TrainConfig,
     shared_by: dist.ProcessGroup | None,
-) -> torch.optim.Optimizer:
+) -> torch.optim.Optimizer:  # fmt: skip
     """The task's `own`, else torch's as [train] says. `shared_by`: the ranks among which its state is split
     (ZeRO-1), None where each has all of its own."""
     if own is None:

@@ -7,7 +7,6 @@ bucketed by the size of their data, so that no padding is needed and any loss is
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,8 +53,7 @@ class Vmapped(Backend):
         self.weights: list[torch.Tensor] = []  # [sites, n]
         self.gradients: list[torch.Tensor] = []
         self._first: torch.Tensor | None = None  # of a round, as all sites have them in its first step
-        self._kept: OrderedDict[tuple[SiteId, ...], tuple[list[Any], list[_Stack]]] = OrderedDict()
-        self._kept_bytes = 0
+        self._kept: dict[tuple[SiteId, ...], tuple[list[Any], list[_Stack]]] = {}
 
     def train(
         self, sites: Sequence[tuple[SiteId, Any]], round: int, weights: Arena, outs: torch.Tensor
@@ -111,26 +109,20 @@ class Vmapped(Backend):
     def _stacks(self, sites: Sequence[tuple[SiteId, Any]]) -> list[_Stack]:
         """The sites' data, stacked; kept while the same sites come with the same data."""
         key, data = tuple(name for name, _ in sites), [d for _, d in sites]
-        if key in self._kept:
-            known, stacks = self._kept[key]
-            if all(a is b for a, b in zip(known, data, strict=True)):
-                self._kept.move_to_end(key)
-                return stacks
-            self._forget(key)
-        stacks = [
-            _Stack.of(bucket[at : at + len(self._slab)], self.engine.device)
-            for bucket in _buckets(sites)
-            for at in range(0, len(bucket), len(self._slab))
-        ]
-        self._kept[key] = data, stacks
-        self._kept_bytes += sum(stack.nbytes for stack in stacks)
-        while self._kept_bytes > STACKED_BYTES:
-            self._forget(next(iter(self._kept)))
+        known, stacks = self._kept.pop(key, (None, []))
+        if known is None or any(a is not b for a, b in zip(known, data, strict=True)):
+            stacks = [
+                _Stack.of(bucket[at : at + len(self._slab)], self.engine.device)
+                for bucket in _buckets(sites)
+                for at in range(0, len(bucket), len(self._slab))
+            ]
+        self._kept[key] = data, stacks  # the last, as the one used last
+        while self._kept_bytes() > STACKED_BYTES:
+            del self._kept[next(iter(self._kept))]
         return stacks
 
-    def _forget(self, key: tuple[SiteId, ...]) -> None:
-        _, stacks = self._kept.pop(key)
-        self._kept_bytes -= sum(stack.nbytes for stack in stacks)
+    def _kept_bytes(self) -> int:
+        return sum(stack.nbytes for _, stacks in self._kept.values() for stack in stacks)
 
     def backward(self, group: tuple[int, Batch], scale: float, doing: str) -> Step:
         """See Backend. Each loss hangs on its own row of the weights alone, so one backward pass through the

@@ -57,12 +57,12 @@ class Meter:
         loss, weight = mesh.sum(self._take_losses(), mesh.axes("tp")).tolist()
         now = time.monotonic()
         seconds, self._since = now - self._since, now
-        waiting = engine.waiting_s()
+        waiting, flops = engine.waiting_s(), engine.flops.of_step
         self.emit(Stepped(
             step=number, round=round, loss=loss / weight if weight else None,
             lr=float(engine.optimizer.param_groups[0]["lr"]), seconds=seconds / self._steps,
             examples_per_s=self._examples / seconds, items_per_s=weight / seconds,
-            mfu=engine.flops * self._steps / (seconds * engine.peak) if engine.flops else None,
+            mfu=flops * self._steps / (seconds * engine.peak) if flops else None,
             comm_share=None if waiting is None else min(1.0, waiting * self._steps / seconds),
             memory_bytes=memory_bytes(mesh.device), skipped=self._skipped,
         ))  # fmt: skip

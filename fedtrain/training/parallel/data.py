@@ -34,15 +34,9 @@ class Dealt:
     their own order, of which the batches already taken are read again and passed over."""
 
     def __init__(
-        self,
-        data: Any,
-        train: TrainConfig,
-        run_seed: int,
-        name: str,
-        rank: int = 0,
-        ranks: int = 1,
+        self, data: Any, train: TrainConfig, run_seed: int, name: str, rank: int = 0, ranks: int = 1,
         collate: Collate | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`name`: whose data it is; a part of the seed of its order. `collate`: as of examples_of."""
         self.examples = examples_of(data, collate)
         self.train, self.run_seed, self.name, self.rank, self.ranks = train, run_seed, name, rank, ranks
@@ -72,7 +66,7 @@ class Dealt:
         if isinstance(self.examples, Stream):
             return None
         size = min(self.train.batch_size or self.examples.count, self.examples.count)
-        return self.examples.take(torch.arange(max(1, size // self.ranks)))
+        return self.examples.take(torch.arange(size // self.ranks))
 
     def begin(self, round: int) -> None:
         """From here on in the order that a site of this name has in this round, whether of one process or

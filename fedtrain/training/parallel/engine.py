@@ -51,7 +51,7 @@ class MeshEngine(Trainable, ShardedModel):
         self.mesh, self.parallel = mesh, config.parallel
         if self.parallel.zero >= 2:
             self._autocast = nullcontext()  # shards are narrowed as they are gathered
-        self._flops = Flops()
+        self.flops = Flops()
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
         self._pipeline: Pipeline | None = None
         model = build_model(task, self.run_seed, mesh.device)
@@ -81,11 +81,11 @@ class MeshEngine(Trainable, ShardedModel):
             check_compiler(mesh.device)
         # torch.compile can't see through what activations are computed again within.
         again = self._again if mesh.sizes.cp > 1 or not config.compile else None
+        loss = Loss(self.task, model, self._autocast)
         if mesh.sizes.pp == 1:
             split_tensors(model, self.plan, config, mesh)
             units = self.plan.units(model)
             save_memory(units, config, again)
-            loss = Loss(self.task, model, self._autocast)
             root = data_parallel(loss, units, config, mesh, self.config.precision)
             if isinstance(root, DistributedDataParallel):
                 compress(root, config)
@@ -96,7 +96,6 @@ class MeshEngine(Trainable, ShardedModel):
             raise ConfigError("parallel.pp: data() is a stream; a pipeline needs to see a batch beforehand")
         from .pipeline import Pipeline, inputs_of, stages_of
 
-        loss = Loss(self.task, model, self._autocast)
         micro = examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp)
         inputs = inputs_of(self.task.loss, cut(example, 0, max(1, micro)))
         stages = stages_of(model, self.plan, config, mesh, inputs)
@@ -113,7 +112,7 @@ class MeshEngine(Trainable, ShardedModel):
     @contextmanager
     def _again(self) -> Iterator[None]:
         """What activations are computed again within."""
-        with self._flops.again(), Gathered(self.mesh) if self.mesh.sizes.cp > 1 else nullcontext():
+        with self.flops.again(), Gathered(self.mesh) if self.mesh.sizes.cp > 1 else nullcontext():
             yield
 
     # --- one step, see Backend
@@ -258,11 +257,6 @@ class MeshEngine(Trainable, ShardedModel):
     # --- what it costs
 
     @property
-    def flops(self) -> int | None:
-        """Of one step's arithmetic at this rank, where it was counted."""
-        return self._flops.of_step
-
-    @property
     def peak(self) -> float:
         """Operations a second that this rank's device could do; 0 where nobody knows."""
         return self.parallel.peak_tflops * 1e12 or peak_flops(self.mesh.device)
@@ -271,10 +265,11 @@ class MeshEngine(Trainable, ShardedModel):
     def _counting(self) -> Iterator[None]:
         """In the first step, where a peak to compare with is known, arithmetic is counted. Not of compiled
         blocks, into which the counter can't see, nor beside tp, where it would count whole tensors."""
-        if self.flops is not None or not self.peak or self.parallel.compile or self.mesh.sizes.tp > 1:
+        known = self.flops.of_step is not None or not self.peak
+        if known or self.parallel.compile or self.mesh.sizes.tp > 1:
             yield
             return
-        with self._flops.counted():
+        with self.flops.counted():
             yield
 
     def waiting_s(self) -> float | None:

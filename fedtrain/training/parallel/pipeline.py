@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    SplitPoint,
-    pipeline,
-)
+from torch.distributed import pipelining
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, TaskError
@@ -31,8 +24,10 @@ from .plan import Plan
 
 STAGES_A_RANK = 2  # of the interleaved schedule
 SCHEDULES: dict[str, Any] = {
-    "1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B
-}  # fmt: skip
+    "1f1b": pipelining.Schedule1F1B,
+    "gpipe": pipelining.ScheduleGPipe,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+}
 Call = Callable[[nn.Module, Batch], Any]  # the task's loss, or its evaluate
 # (what loss() returned, its batch, where that begins in the whole) -> what backward starts from. May come
 # twice for one microbatch: the first step begins with a rehearsal, from which stages learn their shapes.
@@ -78,7 +73,7 @@ class Pipeline:
         key = training, count, *(tuple(t.shape) for t in tensors_in(batch))
         if key not in self._schedules:
             stages: list[Any] = [
-                PipelineStage(module, index, self.number, self.mesh.device, group=self.group)
+                pipelining.PipelineStage(module, index, self.number, self.mesh.device, group=self.group)
                 for index, module in sorted(self.stages.items())
             ]
             several = self.config.schedule == "interleaved"
@@ -165,7 +160,8 @@ def stages_of(
         )
     names = [f"{plan.blocks}.{name}" for name, _ in model.get_submodule(plan.blocks).named_children()]
     starts = even_cuts([1] * len(names), number)[1:-1]
-    traced = pipeline(model, micro, split_spec={names[at]: SplitPoint.BEGINNING for at in starts})
+    begins = pipelining.SplitPoint.BEGINNING
+    traced = pipelining.pipeline(model, micro, split_spec={names[at]: begins for at in starts})
     return {i: traced.get_stage_module(i) for i in mine}
 
 
