@@ -1,4 +1,5 @@
-"""The few things that a directory must be, how bytes get onto it whole, and where damaged ones are put."""
+"""The few things that a directory must be, how bytes get onto it whole, or twice, and where damaged ones are
+put."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from ..errors import StoreError
+import msgspec
+
+from ..digest import digest_of
+from ..errors import Damaged, StoreError
 
 Warn = Callable[[str], None]  # one line for a person
 
@@ -21,6 +25,7 @@ NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs",
     "ncpfs", "davfs", "9p", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs", "fuse.rclone", "fuse.ceph",
 }  # fmt: skip
+COPY = ".copy"  # after the name of a Kept value's other file
 FREE = "free"  # a folder's recycled file
 WRITE_BYTES = 8 << 20  # per write call, so that a signal or another thread gets its turn
 DAMAGED, DAMAGED_KEPT = ".damaged", 2  # what a damaged file is renamed to, and how many stay in a folder
@@ -144,3 +149,53 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# --- a small value that must not be lost or changed: in two files, each with its digest
+
+
+class Sealed(msgspec.Struct, frozen=True):
+    digest: str  # of the value's bytes as they stand
+    value: msgspec.Raw
+
+
+class Kept:
+    """The file `path` and its copy. One of them may be lost or damaged."""
+
+    def __init__(self, path: Path, type: Any, remedy: str, warn: Warn = silent) -> None:
+        """`type`: of the value, as msgspec reads it from JSON; `remedy`: what to do when both are damaged."""
+        self._paths, self._type = (path, path.with_name(path.name + COPY)), type
+        self._remedy, self._warn = remedy, warn
+
+    def read(self) -> list[Any]:
+        """What the files hold, of two where a process died between writing them; [] where none was written.
+        Damaged when all that is there is damaged."""
+        found, damaged = [], []
+        for path in self._paths:
+            if not path.exists():
+                continue
+            try:
+                found.append(self._read(path))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+                damaged.append((path, e))
+        if damaged and not found:
+            raise Damaged(f"{damaged[0][0]} is damaged, and so is its copy: {damaged[0][1]}. {self._remedy}")
+        for path, _ in damaged:
+            self._warn(f"{path} is damaged; the other of the two files is used. {set_aside(path)}")
+            self.write(found[0])
+        return found
+
+    def write(self, value: Any) -> None:
+        """On the disk, twice, when this returns."""
+        body = msgspec.json.encode(value)
+        text = msgspec.json.encode(Sealed(digest_of(body), msgspec.Raw(body)))
+        for path in self._paths:
+            write_whole(path, text, durable=True)
+
+    def _read(self, path: Path) -> Any:
+        with explained(path):
+            text = path.read_bytes()
+        sealed = msgspec.json.decode(text, type=Sealed)
+        if digest_of(bytes(sealed.value)) != sealed.digest:
+            raise msgspec.ValidationError(f"its digest is not {sealed.digest[:12]}…")
+        return msgspec.json.decode(sealed.value, type=self._type)

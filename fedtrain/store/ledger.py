@@ -16,8 +16,7 @@ from pathlib import Path
 from ..errors import Damaged
 from ..messages import SiteId
 from .database import Database
-from .disk import FREE, Warn, explained, lock, refuse_network_disk, set_aside, silent
-from .sealed import Kept
+from .disk import FREE, Kept, Warn, explained, lock, refuse_network_disk, set_aside, silent
 from .spool import Spool
 
 DB, LOG = "ledger.db", ("ledger.db-wal", "ledger.db-shm")

@@ -20,7 +20,7 @@ from ...events import Emit, PrivacySpent, noticed
 from ...exchange import Cohort, CohortWrapper
 from ...messages import Reply, Request, SiteId, Train, Update
 from ...privacy import Gaussian, epsilon
-from ...store.sealed import Kept
+from ...store.disk import Kept
 
 FILE = "releases"
 
