@@ -81,13 +81,13 @@ class Mesh:
         self.sizes, self.device = sizes, device
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.islands = sizes.dp_replicate if islands else 1
+        self.at = dict.fromkeys(AXES, 0)
         self._whole: DeviceMesh | None = None
         self._flats: dict[tuple[str, ...], DeviceMesh] = {}
         if dist.is_initialized():
             shape = tuple(getattr(sizes, axis) for axis in AXES)
             self._whole = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        place = dict(zip(AXES, self._whole.get_coordinate() or (), strict=True)) if self._whole else {}
-        self.at: dict[str, int] = {axis: place.get(axis, 0) for axis in AXES}
+            self.at |= zip(AXES, self._whole.get_coordinate() or (), strict=True)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         """The part of the mesh along some axes, through this rank."""

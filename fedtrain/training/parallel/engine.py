@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,8 @@ class MeshEngine(Trainable, ShardedModel):
         if self.parallel.zero >= 2:
             self._autocast = nullcontext()  # shards are narrowed as they are gathered
         self.flops = Flops()
+        # Operations a second that this rank's device could do; 0 where nobody knows.
+        self.peak = self.parallel.peak_tflops * 1e12 or peak_flops(mesh.device)
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
         self._pipeline: Pipeline | None = None
         model = build_model(task, self.run_seed, mesh.device)
@@ -106,8 +108,7 @@ class MeshEngine(Trainable, ShardedModel):
             with_autocast(stage, self._autocast)
             data_parallel(stage, units, config, mesh, self.config.precision)
         self._pipeline = Pipeline(loss.of, stages, config, mesh)
-        parts = [stages[index] for index in sorted(stages)]
-        return parts, parts
+        return [*stages.values()], [*stages.values()]
 
     @contextmanager
     def _again(self) -> Iterator[None]:
@@ -256,21 +257,12 @@ class MeshEngine(Trainable, ShardedModel):
 
     # --- what it costs
 
-    @property
-    def peak(self) -> float:
-        """Operations a second that this rank's device could do; 0 where nobody knows."""
-        return self.parallel.peak_tflops * 1e12 or peak_flops(self.mesh.device)
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
+    def _counting(self) -> AbstractContextManager[None]:
         """In the first step, where a peak to compare with is known, arithmetic is counted. Not of compiled
         blocks, into which the counter can't see, nor beside tp, where it would count whole tensors."""
-        known = self.flops.of_step is not None or not self.peak
-        if known or self.parallel.compile or self.mesh.sizes.tp > 1:
-            yield
-            return
-        with self.flops.counted():
-            yield
+        due = self.flops.of_step is None and self.peak > 0
+        blind = self.parallel.compile or self.mesh.sizes.tp > 1
+        return self.flops.counted() if due and not blind else nullcontext()
 
     def waiting_s(self) -> float | None:
         """Of a step, how long gradients were still under way when the backward pass had computed its last, as

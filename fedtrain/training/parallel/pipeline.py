@@ -38,7 +38,7 @@ class Pipeline:
     """This rank's stages, and schedules for each shape of batch that came."""
 
     def __init__(self, loss: Call, stages: dict[int, nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
-        """`stages`: by number, those of this rank; wrapped already."""
+        """`stages`: by number, in order, those of this rank; wrapped already."""
         self.loss, self.stages, self.config, self.mesh = loss, stages, config, mesh
         self.group = mesh["pp"].get_group()
         self.number = mesh.sizes.pp * (STAGES_A_RANK if config.schedule == "interleaved" else 1)
@@ -74,7 +74,7 @@ class Pipeline:
         if key not in self._schedules:
             stages: list[Any] = [
                 pipelining.PipelineStage(module, index, self.number, self.mesh.device, group=self.group)
-                for index, module in sorted(self.stages.items())
+                for index, module in self.stages.items()
             ]
             several = self.config.schedule == "interleaved"
             kind = SCHEDULES[self.config.schedule if training or several else "gpipe"]
@@ -173,12 +173,8 @@ def even_cuts(weights: list[int], parts: int) -> list[int]:
         )
     total, seen, cuts = sum(weights), 0, [0]
     for at, weight in enumerate(weights):
-        left = parts - len(cuts)
-        if (
-            left
-            and at > cuts[-1]
-            and (len(weights) - at == left or (seen + weight / 2) * parts >= total * len(cuts))
-        ):
+        left, due = parts - len(cuts), (seen + weight / 2) * parts >= total * len(cuts)
+        if left and at > cuts[-1] and (due or len(weights) - at == left):
             cuts.append(at)
         seen += weight
     return [*cuts, len(weights)]
