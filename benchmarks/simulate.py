@@ -24,7 +24,8 @@ from fedtrain.config import Config
 from fedtrain.events import Event
 from fedtrain.runtime.simulations.pool import PoolCohort
 from fedtrain.runtime.simulations.simulation import simulate
-from fedtrain.runtime.trainers.trainer import Trainer
+from fedtrain.runtime.trainers.trainer import Trains
+from fedtrain.store.memory import NEVER
 
 TASK = """
 from importlib.util import find_spec
@@ -120,10 +121,12 @@ async def alone(case: Case, folder: Path, workers: int, requests: int = 60) -> f
         weights = pool._publish(await pool.initial())
         sites = pool.description.sites[: case.at_once]
 
-        async def busy(trainer: Trainer, requests: int) -> None:
+        async def busy(trainer: Trains, requests: int) -> None:
             offset, block = pool._memory.take(len(sites) * weights.schema.nbytes)
             for number in range(requests):
-                await trainer.train_many(sites, number, weights, pool._memory.slab, offset)
+                await trainer.train_many(
+                    sites, number, weights, pool._memory.slab, offset, [NEVER] * len(sites)
+                )
             del block
 
         await asyncio.gather(*(busy(trainer, 10) for trainer in pool._trainers))

@@ -22,9 +22,9 @@ from fedtrain.runtime.peers import peer
 from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.simulations import gossip_simulation
 from fedtrain.runtime.simulations.simulation import simulate
-from fedtrain.runtime.sites.supervised import Supervised
 from fedtrain.runtime.star import agreement
 from fedtrain.runtime.star.secure_terms import hash_of
+from fedtrain.runtime.trainers.supervised import Supervised
 from fedtrain.runtime.trainers.trainer_messages import Freeze
 from fedtrain.schema import Schema
 from fedtrain.store import RunStore

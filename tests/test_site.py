@@ -15,8 +15,8 @@ from fedtrain.runtime.simulations.pool import PoolCohort
 from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
 from fedtrain.runtime.sites.secure_site import SecureSite
 from fedtrain.runtime.sites.site import Site
-from fedtrain.runtime.sites.supervised import Supervised
 from fedtrain.runtime.star.secure_terms import encoding_of, policy
+from fedtrain.runtime.trainers.supervised import Supervised
 from fedtrain.runtime.trainers.trainer import TrainerDied, Trains
 from fedtrain.runtime.trainers.trainer_messages import (
     Description,
@@ -192,13 +192,10 @@ def test_code_that_was_changed_meanwhile_is_not_trained_by_the_next_process(tmp_
 
 
 def test_a_simulations_pool_survives_workers_that_die_over_one_batch_twice(tmp_path):
-    class Worker(Scripted):
-        backlog = 0
-
-    start, begun = supervised(Worker(KILLED), Worker())
+    start, begun = supervised(Scripted(KILLED), Scripted())
 
     async def ask():
-        pool = PoolCohort(config_of(tmp_path), [Worker(KILLED)], start, tmp_path, None)
+        pool = PoolCohort(config_of(tmp_path), [Scripted(KILLED)], start, tmp_path, None)
         request = Evaluate(id="e", round=1, weights=WEIGHTS)
         return [reply async for reply in pool.exchange(dict.fromkeys(SITES, request), 1.0)]
 

@@ -117,15 +117,15 @@ def test_a_secure_sum_whose_sites_all_say_why_blames_no_deadline():
 
 
 def test_in_a_simulation_the_first_task_error_ends_the_run_with_that_error(tmp_path):
-    class Worker:
-        backlog = 0
-
-        async def evaluate_many(self, sites, round, weights):
-            return [Failed(f"ValueError in task.py:9, in loss, site {site}, round 0") for site in sites]
-
     from fedtrain.arena import ArenaFile
     from fedtrain.messages import Evaluate
-    from fedtrain.runtime.trainers.trainer_messages import Description
+    from fedtrain.runtime.trainers.trainer import Trains
+    from fedtrain.runtime.trainers.trainer_messages import Description, Done
+
+    class Worker(Trains):
+        async def _ask(self, message):
+            where = "ValueError in task.py:9, in loss"
+            return Done([Failed(f"{where}, site {site}, round 0") for site in message.sites])
 
     async def ask():
         worker = Worker()

@@ -39,9 +39,9 @@ from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
 from ..journal import Journal, Lap, Result, plain
 from ..sites.privacy import Spent
-from ..sites.supervised import Supervised
 from ..star.agreement import agree_as_peers
 from ..threads import all_cores, while_torch_loads
+from ..trainers.supervised import Supervised
 from ..trainers.trainer import TRIES, Trainer, Trains
 from .enrolment import accept, enrolled, own_entry
 from .gossip import Peer

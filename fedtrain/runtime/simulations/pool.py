@@ -21,10 +21,10 @@ from ...config import Config
 from ...errors import ConfigError, FedtrainError, TaskError, nearest
 from ...messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from ..journal import Averages, plain
-from ..sites.supervised import unchanged
 from ..threads import while_torch_loads
 from ..trainers import trainer_messages as msg
-from ..trainers.trainer import TRIES, Trainer, TrainerDied
+from ..trainers.supervised import Supervised
+from ..trainers.trainer import Trainer, Trains
 from ..trainers.trainer_messages import Description, Failed
 from ..trainers.workbench import Workbench
 from .shared_memory import SharedMemory
@@ -57,7 +57,8 @@ class PoolCohort:
         memory: SharedMemory,
     ) -> None:
         """`start` makes another trainer, in the place of one that died."""
-        self._trainers, self._start, self._scratch, self._memory = trainers, start, scratch, memory
+        self._trainers = [Supervised(start, trainer) for trainer in trainers]
+        self._scratch, self._memory = scratch, memory
         self.description: Description = trainers[0].description
         self._vmap = config.simulate.engine == "vmap"
         most, nbytes = VMAP_SITES if self._vmap else LOOP_SITES, self.description.update.nbytes
@@ -66,10 +67,8 @@ class PoolCohort:
         self._in_the_open = not config.secagg.enabled
         self._held: dict[SiteId, str] = {}  # the model that each site would have
         self._known = ""  # and the one that it would have from the start
-        self._replacing = asyncio.Lock()
         self._published: ArenaFile | None = None
-        self._frozen: ArenaFile | None = None  # of the run, which every trainer has
-        self._debugged: tuple[SiteId, Trainer] | None = None  # a site that this process trains
+        self._debugged: tuple[SiteId, Trains] | None = None  # a site that this process trains
 
     @classmethod
     async def start(
@@ -133,7 +132,6 @@ class PoolCohort:
 
     async def freeze(self, frozen: ArenaFile) -> None:
         """Have all trainers train with the run's frozen parameters."""
-        self._frozen = frozen
         here = [] if self._debugged is None else [self._debugged[1]]
         await asyncio.gather(*(trainer.freeze(frozen) for trainer in (*self._trainers, *here)))
 
@@ -253,24 +251,11 @@ class PoolCohort:
             return await plain(total, by_site)
         return await self._at_a_trainer(lambda trainer: trainer.shown(total, by_site))
 
-    async def _at_a_trainer(self, ask: Callable[[Trainer], Awaitable[T]], sites: Sequence[SiteId] = ()) -> T:
-        """Ask the least busy one. When it dies over it, ask a new one: the same work gives the same."""
+    async def _at_a_trainer(self, ask: Callable[[Trains], Awaitable[T]], sites: Sequence[SiteId] = ()) -> T:
+        """Ask the least busy one, or the one in this process for a debugged site."""
         if self._debugged is not None and self._debugged[0] in sites:
             return await ask(self._debugged[1])
-        for left in reversed(range(TRIES)):
-            trainer = min(self._trainers, key=lambda t: t.backlog)
-            try:
-                return await ask(trainer)
-            except TrainerDied:
-                if not left:
-                    raise
-                async with self._replacing:
-                    if trainer in self._trainers:
-                        self._trainers[self._trainers.index(trainer)] = another = await self._start()
-                        unchanged(self.description, another.description)
-                        if self._frozen is not None:
-                            await another.freeze(self._frozen)
-        raise AssertionError("unreachable")
+        return await ask(min(self._trainers, key=lambda trainer: trainer.backlog))
 
 
 class LocalTrainer(Trainer):

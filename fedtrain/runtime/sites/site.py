@@ -38,11 +38,11 @@ from ..journal import Journal
 from ..star.agreement import bounds_of
 from ..star.secure_terms import check_config, hash_of
 from ..threads import all_cores
+from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .privacy import Spent
 from .secure_site import REQUESTS as SECURE_REQUESTS
 from .secure_site import SecureSite
-from .supervised import Supervised
 
 
 class Site:

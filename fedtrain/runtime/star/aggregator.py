@@ -22,8 +22,8 @@ from ...transport.tls import Tls
 from ...wire.frames import Bounds, Hello
 from ..journal import Averages, Journal, Result, Shown, plain
 from ..sites import compressed
-from ..sites.supervised import Supervised, unchanged
 from ..threads import all_cores, while_torch_loads
+from ..trainers.supervised import Supervised, unchanged
 from ..trainers.trainer import Trainer
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import source_digest

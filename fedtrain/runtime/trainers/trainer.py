@@ -54,6 +54,11 @@ class Trains:
         """The answer; TaskError, ConfigError or StoreError where the trainer failed."""
         raise NotImplementedError("a trainer says where its messages go")
 
+    @property
+    def backlog(self) -> int:
+        """Requests not answered yet."""
+        return 0
+
     async def close(self) -> None:
         """End what works for this trainer."""
 
@@ -200,7 +205,6 @@ class Trainer(Trains, asyncio.Protocol):
 
     @property
     def backlog(self) -> int:
-        """Requests not answered yet."""
         return len(self._waiting)
 
     async def close(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ...arena import ArenaFile
 from ...errors import ConfigError
-from ..trainers import trainer_messages as msg
-from ..trainers.trainer import TRIES, TrainerDied, Trains
+from . import trainer_messages as msg
+from .trainer import TRIES, TrainerDied, Trains
 
 
 class Supervised(Trains):
@@ -20,10 +21,15 @@ class Supervised(Trains):
         self._start, self._trainer, self._dead = start, trainer, False
         self.description = trainer.description
         self._frozen: ArenaFile | None = None  # of the run
+        self._replacing = asyncio.Lock()  # several requests may find their process dead
 
     @classmethod
     async def begin(cls, start: Callable[[], Awaitable[Trains]]) -> Supervised:
         return cls(start, await start())
+
+    @property
+    def backlog(self) -> int:
+        return self._trainer.backlog
 
     async def freeze(self, frozen: ArenaFile) -> None:
         self._frozen = frozen
@@ -34,12 +40,14 @@ class Supervised(Trains):
 
     async def _ask(self, message: msg.Start | msg.Command) -> Any:
         for left in reversed(range(TRIES)):
-            if self._dead:
-                await self._replace()
+            async with self._replacing:
+                if self._dead:
+                    await self._replace()
+            trainer = self._trainer
             try:
-                return await self._trainer._ask(message)
+                return await trainer._ask(message)
             except TrainerDied:
-                self._dead = True
+                self._dead = self._dead or trainer is self._trainer
                 if not left:
                     raise
         raise AssertionError("unreachable")
