@@ -40,21 +40,10 @@ class Dealt:
         """`name`: whose data it is; a part of the seed of its order. `collate`: as of examples_of."""
         self.examples = examples_of(data, collate)
         self.train, self.run_seed, self.name, self.rank, self.ranks = train, run_seed, name, rank, ranks
-        self._feed: Sampler | Streamed
-        if isinstance(self.examples, Stream):
-            self._feed = Streamed(self.examples, train, seed_of(run_seed, name), rank, ranks)
-            return
-        if not self.examples.count:
-            raise TaskError(f"{name} has no examples: data() is empty")
-        size = min(train.batch_size or self.examples.count, self.examples.count)
-        if size < ranks:
-            raise ConfigError(
-                f"train.batch_size: {size} examples can't be shared by {ranks} data-parallel ranks. "
-                f"It is what they take together: raise it to a multiple of {ranks}."
-            )
         # The dataset's own order, where it has one (of shards, say); else all examples shuffled.
         own = getattr(self.examples.dataset, "order", None) if isinstance(self.examples, Items) else None
-        self._feed = self._sampler(None if own is None else lambda seed: torch.as_tensor(own(seed)))
+        order = None if own is None else lambda seed: torch.as_tensor(own(seed))
+        self._feed = self._deal(seed_of(run_seed, name), order, resumes=True)
 
     @property
     def epoch(self) -> int:
@@ -72,11 +61,8 @@ class Dealt:
         """From here on in the order that a site of this name has in this round, whether of one process or
         of several."""
         seed = seed_of(self.run_seed, round, self.name)
-        if isinstance(self.examples, Stream):
-            self._feed = Streamed(self.examples, self.train, seed, self.rank, self.ranks, resumes=False)
-            return
         generator, count = torch.Generator().manual_seed(seed), self.examples.count
-        self._feed = self._sampler(lambda _: torch.randperm(count, generator=generator))
+        self._feed = self._deal(seed, lambda _: torch.randperm(count, generator=generator), resumes=False)
 
     def round(self) -> Iterator[list[Share]]:
         """All steps of the round that was begun."""
@@ -101,12 +87,23 @@ class Dealt:
         """Go on from there, whatever was taken before."""
         self._feed.load_state_dict(state)
 
-    def _sampler(self, order: Order | None) -> Sampler:
-        count, train = self.examples.count, self.train
-        whole = train.batch_size == 0 or train.batch_size >= count  # one batch: its order is nobody's concern
+    def _deal(self, seed: int, order: Order | None, *, resumes: bool) -> Sampler | Streamed:
+        """From the first batch on. `order`: of examples that are no stream; `resumes`: see Streamed."""
+        train, rank, ranks = self.train, self.rank, self.ranks
+        if isinstance(self.examples, Stream):
+            return Streamed(self.examples, train, seed, rank, ranks, resumes=resumes)
+        if not (count := self.examples.count):
+            raise TaskError(f"{self.name} has no examples: data() is empty")
+        size = min(train.batch_size or count, count)
+        if size < ranks:
+            raise ConfigError(
+                f"train.batch_size: {size} examples can't be shared by {ranks} data-parallel ranks. "
+                f"It is what they take together: raise it to a multiple of {ranks}."
+            )
+        whole = size == count  # one batch: its order is nobody's concern
         return Sampler(
-            count, train.batch_size, seed=seed_of(self.run_seed, self.name), rank=self.rank, ranks=self.ranks,
-            accumulate=train.accumulate, drop_last=train.drop_last, order=in_order(count) if whole else order,
+            count, size, seed=seed, rank=rank, ranks=ranks, accumulate=train.accumulate,
+            drop_last=train.drop_last, order=in_order(count) if whole else order,
         )  # fmt: skip
 
 
@@ -119,7 +116,7 @@ class Streamed:
     """
 
     def __init__(
-        self, examples: Stream, train: TrainConfig, seed: int, rank: int, ranks: int, *, resumes: bool = True
+        self, examples: Stream, train: TrainConfig, seed: int, rank: int, ranks: int, *, resumes: bool
     ) -> None:
         self.examples, self.train, self.seed, self.rank, self.ranks = examples, train, seed, rank, ranks
         self._draws = None if resumes else Draws(seed)
