@@ -25,6 +25,7 @@ from .masking import Parallel, RingVector, add_masks, exhaust, serial
 from .roster import KeyRoster, Verify, check_signer, check_subset
 
 Sign = Callable[[bytes], bytes]
+Advertisement = msg.Advertise | msg.AdvertiseEvaluation  # the request of step 0
 Step = TypeVar("Step", bound=Request)
 # The newest rounds of which shares were given, the last one first, and U3 of each one's sum.
 Opened = tuple[tuple[int, tuple[SiteId, ...]], ...]
@@ -42,17 +43,6 @@ class Contribution(Protocol):
     def write(self, names: tuple[str, ...], out: RingVector) -> None:
         """Write the vector, with the metrics of all these names, over `out` [terms.numel(names)]. Called
         once, at step 2."""
-
-
-class Advertisement(Protocol):
-    """The request of step 0: messages.Advertise, or a request like it."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def round(self) -> int: ...
-    @property
-    def terms(self) -> msg.Terms: ...
 
 
 SESSIONS = 1000  # so many sessions' ids a site remembers, so as not to take part twice

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from ...config import Config
 from ...errors import BadUpdate, FedtrainError
 from ...messages import Evaluation, Failure, Reply, SiteId, Update
-from ...pki import Revoked
-from ...secagg.client import NEVER, Client, Opened
+from ...pki import Revoked, Signer
+from ...secagg.client import NEVER, Client
 from ...secagg.encoding import Encoded
 from ...secagg.masking import Parallel, serial
 from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Keys, Mask, Share, Unmask
 from ...secagg.roster import Verifies
+from ...store import Ledger
 from ..star.secure_terms import encoding_of, policy, round_seed, scale_of
 
 REQUESTS = Advertise | AdvertiseEvaluation | Share | Mask | Agree | Unmask
-
-
-class Signs(Protocol):
-    """Signs as the holder of a certificate: a pki.Signer."""
-
-    @property
-    def certificate(self) -> bytes: ...
-    def sign(self, message: bytes, /) -> bytes: ...
-
-
-class KeepsSums(Protocol):
-    """Remembers Opened by kind of session, on disk: a store.Ledger."""
-
-    def sums(self) -> Mapping[str, Opened]: ...
-    def keep_sum(self, kind: str, opened: Opened, /) -> None: ...
 
 
 class SecureSite:
@@ -46,12 +30,12 @@ class SecureSite:
         config: Config,
         site: SiteId,
         federation: str,
-        signer: Signs,
+        signer: Signer,
         verifier: Verifies,
         *,
         revoked: Revoked | None = None,
         parallel: Parallel = serial,
-        sums: KeepsSums | None = None,
+        sums: Ledger | None = None,
     ) -> None:
         """
         Args:

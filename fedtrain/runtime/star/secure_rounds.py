@@ -39,7 +39,7 @@ from ...secagg.messages import (
 )
 from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
-from ...store import RoundPlan
+from ...store import RoundPlan, RunStore
 from ...transport.patient import Patient
 from .answers import Aggregate, check_failures, rule_of
 from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
@@ -109,12 +109,6 @@ class KnowsCallers(Protocol):
     def fingerprints(self, sites: Sequence[SiteId], /) -> Mapping[SiteId, bytes]: ...
 
 
-class KeepsPlans(Protocol):
-    """Keeps the plan of the round under way: a store.RunStore."""
-
-    def set_plan(self, plan: RoundPlan, /) -> None: ...
-
-
 class UnderMasks:
     """answers.Answers by secure sums: this process learns sums of updates only."""
 
@@ -127,7 +121,7 @@ class UnderMasks:
         federation: str,
         callers: KnowsCallers,
         verifier: Verifies,
-        plans: KeepsPlans | None = None,
+        plans: RunStore | None = None,
         parallel: Parallel = serial,
         frozen: str = "",
     ) -> None:
