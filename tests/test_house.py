@@ -9,7 +9,7 @@ from pathlib import Path
 import fedtrain
 
 ROOT = Path(fedtrain.__file__).parent
-PACKAGE_LINES = 32_418  # of fedtrain/ when the house was last redrawn
+PACKAGE_LINES = 32_412  # of fedtrain/ when the house was last redrawn
 LONG_FILE = 450  # lines
 RUNTIME_FILE = 350  # lines, in fedtrain/runtime/
 

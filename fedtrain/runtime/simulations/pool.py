@@ -24,7 +24,7 @@ from ..journal import Averages, plain
 from ..threads import while_torch_loads
 from ..trainers import trainer_messages as msg
 from ..trainers.supervised import Supervised
-from ..trainers.trainer import Trainer, Trains
+from ..trainers.trainer import Trainer, Trains, print_traceback
 from ..trainers.trainer_messages import Description, Failed
 from ..trainers.workbench import Workbench
 from .shared_memory import SharedMemory
@@ -51,8 +51,8 @@ class PoolCohort:
     def __init__(
         self,
         config: Config,
-        trainers: list[Trainer],
-        start: Callable[[], Awaitable[Trainer]],
+        trainers: Sequence[Trains],
+        start: Callable[[], Awaitable[Trains]],
         scratch: Path,
         memory: SharedMemory,
     ) -> None:
@@ -83,7 +83,7 @@ class PoolCohort:
         with `task` where it is given, else with the one that run.task names."""
         memory = SharedMemory()
 
-        async def start() -> Trainer:
+        async def start() -> Trains:
             if not count:
                 return LocalTrainer(Workbench(config, data_dir, simulated=True, task=task))
             return await Trainer.start(
@@ -95,7 +95,7 @@ class PoolCohort:
             count = len(os.sched_getaffinity(0))
         starting = asyncio.gather(*(start() for _ in range(count or 1)), return_exceptions=True)
         started = await while_torch_loads(starting)
-        trainers = [t for t in started if isinstance(t, Trainer)]
+        trainers = [t for t in started if isinstance(t, Trains)]
         if errors := [e for e in started if isinstance(e, BaseException)]:
             await asyncio.gather(*(trainer.close() for trainer in trainers))
             memory.close()
@@ -258,13 +258,11 @@ class PoolCohort:
         return await ask(min(self._trainers, key=lambda trainer: trainer.backlog))
 
 
-class LocalTrainer(Trainer):
+class LocalTrainer(Trains):
     """A trainer in this very process. What is asked of it is answered at once, by the same code."""
 
-    backlog = 0
-
     def __init__(self, bench: Workbench) -> None:
-        self._bench, self._log, self.description = bench, None, bench.description
+        self._bench, self.description = bench, bench.description
 
     async def _ask(self, message: msg.Start | msg.Command) -> Any:
         await asyncio.sleep(0)  # so that a run can be cancelled between batches
@@ -278,13 +276,8 @@ class LocalTrainer(Trainer):
             raise Failed.of(e).error() from e
         for failed in answer.results if isinstance(answer, msg.Done) else ():
             if isinstance(failed, Failed):
-                self._print(failed)
+                print_traceback(failed)
         return answer
-
-    async def close(self) -> None:
-        """There is no process."""
-
-    stop = close
 
 
 def good(result: T | Failed) -> T:

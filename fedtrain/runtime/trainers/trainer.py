@@ -283,7 +283,7 @@ class Trainer(Trains, asyncio.Protocol):
             return
         for failed in outcome.results if isinstance(outcome, msg.Done) else [outcome]:
             if isinstance(failed, msg.Failed):
-                self._print(failed)
+                print_traceback(failed, self._log)
         asked = self._waiting.popleft()
         if asked.done():  # nobody waits for it any more
             return
@@ -291,18 +291,6 @@ class Trainer(Trains, asyncio.Protocol):
             asked.set_exception(outcome.error())
         else:
             asked.set_result(outcome)
-
-    def _print(self, failed: msg.Failed) -> None:
-        """Print where and why the task failed; once, however many sites fail there."""
-        place = str(self._log), failed.reason.partition(", in ")[0]
-        if not failed.traceback or place in _printed:
-            return
-        _printed.add(place)
-        if self._log is None:
-            print(failed.traceback, end="", file=sys.stderr, flush=True)
-        else:
-            with self._log.open("a") as log:
-                log.write(failed.traceback)
 
     async def _watch(self) -> None:
         """When the process ends, end what it started, and say so to everyone who still waits."""
@@ -316,6 +304,19 @@ class Trainer(Trains, asyncio.Protocol):
             if not asked.done():
                 asked.set_exception(self._ended)
         self._waiting.clear()
+
+
+def print_traceback(failed: msg.Failed, log: Path | None = None) -> None:
+    """Print where and why the task failed, to a log or to stderr; once, however many sites fail there."""
+    place = str(log), failed.reason.partition(", in ")[0]
+    if not failed.traceback or place in _printed:
+        return
+    _printed.add(place)
+    if log is None:
+        print(failed.traceback, end="", file=sys.stderr, flush=True)
+    else:
+        with log.open("a") as file:
+            file.write(failed.traceback)
 
 
 def _good(result: Any) -> Any:
