@@ -203,6 +203,20 @@ def test_several_ranks_on_one_named_gpu_are_refused(monkeypatch):
     assert device_here("cpu") == CPU
 
 
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_each_rank_of_a_machine_takes_the_gpu_of_its_number(monkeypatch, name):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert [device_here(name)] == chosen == [torch.device("cuda:1")]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="rank 2 of this machine has no GPU, there are 2"):
+        device_here(name)
+
+
 @pytest.mark.parametrize(("device", "seeded"), [("cuda:1", 1), ("cuda", 2)])
 def test_seeds_are_those_of_the_device_that_trains(monkeypatch, device, seeded):
     generators = [torch.Generator() for _ in range(3)]
