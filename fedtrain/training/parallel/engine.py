@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -227,16 +227,12 @@ class MeshEngine(Trainable, ShardedModel):
             self.optimizer = Resting(self.optimizer, disk_of(self.parallel.offload), self._scratch)
         self.steps.begin(TorchOptimizer(self.optimizer))
 
-    @contextmanager
-    def _syncing(self, now: bool) -> Iterator[None]:
+    def _syncing(self, now: bool) -> AbstractContextManager[None]:
         """Gradients are averaged with the last batch of a step only."""
-        with ExitStack() as stack:
-            for root in self._roots:
-                if isinstance(root, DistributedDataParallel) and not now:
-                    stack.enter_context(root.no_sync())
-                elif is_fsdp(root):
-                    root.set_requires_gradient_sync(now)
-            yield
+        for root in filter(is_fsdp, self._roots):
+            root.set_requires_gradient_sync(now)
+        whole = self._roots[0]  # DDP is around a whole model only
+        return whole.no_sync() if isinstance(whole, DistributedDataParallel) and not now else nullcontext()
 
     @contextmanager
     def _context(self, batch: Batch) -> Iterator[Batch]:
