@@ -9,7 +9,7 @@ from pathlib import Path
 import fedtrain
 
 ROOT = Path(fedtrain.__file__).parent
-PACKAGE_LINES = 32_412  # of fedtrain/ when the house was last redrawn
+PACKAGE_LINES = 32_408  # of fedtrain/ when the house was last redrawn
 LONG_FILE = 450  # lines
 RUNTIME_FILE = 350  # lines, in fedtrain/runtime/
 
@@ -24,7 +24,7 @@ DTYPES_WITHOUT_DIFFERENCES = 1
 # ... of groups of modules that import each other
 ENGINES = [f"training/{n}.py" for n in ("engine", "local", "vmapped", "optimizers", "precision", "mesh")]
 ENGINES += [f"training/parallel/{name}.py" for name in ("engine", "data", "pipeline")]
-ENGINE_LINES = 1954  # issue 13 wants 1,450
+ENGINE_LINES = 1950  # issue 13 wants 1,450
 CIRCLES = 0
 # the events of a run itself: each is emitted in one place
 RUN_EVENTS = {
