@@ -65,7 +65,10 @@ class ClearTransport:
                     await stream.write(b"", END)
                 except (CertificateError, Denied, WireError) as e:
                     await stream.write(str(e).encode(), DENIED)
-            writer.close()
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+            writer.transport.abort()  # nobody may read what is left
             self._serving.discard(asyncio.current_task())
 
         host, port = address.rsplit(":", 1)
@@ -77,6 +80,7 @@ class ClearTransport:
 
     async def close(self) -> None:
         self._server.close()
+        await asyncio.sleep(0)  # calls that were just accepted begin, so that they end in order
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving)

@@ -267,7 +267,7 @@ def test_a_run_that_fails_says_why_here_and_in_its_events(project, monkeypatch):
 LONG_RUN = """
 import asyncio, sys
 from fedtrain import cli, events
-from fedtrain.runtime import aggregator
+from fedtrain.runtime.star import aggregator
 
 async def serve(config, *, emit, start):
     emit(events.RunStarted(run="heart", mode="federated", rounds=2))

@@ -117,6 +117,8 @@ def _handler(serve: Serve) -> Callable[[Any, grpc.aio.ServicerContext], Awaitabl
         except tuple(CODES) as e:
             code = next(code for kind, code in CODES.items() if isinstance(e, kind))
             await context.abort(code, str(e))
+        except ConnectError:
+            return  # the site is gone: nobody is left to tell
 
     return handle
 

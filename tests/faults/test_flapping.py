@@ -53,27 +53,28 @@ class FlappingPath:
 
     async def __aexit__(self, *_):
         self._server.close()
+        await asyncio.sleep(0)  # connections that were just accepted begin, so that they end in order
         for serving in self._serving:
             serving.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _serve(self, reader, writer):
         self._serving.add(asyncio.current_task())
-        from_there, to_there = await asyncio.open_connection("127.0.0.1", self._to_port)
-        left = [self._draw.randint(*self._span)]
-        carrying = [
-            asyncio.create_task(carry(reader, to_there, left)),
-            asyncio.create_task(carry(from_there, writer, left)),
-        ]
+        carrying, ends = [], [writer]
         try:
+            from_there, to_there = await asyncio.open_connection("127.0.0.1", self._to_port)
+            ends.append(to_there)
+            left = [self._draw.randint(*self._span)]
+            for source, sink in (reader, to_there), (from_there, writer):
+                carrying.append(asyncio.create_task(carry(source, sink, left)))
             await asyncio.wait(carrying, return_when=asyncio.FIRST_COMPLETED)
             self.resets += left[0] <= 0
         finally:
             for task in carrying:
                 task.cancel()
-            await asyncio.gather(*carrying, return_exceptions=True)
-            for end in writer, to_there:
+            for end in ends:
                 end.transport.abort()
+            await asyncio.gather(*carrying, return_exceptions=True)
 
 
 async def carry(reader, writer, left):
