@@ -214,7 +214,7 @@ def irregular(tmp_path, n, seed):
 @pytest.mark.parametrize("n", [4, 7, 16, 32])
 def test_push_sum_is_exact_on_irregular_directed_graphs(tmp_path, n):
     graph = irregular(tmp_path, n, seed=n)
-    assert not graph.round(n, 0).doubly_stochastic
+    assert not np.allclose(graph.round(n, 0).matrix.sum(1), 1)  # else any mean would be exact
     peers = Peers(build("sgp", {}), graph, n)
     for _ in range(600):
         peers.run()

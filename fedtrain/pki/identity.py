@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -28,8 +27,6 @@ from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from ..errors import CertificateError, ConfigError, nearest
-
-Role = Literal["aggregator", "site"]
 
 LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"  # one part of a DNS name
 NAMES = {

@@ -66,12 +66,6 @@ class Mixing:
         """The most peers to which one peer sends."""
         return max((len(part.outgoing) for part in self.graph.values()), default=0)
 
-    @property
-    def doubly_stochastic(self) -> bool:
-        """Whether all rows and columns of W sum to 1, so that the mean of the models stays."""
-        w = self.matrix
-        return bool(np.allclose(w.sum(0), 1, atol=1e-12) and np.allclose(w.sum(1), 1, atol=1e-12))
-
 
 # --- weights
 

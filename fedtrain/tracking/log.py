@@ -34,12 +34,9 @@ class EventLog:
     """
 
     def __init__(self, run_dir: Path, *subscribers: Emit, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._subscribers, self._clock = events_file(run_dir), list(subscribers), clock
+        """Each subscriber(event) is called after an event is written, in the thread that emits it."""
+        self._path, self._subscribers, self._clock = events_file(run_dir), subscribers, clock
         self._fd: int | None = None
-
-    def subscribe(self, subscriber: Emit) -> None:
-        """`subscriber(event)` runs after each event is written, in the thread that emits it."""
-        self._subscribers.append(subscriber)
 
     def emit(self, event: Event) -> None:
         """Write an event, with the time and its texts in bounds, and tell the subscribers."""

@@ -46,8 +46,7 @@ def decode(body: bytes, kind: Any) -> Any:
 
 def fetch_list(message: msgspec.Struct) -> list[ArenaFile]:
     """The arenas that a decoded message names; the transport fetches them and sets their paths."""
-    values = (getattr(message, name) for name in message.__struct_fields__)
-    return [value for value in values if isinstance(value, ArenaFile)]
+    return [arena for arena in arenas(message) if isinstance(arena, ArenaFile)]
 
 
 def arenas(message: msgspec.Struct) -> list[AnyArena]:
