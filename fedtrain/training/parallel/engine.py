@@ -162,8 +162,8 @@ class MeshEngine(Trainable, ShardedModel):
         for p in self._parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            elif is_dtensor(p.grad) and any(place.is_partial() for place in p.grad.placements):
-                # beside tp, that of a replicated parameter may still be in parts
+            elif is_dtensor(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]  # a DTensor
+                # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
         self.gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if self.steps.correct is not None:  # each time anew: in its first forward FSDP lays pieces out anew
