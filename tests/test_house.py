@@ -9,7 +9,7 @@ from pathlib import Path
 import fedtrain
 
 ROOT = Path(fedtrain.__file__).parent
-PACKAGE_LINES = 32_397  # of fedtrain/ today
+PACKAGE_LINES = 32402  # of fedtrain/ today
 LONG_FILE = 450  # lines
 RUNTIME_FILE = 350  # lines, in fedtrain/runtime/
 

@@ -134,8 +134,13 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
     if sys.path[:1] != [str(root)]:
         sys.path.insert(0, str(root))
     importlib.invalidate_caches()
-    with user_code(root):
-        module = importlib.import_module(module_name)
+    # On a full disk Python 3.11 leaves half a .pyc, which stands for the module from then on.
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        with user_code(root):
+            module = importlib.import_module(module_name)
+    finally:
+        sys.dont_write_bytecode = written
     found = getattr(module, class_name, None)
     if found is None:
         tasks = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task)]
