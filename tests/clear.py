@@ -68,7 +68,8 @@ class ClearTransport:
                 writer.close()
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
-            writer.transport.abort()  # nobody may read what is left
+            if not writer.transport.is_closing() or writer.transport.get_write_buffer_size():
+                writer.transport.abort()  # nobody reads what is left
             self._serving.discard(asyncio.current_task())
 
         host, port = address.rsplit(":", 1)
