@@ -177,8 +177,8 @@ class RemoteCohort:
         except (TimeoutError, WireError, BadUpdate, JoinRefused) as e:
             reason = str(e) or f"no Hello within {HELLO_S:g} s"
             refused = self._end.refuse(site, reason, final=isinstance(e, JoinRefused))
-            self._sessions_changed()
             await stream.write(encode(refused))
+            self._sessions_changed()  # now: stop() may close everything when nobody is left to be told
             return
         outbox: asyncio.Queue[frames.FromAggregator | None] = asyncio.Queue()
         session = self._end.join(site, hello.process, outbox.put_nowait)
