@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -273,6 +273,7 @@ def _in_a_thread(work: Callable[[Emit], Coroutine[Any, Any, Run]], show: Emit) -
             plain = isinstance(e, FedtrainError) and not os.environ.get("FEDTRAIN_DEBUG")
             done.set_exception(e.with_traceback(None) if plain else e)  # its line says all that a user needs
         finally:
+            begun.cancel()  # it failed before there was a loop
             events.put(None)
 
     thread = threading.Thread(target=run, name="fedtrain")
@@ -281,8 +282,8 @@ def _in_a_thread(work: Callable[[Emit], Coroutine[Any, Any, Run]], show: Emit) -
         while (event := events.get()) is not None:
             show(event)
     except BaseException:
-        loop, under_way = begun.result()
-        with suppress(RuntimeError):  # the loop may have ended by itself
+        with suppress(RuntimeError, CancelledError):  # the loop may have ended by itself, or never begun
+            loop, under_way = begun.result()
             loop.call_soon_threadsafe(under_way.cancel)
         raise
     finally:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
 import re
+import sys
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import fields
 from functools import cache
+from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
@@ -147,3 +150,13 @@ def check_options(
         else:
             hint = f"It has {', '.join(own) or 'none of its own'}."
         raise ConfigError(f"{key.partition('.')[0]}.{name}: {kind} has no such option. {hint}")
+
+
+def user_module(name: str) -> ModuleType:
+    """The user's module that a setting names, imported without writing its bytecode: on a full disk
+    Python 3.11 leaves half a .pyc, which stands for the module from then on."""
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.dont_write_bytecode = written

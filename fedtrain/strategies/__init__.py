@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -54,7 +53,7 @@ def _own(kind: str, root: Path | None) -> type[Strategy]:
     if root is not None and str(root) not in sys.path:
         sys.path.insert(0, str(root))
     try:
-        cls = getattr(importlib.import_module(module_name), name, None)
+        cls = getattr(config.user_module(module_name), name, None)
     except ModuleNotFoundError as e:
         raise ConfigError(
             f"strategy.kind: {kind!r}: there is no module {e.name!r} in {root or 'sys.path'}."

@@ -62,7 +62,7 @@ def renamed(like: Mapping[str, Any], parts: dict[str, Any]) -> Mapping[str, Any]
     made: Any = copy(like)
     for name, part in parts.items():
         made[name] = part
-    return made  # type: ignore[no-any-return]
+    return made  # type: ignore[no-any-return]  # of the type of `like`
 
 
 def tensors_in(batch: Batch) -> Iterator[torch.Tensor]:

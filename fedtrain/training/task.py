@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from ..config import user_module
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
 
@@ -134,13 +135,8 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
     if sys.path[:1] != [str(root)]:
         sys.path.insert(0, str(root))
     importlib.invalidate_caches()
-    # On a full disk Python 3.11 leaves half a .pyc, which stands for the module from then on.
-    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        with user_code(root):
-            module = importlib.import_module(module_name)
-    finally:
-        sys.dont_write_bytecode = written
+    with user_code(root):
+        module = user_module(module_name)
     found = getattr(module, class_name, None)
     if found is None:
         tasks = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task)]
@@ -156,7 +152,7 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
         task = found.__new__(found, *args, **kwargs)
         # data_dir is set before __init__, which may read it, and works for a frozen dataclass too
         object.__setattr__(task, "data_dir", data_dir or root / "data")
-        task.__init__(*args, **kwargs)  # type: ignore[misc]
+        task.__init__(*args, **kwargs)  # type: ignore[misc]  # it is a new object
     return task
 
 

@@ -125,13 +125,13 @@ class Trains:
     ) -> list[msg.Trained | msg.Failed]:
         """Local training of several sites; their deltas are written into the slab, one after the other."""
         done = await self._ask(msg.TrainMany(sites, round, _file_of(weights), str(slab), offset, counted))
-        return done.results  # type: ignore[no-any-return]
+        return done.results  # type: ignore[no-any-return]  # as the message asks
 
     async def evaluate_many(
         self, sites: list[SiteId], round: int, weights: ArenaFile
     ) -> list[msg.Measured | msg.Failed]:
         done = await self._ask(msg.EvaluateMany(sites, round, _file_of(weights)))
-        return done.results  # type: ignore[no-any-return]
+        return done.results  # type: ignore[no-any-return]  # as the message asks
 
     async def shown(
         self, total: Metrics, by_site: Mapping[SiteId, Metrics]

@@ -76,4 +76,4 @@ class TopKHook:
                 gradient.index_add_(0, where, some, alpha=1 / ranks)
             return gradient
 
-        return work.get_future().then(mean)  # type: ignore[no-any-return]
+        return work.get_future().then(mean)  # type: ignore[no-any-return]  # torch's
