@@ -1,8 +1,10 @@
 """Finding the user's task, fingerprinting it, and saying what is wrong with it."""
 
+import gc
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -223,3 +225,29 @@ def test_the_traceback_for_people_begins_in_their_code_and_shows_little_of_other
     assert story.count("File") == 4
     assert "… 7 more" in story
     assert story_of(ConfigError("train.lr: as it is")) == ""
+
+
+def test_threads_may_take_digests_while_garbage_is_collected(tmp_path, monkeypatch):
+    """Python 3.11 keeps the depth of the tree that it builds for the process, not for the thread."""
+    root = write(tmp_path, task=TASK + "\n".join(f"x{i} = [{i}, ({i}, {{'a': {i}}})]" for i in range(2000)))
+    found: list[str] = []
+    before, interval = gc.get_threshold(), sys.getswitchinterval()
+    callback = lambda phase, info: [None for _ in range(50)]
+    gc.callbacks.append(callback)
+    gc.set_threshold(200)
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(target=lambda: found.extend(task_digest("task:Heart", root) for _ in range(4)))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        gc.callbacks.remove(callback)
+        gc.set_threshold(*before)
+        sys.setswitchinterval(interval)
+    assert len(found) == 16
+    assert len(set(found)) == 1

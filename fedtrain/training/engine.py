@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,16 +67,16 @@ class Step:
 NOTHING = torch.zeros((), dtype=torch.float64)
 
 
-class Backend(ABC):
+class Backend:
     """Where weights and gradients are. A group is the batches of one optimizer step."""
 
     weights: Sequence[torch.Tensor]  # trained here: vectors, slabs [sites, n] or a rank's pieces
     gradients: list[torch.Tensor]  # of them, as the last backward() left them
 
-    @abstractmethod
     def backward(self, group: Any, scale: float, doing: str) -> Step:
         """Leave the gradient of (Σ loss) / (Σ weight) over the group, and over all ranks, in `gradients`: it
         was computed with a loss of `scale` times as much. A group without weight is not `taken`."""
+        raise NotImplementedError("a backend says how gradients come about")
 
     def norm(self) -> torch.Tensor:
         """L2, over all gradients together, the same on all ranks: [1], or [sites, 1] of slabs."""

@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from ..errors import ConfigError, writing
-from .task import Task, arguments_of, words
+from .task import Task, arguments_of, parsed, words
 
 CONSTANTS = (bool, int, float, str, tuple, list, dict)
 CELL = re.compile(r"ipykernel_|<ipython-input-")  # in the name that IPython gives to the source of a cell
@@ -82,7 +82,7 @@ def written(classes: list[type], root: Path) -> tuple[str, dict[str, str]]:
     for cls in classes:
         module.add(cls.__name__)
     text = "\n\n".join([*sorted(module.future), *module.statements])
-    digest = hashlib.sha256("\0".join(words(ast.parse(text))).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join(words(parsed(text))).encode()).hexdigest()
     name = f"{classes[0].__name__.lower()}_{digest[:12]}"
     file = root / "__fedtrain__" / f"{name}.py"
     with writing(file):
@@ -126,7 +126,7 @@ class Extraction:
         for file in [*own, *cells]:
             text = "".join(linecache.getlines(file))
             try:
-                nodes = [node for node in ast.parse(text).body if binds(node, name)]
+                nodes = [node for node in parsed(text).body if binds(node, name)]
             except SyntaxError:  # a cell of another language
                 continue
             if not nodes:

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import importlib
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -116,6 +117,7 @@ Averages = dict[str, float]
 
 REQUIRED = ("model", "data", "loss")
 _loaded: dict[Path, int] = {}  # a task's file -> its modification time when it was loaded
+_parsing = threading.Lock()
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -215,9 +217,16 @@ def sources(spec: str, root: Path) -> dict[str, Path]:
     return found
 
 
+def parsed(source: str | bytes, filename: str = "<unknown>", mode: str = "exec") -> Any:
+    """ast.parse for several threads, which Python 3.11 mixes up where one of them collects garbage."""
+    with _parsing:
+        return ast.parse(source, filename, mode)
+
+
 def _parsed(file: Path) -> ast.Module:
     try:
-        return ast.parse(file.read_bytes(), filename=str(file))
+        tree: ast.Module = parsed(file.read_bytes(), str(file))
+        return tree
     except SyntaxError as e:
         raise TaskError(f"SyntaxError in {file.name}:{e.lineno}: {e.msg}") from None
     except ValueError as e:  # null bytes
@@ -228,7 +237,7 @@ def _split(spec: str) -> tuple[str, str, list[Any], dict[str, Any]]:
     """(module, class, arguments, keyword arguments) of "module:Class" or "module:Class(3, size=4)"."""
     module, _, call = spec.partition(":")
     try:
-        match ast.parse(call, mode="eval").body:
+        match parsed(call, mode="eval").body:
             case ast.Name(name):
                 args, kwargs = [], {}
             case ast.Call(ast.Name(name), positional, named):
