@@ -84,7 +84,7 @@ def test_it_stands_in_the_checkpoint_and_begins_anew_with_a_round_that_does(tmp_
     kept = found.steps.scale.state_dict()
     with_checkpoints = Checkpoints(tmp_path, every=1, keep=1, background=False)
     with_checkpoints.save(1, state)
-    found.begin_round(afresh=True)
+    found.begin_round(0, afresh=True)
     assert found.steps.scale.value == FIRST
     assert with_checkpoints.restore(state)
     assert found.steps.scale.state_dict() == kept == {"value": FIRST / 2, "steps": 1}

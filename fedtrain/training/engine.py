@@ -24,6 +24,7 @@ from .batches import Batch, move
 from .examples import Examples, Stream, examples_of
 from .optimizers import Factor, Optimizer, schedule
 from .precision import LossScale, autocast
+from .signatures import model_of, optimizer_of
 from .task import Task, collate_of, folder_of, measured, user_code
 
 # A strategy's site half, (gradient, weights, start) -> None: changes the gradient in place.
@@ -140,8 +141,7 @@ class Steps:
         """All steps of a round of a site's `examples`, one for each group; what they saw together. The
         learning rate is scheduled over the site's `rounds`."""
         steps = steps_in_round(self.config, examples)
-        in_all = None if steps is None else steps * rounds
-        self.factor = schedule(self.config, in_all, counted=steps is not None)
+        self.factor = schedule(self.config, steps and steps * rounds, counted=steps is not None)
         total = Step([], [], 0)
         for number, group in enumerate(groups, (steps or 0) * round):
             step = self.take(group, doing, number)
@@ -214,12 +214,12 @@ class Trainable(Backend):
         torch.set_num_threads(config.threads)
         self.task, self.config, self.run_seed, self.device = task, config, run_seed, device
         self._folder, self._collate = folder_of(task), collate_of(task)
+        self.own_optimizer = optimizer_of(task)
         self._autocast = autocast(config.precision, device)
 
     def seed(self, *purpose: object) -> int:
         """Every source of random numbers that a task may draw from, by the run and what they are for."""
-        seed = seed_of(self.run_seed, *purpose)
-        seed_all(seed, self.device)
+        seed_all(seed := seed_of(self.run_seed, *purpose), self.device)
         return seed
 
     def here(self, batch: Batch) -> Batch:
@@ -268,7 +268,7 @@ def build_model(task: Task, run_seed: int, device: torch.device) -> nn.Module:
     """The task's model as every site, and every rank, begins with it; on the CPU."""
     seed_all(seed_of(run_seed, "init"), device)
     with user_code(folder_of(task), "model()"):
-        model = task.model()
+        model = model_of(task, run_seed)
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() returned a {type(model).__name__}, not a torch.nn.Module")
     if (parameters := list(model.parameters())) and not any(p.requires_grad for p in parameters):

@@ -130,9 +130,8 @@ class Engine(Trainable):
 
     def _round(self, examples: Examples, round: int, start: Arena) -> Step:
         """Every optimizer step of it."""
-        theirs = self.task.optimizer(list(self._lent))
-        ours = OPTIMIZERS[self.config.optimizer]
-        optimizer = ours(self.config, self.weights) if theirs is None else TorchOptimizer(theirs)
+        own, ours = self.own_optimizer(list(self._lent), round), OPTIMIZERS[self.config.optimizer]
+        optimizer = ours(self.config, self.weights) if own is None else TorchOptimizer(own)
         self._steps.begin(optimizer, [*start.trained().values()] if self.correct else ())
         config, shuffled = self.config, partial(torch.randperm, generator=self._order)
 

@@ -58,7 +58,7 @@ class Task:
         return self
 
     def model(self) -> nn.Module:
-        """A fresh model. Called under a seed that is the same at every site."""
+        """A fresh model. Called under a seed that is the same at every site; model(self, seed) is told it."""
         raise NotImplementedError
 
     def data(self, site: str) -> Any:
@@ -90,7 +90,8 @@ class Task:
         return {name: total / count for name, (total, count) in whole.items()}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-        """The local optimizer, made anew in each round; None: the optimizer that train.optimizer names."""
+        """The local optimizer, made anew in each round; None: the optimizer that train.optimizer names. As
+        optimizer(self, parameters, round) it is told how many rounds are done."""
         return None
 
     def eval_data(self, site: str) -> Any:

@@ -223,11 +223,12 @@ def _one_section(engine: Engine) -> Section:
     trained = [s for s in engine.schema.sections if s.trained]
     buffers = next((name for name, _ in engine.model.named_buffers()), None)
     collates = collate_of(engine.task) is not None
+    own = (engine.own_optimizer(engine.model.parameters(), round) for round in range(engine.rounds))
     reasons = {
         f"train.precision is {config.precision}, not fp32": config.precision != "fp32",
         f"train.accumulate is {config.accumulate}, not 1": config.accumulate > 1,
         "the task has its own collate(), and batches of different sites may not stack": collates,
-        "the task has its own optimizer()": engine.task.optimizer(engine.model.parameters()) is not None,
+        "the task has its own optimizer()": any(own),
         f"the model has trained parameters of {len(trained)} dtypes, not one": len(trained) != 1,
         f"the model has buffers ({buffers}), which each site would change": buffers is not None,
     }

@@ -170,7 +170,7 @@ class Datacenter:
         """Train to the round's end; what its row in the store says."""
         lap, engine, state = Lap(), self.engine, self.state
         meter = Meter(engine, self.config, self.emit)
-        engine.begin_round(afresh=self.afresh)
+        engine.begin_round(state.round, afresh=self.afresh)
         if self.afresh:
             state.optimizer = engine.optimizer
             self.data.begin(state.round)

@@ -74,7 +74,7 @@ class MeshEngine(Trainable, ShardedModel):
         self._cut = mesh.sizes.pp > 1 or any(pieces(p) > 1 for p in self._parameters)
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.steps = Steps(self, config.train, correct, self.parallel.nonfinite)
-        self._renew()
+        self._renew(0)
 
     def _parallel(self, model: nn.Module, example: Batch | None) -> tuple[list[nn.Module], list[nn.Module]]:
         """(the model or its stages, the modules that average their gradients)."""
@@ -199,27 +199,27 @@ class MeshEngine(Trainable, ShardedModel):
 
     def train(self, data: Dealt, round: int, rounds: int) -> Step:
         """All steps of a site's round, with an optimizer of its own: as a site of one process takes them."""
-        self.begin_round(afresh=True)
+        self.begin_round(round, afresh=True)
         data.begin(round)
         self.seed(round, data.name, *([data.rank] if data.rank else []))  # the first draws as a site of one
         doing = f"site {data.name}, round {round}"
         with user_code(self._folder, doing):
             return self.steps.round(data.round(), data.examples, round, rounds, doing)
 
-    def begin_round(self, *, afresh: bool) -> None:
+    def begin_round(self, round: int, *, afresh: bool) -> None:
         """Remember where the round began, for a strategy's site half. `afresh`: with a new optimizer, and the
         first loss scale."""
         self.note_frozen()
         if afresh:
-            self._renew()
+            self._renew(round)
         if self.steps.correct is not None:
             self.steps.start = [local(p.detach()).clone() for p in self._parameters]
 
-    def _renew(self) -> None:
+    def _renew(self, round: int) -> None:
         """The optimizer: the task's, or as [train] says; its state shared among ranks, or on a disk, as
         [parallel] does."""
         shared_by = self.mesh.group(self.mesh.averaging_axes) if self.parallel.zero == 1 else None
-        own = self.task.optimizer(self._parameters)
+        own = self.own_optimizer(self._parameters, round)
         self.optimizer = of_parameters(own, self._parameters, self.config, shared_by)
         if self.parallel.offload in ("disk", "nvme"):
             from .offload import Resting, disk_of
