@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .config import Config
 from .errors import ConfigError, nearest
+from .fairness import averaged
 from .tracking import log
 from .tracking.board import Board
 from .tracking.notebook import picture
@@ -39,7 +40,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """The newest evaluation: averages over all sites."""
+        """The newest evaluation: averages over all sites, and what is worked out over sites (fairness.py)."""
         return dict(self.board.metrics)
 
     @property
@@ -58,7 +59,7 @@ class Run:
             return model_with_weights(self.config, self.path, round, self.task)
 
     def plot(self, *names: str, ax: Axes | None = None) -> Axes:
-        """Draw columns of the history by round, with matplotlib; without names all metrics."""
+        """Draw columns of the history by round, with matplotlib; without names all averages."""
         try:
             import matplotlib.pyplot as plt
         except ModuleNotFoundError:
@@ -71,7 +72,7 @@ class Run:
             if name not in known:
                 raise ConfigError(f"run.plot: no round has {name!r}.{nearest(name, known)}")
         ax = ax or plt.figure().add_subplot(xlabel="round", title=self.path.name)
-        for name in names or self.metrics:
+        for name in names or averaged(self.metrics):
             points = [(row["round"], row[name]) for row in history if row.get(name) is not None]
             ax.plot(*zip(*points, strict=True), label=f"{self.board.run}: {name}")
         ax.legend()
@@ -79,7 +80,8 @@ class Run:
 
     def __repr__(self) -> str:
         board = self.board
-        shown = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items() if value is not None)
+        metrics = {name: value for name, value in self.metrics.items() if value is not None}
+        shown = "".join(f", {name} {metrics[name]:.4g}" for name in averaged(metrics))
         return f"<Run {self.path.name}: {board.noun} {board.round} of {board.rounds}{shown}>"
 
     def _repr_html_(self) -> str:

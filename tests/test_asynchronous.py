@@ -750,7 +750,8 @@ def test_over_mutual_tls_no_site_waits_for_a_slow_one_and_one_that_joins_later_t
     assert sum(map(len, by_site.values())) == 16
     assert events.of("update_refused") == []
     assert all(turns == list(range(len(turns))) for turns in trained.values())
-    assert result.metrics == {"loss": 8.0}
+    over = {"loss/uniform": 8.0, "loss/worst_decile": 8.0, "loss/std": 0.0}
+    assert result.metrics == {"loss": 8.0, **over}
     store.close()
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -101,14 +102,19 @@ def test_a_run_is_measured_on_the_test_data_of_all_its_sites(project):
             f1_score(y, model(x).argmax(1), average="macro"), abs=1e-12
         )
     assert found["by_site"].keys() == {"a", "b", "c"}
-    assert found["metrics"].keys() == found["by_site"]["a"].keys() == {"loss", "f1"}
+    assert found["by_site"]["a"].keys() == {"loss", "f1"}
+    f1 = np.array([found["by_site"][site]["f1"] for site in "abc"])
+    over = {"f1/uniform": f1.mean(), "f1/worst_decile": f1.min(), "f1/std": f1.std()}
+    assert {name: found["metrics"][name] for name in over} == pytest.approx(over, abs=1e-12)
+    assert len(found["metrics"]) == 2 * (1 + len(over))
     assert (found["run"], found["round"], found["data"]) == ("r+gossip", 2, "test_data")
 
 
 def test_what_it_found_is_written_down_and_stands_in_the_model_card(project):
     run = project / "runs" / "r+gossip"
     text = evaluated("r+gossip")
-    assert [line.split()[0] for line in text.splitlines()] == ["SITE", "a", "b", "c", "all", "written"]
+    over = ["all", "uniform", "worst_decile", "std"]
+    assert [line.split()[0] for line in text.splitlines()] == ["SITE", "a", "b", "c", *over, "written"]
     assert "confusion" not in text
     found = json.loads((run / "evaluation.json").read_text())
     card = (run / "model" / "MODEL_CARD.md").read_text()

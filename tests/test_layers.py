@@ -18,6 +18,7 @@ BOTTOM = {
     "errors",
     "events",
     "exchange",
+    "fairness",
     "malloc",
     "messages",
     "modes",

@@ -417,6 +417,7 @@ def evaluate(
 ) -> None:
     """Measure a finished model on the test data that is here."""
     from .. import api
+    from ..fairness import SUFFIXES, averaged
     from ..tracking.export import EVALUATION, SPLITS
     from ..tracking.live import number
 
@@ -426,10 +427,11 @@ def evaluate(
         return print_json(found)
     if found.data != "test_data":
         click.echo(f"The task has no test_data(): this is its {found.data}(), {SPLITS[found.data]} data.")
-    names = [*found.metrics]
+    names = averaged(found.metrics)
     rows = [(site, *(number(own.get(each)) for each in names)) for site, own in found.by_site.items()]
     if len(rows) > 1:
         rows.append(("all", *(number(found.metrics[each]) for each in names)))
+        rows += [(how, *(number(found.metrics.get(f"{each}/{how}")) for each in names)) for how in SUFFIXES]
     columns([("SITE", *(each.upper() for each in names)), *rows])
     folder = source if source.is_dir() else source.parent
     click.echo(f"written to {short(folder / EVALUATION)}")

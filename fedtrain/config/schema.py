@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ..fairness import STD, split
 from .load import Source, build, read, refuse_unknown
 from .values import (
     AtLeastOne,
@@ -163,19 +164,25 @@ class EvaluateConfig(Settings):
     """When the model is evaluated, and what an evaluation decides."""
 
     every: Count = 1  # rounds between evaluations, and one after the last round; 0: never
-    metric: str = "loss"  # the metric that decides the best model and an early stop
+    metric: str = "loss"  # that decides the best model and an early stop; "loss/worst_decile" is one too
     mode: Literal["auto", "min", "max"] = "auto"  # which metric is better; auto: min for *loss* and *error*
     patience: Count = 0  # evaluations without improvement before the run stops; 0: it does not stop early
     min_delta: Number = 0.0  # difference from which on a better metric counts as an improvement
 
     def better(self, new: float, old: float | None) -> bool:
         """Whether a metric's new value improves on the best one before it; NaN never does."""
-        lower = self.mode == "min" or (
-            self.mode == "auto" and any(word in self.metric for word in ("loss", "error", "perplexity"))
-        )
         if new != new:
             return False
+        lower = self.lower(self.metric)
         return old is None or (new < old - self.min_delta if lower else new > old + self.min_delta)
+
+    def lower(self, name: str) -> bool:
+        """Whether a smaller value of a metric is better: as `mode` says for `metric`, and for what is worked
+        out of one metric over sites alike; else by the name. Of a spread over sites a smaller one is."""
+        (metric, suffix), (own, how) = split(name), split(self.metric)
+        if self.mode != "auto" and (name == self.metric or (STD not in (suffix, how) and metric == own)):
+            return self.mode == "min"
+        return suffix == STD or any(word in metric for word in ("loss", "error", "perplexity"))
 
 
 @dataclass(frozen=True)

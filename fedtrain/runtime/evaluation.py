@@ -18,6 +18,7 @@ from torch import nn
 
 from .. import __version__
 from ..config import Config
+from ..fairness import with_sites
 from ..messages import SiteId, summed
 from ..schema import Schema, unique_tensors
 from ..tracking.export import EvaluationReport, filled, keep_evaluated, model_of
@@ -54,7 +55,7 @@ def evaluate(
     metrics, by_site = shown(task, summed(found), found)
     evaluated = EvaluationReport(
         run=about["run"], round=about["round"], weights_digest=about["weights_digest"],
-        data=test_split(task), metrics={**metrics},
+        data=test_split(task), metrics=with_sites(metrics, by_site, config.evaluate.lower),
         by_site={name: {**own} for name, own in by_site.items()}, fedtrain=__version__,
     )  # fmt: skip
     keep_evaluated(source, evaluated)

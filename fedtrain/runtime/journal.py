@@ -18,10 +18,15 @@ from ..arena import Arena
 from ..config import Config
 from ..errors import ConfigError
 from ..events import Emit, Record
+from ..fairness import split, with_sites
 from ..messages import Metrics, SiteId, averages
 from ..store import Checkpoint, RunStore
 from ..wire.frames import Bounds
 
+HIDDEN = (
+    "What is worked out over sites needs two sites or more whose own metrics are known: there are none under "
+    "masks, of one pool of data, and at a peer. "
+)
 Averages = dict[str, float]
 Evaluators = Callable[[int, Sequence[SiteId]], list[SiteId]]  # who of the members evaluates in a round
 # (sums over all sites, each site's own) -> what people are shown of both
@@ -150,23 +155,26 @@ class Journal:
             return False
         return not self._common(self._store is not None and self._store.evaluation(number) is not None)
 
-    def keep_evaluation(self, number: int, metrics: Averages, by_site: Mapping[SiteId, Averages]) -> None:
-        """Write down what a round's model is worth, and whether it is the best so far. ConfigError when
-        evaluate.metric is none of the metrics. An evaluation without any is no reason to stop."""
+    def keep_evaluation(self, number: int, metrics: Averages, by_site: Mapping[SiteId, Averages]) -> Averages:
+        """Write down what a round's model is worth, with what is worked out over sites, and whether it is the
+        best so far; returns all of it. ConfigError when evaluate.metric is none of the metrics. An evaluation
+        without any is no reason to stop."""
         metric, store = self.config.evaluate.metric, self._store
+        metrics = with_sites(metrics, by_site, self.config.evaluate.lower)
         best_yet = None if store is None else (store.evaluation(store.best_round) or {}).get(metric)
         check_metric(metric, metrics, known=bool(self._common(best_yet is not None)))
         if store is None:
-            return
+            return metrics
         value = metrics.get(metric)
         best = value is not None and self.config.evaluate.better(value, best_yet)
         store.evaluated(number, metrics, best=best)
         if not metrics:
             self.emit(events.Notice(text=f"round {number}: nobody evaluated the model"))
-            return
+            return metrics
         self.emit(events.Evaluated(round=number, metrics=metrics, by_site=by_site))
         if best:
             self.emit(events.Best(round=number, metric=metric, value=value))
+        return metrics
 
     # --- the end
 
@@ -204,10 +212,12 @@ def check_metric(metric: str, metrics: Averages, *, known: bool) -> None:
     absent from one, as when it counts nothing there."""
     if not metrics or metric in metrics or known:
         return
-    near = difflib.get_close_matches(metric, metrics, n=1)
+    near = [name for name in metrics if name.startswith(metric)]
+    near = near or difflib.get_close_matches(metric, metrics, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
+    why = HIDDEN if split(metric)[0] in metrics else ""
     raise ConfigError(
-        f"evaluate.metric: the task's evaluate() gives no {metric!r}. "
+        f"evaluate.metric: the task's evaluate() gives no {metric!r}. {why}"
         f"{hint}It gives {', '.join(sorted(metrics))}."
     )
 

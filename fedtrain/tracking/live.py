@@ -16,6 +16,7 @@ import msgspec
 
 from .. import events as e
 from ..events import Averages, Event, encode
+from ..fairness import WORST, averaged
 from ..messages import SiteId
 from .board import Board, RoundRow, SiteRow
 from .log import printable
@@ -236,7 +237,14 @@ def number(value: float | None) -> str:
 
 
 def averages(metrics: Averages) -> str:
-    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items() if value is not None)
+    """The averages over all data, each with that of the worst tenth of sites where it is known. What else is
+    worked out over sites, --json has."""
+    known = {name: value for name, value in metrics.items() if value is not None}
+    worst = {name: known.get(f"{name}/{WORST}") for name in averaged(known)}
+    return "  ".join(
+        f"{name} {number(known[name])}" + (f" (worst {number(least)})" if least is not None else "")
+        for name, least in worst.items()
+    )
 
 
 def counted(share: float) -> str:

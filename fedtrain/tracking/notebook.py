@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from ..events import Event
+from ..fairness import averaged
 from .board import Board
 from .live import Screen, number
 
@@ -50,12 +51,13 @@ def picture(board: Board) -> str:
     """HTML: how far a run is, and how its metrics went."""
     if not board.run:
         return "<p>starting</p>"
-    numbers = "".join(f" · {escape(name)} {number(value)}" for name, value in board.metrics.items())
+    names = averaged(board.metrics)
+    numbers = "".join(f" · {escape(name)} {number(board.metrics[name])}" for name in names)
     state = " · finished" if board.finished else ""
     rounds = [row for row in board.history.values() if row.metrics]
     curves = "".join(
         curve(name, [(row.round, value) for row in rounds if (value := row.metrics.get(name)) is not None])
-        for name in board.metrics
+        for name in names
     )
     return (
         f"<p><b>{escape(board.run)}</b> <progress value='{board.round}' max='{board.rounds}'></progress> "

@@ -319,8 +319,7 @@ class Datacenter:
             with self._common_model():
                 found = {name: self.engine.evaluate(data) for name, data in self.sites.eval_data().items()}
             metrics, each = shown(self.engine.task, summed(found), found)
-            self.journal.keep_evaluation(self.state.round, metrics, each)
-        return metrics
+            return self.journal.keep_evaluation(self.state.round, metrics, each)
 
     def _sites(self) -> int:
         return self.mesh.islands if self.islands else 0

@@ -1,0 +1,76 @@
+"""How even a model is over sites: what an evaluation says of each metric beside its average over all data.
+
+    accuracy               the average over all examples, wherever they are
+    accuracy/uniform       the mean over sites, each of which counts alike
+    accuracy/worst_decile  the mean of the worst tenth of sites, rounded up to whole sites
+    accuracy/std           the standard deviation over sites
+
+The last three are how fairness is reported since Li et al. 2020 (q-FFL, arXiv 1905.10497, section 5.1). They
+are known where each site's own metrics are, of two sites or more. So a suffix says how sites become one
+number. A prefix says what was evaluated, where it is not the model at the sites: "server/accuracy".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .messages import SiteId
+
+UNIFORM, WORST, STD = "uniform", "worst_decile", "std"
+SUFFIXES = (UNIFORM, WORST, STD)
+
+
+def with_sites(
+    metrics: Mapping[str, float], by_site: Mapping[SiteId, Mapping[str, float]], lower: Callable[[str], bool]
+) -> dict[str, float]:
+    """The averages of an evaluation, and what is worked out over sites. ConfigError where the task has given
+    one of these names to a metric of its own. `lower`: as in `over_sites`."""
+    found = over_sites(by_site, lower)
+    if taken := sorted(found.keys() & metrics.keys()):
+        raise ConfigError(
+            f"the task gives a metric {taken[0]!r}: fedtrain works out one of this name over sites. Give it "
+            f"another name."
+        )
+    return {**metrics, **found}
+
+
+def over_sites(
+    by_site: Mapping[SiteId, Mapping[str, float]], lower: Callable[[str], bool]
+) -> dict[str, float]:
+    """The metrics with a suffix, of each metric that two sites or more give; a site whose value is NaN gives
+    none. `lower`: whether a smaller value of the metric of this name is better."""
+    values: dict[str, list[float]] = {}
+    for site in sorted(by_site):
+        for name, value in by_site[site].items():
+            if value == value:
+                values.setdefault(name, []).append(value)
+    found: dict[str, float] = {}
+    for name, each in values.items():
+        if len(each) > 1:
+            worst_first = sorted(each, reverse=lower(name))
+            mean = _mean(each)
+            found[f"{name}/{UNIFORM}"] = mean
+            found[f"{name}/{WORST}"] = _mean(worst_first[: math.ceil(len(each) / 10)])
+            found[f"{name}/{STD}"] = math.sqrt(_mean([(value - mean) ** 2 for value in each]))
+    return found
+
+
+def split(name: str) -> tuple[str, str]:
+    """("accuracy", "std") of "accuracy/std"; the suffix is "" for a name without one."""
+    metric, _, suffix = name.rpartition("/")
+    return (metric, suffix) if metric and suffix in SUFFIXES else (name, "")
+
+
+def averaged(metrics: Mapping[str, float | None]) -> list[str]:
+    """The names of the metrics that are averages over all data: what is left without those over sites."""
+    return [name for name in metrics if not split(name)[1] or split(name)[0] not in metrics]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN where a value is infinite or NaN."""
+    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
