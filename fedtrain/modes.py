@@ -20,7 +20,7 @@ from .errors import ConfigError
 
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
 BOUNDS = ("aggregation.rule", "aggregation.options", "limits.max_norm", "limits.max_examples")
-NOISE = ("privacy.noise_multiplier", "privacy.clip")
+NOISE = ("privacy.noise_multiplier", "privacy.clip", "privacy.unit", "privacy.where")
 STAR = (*BOUNDS, "compression.up", "compression.down", "evaluate.patience")
 GOSSIP = (*BOUNDS, *NOISE, "secagg.enabled", "gossip.compressor", "gossip.clip", "evaluate.patience")
 
@@ -47,7 +47,7 @@ MODES: dict[str, Mode] = {
     "gossip": Mode(
         "simulate --mode gossip",
         (*EVERYWHERE, "strategy.kind", "strategy.options", "gossip", "simulate"),
-        but=("gossip.roster", "simulate.workers", "simulate.engine"),
+        but=("gossip.roster", "simulate.workers", "simulate.engine", "privacy.where"),
         keeps=(*GOSSIP, "simulate.engine"),
     ),
     "aggregator": Mode(
@@ -70,7 +70,7 @@ MODES: dict[str, Mode] = {
         "peer",
         (*EVERYWHERE, "strategy.kind", "strategy.options", "strategy.min_sites", "gossip", "network",
          "parallel"),
-        but=("parallel.carry", "parallel.fragments", "parallel.overlap", "parallel.mix",
+        but=("privacy.where", "parallel.carry", "parallel.fragments", "parallel.overlap", "parallel.mix",
              "parallel.log_every", "parallel.peak_tflops"),
         keeps=GOSSIP,
     ),

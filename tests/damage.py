@@ -22,8 +22,8 @@ from fedtrain.messages import Evaluate, Evaluation, Failure, Found, Reply, Reque
 from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
 from fedtrain.runtime.sites import secure_site
-from fedtrain.runtime.sites.privacy import Spent
 from fedtrain.runtime.sites.site import Site
+from fedtrain.runtime.sites.spent import Spent
 from fedtrain.runtime.star import federated, secure_rounds
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.schema import Schema, TensorSpec
@@ -184,7 +184,7 @@ class Star:
             mine = secure_site.SecureSite(
                 self.config, name, SimulatedKeys.FEDERATION, self.keys.signer(name), self.keys, sums=ledger,
             )  # fmt: skip
-        spent = Spent(self.config.privacy, ledger.folder, self._emit)
+        spent = Spent(self.config, ledger.folder, self._emit)
         return Site(name, SCHEMA, ledger, Toy(), secure=mine, spent=spent)
 
     def _emit(self, event: Event) -> None:

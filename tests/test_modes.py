@@ -202,7 +202,7 @@ VARIANTS = [
 ]
 # Read where it changes nothing: handed on to what does not use it, or looked at beside what decides.
 IN_VAIN = {"gossip.clip", "gossip.round_deadline", "simulate.engine", "strategy.fraction",
-           "evaluate.patience", "train.eval_batch_size", "train.warmup", "train.decay",
+           "evaluate.patience", "privacy.where", "train.eval_batch_size", "train.warmup", "train.decay",
            "parallel.offload_dir"}  # fmt: skip
 # A datacenter refuses noise, and sets how many sites its islands are.
 ITS_OWN = {name: {"privacy.noise_multiplier", "simulate.sites"} for name in ("datacenter", "islands")}

@@ -8,21 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
-from fedtrain.errors import BadUpdate, ConfigError
+from fedtrain.errors import BadUpdate, ConfigError, Damaged
 from fedtrain.messages import Train, Update
-from fedtrain.privacy import Gaussian, epsilon
-from fedtrain.privacy.gaussian import normals
+from fedtrain.privacy import Draws, Gaussian, Release, epsilon
 from fedtrain.runtime.datacenters import datacenter
-from fedtrain.runtime.sites.privacy import Spent, noised
+from fedtrain.runtime.sites.privacy import noised, steps_of_examples
 from fedtrain.runtime.sites.site import Site
+from fedtrain.runtime.sites.spent import Spent
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Ledger
+from fedtrain.store.disk import Kept
+from fedtrain.training.engine import steps_in_round
+from fedtrain.training.examples import examples_of
 
 from .test_gossip_peers import PLAIN, Log, arena, config, simulated
 
@@ -37,48 +38,8 @@ def private(root, name="run", **keys):
     return Config.of({**plain.table(), "privacy": privacy, **keys}, root)
 
 
-# --- the accountant
-
-
-def exact_delta(sigma, eps):
-    """Of one release (Balle and Wang 2018, Theorem 8); n releases are one with sigma/√n."""
-
-    def phi(x):
-        return math.erfc(-x / math.sqrt(2)) / 2
-
-    return phi(1 / (2 * sigma) - eps * sigma) - math.exp(eps) * phi(-1 / (2 * sigma) - eps * sigma)
-
-
-@settings(max_examples=60, deadline=None)
-@given(sigma=st.floats(0.5, 50), releases=st.integers(1, 500), log_delta=st.floats(-25, -7))
-def test_epsilon_bounds_the_exact_gaussian_and_beats_mironovs_conversion(sigma, releases, log_delta):
-    delta, rho = math.exp(log_delta), releases / (2 * sigma**2)
-    if not 1e-4 < rho < 50:
-        return
-    found = epsilon(sigma, releases, delta)
-    assert exact_delta(sigma / math.sqrt(releases), found) <= delta
-    assert found <= rho + 2 * math.sqrt(rho * -log_delta)  # Mironov 2017, Proposition 3, at its best order
-
-
-@pytest.mark.parametrize(("sigma", "releases", "delta"), [(1.0, 1, 1e-5), (5.0, 10, 1e-6), (10.0, 300, 1e-5)])
-def test_epsilon_is_within_a_tenth_of_the_exact_one(sigma, releases, delta):
-    low, high = 0.0, 50.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if exact_delta(sigma / releases**0.5, middle) > delta else (low, middle)
-    assert low <= epsilon(sigma, releases, delta) <= 1.1 * low
-
-
-def test_epsilon_is_the_census_bureaus_for_the_persons_of_2020():
-    """rho = 2.56 (rounded), delta = 1e-10: they published epsilon = 17.14."""
-    low, high = (epsilon(1 / math.sqrt(2 * rho), 1, 1e-10) for rho in (2.555, 2.565))
-    assert low <= 17.14 <= high
-
-
-def test_nothing_given_away_costs_nothing_and_each_release_costs():
-    costs = [epsilon(3.0, n, 1e-5) for n in range(6)]
-    assert costs[0] == 0.0
-    assert costs == sorted(set(costs))
+def local(sigma, releases):
+    return epsilon([Release("gaussian", sigma, steps=releases)], 1e-5)
 
 
 def test_the_table_on_the_page_is_what_the_accountant_says():
@@ -87,14 +48,15 @@ def test_the_table_on_the_page_is_what_the_accountant_says():
     assert len(rows) == 3
     for multiplier, rounds, eps in rows:
         sigma = Gaussian(1.0, float(multiplier)).sigma
-        assert epsilon(sigma, int(rounds), 1e-5) == pytest.approx(float(eps), abs=0.005)
+        assert local(sigma, int(rounds)) == pytest.approx(float(eps), abs=0.005)
 
 
 # --- the noise
 
 
 def test_noise_is_standard_normal_and_its_pieces_are_independent():
-    (a, b) = normals(KEY, [200_000, 200_001])
+    draws = Draws(KEY)
+    a, b = draws.normals(200_000), draws.normals(200_001)
     for x in (a, b):
         assert abs(x.mean()) < 5 / math.sqrt(len(x))
         assert x.std() == pytest.approx(1, abs=5 / math.sqrt(2 * len(x)))
@@ -132,11 +94,11 @@ def test_an_update_that_is_not_finite_is_refused():
         Gaussian(clip=1.0, multiplier=1.0).apply(delta, KEY)
 
 
-def test_a_model_whose_buffers_move_is_refused():
+def test_a_model_whose_buffers_move_is_refused(tmp_path):
     delta = Arena.zeros(BUFFERED)
     delta.views()["mean"][1] = 0.1
     with pytest.raises(ConfigError, match="GroupNorm"):
-        Gaussian(clip=1.0, multiplier=1.0).apply(delta, KEY)
+        noised(private(tmp_path), Update(delta=delta, num_examples=1.0), "a", 0, delta, True)
 
 
 # --- at a site
@@ -173,12 +135,12 @@ def test_a_trainer_gives_out_noised_updates_without_metrics(tmp_path):
 
 
 def test_what_was_spent_is_on_disk_before_anything_leaves_and_survives_a_restart(tmp_path):
-    log, keys = Log(), private(tmp_path).privacy
+    log, settings = Log(), private(tmp_path)
     for n in (1, 2, 3):
-        Spent(keys, tmp_path, log).one_more("a", n - 1)
+        Spent(settings, tmp_path, log).trained("a", n - 1, 8.0)
     assert [e["releases"] for e in log.of("privacy_spent")] == [1, 2, 3]
-    assert log.of("privacy_spent")[-1]["epsilon"] == epsilon(0.25, 3, 1e-5)
-    Spent(config(tmp_path).privacy, tmp_path / "none", log).one_more("a", 0)
+    assert log.of("privacy_spent")[-1]["epsilon"] == local(0.25, 3)
+    Spent(config(tmp_path), tmp_path / "none", log).trained("a", 0, 8.0)
     assert len(log.of("privacy_spent")) == 3
 
 
@@ -190,9 +152,63 @@ class Trainer:
         return Update(delta=ArenaFile(PLAIN, out, Arena.zeros(PLAIN).digest), num_examples=1.0, metrics={})
 
 
+def test_the_price_of_an_update_is_that_of_the_settings_it_was_made_with(tmp_path):
+    """A changed file changes what comes, not what was given away; a larger delta makes nothing cheaper."""
+    log = Log()
+    Spent(private(tmp_path, privacy={"noise_multiplier": 2.0}), tmp_path, log).trained("a", 0, 8.0)
+    later = private(tmp_path, privacy={"noise_multiplier": 8.0, "delta": 1e-3})
+    Spent(later, tmp_path, log).trained("a", 1, 8.0)
+    told = log.of("privacy_spent")
+    assert told[-1]["epsilon"] == epsilon([Release("gaussian", 1.0), Release("gaussian", 4.0)], 1e-5)
+    assert told[-1]["delta"] == 1e-5
+    Spent(config(tmp_path), tmp_path, log).trained("a", 2, 8.0)  # without noise
+    assert Spent(later, tmp_path, log).epsilon == told[-1]["epsilon"] > told[0]["epsilon"]
+
+
+def test_a_count_of_releases_is_read_on(tmp_path):
+    Kept(tmp_path / "releases", int, "").write(3)
+    log, settings = Log(), private(tmp_path)
+    Spent(settings, tmp_path, log).trained("a", 9, 8.0)
+    assert sorted(p.name for p in tmp_path.glob("releases*")) == ["releases.jsonl", "releases.jsonl.copy"]
+    found = Spent(settings, tmp_path, log)
+    assert (found.releases, found.epsilon) == (4, local(0.25, 4))
+
+
+def test_a_ledger_without_what_counted_stops_the_site(tmp_path):
+    spent = Spent(private(tmp_path), tmp_path, Log())
+    spent.check(-1)
+    with pytest.raises(
+        Damaged, match=r"releases.jsonl is empty, and an update of this site for round 1 is in"
+    ):
+        spent.check(0)
+    spent.trained("a", 3, 8.0)
+    spent.check(3)
+    with pytest.raises(Damaged, match=r"ends at round 4, and an update of this site for round 6"):
+        spent.check(5)
+
+
+def test_releases_that_protect_examples_protect_no_site(tmp_path):
+    cfg = private(tmp_path, privacy={"unit": "example"}, train={"batch_size": 32})
+    spent = Spent(cfg, tmp_path, Log())
+    spent.trained("a", 0, 80.0)
+    assert spent.epsilon == epsilon([Release("gaussian", 0.5, 32 / 80, 3)], 1e-5)
+    with pytest.raises(ConfigError, match="1 releases of this run protect single examples only"):
+        Spent(private(tmp_path), tmp_path, Log())
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"local_steps": 7}, {"batch_size": 0}, {"batch_size": 500}, {"drop_last": True}]
+)
+@pytest.mark.parametrize("count", [1, 31, 32, 80])
+def test_the_steps_that_are_paid_for_are_those_that_are_taken(tmp_path, keys, count):
+    settings = private(tmp_path, train={"local_epochs": 3} | keys)
+    examples = examples_of((torch.zeros(count, 2),))
+    assert steps_of_examples(settings, count) == steps_in_round(settings.train, examples)
+
+
 def test_a_site_pays_for_each_update_once_however_often_it_is_asked(tmp_path):
     log, ledger = Log(), Ledger(tmp_path / "site")
-    spent = Spent(private(tmp_path).privacy, ledger.folder, log)
+    spent = Spent(private(tmp_path), ledger.folder, log)
     site = Site("a", PLAIN, ledger, Trainer(), spent=spent)
 
     async def ask():
@@ -212,7 +228,7 @@ def test_a_run_of_gossip_tells_its_epsilon_and_no_loss(tmp_path):
     assert result.rounds == 6
     spent = log.of("privacy_spent")
     assert [e["round"] for e in spent] == [1, 2, 3, 4, 5, 6]
-    assert spent[-1]["epsilon"] == epsilon(0.25, 6, 1e-5)
+    assert spent[-1]["epsilon"] == local(0.25, 6)
     assert all("loss" not in e["metrics"] for e in log.of("round_committed"))
 
 
@@ -223,7 +239,13 @@ def test_what_adds_no_noise_refuses_to_run_with_privacy(tmp_path):
         datacenter.run(private(tmp_path), emit=Log())
 
 
-@pytest.mark.parametrize("keys", [{"clip": 0.0}, {"noise_multiplier": -1.0}, {"delta": 1.0}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"clip": 0.0}, {"noise_multiplier": -1.0}, {"delta": 1.0}, {"unit": "person"}, {"where": "server"},
+        {"unit": "example", "where": "sum"},
+    ],
+)  # fmt: skip
 def test_numbers_that_make_no_sense_are_refused(tmp_path, keys):
     with pytest.raises(ConfigError, match=r"privacy\."):
         private(tmp_path, privacy=keys)

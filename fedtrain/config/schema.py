@@ -152,11 +152,24 @@ class CompressionConfig(Settings):
 
 @dataclass(frozen=True)
 class PrivacyConfig(Settings):
-    """Noise on what a site gives away, each site's own affair: local differential privacy."""
+    """Noise on what a site gives away: differential privacy of a site's data, or of each of its examples."""
 
+    unit: Literal["site", "example"] = "site"  # what is protected: all data of a site, or single examples
+    # site: noise that protects each update by itself; sum: noise that protects a round's sum under masks
+    where: Literal["site", "sum"] = "site"
     noise_multiplier: NotNegative = 0.0  # the noise's standard deviation, in multiples of clip; 0: no noise
-    clip: Positive = 1.0  # L2 norm to which an update is shortened
+    clip: Positive = 1.0  # L2 norm to which an update, or an example's gradient, is shortened
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5  # the delta of the (epsilon, delta) that is reported
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.unit == "site" or self.where == "site", "privacy.where",
+                'privacy.unit = "example" adds its noise at the site: set it to "site"')  # fmt: skip
+
+    @property
+    def in_sums(self) -> bool:
+        """Whether the sites' noise protects their sums, and not each update."""
+        return self.noise_multiplier > 0 and self.where == "sum"
 
 
 @dataclass(frozen=True)
@@ -370,6 +383,9 @@ class Config:
         keys += ["run.name", "run.seed", "run.task", "strategy.kind", "aggregation.rule"]
         keys += [f"strategy.{name}" for name in self.strategy.options]
         keys += [f"aggregation.{name}" for name in self.aggregation.options]
+        privacy = self.privacy
+        if privacy.noise_multiplier > 0 and privacy.where == "sum":  # else each site's own affair
+            keys += ["privacy.where", "privacy.noise_multiplier", "privacy.clip"]
         pairs = {key: self.value(key) for key in keys if key not in LOCAL}
         return {k: repr(v) for k, v in sorted(pairs.items())}
 

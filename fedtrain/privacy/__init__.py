@@ -1,6 +1,6 @@
-"""Differential privacy of a site's updates: clipping, Gaussian noise, and the privacy budget spent."""
+"""Differential privacy: Gaussian noise, and what its releases cost."""
 
-from .accountant import epsilon
-from .gaussian import Gaussian
+from .accountant import Release, check_accounting, epsilon
+from .gaussian import Draws, Gaussian, refuse_moving_buffers
 
-__all__ = ["Gaussian", "epsilon"]
+__all__ = ["Draws", "Gaussian", "Release", "check_accounting", "epsilon", "refuse_moving_buffers"]

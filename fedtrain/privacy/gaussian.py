@@ -1,9 +1,9 @@
-"""The Gaussian mechanism for an update: clip its norm, then add noise proportional to the clipping norm."""
+"""The Gaussian mechanism for an update: clip its norm, then add noise proportional to the clipping norm; and
+where its random numbers come from."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Normals = NDArray[np.float64]  # 1-D
+    Numbers = NDArray[np.float64]  # 1-D
+    Indices = NDArray[np.intp]  # 1-D
 
 PIECE = 1 << 18  # coordinates processed at a time
 KEY_BYTES = 16
@@ -41,9 +42,8 @@ class Gaussian:
         """Clip `delta` and add noise, in place; returns the norm before clipping. `key` [16 bytes]: fresh and
         unpredictable for each call, except in a simulation.
 
-        BadUpdate for an update that isn't finite, ConfigError for a model whose buffers move.
+        BadUpdate for an update that isn't finite.
         """
-        self._check_rest(delta)
         parts = [t[i : i + PIECE] for t in delta.trained().values() for i in range(0, len(t), PIECE)]
         norm = math.sqrt(math.fsum(float(part.double().square().sum()) for part in parts))
         if not math.isfinite(norm):
@@ -51,34 +51,56 @@ class Gaussian:
         scale = min(1.0, self.clip / norm) if norm else 1.0
         import torch
 
-        for part, noise in zip(parts, normals(key, [len(part) for part in parts]), strict=True):
-            part.copy_(
-                part.double().mul_(scale).add_(torch.from_numpy(noise), alpha=self.multiplier * self.clip)
-            )
+        draws = Draws(key)
+        for part in parts:
+            noise = torch.from_numpy(draws.normals(len(part)))
+            part.copy_(part.double().mul_(scale).add_(noise, alpha=self.multiplier * self.clip))
         delta.changed()
         return norm
 
-    def _check_rest(self, delta: Arena) -> None:
-        if any(bool(vector.any()) for vector in delta.others().values()):
-            raise ConfigError(
-                "privacy: training moves buffers of the model (BatchNorm's statistics?), and noise would "
-                "spoil them. Use GroupNorm or LayerNorm, or leave [privacy] out."
-            )
+
+def refuse_moving_buffers(delta: Arena) -> None:
+    """ConfigError for an update that moves more than trained coordinates, the only ones that get noise."""
+    if any(bool(vector.any()) for vector in delta.others().values()):
+        raise ConfigError(
+            "privacy: training moves buffers of the model (BatchNorm's statistics?), and noise would "
+            "spoil them. Use GroupNorm or LayerNorm, or leave [privacy] out."
+        )
 
 
-def normals(key: bytes, sizes: list[int]) -> Iterator[Normals]:
-    """Vectors of independent standard normal numbers with these sizes, from the AES-128 keystream of a key.
+class Draws:
+    """Random numbers from the AES-128 keystream of a key, one after the other."""
 
-    Box–Muller with 53 bits for each uniform number, in float64: up to 8.5 standard deviations.
-    """
-    import numpy as np
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    def __init__(self, key: bytes) -> None:
+        """`key` [16 bytes]: unpredictable to whoever reads what the numbers protect."""
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-    assert len(key) == KEY_BYTES
-    stream: Any = Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
-    for size in sizes:
+        assert len(key) == KEY_BYTES
+        self._stream: Any = Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
+
+    def normals(self, size: int) -> Numbers:
+        """Independent standard normal numbers [size].
+
+        Box–Muller with 53 bits for each uniform number, in float64: up to 8.5 standard deviations.
+        """
+        import numpy as np
+
         pairs = (size + 1) // 2
-        words = np.frombuffer(stream.update(bytes(16 * pairs)), dtype="<u8").reshape(2, pairs) >> 11
+        words = self._bits(2 * pairs).reshape(2, pairs)
         radius = np.sqrt(-2 * np.log((words[0] + 1) * 2.0**-53))
         angle = words[1] * (2 * math.pi * 2.0**-53)
-        yield np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
+        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
+
+    def sample(self, count: int, probability: float) -> Indices:
+        """Which of `count` examples are in a Poisson sample, in order: each by itself with this
+        probability."""
+        import numpy as np
+
+        return np.flatnonzero(self._bits(count) * 2.0**-53 < probability)
+
+    def _bits(self, size: int) -> NDArray[np.uint64]:
+        """Uniform integers below 2^53 [size]."""
+        import numpy as np
+
+        words: NDArray[np.uint64] = np.frombuffer(self._stream.update(bytes(8 * size)), dtype="<u8")
+        return words >> np.uint64(11)

@@ -84,7 +84,7 @@ def test_any_file_of_an_aggregator_and_of_a_site(star, room, damage):
     masks, whole, image = star
     files = [file for file in image.files() if file.parts[1] in ("r", "r@b")]
     kinds = {"blobs", "inbox", "outbox", "run.db", "run.db-wal", "ledger.db", "ledger.db-wal"}
-    kinds |= {"sums.json"} if masks else {"releases"}
+    kinds |= {"sums.json"} if masks else {"releases.jsonl"}
     assert kinds <= {part for file in files for part in file.parts}
     check(image, files, damage, room, lambda folder: Star(folder, masks=masks), whole)
 

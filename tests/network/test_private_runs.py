@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedtrain.privacy import Gaussian, epsilon
+from fedtrain.privacy import Gaussian, Release, epsilon
 from fedtrain.store import RunStore
 from tests.ports import free_port
 from tests.processes import Project
@@ -27,7 +27,7 @@ def spent(project, run):
     told = [e for e in project.events(run) if e["kind"] == "privacy_spent"]
     sigma = Gaussian(CLIP, MULTIPLIER).sigma
     assert [(e["releases"], e["epsilon"]) for e in told] == [
-        (n, epsilon(sigma, n, DELTA)) for n in range(1, len(told) + 1)
+        (n, epsilon([Release("gaussian", sigma, steps=n)], DELTA)) for n in range(1, len(told) + 1)
     ]
     return [e["round"] for e in told]
 

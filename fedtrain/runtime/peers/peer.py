@@ -38,7 +38,7 @@ from ...transport.shares import Limits
 from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
 from ..journal import Journal, Lap, Result, plain
-from ..sites.privacy import Spent
+from ..sites.spent import Spent
 from ..star.agreement import agree_as_peers
 from ..threads import all_cores, while_torch_loads
 from ..trainers.supervised import Supervised
@@ -116,7 +116,7 @@ async def run(
         files = store.folder / "train"
         files.mkdir(exist_ok=True)
         model = (await trainer.initial(files / "initial")).load()
-        train = _training(trainer, name, files, Spent(config.privacy, store.folder, emit), emit)
+        train = _training(trainer, name, files, Spent(config, store.folder, emit), emit)
         peer = Peer(name, algorithm, model, train, neighbors, sums, config.gossip.clip)
         neighbors.start()  # ready: others count on this peer from here on
         stack.push_async_callback(neighbors.stop)
@@ -262,7 +262,7 @@ def _training(
                 if not left:
                     raise
                 emit(Notice(text=f"round {round + 1}: training failed and is tried again: {e}"))
-        spent.one_more(name, round)
+        await asyncio.to_thread(spent.trained, name, round, update.num_examples)
         delta.copy_(update.delta.load())
         return update
 

@@ -27,7 +27,7 @@ from ..peers.gossip import Peer, RoundReport, Train
 from ..peers.gossip_setup import agreed as agreed_of_peers
 from ..peers.gossip_setup import algorithm_of, check_hearing, of_a_peer
 from ..peers.parcels import trained_part
-from ..sites.privacy import Spent
+from ..sites.spent import Spent
 from ..star.in_flight import paces
 from ..trainers.workbench import Workbench
 from .simulation import agreed as agreed_simulation
@@ -70,7 +70,7 @@ async def simulate(
             store.keep_frozen(bench.initial(frozen=True))
         if (frozen := store.frozen_file()) is not None:
             bench.freeze(frozen)
-        spent = Spent(config.privacy, store.folder, emit)
+        spent = Spent(config, store.folder, emit)
         pace = dict.fromkeys(about.sites, 1.0) if algorithm.waits else paces(config, about.sites)
         fastest = min(about.sites, key=pace.__getitem__)  # who spends most of all
         network = LocalNetwork(about.sites)
@@ -205,7 +205,7 @@ def _trainer(bench: Workbench, name: PeerId, spent: Spent | None) -> Train:
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
         update = bench.train(name, round, weights, delta)
         if spent is not None:
-            spent.one_more(name, round)
+            spent.trained(name, round, update.num_examples)
         return update
 
     return train

@@ -22,7 +22,7 @@ from ...store.disk import lock
 from ...strategies import build, state_init
 from ..journal import Journal, Result
 from ..sites import compressed
-from ..sites.privacy import Spending
+from ..sites.spent import Spending
 from ..star import asynchronous, federated
 from ..star.answers import Answers, InTheOpen
 from ..star.in_flight import Clocked

@@ -1,91 +1,106 @@
-"""Local differential privacy of a site: the noise on its updates, and the count of those that left it.
+"""What of an update may leave a site under [privacy], and what that tells of the site's data at most.
 
-The noise is added in the trainer (`Workbench.train`), before any other process sees the update. The count is
-on disk before the update leaves, so a site that is killed and trains a round again pays for both updates.
+Noise that protects an update is added in the trainer (`Workbench.train`), before any other process sees the
+update: once, or in each optimizer step where examples are protected (`training/dp_sgd.py`). Noise that
+protects sums is added to the integers that are masked (`secure_site.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ...arena import Arena
-from ...config import Config, PrivacyConfig
-from ...events import Emit, PrivacySpent, noticed
-from ...exchange import Cohort, CohortWrapper
-from ...messages import Reply, Request, SiteId, Train, Update
-from ...privacy import Gaussian, epsilon
-from ...store.disk import Kept
+from ...config import Config
+from ...errors import ConfigError
+from ...messages import SiteId, Update
+from ...privacy import Draws, Gaussian, Release, check_accounting, refuse_moving_buffers
 
-FILE = "releases"
+KEY_BYTES = 16
+
+
+def check_config(config: Config) -> None:
+    """ConfigError for what would not protect as [privacy] promises."""
+    privacy, train = config.privacy, config.train
+    if not privacy.noise_multiplier:
+        return
+    if privacy.unit == "example":
+        for key, value, why in (
+            ("train.accumulate", train.accumulate, "a sampled batch is cut up as memory needs it"),
+            ("parallel.ranks", config.parallel.ranks, "one process clips each example's gradient"),
+        ):
+            if value != 1:
+                raise ConfigError(f'{key}: {value} with privacy.unit = "example": {why}. Set it to 1.')
+        if train.precision == "fp16":
+            raise ConfigError(
+                'train.precision: fp16 takes a step again when it overflows, which privacy.unit = "example" '
+                "can't account for. Use fp32 or bf16."
+            )
+        if train.batch_size:
+            check_accounting()
+    if privacy.in_sums:
+        raise ConfigError('privacy.where: "sum" is not here yet. Set it to "site".')
+    if privacy.in_sums and (not config.secagg.enabled or config.asynchronous.enabled):
+        raise ConfigError(
+            'privacy.where = "sum": noise that is shared among sites protects a sum that nobody sees without '
+            "it, so it needs secagg.enabled = true (and asynchronous.enabled = false). Set them, or "
+            'privacy.where = "site".'
+        )
+    if privacy.in_sums and config.compression.up:
+        raise ConfigError(
+            f"compression.up: {config.compression.up} stretches some updates beyond privacy.clip, so that "
+            'privacy.where = "sum" would promise too much. Leave one of them out.'
+        )
+
+
+def fresh_key(config: Config, site: SiteId, round: int, weights: Arena, simulated: bool) -> bytes:
+    """A key for a round's noise that nobody else can know; a simulated run has the same in a repetition."""
+    if not simulated:
+        return os.urandom(KEY_BYTES)
+    text = f"noise/{config.run.seed}/{round}/{site}/{weights.digest}"
+    return hashlib.sha256(text.encode()).digest()[:KEY_BYTES]
 
 
 def noised(
     config: Config, update: Update, site: SiteId, round: int, weights: Arena, simulated: bool
 ) -> Update:
-    """The update with noise, and without its metrics: the loss would tell of the data as well."""
+    """The update as it may leave the site, or go into a sum with noise. It has no metrics: the loss would
+    tell of the data as well. In a sum with noise all sites count alike: the sum of weights has no noise."""
+    privacy = config.privacy
     assert isinstance(update.delta, Arena), update.delta
-    key = os.urandom(16)
-    if simulated:  # a run and its repetition are equal
-        text = f"noise/{config.run.seed}/{round}/{site}/{weights.digest}"
-        key = hashlib.sha256(text.encode()).digest()[:16]
-    Gaussian(config.privacy.clip, config.privacy.noise_multiplier).apply(update.delta, key)
+    refuse_moving_buffers(update.delta)
+    if privacy.in_sums:
+        return msgspec.structs.replace(update, num_examples=1.0, metrics={})
+    if privacy.unit == "site":
+        key = fresh_key(config, site, round, weights, simulated)
+        Gaussian(privacy.clip, privacy.noise_multiplier).apply(update.delta, key)
     return msgspec.structs.replace(update, metrics={})
 
 
-class Spent:
-    """How many noised updates one site has given away in a run."""
-
-    def __init__(self, config: PrivacyConfig, folder: Path, emit: Emit) -> None:
-        self._config, self._emit = config, emit
-        remedy = (
-            "What was given away must not be forgotten: restore it, or add up the epsilons of two run.names."
-        )
-        self._kept = Kept(folder / FILE, int, remedy, noticed(emit))
-        self.releases: int = max(self._kept.read(), default=0)
-
-    @property
-    def epsilon(self) -> float:
-        sigma = Gaussian(self._config.clip, self._config.noise_multiplier).sigma
-        return epsilon(sigma, self.releases, self._config.delta)
-
-    def one_more(self, site: SiteId, round: int) -> None:
-        """Count an update, before it leaves the site; without noise there is nothing to count."""
-        if not self._config.noise_multiplier:
-            return
-        self.releases += 1
-        self._kept.write(self.releases)
-        self._emit(PrivacySpent(
-    site=site, round=round + 1, releases=self.releases, epsilon=self.epsilon,
-            delta=self._config.delta,
-))  # fmt: skip
+def release_of(config: Config, examples: float) -> Release:
+    """What an update of a site with so many examples gives away."""
+    privacy = config.privacy
+    if privacy.unit == "example":
+        count = round(examples)
+        batch = min(config.train.batch_size or count, count)
+        steps = steps_of_examples(config, count)
+        return Release("gaussian", privacy.noise_multiplier, min(1.0, batch / count), steps)
+    sigma = Gaussian(privacy.clip, privacy.noise_multiplier).sigma
+    return Release("discrete_gaussian" if privacy.in_sums else "gaussian", sigma)
 
 
-class Spending(CohortWrapper):
-    """Simulated sites. The one that has given away most updates tells what it spent, as a real site does."""
+def steps_of_examples(config: Config, count: int) -> int:
+    """Optimizer steps of a round on so many examples: training.engine.steps_in_round, without torch."""
+    train = config.train
+    if train.local_steps:
+        return train.local_steps
+    batch = min(train.batch_size or count, count)
+    return (count // batch if train.drop_last else -(-count // batch)) * train.local_epochs
 
-    def __init__(self, config: Config, others: Cohort, folder: Path, emit: Emit) -> None:
-        """`folder` keeps the count. A resumed run takes it for the count of every site."""
-        super().__init__(others)
-        self._spent = Spent(config.privacy, folder, emit)
-        self._begun_with = self._spent.releases
-        self._rounds: dict[SiteId, set[int]] = {}  # for which each has given an update away since
 
-    async def exchange(
-        self, requests: Mapping[SiteId, Request], deadline_s: float
-    ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        async with aclosing(self._inner.exchange(requests, deadline_s)) as replies:
-            async for site, reply in replies:
-                if isinstance(reply, Update):
-                    request = requests[site]
-                    assert isinstance(request, Train), request
-                    rounds = self._rounds.setdefault(site, set())
-                    rounds.add(request.round)  # tried again, it is the same update
-                    if self._begun_with + len(rounds) > self._spent.releases:
-                        self._spent.one_more(site, request.round)
-                yield site, reply
+def draws_of(config: Config, simulated: bool) -> Any:
+    """What training.dp_sgd draws from in a round: (round, site, weights) -> Draws."""
+    return lambda round, site, weights: Draws(fresh_key(config, site, round, weights, simulated))

@@ -40,9 +40,9 @@ from ..star.secure_terms import check_config, hash_of
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
-from .privacy import Spent
 from .secure_site import REQUESTS as SECURE_REQUESTS
 from .secure_site import SecureSite
+from .spent import Spent
 
 
 class Site:
@@ -194,10 +194,12 @@ class Site:
             self._say("evaluating", request.round)
             return await self._trainer.evaluate(self._name, request.round, weights)
         self._say("training", request.round + 1)
+        if self._spent is not None:
+            self._spent.check(request.counted)
         out = self._ledger.spare()
         update = await self._trainer.train(self._name, request.round, weights, out, request.counted)
         if self._spent is not None:
-            self._spent.one_more(self._name, request.round)
+            await asyncio.to_thread(self._spent.trained, self._name, request.round, update.num_examples)
         path = self._ledger.outbox.path(update.delta.digest)
         os.replace(out, path)
         kept = msgspec.structs.replace(
@@ -283,7 +285,7 @@ async def run(
 
         about = trainer.description
         secure = secure_site_of(config, name, credentials, ledger) if config.secagg.enabled else None
-        spent = Spent(config.privacy, ledger.folder, emit) if config.privacy.noise_multiplier else None
+        spent = Spent(config, ledger.folder, emit) if config.privacy.noise_multiplier else None
         site = Site(
             name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),
             bounds := bounds_of(config),

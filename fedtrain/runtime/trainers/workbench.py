@@ -23,7 +23,7 @@ from ...store.disk import explained
 from ...store.memory import NEVER
 from ..journal import Averages
 from ..sites import compressed
-from ..sites.privacy import noised
+from ..sites.privacy import check_config, draws_of, noised
 from . import trainer_messages as msg
 
 if TYPE_CHECKING:
@@ -57,12 +57,15 @@ class Workbench:
     ) -> None:
         """`give_up`: see rank_monitor. `task`: that of run.task, where a program has made it already."""
         from ... import strategies
+        from ...training.dp_sgd import PrivateEngine
         from ...training.local import Engine
         from ...training.partition import SimulatedSites
         from ...training.task import derives, folder_of, load_task
         from ...training.vmapped import Vmapped
 
-        if config.privacy.noise_multiplier and simulated and config.simulate.engine == "vmap":
+        check_config(config)
+        private, stack = config.privacy, simulated and config.simulate.engine == "vmap"
+        if private.noise_multiplier and not private.in_sums and stack:
             raise ConfigError('privacy.noise_multiplier: simulate.engine = "vmap" adds none. Use "loop".')
         digest = source_digest(config)  # before a line of it runs
         self._config = config
@@ -76,9 +79,14 @@ class Workbench:
             from .ranks import start_ranks
 
             self._ranks = start_ranks(config, self._task, self._load, data_dir, give_up)
+        elif private.noise_multiplier and private.unit == "example":
+            self._engine: Engine = PrivateEngine(
+                self._task, config.train, config.run.seed, correct, config.run.rounds,
+                clip=private.clip, noise_multiplier=private.noise_multiplier,
+                draws=draws_of(config, simulated),
+            )  # fmt: skip
         else:
             self._engine = Engine(self._task, config.train, config.run.seed, correct, config.run.rounds)
-        stack = self._simulated is not None and config.simulate.engine == "vmap"
         self._vmapped = Vmapped(self._engine) if stack else None
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
         self._data_bytes = 0
@@ -193,6 +201,11 @@ class Workbench:
             pairs = [(site, self._load("data", site)) for site in sites]
             whole = deltas if self._encoder is None else deltas.new_empty(len(sites), weights.schema.nbytes)
             updates = self._vmapped.train(pairs, round, weights, whole)
+            if self._config.privacy.in_sums:
+                updates = [
+                    noised(self._config, update, site, round, weights, True)
+                    for update, site in zip(updates, sites, strict=True)
+                ]
             if self._encoder is not None:
                 for update, site, out, last in zip(updates, sites, outs, counted, strict=True):
                     self._encoder.encode(update, site, round, out, last)

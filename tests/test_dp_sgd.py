@@ -1,0 +1,255 @@
+"""DP-SGD at a site: held against a loop over examples in float64, its noise and samples by statistics."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from fedtrain import Arena
+from fedtrain.config import TrainConfig
+from fedtrain.errors import ConfigError, TaskError
+from fedtrain.privacy import Draws, Release, epsilon
+from fedtrain.runtime.simulations.simulation import simulate
+from fedtrain.runtime.trainers.workbench import Workbench
+from fedtrain.training.dp_sgd import PrivateEngine
+
+from .test_gossip_peers import Log
+from .test_local import Columns, Normed, Small, examples
+from .test_privacy import private
+from .test_vmapped import Tied, Tokens
+
+CONFIG = TrainConfig(lr=0.5, batch_size=8, local_epochs=3)
+KEY = bytes(range(16))
+
+
+class Looping(Small):
+    """Its loss asks for a number, which torch.func can't give."""
+
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        assert found.item() >= 0
+        return found
+
+
+class Dropped(Small):
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
+
+
+class Named(Small):
+    """Batches with a part that is no tensor."""
+
+    def collate(self, items):
+        x, y = (torch.stack(column) for column in zip(*items, strict=True))
+        return {"x": x, "y": y, "names": [f"patient {i}" for i in range(len(items))]}
+
+    def loss(self, model, batch):
+        assert len(batch["names"]) == len(batch["x"])
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def engine_of(task=Small(), config=CONFIG, clip=0.7, noise=1.3, key=KEY, correct=None, pieces=None):
+    engine = PrivateEngine(
+        task, config, 1, correct, 4, clip=clip, noise_multiplier=noise, draws=lambda *about: Draws(key)
+    )
+    if pieces:
+        engine._room = pieces
+    return engine
+
+
+def trained(engine, data=None, round=2):
+    data = examples(30) if data is None else data
+    start, out = engine.initial(), Arena.zeros(engine.schema)
+    update = engine.train("a", data, round, start, out)
+    return update, torch.cat([v.flatten() for v in out.views().values()])
+
+
+def naive(task, config, data, clip, noise, key=KEY, correct=None):
+    """Abadi et al. 2016, Algorithm 1, with one backward pass an example and plain SGD."""
+    engine, draws, count = engine_of(task, config), Draws(key), len(data[0])
+    model = engine.model
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p, start in zip(
+            parameters,
+            first := [p.clone() for p in engine_of(task, config).model.parameters() if p.requires_grad],
+            strict=True,
+        ):
+            p.copy_(start)
+    expected = min(config.batch_size or count, count)
+    for _ in range(config.local_epochs * math.ceil(count / expected)):
+        chosen = draws.sample(count, expected / count)
+        total = [torch.zeros_like(p) for p in parameters]
+        for i in chosen:
+            loss = task.loss(model, tuple(column[i : i + 1] for column in data))
+            loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+            gradients = torch.autograd.grad(loss, parameters)
+            norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+            for t, g in zip(total, gradients, strict=True):
+                t += g * min(1.0, clip / norm)
+        noises = torch.from_numpy(draws.normals(sum(p.numel() for p in parameters)))
+        with torch.no_grad():
+            for p, t, begun in zip(parameters, total, first, strict=True):
+                own, noises = noises[: p.numel()].view(p.shape), noises[p.numel() :]
+                g = (t + noise * clip * own) / expected
+                if correct is not None:
+                    correct(g, p, begun)
+                p -= config.lr * g
+    return torch.cat([(p - begun).detach().flatten() for p, begun in zip(parameters, first, strict=True)])
+
+
+def proximal(gradient, weights, start):
+    gradient.add_(weights - start, alpha=0.5)
+
+
+@pytest.mark.parametrize("task", [Small(), Tokens(), Looping(), Tied()], ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, batch_size=0), replace(CONFIG, batch_size=99)])
+def test_dp_sgd_is_the_papers_algorithm(task, config):
+    engine = engine_of(task, config)
+    _, found = trained(engine)
+    torch.testing.assert_close(found, naive(task, config, examples(30), 0.7, 1.3), rtol=0, atol=1e-10)
+    assert engine._differentiates is not isinstance(task, Looping)
+
+
+def test_a_strategys_correction_comes_after_the_noise():
+    _, found = trained(engine_of(correct=proximal))
+    expected = naive(Small(), CONFIG, examples(30), 0.7, 1.3, correct=proximal)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_pieces_of_a_batch_give_what_the_whole_gives():
+    _, whole = trained(engine_of())
+    _, pieces = trained(engine_of(pieces=3))
+    torch.testing.assert_close(whole, pieces, rtol=0, atol=1e-12)
+
+
+def test_examples_one_at_a_time_give_what_columns_give():
+    assert torch.equal(trained(engine_of())[1], trained(engine_of(), Columns(*examples(30)))[1])
+
+
+def test_a_batch_with_names_is_differentiated_one_by_one():
+    engine = engine_of(Named())
+    _, found = trained(engine, Columns(*examples(30)))
+    assert engine._differentiates is False
+    torch.testing.assert_close(found, trained(engine_of())[1], rtol=0, atol=1e-12)
+
+
+def test_without_noise_and_with_a_wide_clip_all_examples_at_once_are_plain_gradient_descent():
+    config = replace(CONFIG, batch_size=0)
+    _, found = trained(engine_of(config=config, clip=1e9, noise=0.0))
+    assert torch.allclose(found, naive(Small(), config, examples(30), 1e9, 0.0), atol=1e-12)
+
+
+def test_no_example_moves_the_sum_by_more_than_the_clip():
+    """One of them is worth a thousand; without noise its trace stays within lr · clip / expected."""
+    x, y = examples(30)
+    loud = x.clone()
+    loud[4] *= 1000
+    config = replace(CONFIG, batch_size=0, local_epochs=1)
+    moved = [trained(engine_of(config=config, noise=0.0), (some, y))[1] for some in (x, loud)]
+    assert 0 < float((moved[0] - moved[1]).norm()) <= 0.5 * 2 * 0.7 / 30 + 1e-12
+
+
+def test_what_it_tells_is_the_size_of_the_data_and_nothing_that_was_seen():
+    update, _ = trained(engine_of())
+    assert (update.num_examples, update.metrics) == (30.0, {})
+
+
+def test_dropout_draws_the_same_whatever_was_trained_before():
+    fresh, used = engine_of(Dropped()), engine_of(Dropped())
+    trained(used, round=0)
+    assert torch.equal(trained(fresh)[1], trained(used)[1])
+    assert fresh._differentiates
+
+
+def test_a_step_with_an_empty_sample_is_noise_alone():
+    config = replace(CONFIG, batch_size=1, local_epochs=1)
+
+    class Nobody(Draws):
+        def sample(self, count, probability):
+            return np.zeros(0, np.intp)
+
+    engine = engine_of(config=config)
+    engine._draws_of = lambda *about: Nobody(KEY)
+    _, found = trained(engine)
+    draws = Draws(KEY)
+    noise = sum(draws.normals(len(found)) for _ in range(30)) * 1.3 * 0.7 * -0.5
+    np.testing.assert_allclose(found.numpy(), noise, atol=1e-12)
+
+
+def test_noise_has_the_standard_deviation_that_is_paid_for():
+    """Of one step on nothing but zeros: the bias alone moves, by its clipped gradient and noise."""
+    config = replace(CONFIG, batch_size=0, local_epochs=1, lr=1.0)
+    moved = torch.stack([trained(engine_of(config=config, key=bytes([i]) * 16))[1] for i in range(200)])
+    noise = (moved - moved.mean(0)) * math.sqrt(200 / 199)
+    n = noise.numel()
+    assert float(noise.std()) == pytest.approx(1.3 * 0.7 / 30, abs=5 * 1.3 * 0.7 / 30 / math.sqrt(2 * n))
+
+
+def test_samples_are_poisson():
+    draws = Draws(KEY)
+    sizes = np.array([len(draws.sample(200, 0.1)) for _ in range(4000)])
+    assert sizes.mean() == pytest.approx(20, abs=5 * math.sqrt(18 / 4000))
+    assert sizes.var() == pytest.approx(18, rel=5 * math.sqrt(2 / 4000))  # a binomial's: each by itself
+    assert list(draws.sample(5, 1.0)) == [0, 1, 2, 3, 4]
+
+
+def test_models_and_data_that_can_not_be_protected_are_refused():
+    with pytest.raises(ConfigError, match=r'privacy.unit: "example", but 1 is a BatchNorm1d.*GroupNorm'):
+        engine_of(Normed())
+
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return zip(*examples(5), strict=True)
+
+    with pytest.raises(TaskError, match=r"let data\(\) return tensors or a Dataset"):
+        trained(engine_of(), Endless())
+    with pytest.raises(TaskError, match="empty"):
+        trained(engine_of(), examples(0))
+    x, y = examples(30)
+    x[3] = math.nan
+    with pytest.raises(TaskError, match="the gradient of an example is not finite"):
+        trained(engine_of(), (x, y))
+
+
+# --- with the settings of a run
+
+
+def settings(root, **keys):
+    privacy = {"unit": "example", "noise_multiplier": 1.0, "clip": 0.5} | keys.pop("privacy", {})
+    train = {"local_epochs": 1, "batch_size": 8} | keys.pop("train", {})
+    return private(root, privacy=privacy, train=train, **keys)
+
+
+def test_a_simulation_pays_for_the_steps_of_the_smallest_site_and_repeats_itself(tmp_path):
+    found = []
+    for root in (tmp_path / "1", tmp_path / "2"):
+        root.mkdir()
+        log = Log()
+        asyncio.run(simulate(settings(root, simulate={"sites": 7, "workers": 0}), emit=log))
+        told = log.of("privacy_spent")
+        assert [e["round"] for e in told] == list(range(1, len(log.of("round_committed")) + 1))
+        assert told[-1]["epsilon"] == epsilon([Release("gaussian", 1.0, 8 / 34, 5 * len(told))], 1e-5)
+        assert all("loss" not in e["metrics"] for e in log.of("round_committed"))
+        found.append([e["weights"] for e in log.of("round_committed") if "weights" in e])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"train": {"accumulate": 2}}, "train.accumulate: 2"),
+        ({"train": {"precision": "fp16"}}, "train.precision: fp16"),
+        ({"simulate": {"engine": "vmap"}}, "vmap"),
+        ({"parallel": {"ranks": 2}}, "parallel.ranks: 2"),
+    ],
+)
+def test_what_can_not_protect_examples_is_refused(tmp_path, keys, text):
+    with pytest.raises(ConfigError, match=text):
+        Workbench(settings(tmp_path, **keys), simulated=True)
