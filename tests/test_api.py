@@ -23,6 +23,7 @@ from fedtrain.errors import ConfigError, StoreError, TaskError
 from fedtrain.runtime.trainers.workbench import source_digest
 from fedtrain.tracking import log
 from tests.inline import project as federation_of_three
+from tests.signals import hear_ctrl_c
 
 TASK = """
 import zlib
@@ -446,7 +447,7 @@ def test_ctrl_c_ends_cleanly_and_the_same_call_goes_on(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(Path(fedtrain.__file__).parents[1])}
     child = subprocess.Popen(
         [sys.executable, "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=hear_ctrl_c,
     )  # fmt: skip
     run_dir, until = tmp_path / "runs" / "heart+simulate", time.monotonic() + 60
     while not (run_dir / "events.jsonl").exists() or not any(

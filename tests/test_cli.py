@@ -25,6 +25,7 @@ from fedtrain.runtime.sites import site
 from fedtrain.runtime.star import aggregator
 from fedtrain.tracking import EventLog
 from fedtrain.tracking.log import read
+from tests.signals import hear_ctrl_c
 
 FEDTRAIN = [sys.executable, "-m", "fedtrain"]
 
@@ -282,12 +283,6 @@ cli.main()
 """
 
 
-def hears_ctrl_c():
-    """What a shell, or nohup, starts in the background does not, and passes that on to all that it starts."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize(
     ("sent", "code", "line"),
     [
@@ -299,7 +294,7 @@ def hears_ctrl_c():
 def test_a_signal_ends_a_run_in_order_and_says_that_it_goes_on(project, sent, code, line):
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(LONG_RUN)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c,
     )  # fmt: skip
     assert "run heart" in child.stdout.readline()
     child.send_signal(sent)
@@ -384,7 +379,7 @@ def test_watch_says_when_no_process_works_on_the_run_and_ends_on_ctrl_c(project)
     write_run(project / "runs" / "heart", finished=False)
     child = subprocess.Popen(
         [*FEDTRAIN, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=hears_ctrl_c,
+        preexec_fn=hear_ctrl_c,
     )  # fmt: skip
     lines = iter(child.stdout.readline, "")
     assert any("no process works on this run" in line for line in lines)

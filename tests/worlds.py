@@ -4,8 +4,10 @@ there for: worlds of ranks, and commands. Those begin as they do from a shell, b
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.signals import hear_ctrl_c
+
 TIMEOUT = timedelta(seconds=120)  # of one collective
+TAIL = 6000  # characters of a log that tell why its process goes on
 LOADED = [
     "fedtrain.cli",
     "fedtrain.runtime.datacenters.datacenter",
@@ -70,6 +75,7 @@ class Command:
         env: Mapping[str, str],
     ) -> None:
         """`env`: beside ours."""
+        self._log = log
         whole = {**os.environ, **env}
         self._process = FORKED.Process(target=_command, args=(main, arguments, folder, log, whole))
         self._process.start()
@@ -81,9 +87,13 @@ class Command:
         return self._process.exitcode
 
     def wait(self, timeout_s: float) -> int:
+        """Its exit code; a TimeoutError has the end of its log, and where its threads stand."""
         self._process.join(timeout_s)
         if (code := self.poll()) is None:
-            raise TimeoutError(f"process {self.pid} goes on after {timeout_s} s")
+            self.send_signal(signal.SIGUSR2)  # it writes where its threads are
+            self._process.join(1)
+            log = self._log.read_text(errors="replace")[-TAIL:]
+            raise TimeoutError(f"process {self.pid} goes on after {timeout_s} s:\n{log}")
         return code
 
     def send_signal(self, number: int) -> None:
@@ -100,6 +110,8 @@ class Command:
 def _command(
     main: Callable[[list[str]], None], arguments: list[str], folder: Path, log: Path, env: dict[str, str]
 ) -> None:
+    hear_ctrl_c()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
