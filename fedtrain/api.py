@@ -105,16 +105,23 @@ async def simulation(
 
 
 async def aggregate(
-    project: Project = ".", settings: Settings = NONE, *, start: Source | None = None, on_event: Emit = silent
+    project: Project = ".",
+    settings: Settings = NONE,
+    *,
+    start: Source | None = None,
+    data_dir: Path | str | None = None,
+    on_event: Emit = silent,
 ) -> Run:
     """Wait for the sites and train with them, as `fedtrain aggregator`. To cancel it is a clean stop: called
-    again, it goes on. `start`: as in `simulate`. `on_event` is called with each event, on the loop."""
+    again, it goes on. `start`: as in `simulate`. `data_dir`: where the server's own data is, for
+    evaluate.server. `on_event` is called with each event, on the loop."""
     from .runtime.star.aggregator import serve
 
     config, task = resolved(project, settings, "aggregator")
     source = None if start is None else source_of(config, start)
+    data = _data(task, data_dir) if config.evaluate.server or data_dir is not None else None
     with logged(config.run_dir, on_event) as emit:
-        await serve(config, emit=emit, start=source)
+        await serve(config, emit=emit, start=source, data_dir=data)
     return Run(config.run_dir, config, task)
 
 

@@ -6,8 +6,11 @@
     accuracy/std           the standard deviation over sites
 
 The last three are how fairness is reported since Li et al. 2020 (q-FFL, arXiv 1905.10497, section 5.1). They
-are known where each site's own metrics are, of two sites or more. So a suffix says how sites become one
-number. A prefix says what was evaluated, where it is not the model at the sites: "server/accuracy".
+are known where each site's own metrics are, of two sites or more.
+
+So a suffix says how sites become one number. A prefix says what was evaluated, where that is not the global
+model on the sites' data: "server/accuracy" is on data that the server holds. What else a site evaluates, a
+model of its own say, has a prefix in the names that it gives, and is worked out over sites like the rest.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from .messages import SiteId
 
+SERVER = "server"  # a prefix, and the site whose eval_data() the server holds
 UNIFORM, WORST, STD = "uniform", "worst_decile", "std"
 SUFFIXES = (UNIFORM, WORST, STD)
 
@@ -28,15 +32,23 @@ SUFFIXES = (UNIFORM, WORST, STD)
 def with_sites(
     metrics: Mapping[str, float], by_site: Mapping[SiteId, Mapping[str, float]], lower: Callable[[str], bool]
 ) -> dict[str, float]:
-    """The averages of an evaluation, and what is worked out over sites. ConfigError where the task has given
-    one of these names to a metric of its own. `lower`: as in `over_sites`."""
-    found = over_sites(by_site, lower)
-    if taken := sorted(found.keys() & metrics.keys()):
+    """The averages of an evaluation, and what is worked out over sites. `lower`: as in `over_sites`."""
+    return joined(metrics, over_sites(by_site, lower))
+
+
+def with_server(metrics: Mapping[str, float], at_server: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of an evaluation, and those of the data that the server holds."""
+    return joined(metrics, {f"{SERVER}/{name}": value for name, value in at_server.items()})
+
+
+def joined(metrics: Mapping[str, float], ours: Mapping[str, float]) -> dict[str, float]:
+    """Both. ConfigError where the task has given one of our names to a metric of its own."""
+    if taken := sorted(ours.keys() & metrics.keys()):
         raise ConfigError(
-            f"the task gives a metric {taken[0]!r}: fedtrain works out one of this name over sites. Give it "
+            f"the task gives a metric {taken[0]!r}, and fedtrain makes one of this name. Give the task's "
             f"another name."
         )
-    return {**metrics, **found}
+    return {**metrics, **ours}
 
 
 def over_sites(

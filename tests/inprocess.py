@@ -73,7 +73,10 @@ def begin(config: Config) -> None:
     store = RunStore(config.run_dir)
     strategy = build(config.strategy.kind, config.strategy.options)
     initial = bench.initial()
-    store.begin(initial.schema, config.agreed(), run=config.run.name, task_digest=source_digest(config))
+    store.begin(
+        initial.schema, config.agreed(), run=config.run.name, task_digest=source_digest(config),
+        derives=bench.description.derives,
+    )  # fmt: skip
     if store.latest() is None:
         store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
     store.close()

@@ -219,7 +219,7 @@ def test_a_name_that_is_not_there_is_told_with_those_that_are(journal_of):  # no
 def test_a_task_that_has_taken_such_a_name_is_told_so(journal_of):  # noqa: F811
     journal, _ = journal_of()
     own = {"loss": 1.0, "loss/std": 3.0}
-    with pytest.raises(ConfigError, match="gives a metric 'loss/std': fedtrain works out one"):
+    with pytest.raises(ConfigError, match="gives a metric 'loss/std', and fedtrain makes one"):
         journal.keep_evaluation(1, own, {"a": own, "b": own})
 
 

@@ -222,11 +222,12 @@ def _issue(config: Config, name: str, *, days: float, request: bytes | None) -> 
 @with_config
 @as_json
 @begin_with
-def aggregator(config: Config, json: bool, start: str | None) -> None:
+@with_data
+def aggregator(config: Config, json: bool, start: str | None, data_dir: Path | None) -> None:
     """Wait for the sites and train with them, round by round."""
     from .. import api
 
-    drive_shown(lambda show: api.aggregate(config, start=start, on_event=show), json=json)
+    drive_shown(lambda show: api.aggregate(config, start=start, data_dir=data_dir, on_event=show), json=json)
 
 
 @cli.command()

@@ -181,6 +181,7 @@ class EvaluateConfig(Settings):
     mode: Literal["auto", "min", "max"] = "auto"  # which metric is better; auto: min for *loss* and *error*
     patience: Count = 0  # evaluations without improvement before the run stops; 0: it does not stop early
     min_delta: Number = 0.0  # difference from which on a better metric counts as an improvement
+    server: bool = False  # evaluate also on eval_data("server"), at the aggregator, as "server/loss"
 
     def better(self, new: float, old: float | None) -> bool:
         """Whether a metric's new value improves on the best one before it; NaN never does."""

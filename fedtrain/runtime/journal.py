@@ -11,14 +11,15 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from .. import events
-from ..arena import Arena
+from ..arena import AnyArena, Arena
 from ..config import Config
 from ..errors import ConfigError
 from ..events import Emit, Record
-from ..fairness import split, with_sites
+from ..fairness import SERVER, split, with_server, with_sites
 from ..messages import Metrics, SiteId, averages
 from ..store import Checkpoint, RunStore
 from ..wire.frames import Bounds
@@ -27,10 +28,12 @@ HIDDEN = (
     "What is worked out over sites needs two sites or more whose own metrics are known: there are none under "
     "masks, of one pool of data, and at a peer. "
 )
+NO_SERVER = 'The server evaluates on data of its own, eval_data("server"), with evaluate.server = true. '
 Averages = dict[str, float]
 Evaluators = Callable[[int, Sequence[SiteId]], list[SiteId]]  # who of the members evaluates in a round
 # (sums over all sites, each site's own) -> what people are shown of both
 Shown = Callable[[Metrics, Mapping[SiteId, Metrics]], Awaitable[tuple[Averages, dict[SiteId, Averages]]]]
+AtServer = Callable[[int, AnyArena], Awaitable[Averages]]  # (round, model) -> metrics on the server's data
 
 
 @dataclass(frozen=True)
@@ -155,12 +158,18 @@ class Journal:
             return False
         return not self._common(self._store is not None and self._store.evaluation(number) is not None)
 
-    def keep_evaluation(self, number: int, metrics: Averages, by_site: Mapping[SiteId, Averages]) -> Averages:
+    def keep_evaluation(
+        self,
+        number: int,
+        metrics: Averages,
+        by_site: Mapping[SiteId, Averages],
+        at_server: Mapping[str, float] = MappingProxyType({}),
+    ) -> Averages:
         """Write down what a round's model is worth, with what is worked out over sites, and whether it is the
         best so far; returns all of it. ConfigError when evaluate.metric is none of the metrics. An evaluation
-        without any is no reason to stop."""
+        without any is no reason to stop. `at_server`: on the server's own data."""
         metric, store = self.config.evaluate.metric, self._store
-        metrics = with_sites(metrics, by_site, self.config.evaluate.lower)
+        metrics = with_sites(with_server(metrics, at_server), by_site, self.config.evaluate.lower)
         best_yet = None if store is None else (store.evaluation(store.best_round) or {}).get(metric)
         check_metric(metric, metrics, known=bool(self._common(best_yet is not None)))
         if store is None:
@@ -215,7 +224,7 @@ def check_metric(metric: str, metrics: Averages, *, known: bool) -> None:
     near = [name for name in metrics if name.startswith(metric)]
     near = near or difflib.get_close_matches(metric, metrics, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    why = HIDDEN if split(metric)[0] in metrics else ""
+    why = HIDDEN if split(metric)[0] in metrics else NO_SERVER if metric.startswith(f"{SERVER}/") else ""
     raise ConfigError(
         f"evaluate.metric: the task's evaluate() gives no {metric!r}. {why}"
         f"{hint}It gives {', '.join(sorted(metrics))}."
@@ -225,6 +234,11 @@ def check_metric(metric: str, metrics: Averages, *, known: bool) -> None:
 async def plain(total: Metrics, by_site: Mapping[SiteId, Metrics]) -> tuple[Averages, dict[SiteId, Averages]]:
     """What is shown where the task has no metrics() of its own."""
     return averages({"": total}), {site: averages({site: own}) for site, own in by_site.items()}
+
+
+async def no_data(number: int, weights: AnyArena) -> Averages:
+    """AtServer where the server has no data of its own."""
+    return {}
 
 
 def everyone(number: int, members: Sequence[SiteId]) -> list[SiteId]:

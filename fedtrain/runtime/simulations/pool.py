@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from ...arena import AnyArena, Arena, ArenaFile, Slab, patches_to
 from ...config import Config
 from ...errors import ConfigError, FedtrainError, TaskError, nearest
+from ...fairness import SERVER
 from ...messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from ..journal import Averages, plain
 from ..threads import while_torch_loads
@@ -250,6 +251,12 @@ class PoolCohort:
         if not self.description.derives:
             return await plain(total, by_site)
         return await self._at_a_trainer(lambda trainer: trainer.shown(total, by_site))
+
+    async def at_server(self, number: int, weights: AnyArena) -> Averages:
+        """A journal.AtServer: what a model is worth on the task's eval_data("server")."""
+        place = self._publish(weights)
+        (found,) = await self._at_a_trainer(lambda trainer: trainer.evaluate_many([SERVER], number, place))
+        return (await self.shown(good(found).metrics, {}))[0]
 
     async def _at_a_trainer(self, ask: Callable[[Trains], Awaitable[T]], sites: Sequence[SiteId] = ()) -> T:
         """Ask the least busy one, or the one in this process for a debugged site."""

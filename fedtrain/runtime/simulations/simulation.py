@@ -16,16 +16,18 @@ from ...config import Config
 from ...errors import ConfigError, Damaged
 from ...events import Emit, Event, SiteState, UpdateReceived, noticed
 from ...exchange import Cohort
+from ...fairness import SERVER
 from ...messages import SiteId
 from ...store import Checkpoint, RunStore
 from ...store.disk import lock
 from ...strategies import build, state_init
-from ..journal import Journal, Result
+from ..journal import Journal, Result, no_data
 from ..sites import compressed
 from ..sites.spent import Spending
 from ..star import asynchronous, federated
 from ..star.answers import Answers, InTheOpen
 from ..star.in_flight import Clocked
+from ..trainers.trainer_messages import Description
 from ..trainers.workbench import Workbench
 from .plain_sums import FixedPointSums
 from .pool import AHEAD, PoolCohort
@@ -85,6 +87,7 @@ async def simulate(
             if config.compression.down:
                 await pool.keep_initial()
             evaluators = lambda number, members: about.evaluators
+            at_server = pool.at_server if server_has_data(config, about) else no_data
             cohort: Cohort = pool
             if config.privacy.noise_multiplier:
                 cohort = Spending(config, cohort, store.folder, emit)
@@ -93,12 +96,14 @@ async def simulate(
             if config.asynchronous.enabled:
                 clock = Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
                 result = await asynchronous.run(
-                    journal, cohort, strategy, asks=clock, evaluate_at=evaluators, shown=pool.shown
-                )
+                    journal, cohort, strategy, asks=clock, evaluate_at=evaluators, shown=pool.shown,
+                    at_server=at_server,
+                )  # fmt: skip
             else:
                 result = await federated.run(
-                    journal, answers(config, cohort, emit), strategy, evaluate_at=evaluators, shown=pool.shown
-                )
+                    journal, answers(config, cohort, emit), strategy, evaluate_at=evaluators,
+                    shown=pool.shown, at_server=at_server,
+                )  # fmt: skip
         journal.finish(result)
         return result
     finally:
@@ -136,6 +141,24 @@ def enough_sites(config: Config, sites: int) -> None:
             f"strategy.min_sites: {config.strategy.min_sites}, but the simulation has {sites} sites. "
             f"Lower it, or raise simulate.sites."
         )
+
+
+def server_has_data(config: Config, about: Description) -> bool:
+    """Whether the task's eval_data("server") is evaluated beside the sites' own. ConfigError where it is not
+    clear what that would be."""
+    if not (config.evaluate.every and config.evaluate.server):
+        return False
+    if about.evaluators != about.sites:
+        raise ConfigError(
+            "evaluate.server: the simulated sites share one pool of data, whose eval_data() is evaluated "
+            "centrally already. Leave it false, or have the task name its sites in sites()."
+        )
+    if SERVER in about.sites:
+        raise ConfigError(
+            f"evaluate.server: the task has a site {SERVER!r}, whose eval_data() would be the server's too. "
+            f"Give that site another name, or leave evaluate.server false."
+        )
+    return True
 
 
 def without(emit: Emit, *kinds: type[Event]) -> Emit:

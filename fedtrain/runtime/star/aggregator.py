@@ -20,7 +20,7 @@ from ...strategies import Strategy, build, state_init
 from ...transport.endpoints import TRANSPORTS, RemoteCohort
 from ...transport.tls import Tls
 from ...wire.frames import Bounds, Hello
-from ..journal import Averages, Journal, Result, Shown, plain
+from ..journal import Averages, Journal, Result, Shown, no_data, plain
 from ..sites import compressed
 from ..threads import all_cores, while_torch_loads
 from ..trainers.supervised import Supervised, unchanged
@@ -30,12 +30,16 @@ from ..trainers.workbench import source_digest
 from . import asynchronous, checks, federated, secure_rounds
 from .agreement import agree, bounds_of, differences
 from .answers import Answers, InTheOpen
+from .held_out import HeldOut, held_out
 
 
-async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Result:
+async def serve(
+    config: Config, *, emit: Emit, start: Path | None = None, data_dir: Path | None = None
+) -> Result:
     """Run until the rounds are done; goes on from the last committed one.
 
     `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
+    `data_dir`: where the task finds eval_data("server"), with evaluate.server; None: in the project's data.
     """
     keep_freed()
     compressed.check_config(config)
@@ -51,20 +55,22 @@ async def serve(config: Config, *, emit: Emit, start: Path | None = None) -> Res
         cohort = joined.cohort()
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         answers = joined.answers(cohort, openly)
+        own = await stack.enter_async_context(held_out(config, store, task_digest, data_dir))
         await cohort.start()
         stack.push_async_callback(
             lambda: cohort.stop(journal.over, filter(joined.callers.may_call, store.joined()))
         )
         emit(Notice(text=f"listening on {config.network.listen}"))
         stack.callback(asyncio.create_task(joined.callers.watch(cohort.cut, emit)).cancel)
-        shown = await stack.enter_async_context(shown_by_task(config, store, task_digest))
+        shown = await stack.enter_async_context(shown_by_task(config, store, task_digest, own))
+        at_server = no_data if own is None else own.at_server
         if config.asynchronous.enabled:
             result = await asynchronous.run(
-                journal, openly, strategy, evaluate_at=joined.evaluators, shown=shown
+                journal, openly, strategy, evaluate_at=joined.evaluators, shown=shown, at_server=at_server
             )
         else:
             result = await federated.run(
-                journal, answers, strategy, evaluate_at=joined.evaluators, shown=shown
+                journal, answers, strategy, evaluate_at=joined.evaluators, shown=shown, at_server=at_server
             )
         journal.finish(result)
         return result
@@ -155,9 +161,12 @@ async def _begin(
 
 
 @asynccontextmanager
-async def shown_by_task(config: Config, store: RunStore, task_digest: str) -> AsyncGenerator[Shown, None]:
+async def shown_by_task(
+    config: Config, store: RunStore, task_digest: str, own: HeldOut | None = None
+) -> AsyncGenerator[Shown, None]:
     """What the task's metrics() makes of evaluations. The task's code never runs in this process, which has
-    the aggregator's key: with the first evaluation a process is started for it, if there is a metrics()."""
+    the aggregator's key: with the first evaluation a process is started for it, if there is a metrics() and
+    none has been started (`own`)."""
     process: Supervised | None = None
 
     async def shown(
@@ -174,7 +183,8 @@ async def shown_by_task(config: Config, store: RunStore, task_digest: str) -> As
         return await process.shown(total, by_site)
 
     try:
-        yield shown if store.meta().get("derives") else plain
+        derives = store.meta().get("derives")
+        yield plain if not derives else shown if own is None else own.shown
     finally:
         if process is not None:
             await process.close()

@@ -30,7 +30,7 @@ from ...messages import Evaluate, Failure, Metrics, Reply, SiteId, Train, Update
 from ...schema import Section
 from ...store import Buffered, Checkpoint, RoundPlan, Turn, TurnState
 from ...strategies import Strategy, server_step
-from ..journal import Evaluators, Journal, Lap, Result, Shown, everyone, plain
+from ..journal import AtServer, Evaluators, Journal, Lap, Result, Shown, everyone, no_data, plain
 from ..sites import compressed
 from ..threads import in_thread
 from . import checks
@@ -81,15 +81,17 @@ async def run(
     asks: InFlight | None = None,
     evaluate_at: Evaluators = everyone,
     shown: Shown = plain,
+    at_server: AtServer = no_data,
 ) -> Result:
     """Versions until config.run.rounds or an early stop; RoundError when no site gives anything of use.
 
     `asks`: how sites are heard, when it is not as they come (a simulation has a clock of its own).
-    `evaluate_at`, `shown`: as in federated.run.
+    `evaluate_at`, `shown`, `at_server`: as in federated.run.
     """
     newest = journal.begin(await cohort.members(0))
     asks = asks or InFlight(journal.config, cohort)
-    return await Loop(journal, cohort, strategy, asks, evaluate_at, shown).run(journal.store.on_disk(newest))
+    loop = Loop(journal, cohort, strategy, asks, evaluate_at, shown, at_server)
+    return await loop.run(journal.store.on_disk(newest))
 
 
 @dataclass
@@ -109,19 +111,14 @@ class Loop:
     """All that goes on in a run, from its newest version on."""
 
     def __init__(
-        self,
-        journal: Journal,
-        cohort: Cohort,
-        strategy: Strategy,
-        asks: InFlight,
-        evaluate_at: Evaluators,
-        shown: Shown,
-    ) -> None:
+        self, journal: Journal, cohort: Cohort, strategy: Strategy, asks: InFlight, evaluate_at: Evaluators,
+        shown: Shown, at_server: AtServer,
+    ) -> None:  # fmt: skip
         self._journal, self._cohort, self._strategy = journal, cohort, strategy
         self._config, self._store, self._emit = journal.config, journal.store, journal.emit
         self._answers = InTheOpen(journal.config, cohort, journal.emit)
         store = journal.store
-        self._asks, self._evaluate_at, self._shown = asks, evaluate_at, shown
+        self._asks, self._evaluate_at, self._shown, self._at_server = asks, evaluate_at, shown, at_server
         self._buffer, self._turns = store.turns.buffered(), store.turns.latest()
         self._counted = store.counted()
         self._evaluating: Evaluating | None = None
@@ -140,7 +137,7 @@ class Loop:
                     journal.waiting(need)
                 members = await self._cohort.members(0 if asks.under_way else need)
                 need = 1  # it has begun, and goes on with whoever is there
-                self._ask(members)
+                await self._ask(members)
                 if heard := await asks.first(members):
                     await self._hear(*heard)
         finally:
@@ -150,7 +147,7 @@ class Loop:
 
     # --- asking
 
-    def _ask(self, members: list[SiteId]) -> None:
+    async def _ask(self, members: list[SiteId]) -> None:
         """Give all who are free something to do: an evaluation that waits for them, else a turn."""
         asks, number = self._asks, self._newest.round
         if self._evaluating is None and self._journal.evaluation_is_due(number):
@@ -158,7 +155,7 @@ class Loop:
                 self._evaluating = Evaluating(number, self._newest.weights, asked, list(asked))
                 self._store.evaluating = number
             else:
-                self._journal.keep_evaluation(number, {}, {})
+                await self._keep_evaluation(number, self._newest.weights, {}, {})
         if (evaluating := self._evaluating) is not None:
             for site in evaluating.waiting:
                 if site not in asks.under_way:
@@ -171,7 +168,7 @@ class Loop:
             if turn.state == TurnState.OWED and (owes or asks.may_begin(site, turn)):
                 self._send(site, turn)
         if not asks.under_way:
-            self._try_again(members)
+            await self._try_again(members)
 
     def _next(self, site: SiteId) -> Turn:
         """What a site that is free is to train: what it owes, when that may still be used; else a turn from
@@ -194,7 +191,7 @@ class Loop:
         self._asks.send(site, Train(id=request, round=turn.number, weights=weights, counted=counted))
         self._emit(SiteState(site=site, state="training", round=turn.version + 1))
 
-    def _try_again(self, members: list[SiteId]) -> None:
+    async def _try_again(self, members: list[SiteId]) -> None:
         """Nobody here gave anything of use: ask them anew. RoundError when that was so in each attempt."""
         for site in members:
             self._set_turn(site, replace(self._turns[site], state=TurnState.TAKEN))
@@ -204,7 +201,7 @@ class Loop:
                 f"an update that can be used, and the log says why. The same command tries again."
             )
         self._attempt += 1
-        self._ask(members)
+        await self._ask(members)
 
     def _set_turn(self, site: SiteId, turn: Turn) -> None:
         self._store.turns.set(site, turn)
@@ -262,7 +259,7 @@ class Loop:
         if not evaluating.waiting:
             check_failures(request.round, evaluating.asked, evaluating.failed)
             found = alike(request.round, evaluating.found, self._emit)
-            await self._keep_evaluation(request.round, summed(found), found)
+            await self._keep_evaluation(request.round, evaluating.weights, summed(found), found)
             self._evaluating = self._store.evaluating = None
 
     async def _evaluate_last(self) -> None:
@@ -272,10 +269,13 @@ class Loop:
             return
         if sites := self._evaluate_at(number, await self._cohort.members(1)):
             found = await self._answers.evaluate(number, sites, self._newest.weights)
-            await self._keep_evaluation(number, *found)
+            await self._keep_evaluation(number, self._newest.weights, *found)
 
-    async def _keep_evaluation(self, number: int, total: Metrics, by_site: dict[SiteId, Metrics]) -> None:
-        self._journal.keep_evaluation(number, *await self._shown(total, by_site))
+    async def _keep_evaluation(
+        self, number: int, weights: AnyArena, total: Metrics, by_site: dict[SiteId, Metrics]
+    ) -> None:
+        metrics, each = await self._shown(total, by_site)
+        self._journal.keep_evaluation(number, metrics, each, await self._at_server(number, weights))
 
     # --- the next version
 

@@ -19,7 +19,7 @@ from ...events import Record
 from ...messages import SiteId
 from ...store import Checkpoint, RoundPlan, RunStore
 from ...strategies import Strategy, server_step
-from ..journal import Evaluators, Journal, Lap, Result, Shown, everyone, plain
+from ..journal import AtServer, Evaluators, Journal, Lap, Result, Shown, everyone, no_data, plain
 from ..sites import compressed
 from ..threads import in_thread
 from . import checks
@@ -33,11 +33,13 @@ async def run(
     *,
     evaluate_at: Evaluators = everyone,
     shown: Shown = plain,
+    at_server: AtServer = no_data,
 ) -> Result:
     """Rounds until run.rounds, an early stop, or TooFewSites; the journal's store holds the initial model.
 
     `evaluate_at`: who evaluates (a simulation evaluates pooled data once).
     `shown`: what the task makes of an evaluation.
+    `at_server`: what a model is worth on data that the server holds.
     """
     cohort, need = answers.cohort, journal.config.strategy.min_sites
     checkpoint = at_hand(journal.store, journal.begin(await cohort.members(0)))
@@ -46,7 +48,8 @@ async def run(
         if journal.evaluation_is_due(number):
             sites = evaluate_at(number, await cohort.members(need))
             found = await answers.evaluate(number, sites, checkpoint.weights) if sites else ({}, {})
-            journal.keep_evaluation(number, *(await shown(*found) if sites else ({}, {})))
+            metrics, by_site = await shown(*found) if sites else ({}, {})
+            journal.keep_evaluation(number, metrics, by_site, await at_server(number, checkpoint.weights))
         if reason := journal.reason_to_stop(number):
             return journal.result(number, reason)
         journal.waiting(need)
