@@ -10,6 +10,7 @@ FedtrainError
   TaskError          the user's task raised an error; has its type and place in the code, never its data
   RoundError         a round could not be finished; the global weights are unchanged
     TooFewSites      fewer valid replies than min_sites
+      SiteMissing    the aggregation rule can't decide without a certain site's update, and there is none
       Unfinished     too few for a secure sum; names sites that dropped out, and senders of bad messages
     SecAggError      a secure sum can't be computed, or its result is not valid
     Diverged         the new model is not finite, or too large to be trained further
@@ -137,6 +138,16 @@ class TooFewSites(RoundError):
             what += f" No reply in time: {some(silent)}."
         super().__init__(f"{stage}: {what} {LESS if silent or not failed else MEND}")
         self.have, self.need = have, need
+
+
+class SiteMissing(TooFewSites):
+    """A site without whose update the aggregation rule can't decide gave none that can be used."""
+
+    def __init__(self, stage: str, site: str, reason: str = "") -> None:
+        """`reason`: why the site's reply can't be used; "" where none came in time."""
+        why = reason.rstrip(".") or "no reply in time"
+        Exception.__init__(self, f"{stage}: the rule needs the update of {site}: {why}. See to that site.")
+        self.have, self.need = 0, 1
 
 
 class Unfinished(TooFewSites):

@@ -19,7 +19,8 @@ from .config import Config, Source
 from .errors import ConfigError
 
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
-BOUNDS = ("aggregation.rule", "aggregation.options", "limits.max_norm", "limits.max_examples")
+BOUNDS = ("aggregation.rule", "aggregation.before", "aggregation.options", "limits.max_norm",
+          "limits.max_examples")  # fmt: skip
 NOISE = ("privacy.noise_multiplier", "privacy.clip", "privacy.unit", "privacy.where")
 STAR = (*BOUNDS, "compression.up", "compression.down", "evaluate.patience")
 GOSSIP = (*BOUNDS, *NOISE, "secagg.enabled", "gossip.compressor", "gossip.clip", "evaluate.patience")
@@ -155,6 +156,7 @@ ONLY = (
 )  # fmt: skip
 INSTEAD = {  # key -> the key that replaces it in gossip modes
     "aggregation.rule": "gossip.rule",
+    "aggregation.before": "gossip.rule",
     "aggregation.options": "gossip.rule",
     "secagg.enabled": "gossip.masks",
     "strategy.round_deadline": "gossip.round_deadline",

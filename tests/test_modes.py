@@ -348,6 +348,8 @@ NOISY = {"privacy": {"noise_multiplier": 1.0}}
     [
         ("gossip", {"aggregation": {"rule": "krum"}}, "aggregation.rule = 'krum'.*Here gossip.rule decides"),
         ("peer", {"aggregation": {"rule": "trimmed_mean", "f": 2}}, "gossip.rule decides"),
+        ("gossip", {"aggregation": {"before": ["nnm:1"]}}, "before = .*Here gossip.rule decides"),
+        ("islands", {"aggregation": {"before": ["nnm:1"]}}, "aggregation.before = "),
         ("peer", {"limits": {"max_norm": 1.0}}, "limits.max_norm = 1.0 .in the file.: peer does not read it"),
         ("gossip", {"secagg": {"enabled": True}}, "Here gossip.masks decides"),
         ("gossip", {"simulate": {"engine": "vmap"}}, "it is read by simulate"),

@@ -176,14 +176,18 @@ def test_the_round_rounds_anew_each_time_and_for_each_site(tmp_path):
     assert len(digests) == 3
 
 
-@pytest.mark.parametrize(("groups", "rule"), [(2, "mean"), (3, "median")])
-def test_groups_are_redrawn_each_round_and_their_means_are_what_a_robust_rule_sees(tmp_path, groups, rule):
+@pytest.mark.parametrize(
+    ("groups", "rule", "before"), [(2, "mean", []), (3, "median", []), (4, "median", ["clip:9", "nnm:1"])]
+)
+def test_groups_are_redrawn_each_round_and_their_means_are_what_a_robust_rule_sees(
+    tmp_path, groups, rule, before
+):
     sites = [f"site-{c}" for c in "abcdefghijkl"]
     cfg = config(
         tmp_path,
         secagg={"groups": groups, "clip": 100.0},
-        strategy={"min_sites": 9},
-        aggregation={"rule": rule},
+        strategy={"min_sites": 3 * groups},
+        aggregation={"rule": rule, "before": before},
     )
     drawn = [secure_rounds.groups_of(cfg, RoundPlan(number, 0, sites)) for number in range(4)]
     assert all(sorted(chain(*each)) == sites for each in drawn)
@@ -381,6 +385,12 @@ def test_clipped_values_are_counted_without_saying_whose(tmp_path):
         ({"strategy": {"min_sites": 2}}, r"fewer than 3 sites hides nobody.*Raise it to 3"),
         ({"secagg": {"groups": 2}}, r"in each of 2 groups.*Raise it to 6"),
         ({"aggregation": {"rule": "median"}}, r"compares single updates.*secagg\.groups"),
+        ({"aggregation": {"before": ["clip:1"]}}, r"before = \['clip:1'\] compares single updates"),
+        (
+            {"secagg": {"groups": 4}, "strategy": {"min_sites": 12}, "aggregation": {"before": ["nnm:2"]}},
+            r"mean after nnm:2 needs 5 updates a round, but 4",
+        ),
+        ({"aggregation": {"rule": "fltrust", "root": "a"}}, r"fltrust compares each site with a.*secagg"),
         (
             {"secagg": {"groups": 2}, "strategy": {"min_sites": 6}, "aggregation": {"rule": "krum", "f": 1}},
             r"krum",

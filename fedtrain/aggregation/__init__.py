@@ -1,4 +1,7 @@
-"""Aggregation rules, which make one update of many, one file each. A new rule needs a line in RULES."""
+"""Aggregation rules, which make one update of many, and steps in front of them, one file each.
+
+A new rule needs a line in RULES, a new step a line in STEPS.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,23 @@ from ..arena import Arena
 from ..errors import ConfigError
 from ..messages import Update
 from ..schema import Schema
-from .base import Rule, Stack
+from .base import NOTHING, Known, Rule, Stack
+from .before import After, Step
+from .bucketing import Bucketing
 from .centered_clip import CenteredClip
+from .clip import Clip
+from .fltrust import FLTrust
 from .geometric_median import GeometricMedian
 from .krum import Krum
 from .mean import Mean, WeightedMean
 from .median import Median
 from .multi_krum import MultiKrum
+from .nnm import NearestNeighborMixing
 from .trimmed_mean import TrimmedMean
 
 RULES: dict[str, type[Rule]] = {
     "centered_clip": CenteredClip,
+    "fltrust": FLTrust,
     "geometric_median": GeometricMedian,
     "krum": Krum,
     "mean": Mean,
@@ -29,31 +38,61 @@ RULES: dict[str, type[Rule]] = {
     "trimmed_mean": TrimmedMean,
 }
 
-__all__ = ["RULES", "Mean", "Rule", "Stack", "WeightedMean", "aggregate", "build"]
+STEPS: dict[str, type[Step]] = {
+    "bucketing": Bucketing,
+    "clip": Clip,
+    "nnm": NearestNeighborMixing,
+}
+
+__all__ = ["RULES", "STEPS", "Known", "Mean", "Rule", "Stack", "Step", "WeightedMean", "aggregate", "build",
+           "parse_step"]  # fmt: skip
 
 
-def build(kind: str, options: Mapping[str, Any], updates: int | None = None) -> Rule:
+def build(
+    kind: str, options: Mapping[str, Any], updates: int | None = None, before: Sequence[str] = ()
+) -> Rule:
     """The rule that [aggregation] describes: its name, and the keys that are the rule's own fields.
 
     `updates`: the fewest updates in a round; ConfigError when the rule needs more, or for a wrong option.
+    `before`: the steps in front of the rule, as `parse_step` reads them.
     """
     config.one_of("aggregation.rule", kind, RULES)
-    config.check_options("aggregation.rule", kind, options, RULES, also=["rule"])
+    config.check_options("aggregation.rule", kind, options, RULES, also=["rule", "before"])
     rule = config.build(RULES[kind], dict(options), "aggregation")
+    named = _named(kind, rule)
+    if before:
+        if rule.must_have:
+            raise ConfigError(
+                f"aggregation.before: {kind} reads the update of each single site, and steps mix them. "
+                f"Leave aggregation.before out."
+            )
+        rule = After(tuple(map(parse_step, before)), rule)
+        named += f" after {', '.join(before)}"
     if updates is not None and updates < rule.needs:
         raise ConfigError(
-            f"aggregation.rule: {_named(kind, rule)} needs {rule.needs} updates a round, but {updates} "
+            f"aggregation.rule: {named} needs {rule.needs} updates a round, but {updates} "
             f"may be all that come. Raise strategy.min_sites (secagg.groups, where groups are compared; "
             f"asynchronous.buffer, without rounds) to {rule.needs}, or choose a rule that needs less."
         )
     return rule
 
 
-def aggregate(rule: Rule, schema: Schema, updates: Sequence[Update]) -> Arena:
+def parse_step(text: str) -> Step:
+    """The step of a text: "nnm:2", "bucketing:s=3", "clip:1.5". The options after the colon have names, or
+    stand in the order of the fields. ConfigError for an unknown step or option."""
+    kind, colon, _ = text.strip().partition(":")
+    config.one_of("aggregation.before", kind, STEPS)
+    known = config.options_of(STEPS[kind])
+    options = config.options_in("aggregation.before", text, known) if colon else {}
+    config.check_options("aggregation.before", kind, options, STEPS)
+    return config.build(STEPS[kind], options, "aggregation.before")
+
+
+def aggregate(rule: Rule, schema: Schema, updates: Sequence[Update], known: Known = NOTHING) -> Arena:
     """One delta of many updates, given in site order. For updates in files it takes O(chunk) extra memory."""
     for update in updates:
         assert update.delta.schema.digest == schema.digest, "updates are checked before they are aggregated"
-    return rule.combine(schema, updates)
+    return rule.combine(schema, updates, known)
 
 
 def _named(kind: str, rule: Rule) -> str:

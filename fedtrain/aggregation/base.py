@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ..arena import Arena, narrow_into
 from ..config.values import Settings
 from ..errors import RoundError
-from ..messages import Update
+from ..messages import SiteId, Update
 from ..schema import Schema, Section
 
 if TYPE_CHECKING:
@@ -24,6 +25,17 @@ T = TypeVar("T")
 VALUES = 1 << 20  # float64 held at a time, 8 MiB: n rows of VALUES / n coordinates
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of a round beside its updates; the defaults are those of plain vectors."""
+
+    seed: int = 0  # of all random numbers, so that the same round gives the same bits again
+    sites: Sequence[SiteId] = ()  # whose updates the rows are, in their order; () where rows are no one's
+
+
+NOTHING = Known()
+
+
 class Stack(Protocol[T_co]):
     """n updates side by side, read by passes. `T_co` is the type of one update: an Arena, or a plain vector.
 
@@ -34,8 +46,19 @@ class Stack(Protocol[T_co]):
     def count(self) -> int:
         """n, at least 1."""
 
+    @property
+    def weights(self) -> Sequence[float]:
+        """[n]: how much each update counts in a mean: its examples, or 1 where all count alike."""
+
+    @property
+    def known(self) -> Known:
+        """What is known of the round."""
+
     def trained(self) -> Iterator[Rows]:
         """One pass over the trained floats, in arena order."""
+
+    def floats(self) -> Iterator[Rows]:
+        """One pass over all floats, trained or not, in arena order."""
 
     def reduce(self, rule: Reduction, rest: Reduction | None = None) -> T_co:
         """One pass over everything that a round can change: `rule` makes one coordinate of n.
@@ -64,18 +87,25 @@ class Rule(Settings):
     section: ClassVar[str] = "aggregation"
     linear: ClassVar[bool] = False  # whether a weighted sum suffices: folded on arrival, or under masks
 
+    of_rows: ClassVar[bool] = True  # whether rows suffice, as of models of peers: it need not be known whose
+
     @property
     def needs(self) -> int:
         """The fewest updates for which the rule's promise holds; a run refuses to start with fewer."""
         return 1
 
+    @property
+    def must_have(self) -> Sequence[SiteId]:
+        """The sites without whose own updates the rule can't decide; a round always asks them."""
+        return ()
+
     def of(self, stack: Stack[T]) -> T:
         """One update made of all updates in the stack."""
         raise NotImplementedError("a rule says how it makes one of many")
 
-    def combine(self, schema: Schema, updates: Sequence[Update]) -> Arena:
+    def combine(self, schema: Schema, updates: Sequence[Update], known: Known = NOTHING) -> Arena:
         """The one delta of these updates, which come in site order and may lie in files."""
-        return self.of(Updates(schema, updates))
+        return self.of(Updates(schema, updates, known))
 
     def of_vectors(self, rows: Vector) -> Vector:
         """The vector [d] that the rule makes of rows [n, d] of one float dtype: of a neighbourhood's models,
@@ -91,15 +121,20 @@ class Rule(Settings):
 class Updates:
     """Stack of updates in memory or in files."""
 
-    def __init__(self, schema: Schema, updates: Sequence[Update]) -> None:
+    def __init__(self, schema: Schema, updates: Sequence[Update], known: Known = NOTHING) -> None:
         if not updates:
             raise RoundError("there are no updates to aggregate")
-        self._schema, self._updates = schema, updates
-        self.count = len(updates)
+        self._schema, self._updates, self.known = schema, updates, known
+        self.count, self.weights = len(updates), [update.num_examples for update in updates]
 
     def trained(self) -> Iterator[Rows]:
         for section in self._schema.sections:
             for _, _, rows in self._chunks(section, 0, section.trained):
+                yield rows
+
+    def floats(self) -> Iterator[Rows]:
+        for section in self._schema.sections:
+            for _, _, rows in self._chunks(section, 0, section.numel if section.floating else 0):
                 yield rows
 
     def reduce(self, rule: Reduction, rest: Reduction | None = None) -> Arena:
@@ -130,11 +165,14 @@ class Vectors:
     def __init__(self, rows: Vector) -> None:
         if rows.ndim != 2 or not len(rows):
             raise RoundError(f"a rule wants vectors as rows [n, d] with n >= 1, not {list(rows.shape)}")
-        self._rows, self.count = rows, len(rows)
+        self._rows, self.count, self.weights, self.known = rows, len(rows), [1.0] * len(rows), NOTHING
 
     def trained(self) -> Iterator[Rows]:
         for _, rows in self._chunks():
             yield rows
+
+    def floats(self) -> Iterator[Rows]:
+        return self.trained()
 
     def reduce(self, rule: Reduction, rest: Reduction | None = None) -> Vector:
         result = self._rows.new_empty(self._rows.shape[1])
@@ -168,3 +206,22 @@ def distances(stack: Stack[Any], centre: Reduction) -> Vector:
     for rows in stack.trained():
         squares += torch.linalg.vector_norm(rows - centre(rows.clone()), dim=1).square()
     return squares.sqrt()
+
+
+def nearest(stack: Stack[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's squared distances over the trained floats, the smallest first, and whose they are: two
+    [n, n]. The first in each row is the row itself, with -1; of equal ones the first in site order comes
+    first. One pass, n(n − 1)/2 distances in float64."""
+    import torch
+
+    n = stack.count
+    pairs = torch.zeros(n * (n - 1) // 2, dtype=torch.float64)
+    for rows in stack.trained():
+        pairs += torch.pdist(rows).square()  # by differences, so that one huge row spoils no other's distance
+    squares = torch.zeros(n, n, dtype=torch.float64)
+    above = torch.triu_indices(n, n, offset=1)
+    squares[above[0], above[1]] = pairs
+    squares += squares.T.clone()
+    squares.fill_diagonal_(-1.0)
+    ordered = squares.sort(dim=1, stable=True)
+    return ordered.values, ordered.indices

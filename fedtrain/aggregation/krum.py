@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config.values import Count
-from .base import Rule, Stack, Vectors, weighted_sum
+from .base import Rule, Stack, Vectors, nearest, weighted_sum
 from .median import median
 
 if TYPE_CHECKING:
@@ -55,18 +55,8 @@ class Krum(Choosing):
 
 
 def by_score(stack: Stack[Any], f: int) -> list[int]:
-    """Indices of the rows, the best Krum score first: one pass, n(n − 1)/2 distances in float64."""
-    import torch
-
-    n = stack.count
-    pairs = torch.zeros(n * (n - 1) // 2, dtype=torch.float64)
-    for rows in stack.trained():
-        pairs += torch.pdist(rows).square()  # by differences, so that one huge row spoils no other's distance
-    squares = torch.zeros(n, n, dtype=torch.float64)
-    above = torch.triu_indices(n, n, offset=1)
-    squares[above[0], above[1]] = pairs
-    squares += squares.T.clone()
-    squares.fill_diagonal_(-1.0)  # so each row's distance to itself comes first when sorted
-    nearest = squares.sort(dim=1).values[:, 1 : 1 + max(1, n - f - 2)]
-    order: list[int] = nearest.sum(dim=1).sort(stable=True).indices.tolist()
+    """Indices of the rows, the best Krum score first."""
+    squares, _ = nearest(stack)
+    closest = squares[:, 1 : 1 + max(1, stack.count - f - 2)]
+    order: list[int] = closest.sum(dim=1).sort(stable=True).indices.tolist()
     return order

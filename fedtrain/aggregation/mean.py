@@ -10,7 +10,7 @@ from ..arena import Arena, Row, narrow_into
 from ..errors import RoundError
 from ..messages import Update
 from ..schema import Schema, chunks
-from .base import Rule, Stack, weighted_sum
+from .base import NOTHING, Known, Rule, Stack, weighted_sum
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +27,13 @@ class Mean(Rule):
     linear: ClassVar[bool] = True
 
     def of(self, stack: Stack[T]) -> T:
-        return stack.reduce(lambda rows: weighted_sum(rows, [1.0] * stack.count).div_(stack.count))
+        total = 0.0
+        for weight in stack.weights:
+            total += weight
+        check_total(total, stack.count)
+        return stack.reduce(lambda rows: weighted_sum(rows, stack.weights).div_(total))
 
-    def combine(self, schema: Schema, updates: Sequence[Update]) -> Arena:
+    def combine(self, schema: Schema, updates: Sequence[Update], known: Known = NOTHING) -> Arena:
         return WeightedMean.combine(schema, updates)
 
 

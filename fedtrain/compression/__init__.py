@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import config
-from ..errors import ConfigError
 from .base import Compressor, Linear
 from .bfloat16 import BFloat16
 from .codec import DeltaCodec
@@ -47,14 +46,7 @@ def parse(text: str) -> Compressor:
     if COMPRESSORS[kind] is ErrorFeedback:
         return build(kind, {"inner": rest} if colon else {})
     known = config.options_of(COMPRESSORS[kind], SHAPES)
-    options: dict[str, Any] = {}
-    for name, item in zip(known, rest.split(",") if colon else (), strict=False):
-        key, equals, value = item.partition("=")
-        options[key.strip() if equals else name] = config.value_of(value if equals else key)
-    if colon and rest.count(",") >= len(known):
-        has = ", ".join(known) or "none"
-        raise ConfigError(f"compression: {text!r} has more options than {kind}, which has {has}.")
-    return build(kind, options)
+    return build(kind, config.options_in("compression", text, known) if colon else {})
 
 
 def build(kind: str, options: Mapping[str, Any]) -> Compressor:

@@ -15,11 +15,21 @@ from .schema import (
     StrategyConfig,
     TrainConfig,
 )  # fmt: skip
-from .values import UNITS, Seconds, check_options, one_of, options_of, require, user_module, value_of
+from .values import (
+    UNITS,
+    Seconds,
+    check_options,
+    one_of,
+    options_in,
+    options_of,
+    require,
+    user_module,
+    value_of,
+)  # fmt: skip
 
 __all__ = [
     "UNITS", "AsynchronousConfig", "CompressionConfig", "Config", "EvaluateConfig", "GossipConfig",
     "LimitsConfig", "ParallelConfig", "PrivacyConfig", "SecAggConfig", "Seconds", "SimulateConfig", "Source",
-    "StrategyConfig", "TrainConfig", "build", "check_options", "one_of", "options_of", "require",
-    "user_module", "value_of",
+    "StrategyConfig", "TrainConfig", "build", "check_options", "one_of", "options_in",
+    "options_of", "require", "user_module", "value_of",
 ]  # fmt: skip

@@ -95,6 +95,7 @@ class AggregationConfig(Settings):
     """How a round's updates become one. Other keys are the rule's own fields."""
 
     rule: str = "mean"  # a name in aggregation.RULES
+    before: list[str] = field(default_factory=list)  # steps in front of the rule: "nnm:2", "bucketing:2"
     options: dict[str, Any] = field(default_factory=dict)  # the rule's own keys
 
 
@@ -381,7 +382,8 @@ class Config:
         if self.secagg.enabled:  # what the aggregator can't see, sites hold to
             whole.append("limits")
         keys = [f"{name}.{f.name}" for name in whole for f in fields(self.sections()[name])]
-        keys += ["run.name", "run.seed", "run.task", "strategy.kind", "aggregation.rule"]
+        keys += ["run.name", "run.seed", "run.task", "strategy.kind"]
+        keys += ["aggregation.rule", "aggregation.before"]
         keys += [f"strategy.{name}" for name in self.strategy.options]
         keys += [f"aggregation.{name}" for name in self.aggregation.options]
         privacy = self.privacy

@@ -7,7 +7,7 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from types import ModuleType
@@ -120,6 +120,21 @@ def value_of(text: str) -> bool | int | float | str:
         except ValueError:
             continue
     return text
+
+
+def options_in(section: str, text: str, known: Sequence[str]) -> dict[str, Any]:
+    """The options after the colon of a text, as in "quantize:4,block=128": each has a name, or stands in the
+    order of those `known`. ConfigError for more than are known."""
+    kind, _, rest = text.strip().partition(":")
+    items = rest.split(",")
+    if len(items) > len(known):
+        has = ", ".join(known) or "none"
+        raise ConfigError(f"{section}: {text!r} has more options than {kind}, which has {has}.")
+    options: dict[str, Any] = {}
+    for name, item in zip(known, items, strict=False):
+        key, equals, value = item.partition("=")
+        options[key.strip() if equals else name] = value_of(value if equals else key)
+    return options
 
 
 def options_of(cls: type, parts: Collection[str] = ()) -> list[str]:

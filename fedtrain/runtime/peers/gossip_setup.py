@@ -29,7 +29,7 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
         if gossip.compressor.startswith("error_feedback"):
             raise ConfigError("gossip.compressor: choco remembers errors itself. Leave error_feedback out.")
         compressor = compression.parse(gossip.compressor).contraction()
-    own = {kind: rule for kind, rule in aggregation.RULES.items() if not rule.linear}
+    own = {kind: rule for kind, rule in aggregation.RULES.items() if rule.of_rows and not rule.linear}
     rule = rules.parse(gossip.rule, own, aggregation.build, config.run.rounds)
     algorithm = build(gossip.algorithm, gossip.options, compressor, rule)
     check_masks(config, algorithm)

@@ -63,7 +63,7 @@ class FixedPointSums:
             raise TooFewSites(f"round {plan.round + 1}", len(inside or good), need, failed)
         totals = [each.total() for each in enough]
         tell_clipped(self._emit, plan, totals)
-        return one_of_groups(self._config, weights.schema, totals, inside)
+        return one_of_groups(self._config, plan, weights.schema, totals, inside)
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena

@@ -8,12 +8,12 @@ number of workers nor their speed changes a bit of the model.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...config import Config
-from ...errors import ConfigError, Damaged
+from ...errors import ConfigError, Damaged, some
 from ...events import Emit, Event, SiteState, UpdateReceived, noticed
 from ...exchange import Cohort
 from ...fairness import SERVER
@@ -25,7 +25,7 @@ from ..journal import Journal, Result, no_data
 from ..sites import compressed
 from ..sites.spent import Spending
 from ..star import asynchronous, federated
-from ..star.answers import Answers, InTheOpen
+from ..star.answers import Answers, InTheOpen, rule_of
 from ..star.in_flight import Clocked
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import Workbench
@@ -67,7 +67,7 @@ async def simulate(
     try:
         async with await PoolCohort.start(config, workers, store.folder, data_dir, task) as pool:
             about = pool.description
-            enough_sites(config, len(about.sites))
+            enough_sites(config, about.sites)
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
                 emit = without(emit, UpdateReceived, SiteState)
             store.begin(
@@ -135,12 +135,17 @@ def forget(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def enough_sites(config: Config, sites: int) -> None:
-    if sites < config.strategy.min_sites:
+def enough_sites(config: Config, sites: Sequence[SiteId]) -> None:
+    if len(sites) < config.strategy.min_sites:
         raise ConfigError(
-            f"strategy.min_sites: {config.strategy.min_sites}, but the simulation has {sites} sites. "
+            f"strategy.min_sites: {config.strategy.min_sites}, but the simulation has {len(sites)} sites. "
             f"Lower it, or raise simulate.sites."
         )
+    for site in rule_of(config).must_have:
+        if site not in sites:
+            raise ConfigError(
+                f"aggregation.root: {site!r} is no site of the simulation, which has {some(sites)}."
+            )
 
 
 def server_has_data(config: Config, about: Description) -> bool:

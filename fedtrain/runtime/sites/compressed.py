@@ -32,7 +32,7 @@ from ...messages import Failure, Reply, Request, SiteId, Train, Update
 from ...schema import Schema
 from ...store import Checkpoint
 from ...store.memory import NEVER, SiteMemory
-from ..star.answers import rule_of
+from ..star.answers import compares, rule_of
 
 DOWN = "down/"  # in a checkpoint's state, before the names of what the codec keeps
 SPARSE = (compression.COMPRESSORS["topk"], compression.COMPRESSORS["randomk"])
@@ -55,9 +55,9 @@ def check_config(config: Config) -> None:
     inner = found.inner if isinstance(found, ErrorFeedback) else found
     if not config.secagg.enabled and isinstance(inner, SPARSE) and not rule_of(config).linear:
         raise ConfigError(
-            f'compression.up: "{config.compression.up}" sends few coordinates, and aggregation.rule = '
-            f'"{config.aggregation.rule}" compares sites coordinate by coordinate, most of which would be 0. '
-            f'Use "quantize:8", or aggregation.rule = "mean".'
+            f'compression.up: "{config.compression.up}" sends few coordinates, and {compares(config)} '
+            f"compares sites coordinate by coordinate, most of which would be 0. "
+            f'Use "quantize:8", or aggregation.rule = "mean" without aggregation.before.'
         )
 
 

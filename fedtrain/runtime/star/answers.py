@@ -13,10 +13,11 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from ... import aggregation
-from ...aggregation import Rule, WeightedMean, aggregate
+from ...aggregation import Known, Rule, WeightedMean, aggregate
 from ...arena import AnyArena, Arena, ArenaFile
 from ...config import Config
-from ...errors import BadUpdate, TaskError, TooFewSites
+from ...digest import seed_of
+from ...errors import BadUpdate, ConfigError, SiteMissing, TaskError, TooFewSites, some
 from ...events import Emit, UpdateReceived, UpdateRefused
 from ...exchange import Cohort, in_order
 from ...messages import (
@@ -115,8 +116,12 @@ class InTheOpen:
             raise TooFewSites(
                 f"round {plan.round + 1}", len(trained), config.strategy.min_sites, failed, silent
             )
+        for site in self.rule.must_have:
+            if site not in trained:
+                raise SiteMissing(f"round {plan.round + 1}", site, failed.get(site, ""))
         if mean is None:
-            delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled)
+            known = known_of(config, plan.round, list(trained))
+            delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled, known)
         else:
             delta = await in_thread(schema.nbytes, mean.result)
         return Aggregate(delta, averages(trained), list(trained), sizes)
@@ -227,7 +232,26 @@ def rule_of(config: Config, updates: int | None = None) -> Rule:
     """The rule that makes one delta of many; ConfigError when `updates`, or as few as there may be, are too
     few for it."""
     fewest = config.asynchronous.buffer if config.asynchronous.enabled else config.strategy.min_sites
-    return aggregation.build(config.aggregation.rule, config.aggregation.options, updates or fewest)
+    keys = config.aggregation
+    rule = aggregation.build(keys.rule, keys.options, updates or fewest, keys.before)
+    if rule.must_have and (config.asynchronous.enabled or config.secagg.enabled):
+        switch = "asynchronous" if config.asynchronous.enabled else "secagg"
+        raise ConfigError(
+            f"aggregation.rule: {keys.rule} compares each site with {some(rule.must_have)}, in the open and "
+            f"from the same model. Set {switch}.enabled = false."
+        )
+    return rule
+
+
+def known_of(config: Config, number: int, sites: Sequence[SiteId] = ()) -> Known:
+    """What a rule may know of a round; `sites`: whose updates it sees, if they are single ones."""
+    return Known(seed_of(config.run.seed, "aggregation", number), sites)
+
+
+def compares(config: Config) -> str:
+    """What of [aggregation] reads updates one by one, for a message."""
+    keys = config.aggregation
+    return f"aggregation.before = {keys.before}" if keys.before else f'aggregation.rule = "{keys.rule}"'
 
 
 def kept(update: Update) -> Update:

@@ -41,6 +41,7 @@ from .answers import (
     checked,
     evaluate_id,
     evaluated,
+    known_of,
     received,
     refuse,
     rule_of,
@@ -284,7 +285,8 @@ class Loop:
         buffer = sorted(self._buffer, key=lambda b: (b.site, b.turn.number))
         before, nbytes = self._newest, self._newest.weights.schema.nbytes
         updates = [self._discounted(b) for b in buffer]
-        delta = await in_thread(nbytes, aggregate, self._answers.rule, before.weights.schema, updates)
+        known = known_of(self._config, before.round)
+        delta = await in_thread(nbytes, aggregate, self._answers.rule, before.weights.schema, updates, known)
         weights, state = await in_thread(
             nbytes, server_step, self._strategy, before.weights, before.state, delta
         )
@@ -304,11 +306,7 @@ class Loop:
 
     async def _blame(self, buffer: list[Buffered], problem: str) -> None:
         """Take the update out of the buffer that spoils the model. Diverged when no single one does."""
-        limits, nbytes, number = (
-            self._config.limits,
-            self._newest.weights.schema.nbytes,
-            self._newest.round + 1,
-        )
+        limits, nbytes = self._config.limits, self._newest.weights.schema.nbytes
         sizes = {
             f"{b.site}, turn {b.turn.number}": b.update.num_examples
             * await in_thread(nbytes, checks.inspect, b.update, limits)
@@ -323,7 +321,7 @@ class Loop:
         self._counted = self._store.counted()
         if self._turns[worst.site] == worst.turn:  # not asked again before there is a newer version
             self._set_turn(worst.site, replace(worst.turn, state=TurnState.REFUSED))
-        refuse(self._cohort, self._emit, worst.site, number, str(error), noun="version")
+        refuse(self._cohort, self._emit, worst.site, self._newest.round + 1, str(error), noun="version")
 
     def _forget_lost(self) -> None:
         """What a site that went away owes is of no use any more when it is too old: its version's weights,

@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from ...config import Config
 from ...digest import seed_of
-from ...errors import Diverged, SecAggError, TooFewSites
-from ...events import Record
+from ...errors import Diverged, SecAggError, TooFewSites, some
+from ...events import Notice, Record
+from ...exchange import Cohort
 from ...messages import SiteId
 from ...store import Checkpoint, RoundPlan, RunStore
 from ...strategies import Strategy, server_step
@@ -23,7 +24,7 @@ from ..journal import AtServer, Evaluators, Journal, Lap, Result, Shown, everyon
 from ..sites import compressed
 from ..threads import in_thread
 from . import checks
-from .answers import Answers, refuse
+from .answers import Answers, refuse, rule_of
 
 
 async def run(
@@ -53,7 +54,18 @@ async def run(
         if reason := journal.reason_to_stop(number):
             return journal.result(number, reason)
         journal.waiting(need)
-        checkpoint = await _train(journal, answers, strategy, checkpoint, await cohort.members(need))
+        checkpoint = await _train(journal, answers, strategy, checkpoint, await _members(journal, cohort))
+
+
+async def _members(journal: Journal, cohort: Cohort) -> list[SiteId]:
+    """The members of a round, once there are enough, and the sites among them that its rule must have."""
+    need, must_have = journal.config.strategy.min_sites, rule_of(journal.config).must_have
+    members = await cohort.members(need)
+    while missing := sorted({*must_have}.difference(members)):
+        journal.emit(Notice(text=f"waiting for {some(missing)}, without which the rule can't decide"))
+        await cohort.newcomer(members)
+        members = await cohort.members(need)
+    return members
 
 
 async def _train(
@@ -82,7 +94,7 @@ async def _train(
             if culprit is not None:
                 left_out[culprit] = str(e)
                 refuse(answers.cohort, journal.emit, culprit, plan.round + 1, str(e))
-            members = await answers.cohort.members(config.strategy.min_sites)
+            members = await _members(journal, answers.cohort)
             members = [site for site in members if site not in left_out]
             if len(members) < config.strategy.min_sites:
                 store.set_plan(RoundPlan(plan.round, 0, plan.sites))
@@ -125,10 +137,16 @@ async def federated_round(
 
 
 def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:
-    """The sites of a round, sorted; drawn by (seed, round, attempt), so a repeated round asks the same."""
+    """The sites of a round, sorted; drawn by (seed, round, attempt), so a repeated round asks the same. Those
+    that the rule must have are always in it."""
     members = sorted(members)
     count = max(config.strategy.min_sites, round(config.strategy.fraction * len(members)))
     if count >= len(members):
         return members
-    draw = random.Random(seed_of(config.run.seed, "cohort", number, attempt))
-    return sorted(draw.sample(members, count))
+    draw, always = (
+        random.Random(seed_of(config.run.seed, "cohort", number, attempt)),
+        rule_of(config).must_have,
+    )
+    others = [site for site in members if site not in always]
+    here = [site for site in members if site in always]
+    return sorted([*here, *draw.sample(others, count - len(here))])

@@ -41,7 +41,7 @@ from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
 from ...transport.patient import Patient
-from .answers import Aggregate, check_failures, rule_of
+from .answers import Aggregate, check_failures, known_of, rule_of
 from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
 
 REPLIES = Keys | Shares | Masked | Agreed | Unmasked | Failure
@@ -61,7 +61,7 @@ def groups_of(
 
 
 def one_of_groups(
-    config: Config, schema: Schema, totals: Sequence[Total], sites: Sequence[SiteId]
+    config: Config, plan: RoundPlan, schema: Schema, totals: Sequence[Total], sites: Sequence[SiteId]
 ) -> Aggregate:
     """One mean of the groups: their only one, or what the rule makes of several. TooFewSites for too few."""
     metrics = averages({str(i): total.metrics for i, total in enumerate(totals)})
@@ -72,7 +72,7 @@ def one_of_groups(
     if len(deltas) < rule.needs:
         raise TooFewSites(f"groups with a sum, for {config.aggregation.rule}", len(deltas), rule.needs)
     updates = [Update(delta=delta, num_examples=t.weight) for t, delta in zip(totals, deltas, strict=True)]
-    return Aggregate(aggregate(rule, schema, updates), metrics, sites)
+    return Aggregate(aggregate(rule, schema, updates, known_of(config, plan.round)), metrics, sites)
 
 
 def tell_clipped(emit: Emit, plan: RoundPlan, totals: Sequence[Total]) -> None:
@@ -155,7 +155,7 @@ class UnderMasks:
             raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
         tell_clipped(self._emit, plan, [total for total, _ in totals])
         return await asyncio.to_thread(
-            one_of_groups, self._config, weights.schema, [total for total, _ in totals], inside
+            one_of_groups, self._config, plan, weights.schema, [total for total, _ in totals], inside
         )
 
     async def evaluate(

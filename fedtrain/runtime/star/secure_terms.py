@@ -16,7 +16,7 @@ from ...secagg.encoding import Encoding, norm_of, rounding_seed
 from ...secagg.fixedpoint import FixedPoint
 from ...secagg.masking import BLOCK_BYTES, Parallel, buffers, exhaust, serial
 from ..sites import compressed
-from .answers import rule_of
+from .answers import compares, rule_of
 
 SITES = 3  # the least in a sum: in a sum over two each learns the other's update
 
@@ -31,11 +31,13 @@ def check_config(config: Config) -> None:
             f"strategy.min_sites is {sites}. Raise it to {SITES * groups}, or set secagg.enabled = false and "
             f"let the aggregator see each site's update."
         )
-    if groups == 1 and not rule_of(config).linear:
+    rule = rule_of(config)
+    if groups == 1 and not rule.linear:
         raise ConfigError(
-            f'aggregation.rule = "{config.aggregation.rule}" compares single updates, which secure '
+            f"{compares(config)} compares single updates, which secure "
             f"aggregation hides. Let it compare means of random groups, with secagg.groups = "
-            f'{rule_of(config).needs} or more; or set aggregation.rule = "mean", or secagg.enabled = false.'
+            f'{rule.needs} or more; or set aggregation.rule = "mean" without aggregation.before, or '
+            f"secagg.enabled = false."
         )
     compressed.check_config(config)
     rule_of(config, groups if groups > 1 else None)
