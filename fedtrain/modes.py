@@ -54,8 +54,8 @@ MODES: dict[str, Mode] = {
     "aggregator": Mode(
         "aggregator",
         ("run", "train", "evaluate", "strategy", "aggregation", "asynchronous", "secagg", "compression",
-         "limits", "network"),
-        but=("network.address",),
+         "privacy", "limits", "network"),
+        but=("network.address", "privacy.delta"),
         keeps=STAR,
     ),
     "site": Mode(
@@ -134,6 +134,10 @@ ONLY = (
          "secagg.enabled", "secagg.enabled = false, or compression.down"),
     Only(("privacy",), lambda c: c.privacy.noise_multiplier > 0, "privacy.noise_multiplier",
          "privacy.noise_multiplier above 0"),
+    Only(("privacy",), lambda c: c.privacy.where == "sum", "privacy.where", 'privacy.where = "sum"',
+         ("aggregator",)),
+    Only(("secagg.clip", "secagg.max_examples"), lambda c: not c.privacy.in_sums, "privacy.where",
+         'privacy.where = "site"', FEDERATED),
     Only(("evaluate",), lambda c: c.evaluate.every > 0, "evaluate.every", "evaluate.every above 0"),
     Only(("train.device", "train.threads", "train.eval_batch_size"), lambda c: c.evaluate.server,
          "evaluate.server", "evaluate.server = true", ("aggregator",)),

@@ -178,6 +178,7 @@ RUNS = {
 OPEN = {"secagg": {"enabled": False}}
 ASYNCHRONOUS = OPEN | {"asynchronous": {"enabled": True}}
 NOISE = {"privacy": {"noise_multiplier": 0.1}}
+SUMS = {"privacy": {"noise_multiplier": 0.1, "where": "sum"}}
 NEVER = {"evaluate": {"every": 0}}
 STEPS = {"train": {"local_steps": 2, "optimizer": "adam"}}
 SMALL = {"compression": {"up": "topk:0.5", "down": "sign"}}
@@ -185,7 +186,14 @@ SWIFT, CHOCO = {"gossip": {"algorithm": "swift"}}, {"gossip": {"algorithm": "cho
 VARIANTS = [
     *(
         ("simulate", c)
-        for c in ({}, {"simulate": {"masks": True}}, ASYNCHRONOUS | NOISE, OPEN | NEVER | STEPS, OPEN | SMALL)
+        for c in (
+            {},
+            {"simulate": {"masks": True}},
+            SUMS,
+            ASYNCHRONOUS | NOISE,
+            OPEN | NEVER | STEPS,
+            OPEN | SMALL,
+        )
     ),
     *(
         ("gossip", c)
@@ -194,7 +202,7 @@ VARIANTS = [
     *(
         (end, c)
         for end in ("aggregator", "site")
-        for c in ({}, ASYNCHRONOUS, OPEN | NOISE | STEPS | NEVER | SMALL)
+        for c in ({}, SUMS, ASYNCHRONOUS, OPEN | NOISE | STEPS | NEVER | SMALL)
     ),
     *(("peer", c) for c in (OPEN | SMALL, NOISE | NEVER)),
     *(("datacenter", c) for c in ({}, STEPS | NEVER)),

@@ -170,7 +170,7 @@ class PrivacyConfig(Settings):
     @property
     def in_sums(self) -> bool:
         """Whether the sites' noise protects their sums, and not each update."""
-        return self.noise_multiplier > 0 and self.where == "sum"
+        return self.where == "sum" and self.noise_multiplier > 0
 
 
 @dataclass(frozen=True)

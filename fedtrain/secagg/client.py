@@ -76,12 +76,12 @@ class Policy:
         for what, theirs, mine in (
             ("federation", terms.federation, self.federation),
             ("run", terms.run, self.run),
+            ("privacy", terms.privacy, self.privacy),
             ("ring_bits", terms.ring_bits, self.ring_bits),
             ("value_bits", terms.value_bits, fixed.value_bits),
             ("clip", terms.clip, self.clip),
             ("max_weight", terms.max_weight, self.max_weight),
             ("length", terms.length, self.length),
-            ("privacy", terms.privacy, self.privacy),
             ("degree", terms.degree, degree),
         ):
             if theirs != mine:

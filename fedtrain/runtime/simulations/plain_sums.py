@@ -18,10 +18,11 @@ from ...schema import Schema
 from ...secagg.encoding import StackedUpdate, Total
 from ...secagg.fixedpoint import ONE, SCALAR_LIMIT
 from ...store import RoundPlan
+from ..sites.privacy import simulated_sum_key
 from ..star import checks
 from ..star.answers import Aggregate, evaluations, train_requests
 from ..star.secure_rounds import groups_of, one_of_groups, tell_clipped, tell_failed
-from ..star.secure_terms import check_config, encoding_of, policy, round_seed, scale_of
+from ..star.secure_terms import check_config, encoding_of, noise_of, policy, round_seed, scale_of
 
 
 class FixedPointSums:
@@ -44,7 +45,8 @@ class FixedPointSums:
                 try:
                     checks.answers(requests[site], reply, self._config.limits)
                     assert isinstance(reply, Update), reply
-                    sum_of[site].add(reply, round_seed(self._config, plan.round, site))
+                    seed = round_seed(self._config, plan.round, site)
+                    sum_of[site].add(reply, seed, simulated_sum_key(self._config, site, plan.round))
                 except (BadUpdate, SecAggError) as e:
                     self._emit(UpdateRefused(round=plan.round + 1, site=site, reason=str(e)))
                     failed[site] = str(e)
@@ -85,14 +87,16 @@ class PlainSum:
     def __init__(self, config: Config, number: int, schema: Schema, sites: int) -> None:
         """Of a round's updates, of at most so many sites."""
         self._config, self._encoding = config, encoding_of(config, number, sites, schema)
+        self._noise = noise_of(config, schema, sites)
         self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
         self._room = np.empty_like(self._sum)
         self._rows: list[StackedUpdate] = []  # of one slab, not summed yet
         self._metrics: Exact = {}
         self.nbytes, self.sites = self._sum.nbytes, 0
 
-    def add(self, update: Update, seed: bytes) -> None:
-        """SecAggError or BadUpdate for one that can't be in a sum; then it is not."""
+    def add(self, update: Update, seed: bytes, key: bytes) -> None:
+        """With noise of this `key`, where sums have noise. SecAggError or BadUpdate for one that can't be in
+        a sum; then it is not."""
         scale = scale_of(self._config, update)
         if not self._encoding.stacks(update.delta):
             self._encoding.encode(update, (), seed, self._room, scale=scale)
@@ -107,6 +111,8 @@ class PlainSum:
             if row.delta.last:
                 self._add_rows()
         self.sites += 1
+        if self._noise is not None:
+            self._noise.add_to(self._sum, key)
 
     def _add_rows(self) -> None:
         rows, self._rows = self._rows, []

@@ -18,6 +18,7 @@ from ...exchange import Cohort, CohortWrapper
 from ...messages import Evaluate, Evaluation, Metrics, Reply, Request, SiteId, Train, Update
 from ...pki.signing import ECDSA, Signer
 from ...secagg.messages import Advertise, AdvertiseEvaluation
+from ..sites.privacy import simulated_sum_key
 from ..sites.secure_site import SecureSite
 from ..star.answers import kept
 from ..star.secure_rounds import UnderMasks
@@ -106,5 +107,6 @@ class MaskedCohort(CohortWrapper):
             self._sites[site] = SecureSite(
                 self._config, site, SimulatedKeys.FEDERATION, self._keys.signer(site), self._keys,
                 parallel=all_cores(),
+                noise_key=lambda round, about: simulated_sum_key(self._config, site, round),
             )  # fmt: skip
         return self._sites[site]

@@ -41,8 +41,6 @@ def check_config(config: Config) -> None:
             )
         if train.batch_size:
             check_accounting()
-    if privacy.in_sums:
-        raise ConfigError('privacy.where: "sum" is not here yet. Set it to "site".')
     if privacy.in_sums and (not config.secagg.enabled or config.asynchronous.enabled):
         raise ConfigError(
             'privacy.where = "sum": noise that is shared among sites protects a sum that nobody sees without '
@@ -61,6 +59,12 @@ def fresh_key(config: Config, site: SiteId, round: int, weights: Arena, simulate
     if not simulated:
         return os.urandom(KEY_BYTES)
     text = f"noise/{config.run.seed}/{round}/{site}/{weights.digest}"
+    return hashlib.sha256(text.encode()).digest()[:KEY_BYTES]
+
+
+def simulated_sum_key(config: Config, site: SiteId, round: int) -> bytes:
+    """The key of a simulated site's noise in a round's sum, the same with masks and without."""
+    text = f"noise in sums/{config.run.seed}/{round}/{site}"
     return hashlib.sha256(text.encode()).digest()[:KEY_BYTES]
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...config import Config
 from ...errors import BadUpdate, FedtrainError
 from ...messages import Evaluation, Failure, Reply, SiteId, Update
 from ...pki import Revoked, Signer
-from ...secagg.client import NEVER, Client
+from ...secagg.client import NEVER, Client, Contribution
 from ...secagg.encoding import Encoded
-from ...secagg.masking import Parallel, serial
+from ...secagg.masking import Parallel, RingVector, serial
 from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Keys, Mask, Share, Unmask
+from ...secagg.noise import DiscreteGaussian
 from ...secagg.roster import Verifies
 from ...store import Ledger
-from ..star.secure_terms import encoding_of, policy, round_seed, scale_of
+from ..star.secure_terms import bounds, encoding_of, noise_of, policy, round_seed, scale_of
 
+NoiseKey = Callable[[int, str], bytes]  # (round, what the noise is for) -> 16 bytes, the same for the same
 REQUESTS = Advertise | AdvertiseEvaluation | Share | Mask | Agree | Unmask
 
 
@@ -36,14 +39,16 @@ class SecureSite:
         revoked: Revoked | None = None,
         parallel: Parallel = serial,
         sums: Ledger | None = None,
+        noise_key: NoiseKey | None = None,
     ) -> None:
         """
         Args:
+            noise_key: Gives keys of the noise in sums, which only a site with noise in its sums needs.
             revoked: The list of revoked certificates; it is read again before each session.
             sums: Remembers, on disk, the sums that this site's updates are in; None: they are forgotten.
         """
         self._config, self._site, self._revoked, self._parallel = config, site, revoked, parallel
-        self._policy = policy(config, federation)
+        self._policy, self._noise_key = policy(config, federation), noise_key
         opened = {} if sums is None else sums.sums()
         self._clients = {
             kind: Client(
@@ -77,23 +82,48 @@ class SecureSite:
                 self._revoked.reload()
             schema = request.weights.schema if isinstance(result, Update) else None
             encoding = encoding_of(self._config, request.round, len(request.terms.cohort), schema)
-            scale = 1.0
+            scale, noise = 1.0, None
             if isinstance(result, Update):
                 check_examples(self._config, result)
                 scale = scale_of(self._config, result)
+                noise = noise_of(self._config, request.weights.schema, len(request.terms.cohort))
         except FedtrainError as e:
             return Failure(reason=f"{self._site} refuses: {e}")
 
         self._client = self._clients[type(request)]
         self._client.policy = replace(self._policy, length=encoding.length)
         seed = round_seed(self._config, request.round, self._site)
-        return self._client.begin(request, model, Encoded(encoding, result, seed, scale, self._parallel))
+        own: Contribution = Encoded(encoding, result, seed, scale, self._parallel)
+        if noise is not None and isinstance(result, Update):
+            assert self._noise_key is not None, "noise in sums, and nobody has a key"
+            # another model, update or noise is another release
+            about = f"{model.hex()}/{result.delta.digest}/{noise.std!r}/{encoding.point}"
+            own = Noised(own, noise, partial(self._noise_key, request.round, about), self._parallel)
+        return self._client.begin(request, model, own)
+
+
+@dataclass(frozen=True)
+class Noised:
+    """A contribution with this site's part of the noise of a sum."""
+
+    own: Contribution
+    noise: DiscreteGaussian
+    key: Callable[[], bytes]
+    parallel: Parallel
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.own.names
+
+    def write(self, names: tuple[str, ...], out: RingVector) -> None:
+        self.own.write(names, out)
+        self.noise.add_to(out, self.key(), self.parallel)
 
 
 def check_examples(config: Config, update: Update) -> None:
     """BadUpdate for more examples than were agreed on. It says no number, which is the site's secret."""
     for key, most in (
-        ("secagg.max_examples", config.secagg.max_examples),
+        ("secagg.max_examples", bounds(config)[1]),
         ("limits.max_examples", config.limits.max_examples),
     ):
         if update.num_examples > most:

@@ -42,7 +42,7 @@ from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .secure_site import REQUESTS as SECURE_REQUESTS
 from .secure_site import SecureSite
-from .spent import Spent
+from .spent import Spent, SumKeys
 
 
 class Site:
@@ -228,14 +228,21 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def secure_site_of(config: Config, name: SiteId, credentials: Credentials, ledger: Ledger) -> SecureSite:
-    """The site's half of secure sums, with the key and the root of its certificate."""
+def secure_site_of(
+    config: Config, name: SiteId, credentials: Credentials, ledger: Ledger, spent: Spent | None = None
+) -> SecureSite:
+    """The site's half of secure sums, with the key and the root of its certificate. Damaged when the ledger
+    `spent` is shorter than the sums that this site was in."""
     check_config(config)
+    noise_key = None
+    if config.privacy.in_sums and spent is not None:
+        spent.check(max((round for round, _ in ledger.sums().get(Advertise.__name__, ())), default=NEVER))
+        noise_key = SumKeys(name, ledger.folder, spent).key
     signer, federation = Signer.of(credentials), credentials.identity.federation
     revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
     return SecureSite(
         config, name, federation, signer, Verifier(credentials.root, federation, revoked=revoked),
-        revoked=revoked, parallel=all_cores(), sums=ledger,
+        revoked=revoked, parallel=all_cores(), sums=ledger, noise_key=noise_key,
     )  # fmt: skip
 
 
@@ -284,8 +291,8 @@ async def run(
             emit(SiteState(site=name, state=state, round=round))
 
         about = trainer.description
-        secure = secure_site_of(config, name, credentials, ledger) if config.secagg.enabled else None
         spent = Spent(config, ledger.folder, emit) if config.privacy.noise_multiplier else None
+        secure = secure_site_of(config, name, credentials, ledger, spent) if config.secagg.enabled else None
         site = Site(
             name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),
             bounds := bounds_of(config),

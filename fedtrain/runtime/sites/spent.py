@@ -7,6 +7,8 @@ not there any more, or shorter than what others know of this site, stops the sit
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -23,10 +25,12 @@ from ...privacy import Release, epsilon
 from ...store.chain import Chain
 from ...store.disk import COPY, Kept
 from ...store.memory import NEVER
-from .privacy import release_of
+from .privacy import KEY_BYTES, release_of
 
 FILE = "releases.jsonl"
 COUNT = "releases"  # what was kept before releases had parameters: how many there were
+KEYS = "noise.json"  # of the newest sums
+REMEMBERED = 4  # of them: what is older is summed no more (secagg.client), and its noise is nobody's concern
 REMEDY = "What was given away must not be forgotten: restore it, or add up the epsilons of two run.names."
 
 
@@ -126,6 +130,30 @@ class Spent:
             self._chain.append(Given(NEVER, "site", Release("gaussian", sigma), privacy.delta))
         for path in (count, count.with_name(count.name + COPY)):
             path.unlink(missing_ok=True)
+
+
+class SumKeys:
+    """The keys of one site's noise in sums. What is summed again has the same noise again: from two sums of
+    one update with different noises, some of it could be taken out."""
+
+    def __init__(self, site: SiteId, folder: Path, spent: Spent) -> None:
+        self._site, self._spent = site, spent
+        remedy = "The site may remove both: what it gives into a sum again then counts as a new release."
+        self._kept = Kept(folder / KEYS, dict[str, str], remedy)
+
+    def key(self, round: int, about: str) -> bytes:
+        """The key for a round's update, and for what else makes a vector another one. A vector is counted
+        before the first that has this key may leave."""
+        known: dict[str, str] = {}
+        for kept in self._kept.read():
+            known |= kept
+        name = f"{round}/{about}"
+        if name not in known:
+            known = dict([*known.items()][1 - REMEMBERED :]) | {name: secrets.token_hex(KEY_BYTES)}
+            self._kept.write(known)
+        key = bytes.fromhex(known[name])
+        self._spent.summed(self._site, round, hashlib.sha256(key).hexdigest())
+        return key
 
 
 class Spending(CohortWrapper):

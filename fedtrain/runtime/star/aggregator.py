@@ -21,7 +21,7 @@ from ...transport.endpoints import TRANSPORTS, RemoteCohort
 from ...transport.tls import Tls
 from ...wire.frames import Bounds, Hello
 from ..journal import Averages, Journal, Result, Shown, no_data, plain
-from ..sites import compressed
+from ..sites import compressed, privacy
 from ..threads import all_cores, while_torch_loads
 from ..trainers.supervised import Supervised, unchanged
 from ..trainers.trainer import Trainer
@@ -43,6 +43,8 @@ async def serve(
     """
     keep_freed()
     compressed.check_config(config)
+    if config.privacy.in_sums:
+        privacy.check_config(config)
     if config.asynchronous.enabled:
         asynchronous.check_config(config)
     credentials = Credentials.load(config.root / config.network.certs / "aggregator")

@@ -242,6 +242,7 @@ class UnderMasks:
             nonce=secrets.token_bytes(NONCE_BYTES), cohort=cohort, quorum=quorum,
             threshold=threshold, degree=degree, ring_bits=self._config.secagg.ring_bits,
             value_bits=point.value_bits, clip=point.clip, max_weight=point.max_weight, length=encoding.length,
+            privacy=self._policy.privacy,
         )  # fmt: skip
 
     def _tell(self, plan: RoundPlan, found: SecureSum, *, training: bool) -> None:

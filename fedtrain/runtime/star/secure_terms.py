@@ -15,10 +15,13 @@ from ...secagg.client import Policy
 from ...secagg.encoding import Encoding, norm_of, rounding_seed
 from ...secagg.fixedpoint import FixedPoint
 from ...secagg.masking import BLOCK_BYTES, Parallel, buffers, exhaust, serial
+from ...secagg.noise import MIN_STD, DiscreteGaussian
 from ..sites import compressed
 from .answers import compares, rule_of
 
 SITES = 3  # the least in a sum: in a sum over two each learns the other's update
+TAIL = 8.0  # standard deviations of a site's noise for which its values have room
+BELOW, ROUNDED = 1 - 2.0**-20, 1 + 2.0**-10  # what a norm and a rounding allow for the arithmetic of floats
 
 
 def check_config(config: Config) -> None:
@@ -49,7 +52,41 @@ def check_config(config: Config) -> None:
 def fixed_point(config: Config, sites: int) -> FixedPoint:
     """How numbers become integers in a sum over so many sites."""
     s = config.secagg
-    return FixedPoint(sites, s.ring_bits, s.clip, s.max_examples, s.value_bits)
+    clip, max_weight = bounds(config)
+    return FixedPoint(sites, s.ring_bits, clip, max_weight, s.value_bits)
+
+
+def bounds(config: Config) -> tuple[float, float]:
+    """The bounds on a coordinate of an update times its weight, and on its weight. With noise in the sums all
+    sites count alike, and their values have room for the noise."""
+    privacy = config.privacy
+    if not privacy.in_sums:
+        return config.secagg.clip, config.secagg.max_examples
+    return privacy.clip * (1 + TAIL * privacy.noise_multiplier / math.sqrt(SITES)), 1.0
+
+
+def noise_of(config: Config, schema: Schema, sites: int) -> DiscreteGaussian | None:
+    """Each site's part of the noise in a sum over so many, of an update's trained coordinates: as many sites
+    as must at least be in the sum bring all of the noise. ConfigError for a ring that is too small for it.
+
+    An update of norm `clip` has integers of norm clip/step + √d at most, because each of d coordinates is
+    rounded by less than one. The noise is that much larger, so privacy.noise_multiplier is what it says.
+    """
+    privacy, point = config.privacy, fixed_point(config, sites)
+    if not privacy.in_sums:
+        return None
+    quorum, _, _ = policy(config, "").graph(sites)
+    coordinates = sum(section.trained for section in schema.sections)
+    rounded = ROUNDED * math.sqrt(coordinates)
+    clip = privacy.clip / point.step
+    std = privacy.noise_multiplier * (clip + rounded) / math.sqrt(quorum)
+    if std < MIN_STD or rounded > clip:
+        raise ConfigError(
+            f'privacy.where: "sum" adds noise to integers, and secagg.ring_bits = {point.ring_bits} leaves '
+            f"each of {sites} sites {point.value_bits} bits, too few for it. Set secagg.ring_bits = "
+            f"{min(64, 2 * point.ring_bits)}, or raise privacy.noise_multiplier."
+        )
+    return DiscreteGaussian(std, coordinates)
 
 
 def encoding_of(config: Config, number: int, sites: int, schema: Schema | None) -> Encoding:
@@ -66,10 +103,12 @@ def least_sites(config: Config) -> int:
 
 def policy(config: Config, federation: str) -> Policy:
     """What this end insists on. `length` is set for each session."""
-    s = config.secagg
+    s, privacy = config.secagg, config.privacy
+    clip, max_weight = bounds(config)
     return Policy(
-        federation=federation, run=config.run.name, ring_bits=s.ring_bits, clip=s.clip,
-        max_weight=s.max_examples, length=0, value_bits=s.value_bits,
+        federation=federation, run=config.run.name, ring_bits=s.ring_bits, clip=clip,
+        max_weight=max_weight, length=0, value_bits=s.value_bits,
+        privacy=f"noise {privacy.noise_multiplier:g} of {privacy.clip:g}" if privacy.in_sums else "",
         min_sites=least_sites(config),
         full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
     )  # fmt: skip
@@ -96,12 +135,13 @@ def hash_of(weights: AnyArena, parallel: Parallel = serial, frozen: str = "") ->
 
 
 def scale_of(config: Config, update: Update) -> float:
-    """The factor that shortens a delta to limits.max_norm: the aggregator can't check a norm that it does not
-    see. BadUpdate for NaN."""
-    most = config.limits.max_norm
-    if not most:
+    """The factor that shortens a delta to limits.max_norm, as the aggregator can't check a norm that it does
+    not see; and to privacy.clip where sums have noise. BadUpdate for NaN."""
+    private = config.privacy.clip * BELOW if config.privacy.in_sums else 0.0
+    limits = [limit for limit in (config.limits.max_norm, private) if limit]
+    if not limits:
         return 1.0
     norm = norm_of(update.delta)
     if not norm < math.inf:
         raise BadUpdate("its update has NaN or infinite values")
-    return min(1.0, most / norm) if norm else 1.0
+    return min(1.0, min(limits) / norm) if norm else 1.0
