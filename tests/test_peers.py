@@ -2,6 +2,8 @@
 this process; tests/network/test_peer.py has processes."""
 
 import asyncio
+import contextlib
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -10,16 +12,18 @@ import torch
 
 from fedtrain import gossip, topology
 from fedtrain.arena import Arena
-from fedtrain.errors import ConfigError
+from fedtrain.errors import ConfigError, ConnectError
 from fedtrain.exchange import Share
+from fedtrain.runtime.peers import enrolment
 from fedtrain.runtime.peers.enrolment import called_at, invite
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.keeping_up import catch_up
 from fedtrain.runtime.peers.parcels import trained_part
 from fedtrain.runtime.peers.peer import Shape
+from fedtrain.transport.admission import join
 from fedtrain.transport.memory import LocalNetwork
 
-from .limits import bounded
+from .limits import WAIT_S, bounded
 from .peers import SCHEMA, village
 from .ports import serving
 
@@ -48,6 +52,29 @@ def test_whoever_comes_or_goes_peers_go_on_with_the_graph_nearest_to_theirs(tmp_
             assert any("it is regular:2" in each["text"] for each in v.of("a", "notice"))
             at = v.rounds_of("a")
             await v.until(lambda: v.rounds_of("a") > at + 3)
+
+    bounded(main())
+
+
+def test_a_newcomer_that_is_told_to_stop_goes_on_asking_nobody(tmp_path, monkeypatch):
+    """A process ends when its threads have, and an answer may take a minute not to come."""
+    asking, gone = threading.Event(), threading.Event()
+
+    def asks(*arguments):
+        asking.set()
+        with contextlib.suppress(ConnectError):
+            join(*arguments)
+        gone.set()
+
+    monkeypatch.setattr(enrolment, "join", asks)
+
+    async def main():
+        async with village(tmp_path, "ab") as v:
+            code = invite(v.config(network={"listen": f"127.0.0.1:{v.ports['a']}"}), "b", "a", days=1)
+            v.start("b", invitation=code, gossip={"roster": "roster-of-b"})  # and a runs nowhere
+            assert await asyncio.to_thread(asking.wait, WAIT_S)
+            await v.stop("b")
+            assert await asyncio.to_thread(gone.wait, enrolment.JOIN_S / 2)
 
     bounded(main())
 

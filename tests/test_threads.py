@@ -1,12 +1,15 @@
 """Work over threads: each item once, done when the with block ends, and an error reaches the caller."""
 
+import asyncio
 import os
 import threading
+import time
 
 import pytest
 
-from fedtrain.runtime.threads import ThreadPool
+from fedtrain.runtime.threads import ThreadPool, while_awaited
 from fedtrain.secagg.masking import exhaust
+from tests.limits import WAIT_S, bounded
 
 
 def run(pool, work, items):
@@ -70,3 +73,24 @@ def test_an_error_is_raised_when_all_is_done(wrong):
 
     with pytest.raises(ValueError, match=f"item {wrong}"):
         run(ThreadPool(3), work, range(8))
+
+
+def test_work_that_nobody_awaits_any_more_is_told_so():
+    begun, ended = threading.Event(), threading.Event()
+
+    def work(tick_s, over):
+        begun.set()
+        until = time.monotonic() + WAIT_S
+        while not over() and time.monotonic() < until:
+            time.sleep(tick_s)
+        if over():
+            ended.set()
+
+    async def main():
+        working = asyncio.create_task(while_awaited(work, 0.001))
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        working.cancel()
+        assert await asyncio.to_thread(ended.wait, WAIT_S)
+
+    bounded(main())
+    assert bounded(while_awaited(lambda n, over: (n, over()), 3)) == (3, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,16 @@ SMALL_BYTES = 1 << 20  # work on a smaller model holds up the event loop for les
 async def in_thread(nbytes: int, work: Callable[..., T], *args: Any) -> T:
     """work(*args) on a model of so many bytes: in a thread when the model is large, else here."""
     return work(*args) if nbytes <= SMALL_BYTES else await asyncio.to_thread(work, *args)
+
+
+async def while_awaited(work: Callable[..., T], *args: Any) -> T:
+    """work(*args, over) in a thread; over() is true once nobody awaits this any more. Then work should end: a
+    process waits for such threads before it ends."""
+    cancelled = threading.Event()
+    try:
+        return await asyncio.to_thread(work, *args, cancelled.is_set)
+    finally:
+        cancelled.set()
 
 
 async def while_torch_loads(starting: Awaitable[T]) -> T:

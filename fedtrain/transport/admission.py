@@ -165,9 +165,16 @@ class Guests:
 
 
 def join(
-    host: Contact, guest: Curve, stamp: Stamp, entry: bytes, add: Callable[[bytes], object], timeout_s: float
+    host: Contact,
+    guest: Curve,
+    stamp: Stamp,
+    entry: bytes,
+    add: Callable[[bytes], object],
+    timeout_s: float,
+    over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """The guest's half: tell the host our signed entry, hand what it answers to `add`. Blocks.
+    """The guest's half: tell the host our signed entry, hand what it answers to `add`. Blocks, until over()
+    is true at most.
 
     JoinRefused says why we may not come in, ConnectError that nobody is there.
     """
@@ -183,7 +190,7 @@ def join(
             poller.register(each, zmq.POLLIN)
         dealer.connect(f"tcp://{host.address}")
         question, until, asked_s = pack(Header(Kind.JOIN), stamp), time.monotonic() + timeout_s, -math.inf
-        while (now := time.monotonic()) < until:
+        while (now := time.monotonic()) < until and not over():
             if now >= asked_s + ASK_S:
                 with contextlib.suppress(zmq.Again):  # not connected yet
                     dealer.send_multipart([question, entry], NOBLOCK)

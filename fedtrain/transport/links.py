@@ -129,7 +129,8 @@ class Links:
         self._context: zmq.Context[Source] = zmq.Context(io_threads=settings.io_threads)
         self._context.set(zmq.MAX_SOCKETS, 8192)
         self._waker, self._wakee = socket.socketpair()
-        self._wakee.setblocking(False)
+        for end in (self._waker, self._wakee):
+            end.setblocking(False)
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}  # of what can be polled, but for peers' messages
         # before the ROUTER, which takes no call without one
@@ -164,7 +165,7 @@ class Links:
 
     def wake(self) -> None:
         """Have `woken` called, from any thread."""
-        with contextlib.suppress(OSError):  # closed at this moment
+        with contextlib.suppress(OSError):  # closed at this moment, or as many wait as there is room for
             self._waker.send(b"!")
 
     def close(self) -> None:

@@ -70,8 +70,9 @@ class PeerThread:
         self._loop = asyncio.get_running_loop()
         self._greeting = msgspec.structs.replace(greeting, boot=secrets.token_bytes(8))
         self.courier = Courier(
-            settings.limits, first_transfer=secrets.randbits(31), refused=self._share_refused
-        )
+            settings.limits, first_transfer=secrets.randbits(31),
+            refused=lambda peer, round, why: self.emit(UpdateRefused(site=peer, round=round + 1, reason=why)),
+        )  # fmt: skip
         self._membership = Membership(
             local.name, now=time.monotonic(), draw=random.Random(secrets.randbits(64)),
             period_s=settings.heartbeat_s, suspicion_s=settings.idle_s,
@@ -79,6 +80,7 @@ class PeerThread:
         self._commands: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()  # over _posted, which both threads touch
         self._posted: dict[PeerId, ReceivedShare] = {}
+        self._waiting: set[asyncio.Future[Any]] = set()  # all that `answer` gave; the loop's
         self._exchange: asyncio.Future[Exchanged] | None = None  # who waits for the end of the exchange
         self._pulls: dict[PeerId, asyncio.Future[ReceivedShare | None]] = {}  # who waits for a peer's state
         self._passed_on: frozenset[bytes] = frozenset()  # statements that all connected peers were sent
@@ -103,7 +105,7 @@ class PeerThread:
 
     def stop(self) -> None:
         """Say good-bye and close. Blocks."""
-        if not self._closed:
+        with contextlib.suppress(ConnectError):  # it is closed
             self.submit(self._leave)
         self._thread.join(10)
 
@@ -114,6 +116,13 @@ class PeerThread:
             raise ConnectError(f"{self._local.name} is not connected any more: {why}")
         self._commands.append(command)
         self.links.wake()
+
+    def answer(self) -> asyncio.Future[Any]:
+        """What a command will settle; it fails where the thread ends before. Call it on the loop."""
+        answer = self._loop.create_future()
+        self._waiting.add(answer)
+        answer.add_done_callback(self._waiting.discard)
+        return answer
 
     def take_posted(self) -> dict[PeerId, ReceivedShare]:
         with self._lock:
@@ -154,7 +163,7 @@ class PeerThread:
             self._error = e
         finally:
             self._closed = True
-            self._fail_waiting()
+            self._on_loop(self._fail_waiting)
             self.links.close()
 
     def _turn(self) -> None:
@@ -400,9 +409,6 @@ class PeerThread:
             if answer := self._pulls.pop(peer, None):
                 self._on_loop(_settle, answer, states.pop(peer))
 
-    def _share_refused(self, peer: PeerId, round: int, reason: str) -> None:
-        self.emit(UpdateRefused(site=peer, round=round + 1, reason=reason))
-
     def emit(self, event: Event) -> None:
         """To the log, which belongs to the caller's side."""
         self._on_loop(self._emit, event)
@@ -430,10 +436,9 @@ class PeerThread:
         self.links.send()
 
     def _fail_waiting(self) -> None:
-        """Nobody waits for a thread that is gone."""
-        error = self._error or ConnectError(f"{self._local.name} has left")
-        for waiting in (*self._pulls.values(), *([self._exchange] if self._exchange else [])):
-            self._on_loop(_fail, waiting, error)
+        """Nobody waits for a thread that is gone, whether it took the command or not. On the loop."""
+        for answer in [each for each in self._waiting if not each.done()]:
+            answer.set_exception(self._error or ConnectError(f"{self._local.name} has left"))
 
     def _on_loop(self, what: Callable[..., object], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # its loop has ended
@@ -443,8 +448,3 @@ class PeerThread:
 def _settle(future: asyncio.Future[T], result: T) -> None:
     if not future.done():
         future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -6,7 +6,9 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
+from ..errors import ConnectError
 from ..events import Emit, silent
 from ..exchange import Exchanged, Mixer, PeerId, ReceivedShare, Share
 from ..malloc import keep_freed
@@ -90,13 +92,14 @@ class ZmqNeighbors:
         self, round: int, shares: Mapping[PeerId, Share], expected: Sequence[PeerId], mixer: Mixer,
         deadline_s: float,
     ) -> Exchanged:  # fmt: skip
-        done: asyncio.Future[Exchanged] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Exchanged] = self._thread.answer()
         begin = lambda: self._thread.begin(done, round, shares, expected, mixer, deadline_s)
         self._call({*shares, *expected}, begin)
         try:
             return await done
         except asyncio.CancelledError:
-            self._submit(lambda: self._courier.abandon(time.monotonic()))
+            with suppress(ConnectError):  # it is closed
+                self._submit(lambda: self._courier.abandon(time.monotonic()))
             raise
 
     def post(self, round: int, shares: Mapping[PeerId, Share]) -> None:
@@ -110,7 +113,7 @@ class ZmqNeighbors:
         self._submit(lambda: self._courier.publish(round, share))
 
     async def pull(self, peer: PeerId, timeout_s: float) -> ReceivedShare | None:
-        answer: asyncio.Future[ReceivedShare | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[ReceivedShare | None] = self._thread.answer()
         self._call([peer], lambda: self._thread.pull(peer, answer))
         try:
             async with asyncio.timeout(timeout_s):
@@ -118,7 +121,8 @@ class ZmqNeighbors:
         except TimeoutError:
             return None
         finally:
-            self._submit(lambda: self._thread.forget_pull(peer))
+            with suppress(ConnectError):
+                self._submit(lambda: self._thread.forget_pull(peer))
 
     def revoked(self) -> None:
         """The roster has changed: cut off at once the peers that are no longer on it, or have another key."""

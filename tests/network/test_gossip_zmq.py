@@ -1,6 +1,7 @@
 """The graph seam over real ZeroMQ with CURVE, on loopback."""
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -132,6 +133,78 @@ def test_a_peer_that_leaves_stays_until_its_good_bye_was_read():
                     await asyncio.sleep(0.001)
             assert p.of("a", "site_lost") == [{"site": "b", "reason": "has left"}]
             await leaving
+
+    bounded(main())
+
+
+@contextlib.contextmanager
+def standing_still(neighbors):
+    """Its thread, inside of the with block."""
+    busy, free = threading.Event(), threading.Event()
+
+    def stand_still():
+        busy.set()
+        assert free.wait(2 * WAIT_S)
+
+    neighbors._submit(stand_still)
+    assert busy.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        free.set()
+
+
+def test_nobody_waits_for_a_thread_that_stands_still_only_to_give_it_work():
+    async def main():
+        async with party("a") as p:
+            a, done = p.peers["a"], threading.Event()
+
+            def give_work():
+                for _ in range(10_000):  # no socket's buffer has room for a byte of each
+                    a._submit(lambda: None)
+                done.set()
+
+            with standing_still(a):
+                threading.Thread(target=give_work, daemon=True).start()
+                assert await asyncio.to_thread(done.wait, WAIT_S)
+
+    bounded(main())
+
+
+@pytest.mark.parametrize("ask", ["exchange", "pull"])
+def test_who_asks_a_thread_in_the_instant_in_which_it_dies_is_told_so(ask):
+    """The question was taken, and nobody was there any more to read it."""
+
+    async def main():
+        async with party("a") as p:
+            a = p.peers["a"]
+            with standing_still(a):
+                a._submit(lambda: 1 // 0)
+                ways = {"exchange": (0, {}, ["b"], None, 3600.0), "pull": ("b", 3600.0)}
+                asking = asyncio.create_task(getattr(a, ask)(*ways[ask]))
+                await asyncio.sleep(0)
+            with pytest.raises(ZeroDivisionError):
+                async with asyncio.timeout(WAIT_S):
+                    await asking
+
+    bounded(main())
+
+
+def test_to_cancel_is_no_error_where_the_thread_has_died_just_then():
+    async def main():
+        async with party("a") as p:
+            a = p.peers["a"]
+            with standing_still(a):
+                a._submit(lambda: 1 // 0)
+                asking = [asyncio.create_task(a.exchange(0, {}, ["b"], None, 3600.0)),
+                          asyncio.create_task(a.pull("b", 3600.0))]  # fmt: skip
+                await asyncio.sleep(0)
+            a._thread._thread.join(WAIT_S)
+            for each in asking:
+                each.cancel()
+            outcomes = await asyncio.gather(*asking, return_exceptions=True)
+            assert [type(each) for each in outcomes] == [asyncio.CancelledError] * 2
+            await a.stop()
 
     bounded(main())
 

@@ -70,7 +70,7 @@ class Members:
 
     async def accept(self, invitation, name, run="r"):
         stamp = Stamp.of(run, "s", name)
-        await asyncio.to_thread(runtime.accept, invitation, self.rosters[name], name, stamp)
+        await runtime.accept(invitation, self.rosters[name], name, stamp)
 
 
 @contextlib.asynccontextmanager

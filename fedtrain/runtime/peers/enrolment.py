@@ -21,6 +21,7 @@ from ...pki.signing import Signer, Verifier
 from ...secagg.peer_sums import PeerSums
 from ...transport.admission import Curve, join
 from ...wire.gossip import Stamp
+from ..threads import while_awaited
 
 JOIN_S = 60.0  # for the peer that has invited this one to answer
 EVERYWHERE = ("0.0.0.0", "[::]", "*")  # noqa: S104 - refused as addresses
@@ -118,8 +119,8 @@ def invite(config: Config, guest: PeerId, host: PeerId, *, days: float) -> Invit
     )  # fmt: skip
 
 
-def accept(invitation: Invitation, roster: Roster, me: PeerId, stamp: Stamp) -> None:
-    """Fetch the roster from the peer that has invited this one; ConnectError says why it can't be. Blocks."""
+async def accept(invitation: Invitation, roster: Roster, me: PeerId, stamp: Stamp) -> None:
+    """Fetch the roster from the peer that has invited this one; ConnectError says why it can't be."""
     if invitation.guest != me:
         raise JoinRefused(f"this invitation is for {invitation.guest}, not for {me}")
     host = Contact(invitation.host, invitation.key, invitation.address)
@@ -129,7 +130,7 @@ def accept(invitation: Invitation, roster: Roster, me: PeerId, stamp: Stamp) -> 
         with suppress(CertificateError):  # the host has it; whether it counts here is ours to say
             roster.add(statement)
 
-    join(host, guest, stamp, own_entry(roster, me), add, JOIN_S)
+    await while_awaited(join, host, guest, stamp, own_entry(roster, me), add, JOIN_S)
     found = roster.contact(host.peer)
     if found is None or found.key != host.key:
         raise JoinRefused(f"who answers at {host.address} can't prove to be {host.peer} of this federation")

@@ -98,7 +98,7 @@ async def run(
         roster = enrolled(config, name, credentials, curve, emit, sums, greeting.mask_number)
         if invitation is not None and roster.contact(invitation.host) is None:
             stamp = Stamp.of(config.run.name, schema.digest, name)
-            await asyncio.to_thread(accept, invitation, roster, name, stamp)
+            await accept(invitation, roster, name, stamp)
             emit(Notice(text=f"joined by {invitation.host}: {len(roster.peers())} peers on the roster"))
         neighbors = ZmqNeighbors(
             me=name, curve=curve, roster=roster, run=config.run.name, greeting=greeting,
