@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.runtime.trainers.trainer import Trainer, TrainerDied
 from fedtrain.runtime.trainers.workbench import Workbench
+from tests.limits import WAIT_S, bounded
 
 TASK = """
 import json, os, subprocess, sys, time
@@ -137,6 +139,26 @@ def test_stop_ends_a_hanging_task_and_the_processes_that_it_started(config, tmp_
         return started
 
     assert all(map(gone, asyncio.run(main())))
+
+
+def test_a_process_that_does_not_die_when_it_is_killed_keeps_nobody(monkeypatch):
+    """One that waits for a dead disk, or for a driver."""
+    monkeypatch.setattr("fedtrain.runtime.trainers.trainer.KILLED_S", 0.01)
+
+    class Undying:
+        pid = 1 << 30  # no process has it
+
+        async def wait(self):
+            await asyncio.Event().wait()
+
+    async def main():
+        trainer, (ours, theirs) = Trainer(Undying(), None), socket.socketpair()
+        with theirs:
+            await asyncio.get_running_loop().create_connection(lambda: trainer, sock=ours)
+            await trainer.stop()
+        assert not trainer._watching.done()
+
+    bounded(main(), WAIT_S)
 
 
 def test_a_task_that_cannot_be_loaded_is_the_users_error(config, tmp_path):

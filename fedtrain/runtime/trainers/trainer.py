@@ -36,6 +36,7 @@ ABANDONED_S = 5.0  # a cancelled command that takes longer than this ends the pr
 POLL_S = 1.0  # how often a process that owes an answer is checked for having been stopped
 STOPPED_POLLS = 5  # a process found stopped so many times in a row is ended
 CLOSE_S = 3.0  # a child may take so long to leave by itself before it is killed
+KILLED_S = 10.0  # until a killed process is left to the kernel: one that waits for a dead disk does not end
 TRIES = 3  # a process that dies as it starts, or over a command, is started so many times
 
 _printed: set[tuple[str, str]] = set()  # where tasks failed: sites that fail alike give one traceback
@@ -210,15 +211,19 @@ class Trainer(Trains, asyncio.Protocol):
     async def close(self) -> None:
         """End the process: by itself, or killed after CLOSE_S."""
         self._transport.close()
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._watching), CLOSE_S)
+        await self._end_within(CLOSE_S)
         await self.stop()
 
     async def stop(self) -> None:
         """End the process and all that it started, now."""
         self._kill()
         self._transport.close()
-        await self._watching
+        await self._end_within(KILLED_S)
+
+    async def _end_within(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):  # wait_for may swallow a cancel (Python 3.11)
+                await asyncio.shield(self._watching)
 
     async def _ask(self, message: msg.Start | msg.Command) -> Any:
         if self._ended is not None:
