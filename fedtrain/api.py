@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import modes, training
 from .config import Config, one_of
@@ -32,6 +32,7 @@ from .training.task import Task, arguments_of
 if TYPE_CHECKING:
     from torch import nn
 
+    from .runtime.cross_site import MatrixReport
     from .tracking.export import EvaluationReport
 
 Project = Config | Task | type[Task] | Path | str
@@ -142,6 +143,7 @@ async def site(
         return await site.run(config, name, data_dir=_data(task, data_dir), emit=emit)
 
 
+@overload
 def evaluate(
     source: Source,
     project: Project | None = None,
@@ -149,17 +151,39 @@ def evaluate(
     site: str | None = None,
     data_dir: Path | str | None = None,
     round: Round = None,
-) -> EvaluationReport:
+    matrix: Literal[False] = False,
+) -> EvaluationReport: ...
+@overload
+def evaluate(
+    source: Source | Sequence[Source], project: Project | None = None, *, site: str | None = None,
+    data_dir: Path | str | None = None, round: Round | Sequence[Round] = None, matrix: Literal[True],
+) -> MatrixReport: ...  # fmt: skip
+def evaluate(
+    source: Source | Sequence[Source],
+    project: Project | None = None,
+    *,
+    site: str | None = None,
+    data_dir: Path | str | None = None,
+    round: Round | Sequence[Round] = None,
+    matrix: bool = False,
+) -> EvaluationReport | MatrixReport:
     """Measure a finished model on the test data that is here, and write down what is found beside it.
 
     `project`: None is the run's own, or the current folder. `site`: on the data of this one; None: of all.
+    `matrix`: each model of one or more sources and rounds on each site's data; nothing is written.
     """
-    from .runtime import evaluation
+    from .runtime import cross_site, evaluation
 
-    config, task = _of(source, project)
-    path, data = source_of(config, source), _data(task, data_dir)
+    sources = [source] if isinstance(source, Run | Path | str) else [*source]
+    rounds = [round] if round is None or isinstance(round, int | str) else [*round]
+    if not sources or not rounds or (not matrix and len(sources) + len(rounds) > 2):
+        raise ConfigError("evaluate: name one run and one round; or at least one, with matrix=True.")
+    config, task = _of(sources[0], project)
+    paths, data = [source_of(config, each) for each in sources], _data(task, data_dir)
     with evaluation.generators_kept():
-        return evaluation.evaluate(config, path, site=site, data_dir=data, round=round, task=task)
+        if matrix:
+            return cross_site.matrix(config, paths, site=site, data_dir=data, rounds=rounds, task=task)
+        return evaluation.evaluate(config, paths[0], site=site, data_dir=data, round=rounds[0], task=task)
 
 
 def load_model(source: Source, project: Project | None = None, *, round: Round = None) -> nn.Module:

@@ -254,7 +254,7 @@ def test_aggregator_and_site_use_run_directories_of_their_own(project, monkeypat
 
 
 def test_a_run_that_fails_says_why_here_and_in_its_events(project, monkeypatch):
-    async def serve(config, *, emit, start):
+    async def serve(config, *, emit, start, data_dir):
         emit(events.RunStarted(run="heart", mode="federated", rounds=2))
         raise TooFewSites("round 1", 1, 2)
 
@@ -270,7 +270,7 @@ import asyncio, sys
 from fedtrain import cli, events
 from fedtrain.runtime.star import aggregator
 
-async def serve(config, *, emit, start):
+async def serve(config, *, emit, start, data_dir):
     emit(events.RunStarted(run="heart", mode="federated", rounds=2))
     try:
         await asyncio.sleep(600)

@@ -156,6 +156,10 @@ def drive_shown(work: Callable[[Emit], Coroutine[Any, Any, Any]], *, json: bool,
         drive(work(show))
 
 
+def which_rounds(_: object, __: object, values: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(which_round(None, None, value) for value in values) or (None,)
+
+
 def which_round(_: object, __: object, value: str | None) -> Any:
     if value is None or value == "best":
         return value

@@ -31,10 +31,20 @@ from .arguments import (
     line_of,
     stop,
     which_round,
+    which_rounds,
     with_config,
     with_data,
 )
-from .output import columns, print_json, print_plan, print_runs, row_of_the_table, short
+from .output import (
+    columns,
+    print_evaluation,
+    print_json,
+    print_matrix,
+    print_plan,
+    print_runs,
+    row_of_the_table,
+    short,
+)
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -406,33 +416,26 @@ def export(config: Config, run: str | None, json: bool, out: Path | None, round_
 
 
 @cli.command()
-@click.argument("run", required=False)
+@click.argument("run", metavar="[RUN]...", nargs=-1)
 @with_config
 @as_json
 @click.option("--site", "name", metavar="NAME", help="On the data of this site; without it, of all sites.")
 @with_data
-@click.option("--round", "round_", metavar="N|best", callback=which_round,
+@click.option("--round", "rounds", metavar="N|best", multiple=True, callback=which_rounds,
               help="Which round of a run; without it, the last.")  # fmt: skip
+@click.option("--matrix", is_flag=True, help="Each model, of several runs or rounds, on each site's data.")
 def evaluate(
-    config: Config, run: str | None, json: bool, name: str | None, data_dir: Path | None, round_: Any
-) -> None:
-    """Measure a finished model on the test data that is here."""
+    config: Config, run: tuple[str, ...], json: bool, name: str | None, data_dir: Path | None,
+    rounds: tuple[Any, ...], matrix: bool,
+) -> None:  # fmt: skip
+    """Measure finished models on the test data that is here."""
     from .. import api
-    from ..fairness import SUFFIXES, averaged
-    from ..tracking.export import EVALUATION, SPLITS
-    from ..tracking.live import number
 
-    source = api.run_dir(config, None) if run is None else api.source_of(config, run)
-    found = api.evaluate(source, config, site=name, data_dir=data_dir, round=round_)
-    if json:
-        return print_json(found)
-    if found.data != "test_data":
-        click.echo(f"The task has no test_data(): this is its {found.data}(), {SPLITS[found.data]} data.")
-    names = averaged(found.metrics)
-    rows = [(site, *(number(own.get(each)) for each in names)) for site, own in found.by_site.items()]
-    if len(rows) > 1:
-        rows.append(("all", *(number(found.metrics[each]) for each in names)))
-        rows += [(how, *(number(found.metrics.get(f"{each}/{how}")) for each in names)) for how in SUFFIXES]
-    columns([("SITE", *(each.upper() for each in names)), *rows])
-    folder = source if source.is_dir() else source.parent
-    click.echo(f"written to {short(folder / EVALUATION)}")
+    if not matrix and (len(run) > 1 or len(rounds) > 1):
+        raise click.UsageError("one run, and one round of it, is measured; several are with --matrix.")
+    sources = [api.source_of(config, each) for each in run] or [api.run_dir(config, None)]
+    if matrix:
+        table = api.evaluate(sources, config, site=name, data_dir=data_dir, round=rounds, matrix=True)
+        return print_json(table) if json else print_matrix(table)
+    found = api.evaluate(sources[0], config, site=name, data_dir=data_dir, round=rounds[0])
+    return print_json(found) if json else print_evaluation(found, sources[0])

@@ -13,7 +13,9 @@ import click
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ..runtime.cross_site import MatrixReport
     from ..runtime.plan import RoundTraffic
+    from ..tracking.export import EvaluationReport
     from ..tracking.runs import Summary
 
 RUN_COLUMNS = ("RUN", "STATE", "ROUND", "LOSS", "EVALUATED", "BEST", "UPDATED")
@@ -86,6 +88,49 @@ def short(path: Path) -> str:
     """Relative to where the user is, when it lies there."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def print_evaluation(found: EvaluationReport, source: Path) -> None:
+    """Print a model's metrics at each site, and over all of them where there are several."""
+    from ..fairness import SUFFIXES, averaged
+    from ..tracking.export import EVALUATION
+    from ..tracking.live import number
+
+    tell_split(found.data)
+    names = averaged(found.metrics)
+    rows = [(site, *(number(own.get(each)) for each in names)) for site, own in found.by_site.items()]
+    if len(rows) > 1:
+        rows.append(("all", *(number(found.metrics[each]) for each in names)))
+        rows += [(how, *(number(found.metrics.get(f"{each}/{how}")) for each in names)) for how in SUFFIXES]
+    columns([("SITE", *(each.upper() for each in names)), *rows])
+    folder = source if source.is_dir() else source.parent
+    click.echo(f"written to {short(folder / EVALUATION)}")
+
+
+def print_matrix(found: MatrixReport) -> None:
+    """Print a table for each metric: models by sites, and over all of these where there are several."""
+    from ..fairness import SUFFIXES, averaged
+    from ..tracking.live import number
+
+    tell_split(found.data)
+    sites = next(iter(found.by_model.values())).keys()
+    for i, name in enumerate(dict.fromkeys(n for own in found.metrics.values() for n in averaged(own))):
+        over = {"all": name, **{how: f"{name}/{how}" for how in SUFFIXES}} if len(sites) > 1 else {}
+        rows = [
+            (model, *(number(found.by_model[model][site].get(name)) for site in sites),
+             *(number(own.get(each)) for each in over.values()))
+            for model, own in found.metrics.items()
+        ]  # fmt: skip
+        click.echo("\n" * (i > 0), nl=False)
+        columns([(name.upper(), *sites, *over), *rows])
+
+
+def tell_split(data: str) -> None:
+    """Print which data it was, where it is not test data."""
+    from ..tracking.export import SPLITS
+
+    if data != "test_data":
+        click.echo(f"The task has no test_data(): this is its {data}(), {SPLITS[data]} data.")
 
 
 def print_plan(config: Config, found: RoundTraffic) -> None:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,12 +46,7 @@ def evaluate(
     engine = Engine(task, config.train, config.run.seed)
     weights, frozen = filled(source, tensors, engine.schema, engine.frozen.schema)
     engine.freeze(frozen)
-    if site is not None:
-        with user_code(folder_of(task), f"test_data({site!r})"):
-            data = {site: task.test_data(site)}
-    else:
-        data = SimulatedSites(task, config.simulate, config.run.seed).test_data()
-    found = {name: engine.evaluate(each, weights) for name, each in data.items()}
+    found = {name: engine.evaluate(each, weights) for name, each in test_sets(config, task, site).items()}
     metrics, by_site = shown(task, summed(found), found)
     evaluated = EvaluationReport(
         run=about["run"], round=about["round"], weights_digest=about["weights_digest"],
@@ -60,6 +55,14 @@ def evaluate(
     )  # fmt: skip
     keep_evaluated(source, evaluated)
     return evaluated
+
+
+def test_sets(config: Config, task: Task, site: SiteId | None) -> dict[SiteId, Any]:
+    """The test data of one site; of all (None), each natural site's or that of the one pool as "central"."""
+    if site is None:
+        return SimulatedSites(task, config.simulate, config.run.seed).test_data()
+    with user_code(folder_of(task), f"test_data({site!r})"):
+        return {site: task.test_data(site)}
 
 
 def model_with_weights(

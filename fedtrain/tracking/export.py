@@ -138,6 +138,23 @@ def model_of(source: Path, round: int | Literal["best"] | None) -> tuple[dict[st
     return tensors, about
 
 
+def own_models(source: Path, round: int | Literal["best"] | None) -> dict[str, dict[str, Any]]:
+    """The tensors of each one's own model, by its name, where a run keeps several: of peers that were
+    simulated together; {} of any other run, and of an export."""
+    if not (source / "run.db").exists():
+        return {}
+    store = RunStore(source, read_only=True)
+    try:
+        checkpoint, frozen = store.load(_choose(store, round)), store.load_frozen().views()
+    finally:
+        store.close()
+    state, schema = checkpoint.state, checkpoint.weights.schema
+    names = [key.removesuffix("/gauge") for key in state if key.endswith("/gauge")]  # as Peer.kept says
+    if len(names) < 2:
+        return {}
+    return {name: Arena(schema, state[f"{name}/model"]).views() | frozen for name in sorted(names)}
+
+
 def beginning(source: Path, schema: Schema, frozen: Schema) -> tuple[Arena, Arena]:
     """The model that a new run begins with, and its frozen parameters: the last one of a run directory, or an
     export (its folder, or its model.safetensors). StoreError unless it is a model of these schemas; what of
