@@ -359,4 +359,4 @@ def test_a_rule_refuses_to_start_with_fewer_updates_than_its_promise_needs(kind,
 
 def test_the_tables_name_every_file_of_a_rule_or_a_step():
     files = {f.stem for f in Path(aggregation.__file__).parent.glob("*.py")}
-    assert files - {"__init__", "base", "before"} == {*RULES, *STEPS}
+    assert files - {"__init__", "base", "before", "last"} == {*RULES, *STEPS}

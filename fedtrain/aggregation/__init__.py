@@ -21,6 +21,7 @@ from .clip import Clip
 from .fltrust import FLTrust
 from .geometric_median import GeometricMedian
 from .krum import Krum
+from .last import kept, last
 from .mean import Mean, WeightedMean
 from .median import Median
 from .multi_krum import MultiKrum
@@ -45,7 +46,7 @@ STEPS: dict[str, type[Step]] = {
 }
 
 __all__ = ["RULES", "STEPS", "Known", "Mean", "Rule", "Stack", "Step", "WeightedMean", "aggregate", "build",
-           "parse_step"]  # fmt: skip
+           "kept", "last", "parse_step"]  # fmt: skip
 
 
 def build(

@@ -31,6 +31,7 @@ class Known:
 
     seed: int = 0  # of all random numbers, so that the same round gives the same bits again
     sites: Sequence[SiteId] = ()  # whose updates the rows are, in their order; () where rows are no one's
+    last: Arena | None = None  # the last round's aggregate; None before the first
 
 
 NOTHING = Known()
@@ -53,6 +54,9 @@ class Stack(Protocol[T_co]):
     @property
     def known(self) -> Known:
         """What is known of the round."""
+
+    def with_last(self) -> Stack[T_co]:
+        """The stack with one more row, the last aggregate; that row is 0 where there is none."""
 
     def trained(self) -> Iterator[Rows]:
         """One pass over the trained floats, in arena order."""
@@ -95,6 +99,11 @@ class Rule(Settings):
         return 1
 
     @property
+    def remembers(self) -> bool:
+        """Whether the rule needs the last aggregate, `known.last`, which is then part of a round's state."""
+        return False
+
+    @property
     def must_have(self) -> Sequence[SiteId]:
         """The sites without whose own updates the rule can't decide; a round always asks them."""
         return ()
@@ -126,6 +135,10 @@ class Updates:
             raise RoundError("there are no updates to aggregate")
         self._schema, self._updates, self.known = schema, updates, known
         self.count, self.weights = len(updates), [update.num_examples for update in updates]
+
+    def with_last(self) -> Updates:
+        last = Arena.zeros(self._schema) if self.known.last is None else self.known.last
+        return Updates(self._schema, [*self._updates, Update(delta=last, num_examples=0.0)], self.known)
 
     def trained(self) -> Iterator[Rows]:
         for section in self._schema.sections:
@@ -166,6 +179,11 @@ class Vectors:
         if rows.ndim != 2 or not len(rows):
             raise RoundError(f"a rule wants vectors as rows [n, d] with n >= 1, not {list(rows.shape)}")
         self._rows, self.count, self.weights, self.known = rows, len(rows), [1.0] * len(rows), NOTHING
+
+    def with_last(self) -> Vectors:
+        import torch
+
+        return Vectors(torch.cat([self._rows, self._rows.new_zeros(1, self._rows.shape[1])]))
 
     def trained(self) -> Iterator[Rows]:
         for _, rows in self._chunks():

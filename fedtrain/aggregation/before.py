@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from ..config.values import Settings
@@ -48,6 +48,10 @@ class After(Rule):
             needs = step.fewest(needs)
         return needs
 
+    @property
+    def remembers(self) -> bool:
+        return self.rule.remembers
+
     def of(self, stack: Stack[T]) -> T:
         for step in self.steps:
             stack = step.over(stack)
@@ -72,7 +76,12 @@ class Mixed(Generic[T]):
 
     @property
     def known(self) -> Known:
-        return Known(seed=self._inner.known.seed)  # a mixture is no site's
+        return replace(self._inner.known, sites=())  # a mixture is no site's
+
+    def with_last(self) -> Mixed[T]:
+        inner = self._inner.with_last()
+        shares = [[*own, 0.0] for own in self._shares] + [[0.0] * (inner.count - 1) + [1.0]]
+        return Mixed(inner, shares, [*self.weights, 0.0], rest=self._rest)
 
     def trained(self) -> Iterator[Rows]:
         for rows in self._inner.trained():

@@ -82,6 +82,7 @@ class RoundPlan:
     attempt: int
     sites: list[SiteId]
     counted: Mapping[SiteId, int] = field(default_factory=dict)  # RunStore.counted, when it begins
+    last: Arena | None = None  # what the rule made of the round before, if it needs that
 
 
 class RunStore(RunFolder):

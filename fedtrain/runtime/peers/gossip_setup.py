@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 from ... import aggregation, compression, topology
+from ...aggregation import Rule
 from ...config import CompressionConfig, Config
 from ...errors import ConfigError
 from ...exchange import PeerId
@@ -30,7 +32,7 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
             raise ConfigError("gossip.compressor: choco remembers errors itself. Leave error_feedback out.")
         compressor = compression.parse(gossip.compressor).contraction()
     own = {kind: rule for kind, rule in aggregation.RULES.items() if rule.of_rows and not rule.linear}
-    rule = rules.parse(gossip.rule, own, aggregation.build, config.run.rounds)
+    rule = rules.parse(gossip.rule, own, without_memory, config.run.rounds)
     algorithm = build(gossip.algorithm, gossip.options, compressor, rule)
     check_masks(config, algorithm)
     file = gossip.topology.removeprefix("file:")
@@ -48,6 +50,17 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
             f'of each neighbour. Use one that stays, as "regular:4".'
         )
     return algorithm, graph
+
+
+def without_memory(kind: str, options: Mapping[str, Any]) -> Rule:
+    """An aggregation rule for a neighbourhood; ConfigError for one that starts from the last aggregate."""
+    rule = aggregation.build(kind, options)
+    if rule.remembers:
+        raise ConfigError(
+            f"gossip.rule: {kind} with {options} starts from the last aggregate, which peers don't have. "
+            f'Use "{kind}:start=zero", from the own model on.'
+        )
+    return rule
 
 
 def agreed(config: Config) -> dict[str, str]:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -39,6 +39,9 @@ from ..journal import Averages
 from ..threads import in_thread
 from . import checks
 
+if TYPE_CHECKING:
+    import torch
+
 T = TypeVar("T")
 
 
@@ -50,6 +53,7 @@ class Aggregate:
     metrics: Averages
     sites: Sequence[SiteId]  # whose updates are in it
     sizes: dict[SiteId, float] = field(default_factory=dict)  # of each update, as in errors.Diverged
+    state: dict[str, torch.Tensor] = field(default_factory=dict)  # what the rule keeps until the next round
 
 
 class Answers(Protocol):
@@ -120,11 +124,11 @@ class InTheOpen:
             if site not in trained:
                 raise SiteMissing(f"round {plan.round + 1}", site, failed.get(site, ""))
         if mean is None:
-            known = known_of(config, plan.round, list(trained))
+            known = known_of(config, plan.round, plan.last, list(trained))
             delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled, known)
         else:
             delta = await in_thread(schema.nbytes, mean.result)
-        return Aggregate(delta, averages(trained), list(trained), sizes)
+        return Aggregate(delta, averages(trained), list(trained), sizes, aggregation.kept(self.rule, delta))
 
     async def _checked(
         self, requests: Mapping[SiteId, Train], sizes: dict[SiteId, float], failed: dict[SiteId, str]
@@ -243,9 +247,9 @@ def rule_of(config: Config, updates: int | None = None) -> Rule:
     return rule
 
 
-def known_of(config: Config, number: int, sites: Sequence[SiteId] = ()) -> Known:
+def known_of(config: Config, number: int, last: Arena | None, sites: Sequence[SiteId] = ()) -> Known:
     """What a rule may know of a round; `sites`: whose updates it sees, if they are single ones."""
-    return Known(seed_of(config.run.seed, "aggregation", number), sites)
+    return Known(seed_of(config.run.seed, "aggregation", number), sites, last)
 
 
 def compares(config: Config) -> str:

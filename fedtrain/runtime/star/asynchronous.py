@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...aggregation import aggregate
+from ...aggregation import aggregate, kept, last
 from ...arena import AnyArena
 from ...config import Config
 from ...errors import BadUpdate, ConfigError, Diverged, RoundError
@@ -285,7 +285,7 @@ class Loop:
         buffer = sorted(self._buffer, key=lambda b: (b.site, b.turn.number))
         before, nbytes = self._newest, self._newest.weights.schema.nbytes
         updates = [self._discounted(b) for b in buffer]
-        known = known_of(self._config, before.round)
+        known = known_of(self._config, before.round, last(before.weights.schema, before.state))
         delta = await in_thread(nbytes, aggregate, self._answers.rule, before.weights.schema, updates, known)
         weights, state = await in_thread(
             nbytes, server_step, self._strategy, before.weights, before.state, delta
@@ -296,7 +296,7 @@ class Loop:
         metrics = averages({f"{i:09}": b.update.metrics for i, b in enumerate(buffer)})
         record = self._lap.record(metrics, len({b.site for b in buffer}))
         record["staleness"] = sum(self._staleness(b.turn) for b in buffer) / len(buffer)
-        after = Checkpoint(before.round + 1, weights, state)
+        after = Checkpoint(before.round + 1, weights, state | kept(self._answers.rule, delta))
         after = await in_thread(nbytes, compressed.shortened, self._config, before, after)
         prepared = await in_thread(nbytes, self._store.prepare, after)
         self._journal.commit(after, record, prepared)

@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...aggregation import last
 from ...config import Config
 from ...digest import seed_of
 from ...errors import Diverged, SecAggError, TooFewSites, some
@@ -125,6 +126,7 @@ async def federated_round(
     """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left.
     Returns the next one, what the log says of it, and whose updates are in it."""
     lap = Lap(answers.cohort)
+    plan = replace(plan, last=last(checkpoint.weights.schema, checkpoint.state))
     mean = await answers.train(plan, checkpoint.weights)
     weights, state = await in_thread(
         checkpoint.weights.schema.nbytes,
@@ -133,7 +135,7 @@ async def federated_round(
     if problem := await in_thread(weights.schema.nbytes, checks.flaw, weights, state):
         raise Diverged(problem, mean.sizes)
     record = lap.record(mean.metrics, len(mean.sites))
-    return Checkpoint(plan.round + 1, weights, state), record, mean.sites
+    return Checkpoint(plan.round + 1, weights, state | mean.state), record, mean.sites
 
 
 def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:

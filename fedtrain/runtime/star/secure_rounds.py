@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from ...aggregation import aggregate
+from ...aggregation import aggregate, kept
 from ...arena import AnyArena
 from ...config import Config
 from ...digest import seed_of
@@ -72,7 +72,8 @@ def one_of_groups(
     if len(deltas) < rule.needs:
         raise TooFewSites(f"groups with a sum, for {config.aggregation.rule}", len(deltas), rule.needs)
     updates = [Update(delta=delta, num_examples=t.weight) for t, delta in zip(totals, deltas, strict=True)]
-    return Aggregate(aggregate(rule, schema, updates, known_of(config, plan.round)), metrics, sites)
+    delta = aggregate(rule, schema, updates, known_of(config, plan.round, plan.last))
+    return Aggregate(delta, metrics, sites, state=kept(rule, delta))
 
 
 def tell_clipped(emit: Emit, plan: RoundPlan, totals: Sequence[Total]) -> None:
