@@ -178,8 +178,8 @@ def run(case: Case, rounds: int, parallel: Parallel, folder: Path) -> list[Timin
         async def once(terms: Terms = terms, offer: Advertise = offer) -> tuple[np.ndarray, float]:
             began = clock()
             masked = await masked_sum(
-                cohort, terms, MODEL, offer, verifier.verify, deadline_s=600, step_deadline_s=600,
-                parallel=parallel,
+                cohort, terms, MODEL, dict.fromkeys(sorted(terms.cohort), offer), verifier.verify,
+                deadline_s=600, step_deadline_s=600, parallel=parallel,
             )  # fmt: skip
             total = await masked.unmask()
             assert total.sites == tuple(name for name in names if name not in lost)

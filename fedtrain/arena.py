@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ import msgspec
 
 from .digest import Digest, digest_of
 from .errors import BadUpdate
-from .schema import ITEM_BYTES, Schema, Section, unique_tensors
+from .schema import ITEM_BYTES, Schema, Section, TensorSpec, unique_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -118,9 +118,9 @@ class Arena(AnyArena):
         return cls(schema, torch.frombuffer(buffer, dtype=torch.uint8, count=schema.nbytes))
 
     @classmethod
-    def of(cls, model: nn.Module, *, frozen: bool = False) -> Arena:
-        """A copy of what the module trains and its buffers, or of its frozen parameters."""
-        return cls._filled(Schema.of(model, frozen=frozen), unique_tensors(model))
+    def of(cls, model: nn.Module, *, frozen: bool = False, without: Collection[str] = ()) -> Arena:
+        """A copy of a module's tensors, see Schema.of."""
+        return cls._filled(Schema.of(model, frozen=frozen, without=without), unique_tensors(model))
 
     @classmethod
     def pack(cls, tensors: Mapping[str, torch.Tensor]) -> Arena:
@@ -153,11 +153,24 @@ class Arena(AnyArena):
         found = ((s, self.flat(s)[s.trained :]) for s in self.schema.sections if s.moves)
         return {section.dtype: vector for section, vector in found if len(vector)}
 
+    @property
+    def model(self) -> Arena:
+        """The same without extras; a view."""
+        own = self.schema.model
+        return self if own is self.schema else Arena(own, self.data[: own.nbytes])
+
     def views(self) -> dict[str, torch.Tensor]:
-        """Every tensor by name, in its shape; views, no copy."""
+        """Every tensor of the model by name, in its shape; views, no copy."""
+        return self._views(self.schema.model.tensors)
+
+    def extras(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the strategy's by name; views, no copy."""
+        return self._views(self.schema.extras)
+
+    def _views(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
         flat = {s: self.flat(s) for s in self.schema.sections}
-        specs = zip(self.schema.tensors, self.schema.places.values(), strict=True)
-        return {s.name: flat[section][start:stop].view(s.shape) for s, (section, start, stop) in specs}
+        places = ((spec, *self.schema.places[spec.name]) for spec in specs)
+        return {s.name: flat[section][start:stop].view(s.shape) for s, section, start, stop in places}
 
     def bind(self, model: nn.Module) -> None:
         """Make the module's tensors of this schema views of this arena: from here on, training writes here.
@@ -168,6 +181,10 @@ class Arena(AnyArena):
         tensors = unique_tensors(model)
         for name, view in self.views().items():
             tensors[name].data = view
+
+    def to(self, device: torch.device) -> Arena:
+        """The same on a device; itself where it is there."""
+        return self if self.data.device == device else Arena(self.schema, self.data.to(device))
 
     def copy_(self, other: Arena) -> Arena:
         self.data.copy_(other.data)
@@ -224,7 +241,7 @@ class Slab:
         """Each row's L2 norm over its floats; NaN or Inf where a value is, or where float32 overflows."""
         import torch
 
-        floats = [self.flat(s) for s in self.schema.sections if s.floating]
+        floats = [self.flat(s) for s in self.schema.model.sections if s.floating]
         squares = sum(torch.linalg.vector_norm(rows, dim=1).double().square() for rows in floats)
         norms: list[float] = squares.sqrt().tolist() if floats else [0.0] * self.rows
         return norms
@@ -340,3 +357,24 @@ def widened(vector: torch.Tensor) -> torch.Tensor:
 def narrow_into(out: torch.Tensor, values: torch.Tensor) -> None:
     """Write values into a tensor of a narrower dtype; integers become the nearest, halves the even one."""
     out.copy_(values if out.is_floating_point() else values.round())
+
+
+def joined(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """One vector of the trained coordinates of each dtype: those of the only dtype themselves where it is
+    float32 or float64; else new ones, of float64 if one of the dtypes is."""
+    import torch
+
+    wide = [widened(part) for part in parts.values()]
+    if len(wide) == 1:
+        return wide[0]
+    widest = torch.float64 if any(part.dtype == torch.float64 for part in wide) else torch.float32
+    return torch.cat([part.to(widest) for part in wide]) if wide else torch.zeros(0)
+
+
+def split_into(parts: Mapping[str, torch.Tensor], vector: torch.Tensor) -> None:
+    """Write the values of a vector of `joined` back, rounded once to each dtype."""
+    at = 0
+    for part in parts.values():
+        if part.data_ptr() != vector.data_ptr() or part.dtype != vector.dtype:
+            part.copy_(vector[at : at + len(part)])
+        at += len(part)

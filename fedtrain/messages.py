@@ -39,14 +39,22 @@ class Train(Request, frozen=True, kw_only=True, tag=True):
 class Evaluate(Request, frozen=True, kw_only=True, tag=True):
     round: int
     weights: AnyArena
+    counted: int = -1  # as in Train
 
 
 class Update(Message, frozen=True, kw_only=True, tag=True):
     """One site's contribution: how far its weights moved, and how much it counts."""
 
     delta: AnyArena  # local weights - global weights; integers too
-    num_examples: float  # examples (or tokens) trained on: the weight in the mean
+    num_examples: float  # examples (or tokens) trained on
     metrics: Metrics = {}
+    weight: float | None = None  # in the mean, where the strategy has one of its own; None: num_examples
+    scalars: dict[str, float] = {}  # numbers of the strategy's, which are summed
+
+    @property
+    def counts(self) -> float:
+        """The weight in the mean."""
+        return self.num_examples if self.weight is None else self.weight
 
 
 class Evaluation(Message, frozen=True, kw_only=True, tag=True):

@@ -1,7 +1,8 @@
 """What a model consists of: names, shapes and dtypes of its tensors, and where each lies in an arena.
 
 An arena has one section per dtype; inside a section the trained parameters come first, then the buffers,
-each in state_dict order. The schema's digest is agreed once, when a site joins.
+each in state_dict order. After the model come the extras: vectors of the strategy that travel with the model,
+again a section per dtype. The schema's digest is agreed once, when a site joins.
 
 Frozen parameters (requires_grad = False) have a schema of their own: they travel at most once.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     dtype: str
     trained: bool  # a parameter with requires_grad: strategies step on it; buffers move by plain mean
+    extra: bool = False  # no tensor of the model, but one of the strategy's
 
     @property
     def numel(self) -> int:
@@ -58,6 +60,7 @@ class Section:
     offset: int  # bytes from the start of the arena
     numel: int
     trained: int  # coordinates; 0 unless `floating`
+    extra: bool = False  # of no tensor of the model
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +74,9 @@ class Section:
 
     @property
     def moves(self) -> bool:
-        """Whether a round can change the values: booleans and bytes have no differences, so they stay."""
-        return self.dtype not in ("bool", "uint8")
+        """Whether a round's mean can change the values: booleans and bytes have no differences, so they stay;
+        extras are the strategy's own affair."""
+        return self.dtype not in ("bool", "uint8") and not self.extra
 
 
 class Schema(msgspec.Struct, frozen=True, dict=True):
@@ -81,11 +85,12 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     tensors: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, *, frozen: bool = False) -> Schema:
-        """The schema of a module: of what it trains and its buffers, or of its frozen parameters. Tied
-        weights appear once, under their first name."""
+    def of(cls, model: nn.Module, *, frozen: bool = False, without: Collection[str] = ()) -> Schema:
+        """The schema of a module: of what it trains and its buffers, `without` the tensors of these names; or
+        of its frozen parameters. Tied weights appear once, under their first name."""
         _check_state(model)
-        return cls.of_tensors({n: t for n, t in unique_tensors(model).items() if is_frozen(t) == frozen})
+        tensors = unique_tensors(model).items()
+        return cls.of_tensors({n: t for n, t in tensors if is_frozen(t) == frozen and n not in without})
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Schema:
@@ -106,7 +111,21 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     def ordered(cls, specs: Sequence[TensorSpec]) -> Schema:
         """The specs as they lie in an arena: by dtype, trained ones first."""
         order = list(dict.fromkeys(s.dtype for s in specs))
-        return cls(tuple(sorted(specs, key=lambda s: (order.index(s.dtype), not s.trained))))
+        return cls(tuple(sorted(specs, key=lambda s: (s.extra, order.index(s.dtype), not s.trained))))
+
+    def with_extras(self, specs: Sequence[TensorSpec]) -> Schema:
+        """The same model, followed by these."""
+        return Schema.ordered([*self.tensors, *specs]) if specs else self
+
+    @cached_property
+    def model(self) -> Schema:
+        """Without the extras. It is the beginning of an arena of this schema."""
+        own = tuple(s for s in self.tensors if not s.extra)
+        return self if len(own) == len(self.tensors) else Schema(own)
+
+    @property
+    def extras(self) -> tuple[TensorSpec, ...]:
+        return self.tensors[len(self.model.tensors) :]
 
     def check(self) -> None:
         """Refuse a schema off the wire that could not be a model, before anything is allocated."""
@@ -120,15 +139,16 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """One section for each dtype, in the order in which the tensors first have the dtypes."""
-        found: dict[str, list[TensorSpec]] = {}
+        """One section for each dtype, in the order in which the tensors first have the dtypes; of the model,
+        then of extras."""
+        found: dict[tuple[bool, str], list[TensorSpec]] = {}
         for s in self.tensors:
-            found.setdefault(s.dtype, []).append(s)
+            found.setdefault((s.extra, s.dtype), []).append(s)
         sections, offset = [], 0
-        for dtype, specs in found.items():
+        for (extra, dtype), specs in found.items():
             numel = sum(s.numel for s in specs)
             trained = sum(s.numel for s in specs if s.trained) if dtype in FLOATS else 0
-            sections.append(Section(dtype, offset, numel, trained))
+            sections.append(Section(dtype, offset, numel, trained, extra))
             offset += -(-numel * ITEM_BYTES[dtype] // ALIGN) * ALIGN
         return tuple(sections)
 
@@ -140,10 +160,10 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def places(self) -> dict[str, tuple[Section, int, int]]:
         """Name -> section, and from which of its coordinates up to which the tensor lies there."""
-        found, after = {}, {s.dtype: (s, 0) for s in self.sections}
+        found, after = {}, {(s.extra, s.dtype): (s, 0) for s in self.sections}
         for spec in self.tensors:
-            section, start = after[spec.dtype]
-            after[spec.dtype] = section, start + spec.numel
+            section, start = after[spec.extra, spec.dtype]
+            after[spec.extra, spec.dtype] = section, start + spec.numel
             found[spec.name] = section, start, start + spec.numel
         return found
 

@@ -30,7 +30,7 @@ from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, Ledger, RunStore, Spool
 from fedtrain.store.disk import write_whole
 from fedtrain.store.memory import NEVER
-from fedtrain.strategies import build, state_init
+from fedtrain.strategies import beginning, build
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.transport.streams import read_chunk
 from fedtrain.wire.codec import arenas, decode, encode, fetch_list
@@ -156,7 +156,7 @@ class Star:
             store.begin(SCHEMA, config.agreed(), task_digest="t")
             if store.latest() is None:
                 initial = Arena.zeros(SCHEMA)
-                store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+                store.commit(Checkpoint(0, *beginning(strategy, initial)), {})
             ledgers = {
                 name: stack.enter_context(closing(Ledger(config.site_dir(name), self.lines.append)))
                 for name in SITES
@@ -206,7 +206,7 @@ class Toy:
         count = float(1 + ord(site) % 3)
         return Update(delta=delta, num_examples=count, metrics={"loss": (float(flat.norm()), count)})
 
-    async def evaluate(self, site: str, round: int, weights: ArenaFile) -> Evaluation:
+    async def evaluate(self, site: str, round: int, weights: ArenaFile, counted: int = -1) -> Evaluation:
         return Evaluation(metrics={"loss": (float(weights.load().flat(SCHEMA.sections[0]).norm()), 1.0)})
 
     async def close(self) -> None:

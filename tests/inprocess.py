@@ -21,7 +21,7 @@ from fedtrain.runtime.trainers.trainer import Trainer
 from fedtrain.runtime.trainers.trainer_messages import Failed
 from fedtrain.runtime.trainers.workbench import Workbench, source_digest
 from fedtrain.store import Checkpoint, RunStore
-from fedtrain.strategies import build, state_init
+from fedtrain.strategies import beginning, build
 from tests.ports import free_port
 
 WAIT_S = 60.0
@@ -78,7 +78,7 @@ def begin(config: Config) -> None:
         derives=bench.description.derives,
     )  # fmt: skip
     if store.latest() is None:
-        store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+        store.commit(Checkpoint(0, *beginning(strategy, initial)), {})
     store.close()
 
 

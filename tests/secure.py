@@ -168,7 +168,14 @@ class Federation:
         async def session() -> SecureSum:
             cohort, verify = Bent(self.members, bend), self.authority.verify
             masked = await masked_sum(
-                cohort, self.terms, MODEL, advertise, verify, deadline_s=60, step_deadline_s=60, **options
+                cohort,
+                self.terms,
+                MODEL,
+                dict.fromkeys(sorted(self.terms.cohort), advertise),
+                verify,
+                deadline_s=60,
+                step_deadline_s=60,
+                **options,
             )
             agreed(masked.sites)
             return await masked.unmask()

@@ -17,7 +17,7 @@ from fedtrain.events import silent
 from fedtrain.runtime.datacenters import datacenter
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
-from fedtrain.strategies import build, server_step, state_init
+from fedtrain.strategies import beginning, build, server_step
 from tests.equivalence.tiny import case, project
 
 
@@ -162,7 +162,7 @@ def test_islands_never_move_to_a_model_that_can_not_be_trained_further(kind):
     schema = Schema((TensorSpec("w", (8,), "float32", True),))
     weights, mean, strategy = Arena.zeros(schema), Arena.zeros(schema), build(kind, {})
     mean.views()["w"].fill_(0.1)
-    state = state_init(strategy, weights)
+    state = beginning(strategy, weights)[1]
     new, after = datacenter.sound_step(strategy, weights, state, mean)
     expected, _ = server_step(strategy, weights, state, mean)
     assert new.digest == expected.digest

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 from fedtrain import Arena
 from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.learning import Context
 from fedtrain.privacy import Draws, Release, epsilon
 from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.runtime.trainers.workbench import Workbench
@@ -99,13 +100,13 @@ def naive(task, config, data, clip, noise, key=KEY, correct=None):
                 own, noises = noises[: p.numel()].view(p.shape), noises[p.numel() :]
                 g = (t + noise * clip * own) / expected
                 if correct is not None:
-                    correct(g, p, begun)
+                    correct(g, p, Context(begun))
                 p -= config.lr * g
     return torch.cat([(p - begun).detach().flatten() for p, begun in zip(parameters, first, strict=True)])
 
 
-def proximal(gradient, weights, start):
-    gradient.add_(weights - start, alpha=0.5)
+def proximal(gradient, weights, given):
+    gradient.add_(weights - given.start, alpha=0.5)
 
 
 @pytest.mark.parametrize("task", [Small(), Tokens(), Looping(), Tied()], ids=lambda task: type(task).__name__)

@@ -18,7 +18,7 @@ from fedtrain.runtime.star import aggregator, checks, federated
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, RunStore
-from fedtrain.strategies import build, state_init
+from fedtrain.strategies import beginning, build
 from fedtrain.transport.memory import LocalCohort
 
 SCHEMA = Schema((TensorSpec("w", (6,), "float32", True), TensorSpec("seen", (2,), "float32", False)))
@@ -74,7 +74,7 @@ def run(cfg, cohort, events=None, store=None):
     try:
         store.begin(SCHEMA, cfg.agreed(), task_digest="t")
         if store.latest() is None:
-            store.commit(Checkpoint(0, arena(), state_init(strategy, arena())), {})
+            store.commit(Checkpoint(0, *beginning(strategy, arena())), {})
         result = asyncio.run(
             federated.run(Journal(cfg, store, events), InTheOpen(cfg, cohort, events), strategy)
         )

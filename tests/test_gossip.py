@@ -180,7 +180,7 @@ def test_gossip_on_the_complete_graph_is_the_aggregators_strategy(kind, options,
     server = strategies.build(*strategy)
     weights = Arena.zeros(SCHEMA)
     weights.flat(SCHEMA.sections[0]).copy_(x0)
-    state = strategies.state_init(server, weights)
+    state = strategies.beginning(server, weights)[1]
     for _ in range(20):
         mean = WeightedMean(SCHEMA)
         for p in names(6):

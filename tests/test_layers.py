@@ -19,6 +19,7 @@ BOTTOM = {
     "events",
     "exchange",
     "fairness",
+    "learning",
     "malloc",
     "messages",
     "modes",

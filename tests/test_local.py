@@ -160,8 +160,8 @@ def test_a_clipped_gradient_has_the_norm_it_was_clipped_to():
 def test_a_strategy_corrects_each_gradient_knowing_where_the_round_began():
     seen = []
 
-    def correct(gradient, weights, start):
-        seen.append((weights - start).norm().item())
+    def correct(gradient, weights, given):
+        seen.append((weights - given.start).norm().item())
         gradient.zero_()
 
     update = train(Small(), CONFIG, examples(20), correct=correct)

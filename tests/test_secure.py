@@ -30,7 +30,7 @@ from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
 from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool
-from fedtrain.strategies import build, state_init
+from fedtrain.strategies import beginning, build
 from fedtrain.transport.endpoints import RemoteCohort, SiteLink
 from fedtrain.transport.grpc import GrpcTransport
 from fedtrain.transport.memory import LocalCohort
@@ -332,7 +332,7 @@ class RunStoreOf:
         self.store = RunStore(cfg.run_dir)
         self.store.begin(SCHEMA, cfg.agreed(), task_digest="t")
         strategy = build(cfg.strategy.kind, cfg.strategy.options)
-        self.store.commit(Checkpoint(0, zeros(), state_init(strategy, zeros())), {})
+        self.store.commit(Checkpoint(0, *beginning(strategy, zeros())), {})
 
     def __enter__(self):
         return self.store
@@ -416,11 +416,11 @@ def test_the_graph_of_many_sites_is_as_sparse_as_the_fractions_agreed_on_let_it_
 
 def test_a_sum_that_no_model_survives_is_not_committed_and_nobody_can_be_named(tmp_path):
     from fedtrain.runtime.star.federated import federated_round
-    from fedtrain.strategies import build, state_init
+    from fedtrain.strategies import beginning, build
 
     cfg = config(tmp_path)
     huge = build("fedavgm", {"server_lr": 1e25})
-    start = Checkpoint(0, zeros(), state_init(huge, zeros()))
+    start = Checkpoint(0, *beginning(huge, zeros()))
     with pytest.raises(Diverged, match=r"can't be known under masks: lower secagg\.clip") as error:
         asyncio.run(
             federated_round(SimulatedMasks(cfg, openly(), Events()), RoundPlan(0, 0, SITES), huge, start)
@@ -443,7 +443,7 @@ class Blobs:
         out.write_bytes(update.delta.payload)
         return Update(delta=update.delta, num_examples=update.num_examples, metrics=update.metrics)
 
-    async def evaluate(self, site, round, weights):
+    async def evaluate(self, site, round, weights, counted=-1):
         return trains(site)(Evaluate(id="", round=round, weights=weights))
 
     async def close(self):

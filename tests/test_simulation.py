@@ -22,7 +22,7 @@ from fedtrain.runtime.simulations.shared_memory import SharedMemory
 from fedtrain.runtime.simulations.simulation import TOLD_SITES, simulate
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
-from fedtrain.strategies import build, server_step, state_init
+from fedtrain.strategies import beginning, build, server_step
 
 TASK = """
 import os, signal
@@ -98,7 +98,7 @@ def by_hand(config):
     bench = Workbench(config, simulated=True)
     strategy = build(config.strategy.kind, config.strategy.options)
     weights = bench._engine.initial()
-    state = state_init(strategy, weights)
+    weights, state = beginning(strategy, weights)
     for number in range(config.run.rounds):
         mean = WeightedMean(weights.schema)
         for site in sorted(bench.description.sites):

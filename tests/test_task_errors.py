@@ -164,7 +164,7 @@ def test_equal_errors_of_many_sites_and_trainers_are_one_traceback(tmp_path):
                 settings, scratch=tmp_path, log=tmp_path / "log", simulated=True
             ) as trainer:
                 initial = await trainer.initial(tmp_path / "initial")
-                results = await trainer.evaluate_many(SITES, 0, initial)
+                results = await trainer.evaluate_many(SITES, 0, initial, [-1] * len(SITES))
         return results
 
     results = asyncio.run(ask())

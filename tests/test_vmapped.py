@@ -50,8 +50,8 @@ def examples(n, seed):
 SITES = [(f"site-{i}", examples(n, i)) for i, n in enumerate((5, 8, 21, 8, 5, 1, 21, 8))]
 
 
-def proximal(gradient, weights, start):
-    gradient.add_(weights - start, alpha=0.5)
+def proximal(gradient, weights, given):
+    gradient.add_(weights - given.start, alpha=0.5)
 
 
 def both(task, config, correct=None, sites=SITES, round=2):

@@ -151,7 +151,7 @@ class Updates:
                 yield rows
 
     def reduce(self, rule: Reduction, rest: Reduction | None = None) -> Arena:
-        result = Arena.zeros(self._schema)
+        result = Arena.zeros(self._schema.model)
         for section in self._schema.moving:
             edge = section.trained
             for first, end, make in (0, edge, rule), (edge, section.numel, rest or rule):

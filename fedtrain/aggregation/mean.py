@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from ..arena import Arena, Row, narrow_into
 from ..errors import RoundError
 from ..messages import Update
-from ..schema import Schema, chunks
+from ..schema import Schema, Section, chunks
 from .base import NOTHING, Known, Rule, Stack, weighted_sum
 
 if TYPE_CHECKING:
@@ -49,19 +49,19 @@ class WeightedMean:
     def __init__(self, schema: Schema) -> None:
         import torch
 
-        self._schema, self._total, self._folded = schema, 0.0, 0
+        self._schema, self._total, self._folded = schema.model, 0.0, 0
         self._rows: list[Update] = []  # consecutive rows of a slab that are not folded yet
         scratch = torch.empty(max(_longest(schema), PRODUCTS), dtype=torch.float64)
         self._parts = []  # (section, start, stop, the sum of that chunk, scratch memory of its size)
-        for section in schema.moving:
-            total = torch.zeros(section.numel, dtype=torch.float64)
+        self._sums = {s: torch.zeros(s.numel, dtype=torch.float64) for s in summed(schema)}
+        for section, total in self._sums.items():
             for start, stop in chunks(section):
                 self._parts.append((section, start, stop, total[start:stop], scratch[: stop - start]))
         self._scratch = scratch
 
     def add(self, update: Update) -> None:
         """Add the next update: at once, or together with the following rows when it is a row of a slab."""
-        delta, weight = update.delta, update.num_examples
+        delta, weight = update.delta, update.counts
         self._total += weight
         self._folded += 1
         if self._rows and not (isinstance(delta, Row) and delta.follows(self._rows[-1].delta)):
@@ -72,7 +72,12 @@ class WeightedMean:
                 self._fold_rows()
             return
         for section, start, stop, total, scratch in self._parts:
-            _fold(total, delta.chunk(section, start, stop), weight, scratch)
+            _fold(total, delta.chunk(section, start, stop), 1.0 if section.extra else weight, scratch)
+
+    def add_all(self, updates: Sequence[Update]) -> None:
+        """Add these, in their order."""
+        for update in updates:
+            self.add(update)
 
     def _fold_rows(self) -> None:
         """Add the pending rows: the bits of one by one, with the products of many rows computed at once."""
@@ -81,8 +86,9 @@ class WeightedMean:
         rows, self._rows = self._rows, []
         first = rows[0].delta
         assert isinstance(first, Row), first
-        weights = torch.tensor([u.num_examples for u in rows], dtype=torch.float64)[:, None]
+        counts = torch.tensor([u.counts for u in rows], dtype=torch.float64)[:, None]
         for section, start, stop, total, _ in self._parts:
+            weights = torch.ones_like(counts) if section.extra else counts
             deltas = first.slab.flat(section)[first.index : first.index + len(rows), start:stop]
             at_once = max(1, PRODUCTS // (stop - start))
             products = self._scratch[: at_once * (stop - start)].view(at_once, -1)
@@ -98,8 +104,24 @@ class WeightedMean:
         check_total(self._total, self._folded)
         mean = Arena.zeros(self._schema)
         for section, start, stop, total, scratch in self._parts:
-            narrow_into(mean.chunk(section, start, stop), scratch.copy_(total).div_(self._total))
+            if not section.extra:
+                narrow_into(mean.chunk(section, start, stop), scratch.copy_(total).div_(self._total))
         return mean
+
+    def nothing(self) -> Arena:
+        """The mean of updates that all weigh nothing: no move."""
+        return Arena.zeros(self._schema)
+
+    @property
+    def weight(self) -> float:
+        """Σ wᵢ."""
+        return self._total
+
+    def sums(self) -> dict[Section, torch.Tensor]:
+        """Σ wᵢΔᵢ of each section that a round changes, and Σ of each section of extras; float64."""
+        if self._rows:
+            self._fold_rows()
+        return self._sums
 
     @staticmethod
     def combine(schema: Schema, updates: Sequence[Update]) -> Arena:
@@ -108,17 +130,22 @@ class WeightedMean:
 
         total = 0.0
         for update in updates:
-            total += update.num_examples  # not sum(), which rounds in another way from Python 3.12 on
+            total += update.counts  # not sum(), which rounds in another way from Python 3.12 on
         check_total(total, len(updates))
-        mean, size = Arena.zeros(schema), _longest(schema)
+        mean, size = Arena.zeros(schema.model), _longest(schema)
         sums, scratch = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.float64)
         for section in schema.moving:
             for start, stop in chunks(section):
                 part, product = sums[: stop - start].zero_(), scratch[: stop - start]
                 for update in updates:
-                    _fold(part, update.delta.chunk(section, start, stop), update.num_examples, product)
+                    _fold(part, update.delta.chunk(section, start, stop), update.counts, product)
                 narrow_into(mean.chunk(section, start, stop), part.div_(total))
         return mean
+
+
+def summed(schema: Schema) -> list[Section]:
+    """The sections of an update that are summed."""
+    return [section for section in schema.sections if section.moves or section.extra]
 
 
 def check_total(total: float, count: int) -> None:

@@ -33,7 +33,7 @@ NEVER: Opened = ()
 REMEMBERED = 2  # such rounds: an aggregator whose last model was damaged makes it again from the one before
 
 
-class Contribution(Protocol):
+class Summand(Protocol):
     """What a site gives into a sum."""
 
     @property
@@ -147,7 +147,7 @@ class Client:
         self._last: tuple[str, msg.Answer | Failure] = ("", Failure(reason=""))
         self._arena: msg.RingArena | None = None
 
-    def begin(self, request: Advertisement, model: bytes, own: Contribution) -> msg.Keys | Failure:
+    def begin(self, request: Advertisement, model: bytes, own: Summand) -> msg.Keys | Failure:
         """Step 0, when the update is there: a new session, which ends any other.
 
         `model`: a hash that binds to the weights that this site trained on.
@@ -215,7 +215,7 @@ class Client:
 
 
 def take_part(
-    site: Client, asked: Advertisement, sid: bytes, own: Contribution
+    site: Client, asked: Advertisement, sid: bytes, own: Summand
 ) -> Generator[msg.Answer, Request, None]:
     """One session. SecAggError where this site will not go on; then nothing of it can be opened any more."""
     me, sign, random, terms = site.site, site.sign, site.random, asked.terms

@@ -1,17 +1,19 @@
 """What a site's vector in the ring holds, and what the sum over sites is read back as.
 
-  [ trained coordinates, (w/w_max)·Δ | w, how many were clipped, w·Δ of buffers | (sum, count) of metrics ]
+  [ trained coordinates, (w/w_max)·Δ | vectors of the strategy |
+    w, how many were clipped, numbers of the strategy, w·Δ of buffers | (sum, count) of metrics ]
 
-The first part is fixed point with random rounding, the rest are exact scalars (fixedpoint.py says how each
-is laid out). Both ends make an Encoding of the same terms. The site's end reads files and loads no torch.
+The first two parts are fixed point with random rounding, the others are exact scalars (fixedpoint.py says
+how each is laid out). Both ends make an Encoding of the same terms. The site's end reads files and loads no
+torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -21,12 +23,15 @@ from numpy.typing import NDArray
 
 from ..arena import AnyArena, Row
 from ..errors import RoundError, SecAggError
+from ..learning import NO_EXTRAS, Extras
 from ..messages import Evaluation, Metrics, Update, name_and_size, numbers_in, sized_names
 from ..schema import Schema, Section
 from .fixedpoint import PER_BLOCK, FixedPoint, held, numbers, reading
 from .masking import Parallel, RingVector, serial
 
 if TYPE_CHECKING:
+    import torch
+
     from ..arena import Arena
 
 CHUNK = 1 << 19  # coordinates read at a time where one thread reads
@@ -46,6 +51,8 @@ class Total:
     weight: float  # Σ w
     clipped: float  # coordinates over all sites
     metrics: Metrics  # Σ over sites
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict)  # as in learning.Round
+    scalars: Mapping[str, float] = field(default_factory=dict)  # likewise
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class StackedUpdate:
     weight: float
     factor: float  # by which its coordinates count: the weight, times what shortens its delta
     seed: bytes  # of its rounding
-    exact: list[float]  # what moves by the plain mean
+    exact: list[float]  # numbers of the strategy, and what moves by the plain mean
 
 
 class LinearMap(Protocol):
@@ -73,14 +80,16 @@ class Encoding:
     """Updates of one schema (None: evaluations, which are metrics alone) as vectors of one FixedPoint."""
 
     point: FixedPoint
-    schema: Schema | None
+    schema: Schema | None  # of an update
     compressor: LinearMap | None = None  # makes fewer coordinates of the trained ones, alike at all sites
     seed: int = 0  # of what the compressor draws: one for a round
+    extras: Extras = NO_EXTRAS
+    points: tuple[FixedPoint, ...] = ()  # of each vector of the strategy
 
     @cached_property
     def length(self) -> int:
         """Ring elements before those of metrics."""
-        return self._coordinates + self.point.limbs * (2 + self._exact)
+        return self._coordinates + self.point.limbs * (2 + len(self.extras.scalars) + self._exact)
 
     def numel(self, names: Sequence[str]) -> int:
         """Ring elements of a vector with the metrics of these names, which are sized."""
@@ -92,7 +101,15 @@ class Encoding:
 
     @cached_property
     def _coordinates(self) -> int:
-        return sum(self._length(section) for section in self._trained)
+        return sum(map(self._length, self._trained)) + sum(stop - start for _, start, stop, _ in self._extras)
+
+    @cached_property
+    def _extras(self) -> list[tuple[Section, int, int, FixedPoint]]:
+        """Where each vector of the strategy lies in an update, and how its values become integers."""
+        if self.schema is None:
+            return []
+        places, up = self.schema.places, self.extras.up
+        return [(*places[each.name], point) for each, point in zip(up, self.points, strict=True)]
 
     def _length(self, section: Section) -> int:
         squeeze = self._compressor(section)
@@ -136,9 +153,17 @@ class Encoding:
             else:
                 length, read = section.trained, reading(delta, section)
             out = vector[at : at + length]
-            clipped += self.point.encode_into(read, weight * scale, seed, out, at, parallel)
+            if weight:
+                clipped += self.point.encode_into(read, weight * scale, seed, out, at, parallel)
+            else:
+                out[:] = 0
             at += length
-        self._put(vector, at, [weight, clipped, *self._exact_values(delta, weight, scale)], self._name)
+        for section, start, stop, point in self._extras:
+            out, read = vector[at : at + stop - start], reading(delta, section, start)
+            clipped += point.encode_into(read, 1.0, seed, out, at, parallel)
+            at += stop - start
+        exact = [*self._numbers(update), *self._exact_values(delta, weight, scale)]
+        self._put(vector, at, [weight, clipped, *exact], self._name)
         self._put_metrics(vector, update.metrics, names)
 
     def stacks(self, delta: AnyArena) -> bool:
@@ -156,7 +181,7 @@ class Encoding:
         """What add_rows needs of an update that `stacks`. SecAggError for what can't travel."""
         assert isinstance(update.delta, Row)
         weight = self._weight(update)
-        exact = self._exact_values(update.delta, weight, scale)
+        exact = [*self._numbers(update), *self._exact_values(update.delta, weight, scale)]
         if exact:  # what no scalar holds is refused now, when it is known whose it is
             self.point.encode_scalars(np.array(exact), lambda i: self._name(i + 2))
         return StackedUpdate(update.delta, weight, weight * scale, seed, exact)
@@ -171,12 +196,22 @@ class Encoding:
             out = total[at : at + section.trained]
             clipped += self.point.add_rows(values, factors, seeds, out, at)
             at += section.trained
+        for section, start, stop, point in self._extras:
+            values, out = slab.flat(section).numpy()[indices, start:stop], total[at : at + stop - start]
+            clipped += point.add_rows(values, np.ones(len(rows)), seeds, out, at)
+            at += stop - start
         scalars = [[each.weight, count, *each.exact] for each, count in zip(rows, clipped, strict=True)]
         exact = self.point.encode_scalars(np.array(scalars, np.float64))
         total[at : self.length] += exact.sum(axis=0, dtype=total.dtype)
 
     def _weight(self, update: Update) -> float:
         """As its scalar will say. SecAggError for one that no sum takes."""
+        if update.weight is not None:
+            if not 0 <= update.weight <= self.point.max_weight:
+                raise SecAggError(
+                    f"its weight is not in the strategy's bounds, 0 to {self.point.max_weight:g}"
+                )
+            return self.point.weight(update.weight) if update.weight else 0.0
         if not 0 < update.num_examples <= self.point.max_weight:
             raise SecAggError(
                 f"it trained on none, or on more examples than secagg.max_examples = "
@@ -189,6 +224,13 @@ class Encoding:
         assert self.schema is None
         self._put(vector, 0, [0.0, 0.0], self._name)
         self._put_metrics(vector, metrics, names)
+
+    def _numbers(self, update: Update) -> list[float]:
+        """Those of the strategy. SecAggError for one beyond its bound."""
+        for each in self.extras.scalars:
+            if not abs(update.scalars.get(each.name, math.nan)) <= each.bound:
+                raise SecAggError(f"its {each.name} is beyond the strategy's bound of {each.bound:g}")
+        return [update.scalars[each.name] for each in self.extras.scalars]
 
     def _exact_values(self, delta: AnyArena, weight: float, scale: float) -> list[float]:
         found: list[float] = []
@@ -216,7 +258,9 @@ class Encoding:
             vector[at : at + len(items)] = items
 
     def _name(self, i: int) -> str:
-        return ("the weight", "the count of clipped values")[i] if i < 2 else f"value {i - 2} of its buffers"
+        scalars = [f"its {each.name}" for each in self.extras.scalars]
+        first = ["the weight", "the count of clipped values", *scalars]
+        return first[i] if i < len(first) else f"value {i - len(first)} of its buffers"
 
     # --- The aggregator's end
 
@@ -233,9 +277,30 @@ class Encoding:
         weight, clipped = float(exact[0]), float(exact[1])
         if self.schema is None:
             return Total(None, weight, clipped, metrics)
-        if not weight > 0:
+        numbers = {each.name: float(n) for each, n in zip(self.extras.scalars, exact[2:], strict=False)}
+        sums = self._sums(total, sites)
+        if not weight > 0 and self.extras.max_weight is None:
             raise RoundError(f"{sites} updates weigh {weight:g} examples together, so they have no mean.")
-        return Total(self._mean(total, exact[2:] / weight, sites, weight, parallel), weight, clipped, metrics)
+        rest = exact[2 + len(numbers) :] / (weight or 1.0)
+        mean = self._mean(total, rest, sites, weight or 1.0, parallel)
+        return Total(mean, weight, clipped, metrics, sums, numbers)
+
+    def _sums(self, total: RingVector, sites: int) -> dict[str, torch.Tensor]:
+        """Each vector of the strategy, and of an exact one the sum of deltas; float64."""
+        import torch
+
+        at, found, deltas = 0, dict[str, torch.Tensor](), []
+        for section in self._trained:
+            length = self._length(section)
+            if self.extras.exact:
+                deltas.append(self.point.decode(total[at : at + length], sites, 1.0))
+            at += length
+        for each, (_, start, stop, point) in zip(self.extras.up, self._extras, strict=True):
+            found[each.name] = torch.from_numpy(point.decode(total[at : at + stop - start], sites, 1.0))
+            at += stop - start
+        if deltas:
+            found["delta"] = torch.from_numpy(np.concatenate(deltas))
+        return found
 
     def _mean(
         self, total: RingVector, rest: NDArray[np.float64], sites: int, weight: float, parallel: Parallel
@@ -245,7 +310,7 @@ class Encoding:
         from ..arena import Arena, narrow_into
 
         assert self.schema is not None
-        mean, at = Arena.empty(self.schema), 0
+        mean, at = Arena.empty(self.schema.model), 0
         for section in self._trained:
             part, out = total[at : at + self._length(section)], mean.flat(section)[: section.trained]
             at += len(part)
@@ -261,7 +326,7 @@ class Encoding:
             values = rest[at : at + section.numel - first]
             narrow_into(mean.flat(section)[first:], torch.from_numpy(values))
             at += section.numel - first
-        for section in self.schema.sections:
+        for section in mean.schema.sections:
             if not section.moves:
                 mean.flat(section).zero_()
         return mean
@@ -269,7 +334,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One site's result as a client.Contribution: it is encoded when it is written."""
+    """One site's result as a client.Summand: it is encoded when it is written."""
 
     encoding: Encoding
     result: Update | Evaluation
@@ -291,7 +356,7 @@ class Encoded:
 def norm_of(arena: AnyArena) -> float:
     """L2 norm over all floats, summed in float64; NaN or infinite where a value is."""
     squares = 0.0
-    for section in arena.schema.sections:
+    for section in arena.schema.model.sections:
         if section.floating:
             for start in range(0, section.numel, CHUNK):
                 values = numbers(arena, section, start, min(start + CHUNK, section.numel)).astype(np.float64)

@@ -306,13 +306,13 @@ def held(values: Floats) -> Read:
     return lambda start, stop: nullcontext(values[start:stop])
 
 
-def reading(arena: AnyArena, section: Section) -> Read:
-    """Reads the coordinates of a section, at most PER_BLOCK at a time."""
+def reading(arena: AnyArena, section: Section, first: int = 0) -> Read:
+    """Reads the coordinates of a section from `first` on, at most PER_BLOCK at a time."""
 
     @contextmanager
     def read(start: int, stop: int) -> Iterator[Floats]:
         with _read.one() as buffer:
-            yield numbers(arena, section, start, stop, buffer.data)
+            yield numbers(arena, section, first + start, first + stop, buffer.data)
 
     return read
 

@@ -30,7 +30,7 @@ from .fixedpoint import FixedPoint
 if TYPE_CHECKING:
     import torch
 
-VERSION = 5  # of all that is hashed, signed or sealed here
+VERSION = 6  # of all that is hashed, signed or sealed here
 NONCE_BYTES = 16
 SHARE_COMMITMENT_BYTES = 24  # two shares with the same one take 2^96 hashes to find
 MAX_NAMES, MAX_NAME = 256, 128  # metrics in one session, and characters in the name of one

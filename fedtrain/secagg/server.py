@@ -63,7 +63,7 @@ async def masked_sum(
     cohort: Exchanges,
     terms: msg.Terms,
     model: bytes,
-    advertise: Request,
+    advertise: Mapping[SiteId, Request],
     verify: Verify,
     *,
     deadline_s: float,
@@ -73,8 +73,8 @@ async def masked_sum(
 ) -> MaskedSum:
     """Steps 0 to 3 of one session with the sites of terms.cohort: the sum under its masks, and its sites.
 
-    `advertise` is step 0's request (messages.Advertise), answered when a site has trained, within
-    `deadline_s`; each later step has `step_deadline_s`. Unfinished (TooFewSites) below the quorum.
+    `advertise` is each site's request of step 0 (messages.Advertise), answered when a site has trained,
+    within `deadline_s`; each later step has `step_deadline_s`. Unfinished (TooFewSites) below the quorum.
     """
     sid, request_id = terms.sid(model), terms.request_id
     session = SumSession(cohort, terms, sid, step_deadline_s, in_thread, parallel)
@@ -82,7 +82,7 @@ async def masked_sum(
     # 0: keys -> U1
     keys: dict[SiteId, msg.Keys] = {}
     used: set[bytes] = set()
-    asked: Mapping[SiteId, Request] = dict.fromkeys(sorted(terms.cohort), advertise)
+    asked: Mapping[SiteId, Request] = advertise
     entries = {site: entry async for site, entry in session.ask("keys", asked, msg.Keys, deadline_s)}
 
     def check_keys(site: SiteId) -> None:

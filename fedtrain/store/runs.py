@@ -15,7 +15,7 @@ is right: a damaged blob is set aside, and the run goes on from the round before
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +34,7 @@ from .spool import damage, is_digest
 if TYPE_CHECKING:
     import torch
 
-VERSION = 2
+VERSION = 3
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS rounds (
@@ -42,7 +42,8 @@ CREATE TABLE IF NOT EXISTS rounds (
   record TEXT NOT NULL, committed_at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS evaluations (
   round INTEGER PRIMARY KEY, metrics TEXT NOT NULL, best INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS plan (round INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, sites TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS plan (
+  round INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, sites TEXT NOT NULL, registered INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS sites (name TEXT PRIMARY KEY, examples REAL);
 CREATE TABLE IF NOT EXISTS patches (round INTEGER PRIMARY KEY, digest TEXT NOT NULL, schema TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS counted (round INTEGER PRIMARY KEY, sites BLOB NOT NULL);
@@ -83,6 +84,7 @@ class RoundPlan:
     sites: list[SiteId]
     counted: Mapping[SiteId, int] = field(default_factory=dict)  # RunStore.counted, when it begins
     last: Arena | None = None  # what the rule made of the round before, if it needs that
+    registered: int = 0  # sites that had joined
 
 
 class RunStore(RunFolder):
@@ -313,15 +315,15 @@ class RunStore(RunFolder):
         """Of the round that follows the last one. That of a committed round stays for a while, for should its
         weights be damaged, the same sites are to be asked for it again."""
         row = self.db.one(
-            "SELECT round, attempt, sites FROM plan "
+            "SELECT round, attempt, sites, registered FROM plan "
             "WHERE round = ? AND round = (SELECT MAX(round) FROM rounds)",
             (number,),
         )
-        return RoundPlan(row[0], row[1], msgspec.json.decode(row[2])) if row else None
+        return RoundPlan(row[0], row[1], msgspec.json.decode(row[2]), registered=row[3]) if row else None
 
     def set_plan(self, plan: RoundPlan) -> None:
         """Keep who is asked; before the first request goes out."""
-        self.db.put("plan", plan.round, plan.attempt, plan.sites)
+        self.db.put("plan", plan.round, plan.attempt, plan.sites, plan.registered)
 
     def counted(self) -> dict[SiteId, int]:
         """The last round (without rounds: turn) of each site that is in the model, or in the buffer."""
@@ -332,6 +334,10 @@ class RunStore(RunFolder):
     def joined(self) -> dict[SiteId, float | None]:
         """Every site that ever joined this run, with the examples it registered."""
         return dict(self.db.all("SELECT name, examples FROM sites ORDER BY name"))
+
+    def registered(self, members: Sequence[SiteId]) -> int:
+        """How many sites ever joined, the present members included."""
+        return len({*self.joined(), *members})
 
     def join(self, site: SiteId, examples: float | None) -> None:
         """A site joined this run, with so many examples."""

@@ -10,14 +10,26 @@ from typing import Any
 
 from .. import config
 from ..errors import ConfigError
-from .base import Strategy, corrects, server_step, state_init
+from .base import (
+    Strategy,
+    beginning,
+    corrects,
+    extras_of,
+    has_personal,
+    overrides,
+    remembers,
+    server_step,
+)
 from .diloco import DiLoCo
 from .fedadagrad import FedAdagrad
 from .fedadam import FedAdam
 from .fedavg import FedAvg
 from .fedavgm import FedAvgM
+from .feddyn import FedDyn
+from .fednova import FedNova
 from .fedprox import FedProx
 from .fedyogi import FedYogi
+from .scaffold import Scaffold
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "diloco": DiLoCo,
@@ -25,11 +37,17 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "fedadam": FedAdam,
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
+    "feddyn": FedDyn,
+    "fednova": FedNova,
     "fedprox": FedProx,
     "fedyogi": FedYogi,
+    "scaffold": Scaffold,
 }
 
-__all__ = ["STRATEGIES", "Strategy", "build", "corrects", "server_step", "state_init"]
+__all__ = [
+    "STRATEGIES", "Strategy", "beginning", "build", "corrects", "extras_of", "has_personal", "overrides",
+    "remembers", "server_step",
+]  # fmt: skip
 
 
 def build(kind: str, options: Mapping[str, Any], root: Path | None = None) -> Strategy:

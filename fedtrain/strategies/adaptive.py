@@ -9,7 +9,7 @@ from ..config.values import BelowOne, Positive
 from .base import Strategy
 
 if TYPE_CHECKING:
-    from .base import State, Vector
+    from ..learning import RoundSums, State, Vector
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Adaptive(Strategy):
         """m₋₁ = 0, and v₋₁ = τ², the smallest value that the paper allows."""
         return {"m": weights.new_zeros(weights.shape), "v": weights.new_full(weights.shape, self.tau**2)}
 
-    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
-        v = self.second_moment(state["v"], mean_delta)
-        m = (state["m"] * self.b1).add_(mean_delta, alpha=1 - self.b1)
+    def step(self, weights: Vector, state: State, round: RoundSums) -> tuple[Vector, State]:
+        v = self.second_moment(state["v"], round.mean)
+        m = (state["m"] * self.b1).add_(round.mean, alpha=1 - self.b1)
         return weights.addcdiv_(m, v.sqrt().add_(self.tau), value=self.server_lr), {"m": m, "v": v}

@@ -1,54 +1,136 @@
-"""The base class of strategies: a server optimizer and a site's gradient correction, in one dataclass."""
+"""The base class of strategies: what a method does at the sites and at the server, in one dataclass."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
-from ..arena import AnyArena, Arena, widened
-from ..config.values import Settings
+from ..arena import AnyArena, Arena, joined, split_into
+from ..config.values import Settings, require
+from ..learning import (
+    NO_EXTRAS,
+    Bounded,
+    Context,
+    Contribution,
+    Extras,
+    Found,
+    Local,
+    ModelTensor,
+    RoundSums,
+    Share,
+)
+from ..schema import TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-    Vector = torch.Tensor  # 1-D, float32 or float64: every trained coordinate of one dtype, in arena order
-    State = dict[str, torch.Tensor]  # kept between rounds; {} for a strategy without state
+    from ..config import TrainConfig
+    from ..learning import State, Vector
 
 
+@dataclass(frozen=True, kw_only=True)
 class Strategy(Settings):
-    """How the global weights move, given the mean of the sites' deltas.
+    """A federated method, in every way of running it.
 
     The fields of a strategy are its configuration. Everything that changes from round to round is in the
-    state, so a checkpoint is (weights, state). A custom strategy is a frozen dataclass:
+    server's state and in the sites' memories, so a checkpoint is (weights, state), and each site has its own.
+    A strategy never sees a contribution, only sums of them, so it runs under secure sums as it is. Most
+    strategies are a `step`; a custom one is a frozen dataclass:
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
     ... class Damped(Strategy):
     ...     factor: float = 0.5
-    ...     def step(self, weights, state, mean_delta):
-    ...         return weights + self.factor * mean_delta, state
+    ...     def step(self, weights, state, round):
+    ...         return weights + self.factor * round.mean, state
     >>> import torch
-    >>> Damped().step(torch.zeros(2), {}, torch.tensor([1.0, 2.0]))
+    >>> from fedtrain.learning import RoundSums
+    >>> Damped().step(torch.zeros(2), {}, RoundSums(torch.tensor([1.0, 2.0])))
     (tensor([0.5000, 1.0000]), {})
     """
 
-    def init(self, weights: Vector) -> State:
-        """The state before round 0."""
+    local: tuple[str, ...] = ()  # tensors that stay at their site, by name with wildcards
+    fixed: tuple[str, ...] = ()  # tensors that are not trained, likewise
+
+    # --- what is exchanged
+
+    @property
+    def down(self) -> Sequence[str]:
+        """Entries of the server's state that go out with the weights."""
+        return ()
+
+    @property
+    def up(self) -> Sequence[Bounded]:
+        """Further vectors that are summed, each as long as the weights."""
+        return ()
+
+    @property
+    def scalars(self) -> Sequence[Bounded]:
+        """Numbers that are summed."""
+        return ()
+
+    @property
+    def max_weight(self) -> float | None:
+        """The bound on a delta's weight; None: the weight is the site's examples."""
+        return None
+
+    @property
+    def exact(self) -> bool:
+        """Whether a site remembers what was summed, so that sums have to be exact, see Local.as_summed."""
+        return False
+
+    def shares(self, tensor: ModelTensor) -> Share:
+        """What becomes of a tensor of the model."""
+        if any(fnmatchcase(tensor.name, pattern) for pattern in self.local):
+            return "local"
+        if tensor.kind == "frozen" or any(fnmatchcase(tensor.name, pattern) for pattern in self.fixed):
+            return "fixed"
+        return "shared" if tensor.kind == "trained" else "averaged"
+
+    def check(self, train: TrainConfig) -> None:
+        """ConfigError where local training is not what the method's formula assumes."""
+
+    # --- at a site
+
+    def site_init(self, start: Vector) -> State:
+        """A site's memory before the first round that it counts in."""
         return {}
 
-    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
+    def correct(self, gradient: Vector, weights: Vector, given: Context) -> None:
+        """Change `gradient` in place, before each local optimizer step.
+
+        Elementwise, over the last dimension: `weights` and `gradient` are vectors [n], of one dtype or of a
+        rank's part of the model, or the rows [sites, n] of many sites. Sites call this method only where a
+        class overrides it (see `corrects`).
+        """
+
+    def train(self, local: Local) -> Contribution:
+        """The site's half of a round. Unless it is overridden an engine may train many sites at once."""
+        return self.finish(local.train(), local)
+
+    def finish(self, found: Found, local: Local) -> Contribution:
+        """What the site sends and remembers after training."""
+        return Contribution(found.delta)
+
+    def personal(self, local: Local) -> Vector:
+        """The weights that this site evaluates and exports."""
+        return local.start
+
+    # --- at the server
+
+    def init(self, weights: Vector) -> State:
+        """The server's state before round 0."""
+        return {}
+
+    def step(self, weights: Vector, state: State, round: RoundSums) -> tuple[Vector, State]:
         """New weights and new state.
 
         `step` may change `weights`, which is a copy, in place and return it. `step` must leave `state` and
-        `mean_delta` as they are: until the round commits, the old state counts.
+        `round` as they are: until the round commits, the old state counts.
         """
         raise NotImplementedError("a strategy says how it steps")
-
-    def correct(self, gradient: Vector, weights: Vector, start: Vector) -> None:
-        """The site's half: change `gradient` in place, before each local optimizer step.
-
-        `weights` are the site's present weights, `start` the global weights that the round began with.
-        Sites call this method only where a class overrides it (see `corrects`).
-        """
 
 
 def corrects(strategy: Strategy) -> bool:
@@ -56,31 +138,79 @@ def corrects(strategy: Strategy) -> bool:
     return type(strategy).correct is not Strategy.correct
 
 
-def state_init(strategy: Strategy, weights: Arena) -> State:
-    """The whole model's state before round 0: the strategy's own, named "<dtype>/<name>"."""
-    return {
-        f"{dtype}/{name}": tensor
-        for dtype, vector in weights.trained().items()
-        for name, tensor in strategy.init(widened(vector)).items()
-    }
+def overrides(strategy: Strategy, *methods: str) -> bool:
+    """Whether the strategy has one of these methods of its own."""
+    return any(getattr(type(strategy), name) is not getattr(Strategy, name) for name in methods)
 
 
-def server_step(strategy: Strategy, weights: AnyArena, state: State, mean: Arena) -> tuple[Arena, State]:
-    """The next global model and state; the arguments stay as they are.
+def remembers(strategy: Strategy) -> bool:
+    """Whether a site has a memory: of the strategy's own, or of tensors that stay there."""
+    return bool(strategy.local) or overrides(strategy, "site_init", "shares")
+
+
+def has_personal(strategy: Strategy) -> bool:
+    """Whether a site evaluates another model than the global one."""
+    return bool(strategy.local) or overrides(strategy, "personal", "shares")
+
+
+def extras_of(strategy: Strategy) -> Extras:
+    """What sites send for this strategy."""
+    if not overrides(strategy, "up", "scalars", "max_weight", "exact"):
+        return NO_EXTRAS
+    return Extras(tuple(strategy.up), tuple(strategy.scalars), strategy.max_weight, strategy.exact)
+
+
+def sgd_only(kind: str, train: TrainConfig) -> None:
+    """ConfigError unless local training is plain SGD of a constant rate, as the formula of `kind` assumes."""
+    plain = train.optimizer == "sgd" and not train.momentum and not train.weight_decay
+    require(plain, "train.optimizer", f"{kind}'s formula holds for plain SGD: set it to sgd, without "
+            f"train.momentum and train.weight_decay")  # fmt: skip
+    require(not train.warmup and train.decay == "none", "train.decay", f"{kind}'s formula holds for a "
+            f"constant rate: leave train.warmup and train.decay out")  # fmt: skip
+
+
+# --- vectors and arenas
+
+
+def beginning(strategy: Strategy, model: Arena) -> tuple[Arena, dict[str, torch.Tensor]]:
+    """(what goes out before round 0, the server's state): the strategy's state without what goes out."""
+    state = dict(strategy.init(joined(model.trained())))
+    return _with_down(strategy, model, state), state
+
+
+def _with_down(strategy: Strategy, model: Arena, state: dict[str, torch.Tensor]) -> Arena:
+    """The model with the state's entries that go out, which are taken from the state."""
+    going = {name: state.pop(name) for name in strategy.down}
+    if not going:
+        return model
+    specs = [
+        TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), False, True)
+        for n, t in going.items()
+    ]
+    weights = Arena.zeros(model.schema.model.with_extras(specs))
+    weights.data[: model.schema.model.nbytes] = model.model.data
+    for name, view in weights.extras().items():
+        view.copy_(going[name])
+    return weights
+
+
+def server_step(
+    strategy: Strategy, weights: AnyArena, state: Mapping[str, torch.Tensor], mean: Arena, **known: Any
+) -> tuple[Arena, dict[str, torch.Tensor]]:
+    """The next global model and state; the arguments stay as they are. `known`: what else a RoundSums has.
 
     The strategy steps on the trained coordinates; 16-bit floats are stepped in float32 and rounded once.
-    Frozen parameters, BatchNorm's statistics and integers move by the plain mean delta; booleans and bytes,
-    which have no differences, stay as they are.
+    BatchNorm's statistics and integers move by the plain mean delta; booleans and bytes, which have no
+    differences, stay as they are.
     """
-    new, new_state = weights.load(), dict[str, "torch.Tensor"]()
+    new = weights.load()
     for vector, delta in zip(new.others().values(), mean.others().values(), strict=True):
         vector.add_(delta)
-    deltas = mean.trained()
-    for dtype, vector in new.trained().items():
-        own = f"{dtype}/"
-        before = {name.removeprefix(own): t for name, t in state.items() if name.startswith(own)}
-        stepped, after = strategy.step(widened(vector), before, widened(deltas[dtype]))
-        if stepped.data_ptr() != vector.data_ptr():
-            vector.copy_(stepped)
-        new_state |= {own + name: t for name, t in after.items()}
-    return new, new_state
+    parts = new.trained()
+    whole = {**state, **new.extras()}
+    stepped, after = strategy.step(joined(parts), whole, RoundSums(joined(mean.trained()), **known))
+    split_into(parts, stepped)
+    left = dict(after)
+    new = _with_down(strategy, new, left)
+    new.changed()
+    return new, left

@@ -9,7 +9,7 @@ from ..config.values import BelowOne
 from .adaptive import Adaptive
 
 if TYPE_CHECKING:
-    from .base import Vector
+    from ..learning import Vector
 
 
 @dataclass(frozen=True)

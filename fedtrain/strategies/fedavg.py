@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from .base import Strategy
 
 if TYPE_CHECKING:
-    from .base import State, Vector
+    from ..learning import RoundSums, State, Vector
 
 
 @dataclass(frozen=True)
 class FedAvg(Strategy):
     """Federated averaging (McMahan et al. 2017, Algorithm 1)."""
 
-    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
-        return weights.add_(mean_delta), state
+    def step(self, weights: Vector, state: State, round: RoundSums) -> tuple[Vector, State]:
+        return weights.add_(round.mean), state

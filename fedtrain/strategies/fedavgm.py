@@ -9,7 +9,7 @@ from ..config.values import BelowOne, Positive
 from .base import Strategy
 
 if TYPE_CHECKING:
-    from .base import State, Vector
+    from ..learning import RoundSums, State, Vector
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class FedAvgM(Strategy):
     def init(self, weights: Vector) -> State:
         return {"momentum": weights.new_zeros(weights.shape)}
 
-    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
-        v = (state["momentum"] * self.momentum).add_(mean_delta)
+    def step(self, weights: Vector, state: State, round: RoundSums) -> tuple[Vector, State]:
+        v = (state["momentum"] * self.momentum).add_(round.mean)
         if self.nesterov:
-            weights.add_(mean_delta, alpha=self.server_lr).add_(v, alpha=self.server_lr * self.momentum)
+            weights.add_(round.mean, alpha=self.server_lr).add_(v, alpha=self.server_lr * self.momentum)
         else:
             weights.add_(v, alpha=self.server_lr)
         return weights, {"momentum": v}

@@ -9,7 +9,7 @@ from ..config.values import NotNegative
 from .base import Strategy
 
 if TYPE_CHECKING:
-    from .base import State, Vector
+    from ..learning import Context, RoundSums, State, Vector
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class FedProx(Strategy):
 
     mu: NotNegative = 0.01
 
-    def step(self, weights: Vector, state: State, mean_delta: Vector) -> tuple[Vector, State]:
-        return weights.add_(mean_delta), state
+    def step(self, weights: Vector, state: State, round: RoundSums) -> tuple[Vector, State]:
+        return weights.add_(round.mean), state
 
-    def correct(self, gradient: Vector, weights: Vector, start: Vector) -> None:
-        gradient.add_(weights - start, alpha=self.mu)
+    def correct(self, gradient: Vector, weights: Vector, given: Context) -> None:
+        gradient.add_(weights - given.start, alpha=self.mu)

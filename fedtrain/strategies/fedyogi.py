@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .fedadam import FedAdam
 
 if TYPE_CHECKING:
-    from .base import Vector
+    from ..learning import Vector
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ example by example, to the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..arena import Arena
 from ..config import TrainConfig
 from ..errors import ConfigError, TaskError
+from ..learning import Context, Correct
 from ..messages import SiteId, Update
 from ..schema import unique_tensors
 from .batches import Batch, cut, examples_in
-from .engine import Correct, Step
+from .engine import Step, Steps
 from .examples import Examples, Items, Stream, Tensors, examples_of, spans
 from .local import Engine
 from .task import Task, mean_and_weight, user_code
@@ -115,10 +116,10 @@ class PrivateEngine(Engine):
                 self._differentiates = self._can(self._sampled(examples_of(dataset, self._collate)).one())
         return replace(super().train(site, dataset, round, weights, out), metrics={})
 
-    def _round(self, examples: Examples, round: int, start: Arena) -> Step:
+    def _round(self, steps: Steps, examples: Examples, round: int, given: Sequence[Context]) -> Step:
         sampled: Any = self._sampled(examples)  # which has all that a round asks of examples
         self._expected = min(self.config.batch_size or examples.count, examples.count)
-        return super()._round(sampled, round, start)
+        return super()._round(steps, sampled, round, given)
 
     def _sampled(self, examples: Examples) -> Sampled:
         if isinstance(examples, Stream):

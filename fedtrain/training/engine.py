@@ -19,6 +19,7 @@ from torch import nn
 from ..config import TrainConfig
 from ..digest import seed_of
 from ..errors import ConfigError, TaskError
+from ..learning import Context, Correct
 from ..messages import Metrics, add_metrics
 from .batches import Batch, move
 from .examples import Examples, Stream, examples_of
@@ -27,8 +28,6 @@ from .precision import LossScale, autocast
 from .signatures import model_of, optimizer_of
 from .task import Task, collate_of, folder_of, measured, user_code
 
-# A strategy's site half, (gradient, weights, start) -> None: changes the gradient in place.
-Correct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 T = TypeVar("T")
 
 FROZEN_CHANGED = (
@@ -47,6 +46,7 @@ class Step:
     weights: list[Any]  # each batch's weight, a float; of stacked sites [sites]
     examples: int  # of all ranks
     taken: bool = True  # by all ranks or by none
+    steps: int = 1
     norm: torch.Tensor | None = None  # of the whole gradient before clipping, where it was asked for
 
     @property
@@ -98,16 +98,17 @@ class Steps:
     ) -> None:
         """`nonfinite`: what becomes of a step whose gradient is not finite: take | skip | raise."""
         self.backend, self.config, self.correct, self.nonfinite = backend, config, correct, nonfinite
+        self.given: Sequence[Context] = ()
         self.scale = LossScale(config.precision)
         self.factor: Factor | None = None  # of the learning rate
         self._judged = self.scale.moves or nonfinite != "take"
         self._normed = self._judged or config.clip_norm > 0
         self._skipped = 0  # steps left out since the last one taken
 
-    def begin(self, optimizer: Optimizer, start: Sequence[torch.Tensor] = ()) -> None:
-        """From here on with this optimizer, and the first loss scale. `start`: the weights as the round began
-        with them, for a strategy's site half."""
-        self.optimizer, self.start = optimizer, start
+    def begin(self, optimizer: Optimizer, given: Sequence[Context] = ()) -> None:
+        """From here on with this optimizer, and the first loss scale. `given`: for the correction of each of
+        the first gradients; the others are tensors that are not exchanged."""
+        self.optimizer, self.given = optimizer, given
         self.scale.begin()
 
     def take(self, group: Any, doing: str = "", number: int = 0) -> Step:
@@ -130,8 +131,8 @@ class Steps:
             if self.config.clip_norm and step.norm is not None:
                 clip(gradients, step.norm, self.config.clip_norm)
             if self.correct is not None:
-                for gradient, weights, begun in zip(gradients, backend.weights, self.start, strict=True):
-                    self.correct(gradient, weights, begun)
+                for given, gradient, weights in zip(self.given, gradients, backend.weights, strict=False):
+                    self.correct(gradient, weights, given)
             self.optimizer.step(gradients, 1.0 if self.factor is None else self.factor(number))
         return step
 
@@ -142,12 +143,13 @@ class Steps:
         learning rate is scheduled over the site's `rounds`."""
         steps = steps_in_round(self.config, examples)
         self.factor = schedule(self.config, steps and steps * rounds, counted=steps is not None)
-        total = Step([], [], 0)
+        total = Step([], [], 0, steps=0)
         for number, group in enumerate(groups, (steps or 0) * round):
             step = self.take(group, doing, number)
             total.losses += step.losses
             total.weights += step.weights
             total.examples += step.examples
+            total.steps += 1
         return total
 
     def _judge(self, step: Step, finite: bool, doing: str) -> None:

@@ -6,7 +6,7 @@ optimizer steps on one vector per dtype, and the delta is one subtraction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -17,12 +17,12 @@ from torch import nn
 from ..arena import Arena, Frozen, subtract
 from ..config import TrainConfig
 from ..errors import TaskError
+from ..learning import Context, Correct, ModelTensor, Only, Share
 from ..messages import Metrics, SiteId, Update
-from ..schema import Schema, unique_tensors
+from ..schema import Schema, is_frozen, unique_tensors
 from .batches import Batch, examples_in
 from .engine import (
     FROZEN_CHANGED,
-    Correct,
     Step,
     Steps,
     Trainable,
@@ -52,27 +52,39 @@ class Engine(Trainable):
     """
 
     def __init__(
-        self, task: Task, config: TrainConfig, run_seed: int, correct: Correct | None = None, rounds: int = 1
+        self,
+        task: Task,
+        config: TrainConfig,
+        run_seed: int,
+        correct: Correct | None = None,
+        rounds: int = 1,
+        shares: Callable[[ModelTensor], Share] | None = None,
     ) -> None:
-        """`rounds`: of the run, over which train.decay goes."""
+        """`rounds`: of the run, over which train.decay goes. `shares`: what becomes of each tensor of the
+        model; None: all but frozen parameters are exchanged."""
         super().__init__(task, config, run_seed, device_of(config.device))
-        self.correct, self.rounds = correct, rounds
+        self.correct, self.rounds, self.shares = correct, rounds, shares
         self._order = torch.Generator()  # of shuffles
         self.model = build_model(task, run_seed, self.device).to(self.device)
-        self.local, self._frozen = Arena.of(self.model), Arena.of(self.model, frozen=True)
+        own = kept_at_a_site(self.model, shares)
+        self.local, self._frozen = Arena.of(self.model, without=own), Arena.of(self.model, frozen=True)
+        self.own = Arena.pack({n: t for n, t in unique_tensors(self.model).items() if n in own})
+        self.first_own = self.own.load()  # as the task's model() has them
         self.frozen = Frozen.of(self._frozen)  # of the task's own model()
-        for arena in (self.local, self._frozen):
+        for arena in (self.local, self._frozen, self.own):
             arena.data = arena.data.to(self.device)
             arena.bind(self.model)
         self._frozen_sum = checksum(self._frozen.data.view(torch.int64))
         self.model.train()
 
-        slope = Arena.zeros(self.schema, str(self.device))
-        self.weights = list(self.local.trained().values())  # one vector for each float dtype
-        self.gradients = list(slope.trained().values())
+        slopes = [Arena.zeros(arena.schema, str(self.device)) for arena in (self.local, self.own)]
+        # One vector for each float dtype: first those that are exchanged, then those of this site alone.
+        self._weights = [list(arena.trained().values()) for arena in (self.local, self.own)]
+        self._gradients = [list(slope.trained().values()) for slope in slopes]
+        self.train_only(None)
         self._steps = Steps(self, config, correct)
         # Each parameter's .grad is a piece of the flat gradient, for backward() to add into.
-        named, pieces = unique_tensors(self.model), slope.views()
+        named, pieces = unique_tensors(self.model), slopes[0].views() | slopes[1].views()
         self._lent = {cast(nn.Parameter, p): pieces[n] for n, p in named.items() if p.requires_grad}
         for parameter, piece in self._lent.items():
             parameter.grad = piece
@@ -91,7 +103,19 @@ class Engine(Trainable):
 
     def initial(self, *, frozen: bool = False) -> Arena:
         """The weights that a run starts from, equal at all sites; or the frozen parameters."""
-        return Arena.of(build_model(self.task, self.run_seed, self.device), frozen=frozen)
+        model = build_model(self.task, self.run_seed, self.device)
+        return Arena.of(model, frozen=frozen, without=kept_at_a_site(model, self.shares))
+
+    @property
+    def exchanged_gradients(self) -> list[torch.Tensor]:
+        """One vector for each float dtype, as the last backward() left them."""
+        return self._gradients[0]
+
+    def train_only(self, only: Only | None) -> None:
+        """Have steps move the exchanged tensors only, or those of this site; None: all."""
+        chosen = {"shared": [0], "local": [1], None: [0, 1]}[only]
+        self.weights = [vector for i in chosen for vector in self._weights[i]]
+        self.gradients = [vector for i in chosen for vector in self._gradients[i]]
 
     def freeze(self, frozen: Arena) -> None:
         """Train with these frozen parameters from here on."""
@@ -100,47 +124,66 @@ class Engine(Trainable):
 
     def train(self, site: SiteId, dataset: Any, round: int, weights: Arena, out: Arena) -> Update:
         """Train on the site's examples from the global `weights`; `out` receives local - global."""
-        self._order.manual_seed(self.seed(round, site))
-        self.load(weights, training=True)
+        self.load(weights.model, training=True)
         start = weights if weights.data.device == self.local.data.device else self.local.load()
-        with user_code(self._folder, f"site {site}, round {round}"):
-            examples = examples_of(dataset, self._collate)
-            seen = self._round(examples, round, start)
-        loss, weight = seen.total()
-        if not seen.examples:
-            raise TaskError(f"site {site} has no examples: data({site!r}) is empty")
-        self._check_frozen()
-        self._gather_buffers()
+        given = [Context(vector, lr=self.config.lr) for vector in start.trained().values()]
+        examples, seen = self.steps(site, dataset, round, given if self.correct else ())
         subtract(self.local, start, out)
+        loss, weight = seen.total()
         # The size of the dataset, in units of the loss's weight: not how often it was passed over.
         num_examples = examples.count * (weight / seen.examples)
         return Update(delta=out, num_examples=num_examples, metrics={"loss": (loss, weight)})
+
+    def steps(
+        self,
+        site: SiteId,
+        dataset: Any,
+        round: int,
+        given: Sequence[Context] = (),
+        correct: Correct | None = None,
+        config: TrainConfig | None = None,
+    ) -> tuple[Examples, Step]:
+        """Take a round's steps from the weights that are loaded; what they saw. `correct` and `config` take
+        the place of the engine's own."""
+        self._order.manual_seed(self.seed(round, site))
+        steps = self._steps if config is None else Steps(self, config, correct or self.correct)
+        with user_code(self._folder, f"site {site}, round {round}"):
+            examples = examples_of(dataset, self._collate)
+            seen = self._round(steps, examples, round, given)
+        if not seen.examples:
+            raise TaskError(f"site {site} has no examples: data({site!r}) is empty")
+        self._check_frozen()
+        self.gather_buffers()
+        return examples, seen
 
     def weighs_items(self, dataset: Any) -> bool:
         """See engine.weighs_items."""
         return weighs_items(self.task, self.model, map(self.here, self.in_order(dataset)))
 
-    def evaluate(self, dataset: Any, weights: Arena) -> Metrics:
-        """What the task's evaluate() gives, summed over the dataset; the loss is always among it."""
+    def evaluate(self, dataset: Any, weights: Arena, own: Arena | None = None) -> Metrics:
+        """What the task's evaluate() gives, summed over the dataset; the loss is always among it. `own`: the
+        tensors of this site, where they are others than those that are loaded."""
         self.seed("evaluate")
-        self.load(weights, training=False)
+        self.load(weights.model, training=False)
+        if own is not None:
+            self.own.copy_(own)
         return self.measured((batch, True) for batch in self.in_order(dataset)) or {"loss": (0.0, 0.0)}
 
     # --- One round
 
-    def _round(self, examples: Examples, round: int, start: Arena) -> Step:
+    def _round(self, steps: Steps, examples: Examples, round: int, given: Sequence[Context]) -> Step:
         """Every optimizer step of it."""
-        own, ours = self.own_optimizer(list(self._lent), round), OPTIMIZERS[self.config.optimizer]
-        optimizer = ours(self.config, self.weights) if own is None else TorchOptimizer(own)
-        self._steps.begin(optimizer, [*start.trained().values()] if self.correct else ())
-        config, shuffled = self.config, partial(torch.randperm, generator=self._order)
+        config, shuffled = steps.config, partial(torch.randperm, generator=self._order)
+        own, ours = self.own_optimizer(list(self._lent), round), OPTIMIZERS[config.optimizer]
+        optimizer = ours(config, self.weights) if own is None else TorchOptimizer(own)
+        steps.begin(optimizer, given)
 
         def one_pass() -> Iterator[list[Batch]]:
             moved = map(self.here, examples.batches(config.batch_size, config.drop_last, shuffled))
             while group := list(islice(moved, config.accumulate)):
                 yield group
 
-        seen = self._steps.round(groups(config, one_pass), examples, round, self.rounds)
+        seen = steps.round(groups(config, one_pass), examples, round, self.rounds)
         if any(p.grad is not piece for p, piece in self._lent.items()):
             raise TaskError(
                 "the task replaced its parameters' .grad (zero_grad() in loss()?); leave it to us"
@@ -185,7 +228,7 @@ class Engine(Trainable):
             if buffer.first is not None:
                 buffer.tensor.copy_(buffer.first)
 
-    def _gather_buffers(self) -> None:
+    def gather_buffers(self) -> None:
         """Buffers that forward() replaced, rather than wrote into, go back to their place in the arena."""
         for buffer in self._buffers:
             present = buffer.module._buffers[buffer.name]
@@ -201,3 +244,24 @@ class Engine(Trainable):
         kept = all(tensors[name].data_ptr() == view.data_ptr() for name, view in views.items())
         if not kept or checksum(self._frozen.data.view(torch.int64)) != self._frozen_sum:
             raise TaskError(FROZEN_CHANGED)
+
+
+def kept_at_a_site(model: nn.Module, shares: Callable[[ModelTensor], Share] | None) -> set[str]:
+    """Names of the tensors that stay at their site. Parameters that are to be fixed are frozen here."""
+    if shares is None:
+        return set()
+    owners = {
+        id(tensor): type(module).__name__
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    }
+    own = set()
+    for name, t in unique_tensors(model).items():
+        kind: Any = "frozen" if is_frozen(t) else "trained" if t.requires_grad else "buffer"
+        share = shares(ModelTensor(name, tuple(t.shape), kind, owners[id(t)]))
+        if share == "local":
+            own.add(name)
+        elif share == "fixed" and kind == "trained":
+            t.requires_grad_(False)
+    return own

@@ -7,7 +7,7 @@ bucketed by the size of their data, so that no padding is needed and any loss is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,6 +20,7 @@ from torch.func import vmap
 from ..arena import Arena, Slab
 from ..digest import seed_of
 from ..errors import ConfigError, TaskError
+from ..learning import Context
 from ..messages import SiteId, Update
 from ..schema import Section, unique_tensors
 from .batches import Batch, move
@@ -53,31 +54,46 @@ class Vmapped(Backend):
         self.weights: list[torch.Tensor] = []  # [sites, n]
         self.gradients: list[torch.Tensor] = []
         self._first: torch.Tensor | None = None  # of a round, as all sites have them in its first step
+        self.steps: list[int] = []  # that each site took in the last round
         self._kept: dict[tuple[SiteId, ...], tuple[list[Any], list[_Stack]]] = {}
 
     def train(
-        self, sites: Sequence[tuple[SiteId, Any]], round: int, weights: Arena, outs: torch.Tensor
+        self,
+        sites: Sequence[tuple[SiteId, Any]],
+        round: int,
+        weights: Arena,
+        outs: torch.Tensor,
+        memories: Sequence[Mapping[str, torch.Tensor]] = (),
     ) -> list[Update]:
-        """As Engine.train for each (site, data), in their order; `outs` is uint8 [sites, schema.nbytes]."""
-        engine = self.engine
-        engine.load(weights, training=True)
-        deltas = Slab(engine.schema, outs).arenas()
+        """As Engine.train for each (site, data), in their order; `outs` is uint8 [sites, bytes of an update],
+        of which a model is the beginning. `memories`: each site's, for the strategy's correction."""
+        engine, nbytes = self.engine, self.engine.schema.nbytes
+        engine.load(weights.model, training=True)
+        deltas = Slab(engine.schema, outs[:, :nbytes]).arenas()
         updates: dict[int, Update] = {}
+        self.steps = [0] * len(sites)  # that each site took
+        down = weights.extras()
         for stack in self._stacks(sites):
-            slab, seen = self._chunk(stack, [sites[i][0] for i in stack.members], round)
+            rows = [memories[i] for i in stack.members] if memories else []
+            memory = {name: torch.stack([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+            given = partial(Context, down=down, memory=memory, lr=engine.config.lr)
+            slab, seen = self._chunk(stack, [sites[i][0] for i in stack.members], round, given)
             weight = torch.stack(seen.weights).double()  # [steps, sites]
             loss = torch.stack(seen.losses).double().mul_(weight)
             sums = zip(stack.members, loss.sum(0).tolist(), weight.sum(0).tolist(), strict=True)
             for start, stop, to in stack.runs:  # many times cheaper than by index
-                outs[to : to + stop - start].copy_(slab[start:stop])
+                outs[to : to + stop - start, :nbytes].copy_(slab[start:stop])
             for i, total, count in sums:
+                self.steps[i] = seen.steps
                 num_examples = stack.like.count * (count / seen.examples)
                 updates[i] = Update(
                     delta=deltas[i], num_examples=num_examples, metrics={"loss": (total, count)}
                 )
         return [updates[i] for i in range(len(sites))]
 
-    def _chunk(self, stack: _Stack, names: list[SiteId], round: int) -> tuple[torch.Tensor, Step]:
+    def _chunk(
+        self, stack: _Stack, names: list[SiteId], round: int, given: Callable[[torch.Tensor], Context]
+    ) -> tuple[torch.Tensor, Step]:
         """Each site's delta, an arena's bytes in a row, and what all steps of the round saw."""
         engine, section, config = self.engine, self._section, self.engine.config
         start = engine.local.flat(section)[: section.trained]  # [n]
@@ -86,7 +102,7 @@ class Vmapped(Backend):
         local = local[:, : section.trained].copy_(start)  # [sites, n]
         self.weights, self._first = [local], start.expand_as(local)
         engine.seed(round, *names)  # for a loss that draws from random or numpy; torch's is refused
-        self._steps.begin(OPTIMIZERS[config.optimizer](config, self.weights), [start])
+        self._steps.begin(OPTIMIZERS[config.optimizer](config, self.weights), [given(start)])
         size = config.batch_size or stack.like.count
         drawn = names if size < stack.like.count else []  # one batch of all: its order is nobody's concern
         orders = [torch.Generator().manual_seed(seed_of(engine.run_seed, round, name)) for name in drawn]
@@ -231,6 +247,7 @@ def _one_section(engine: Engine) -> Section:
         "the task has its own optimizer()": any(own),
         f"the model has trained parameters of {len(trained)} dtypes, not one": len(trained) != 1,
         f"the model has buffers ({buffers}), which each site would change": buffers is not None,
+        "the strategy leaves tensors at their sites": bool(engine.own.schema.tensors),
     }
     if found := next((reason for reason, holds in reasons.items() if holds), None):
         raise refusal(found)

@@ -16,7 +16,7 @@ import msgspec
 
 from ..schema import Schema
 
-PROTOCOL = 3  # the protocol's version, which must be the same at both ends
+PROTOCOL = 4  # the protocol's version, which must be the same at both ends
 CHUNK_BYTES = 1 << 20
 MESSAGE_BYTES = 4 << 20  # no frame or chunk is larger; gRPC refuses it before reading it
 

@@ -112,8 +112,8 @@ def flat(arena):
     return vector.double()
 
 
-def proximal(gradient, weights, start):
-    gradient.add_(weights - start, alpha=0.5)
+def proximal(gradient, weights, given):
+    gradient.add_(weights - given.start, alpha=0.5)
 
 
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.02, "clip_norm": 0.3}

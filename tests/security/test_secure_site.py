@@ -172,7 +172,13 @@ def test_what_is_asked_while_a_vector_is_masked_waits_for_it(tmp_path, then):
         cohort = LocalCohort({name: handler(site) for name, site in sites.items()})
         offer = advertise(config)
         masked = await masked_sum(
-            cohort, offer.terms, model, offer, keys.verify, deadline_s=60, step_deadline_s=60
+            cohort,
+            offer.terms,
+            model,
+            dict.fromkeys(sorted(offer.terms.cohort), offer),
+            keys.verify,
+            deadline_s=60,
+            step_deadline_s=60,
         )
         return await masked.unmask()
 
@@ -204,7 +210,13 @@ def test_s14_what_a_site_gave_shares_for_is_on_disk_before_they_leave(tmp_path):
         asked = advertise(config, nonce)
         cohort = LocalCohort({name: answers(site) for name, site in sites.items()})
         masked = await masked_sum(
-            cohort, asked.terms, model, asked, keys.verify, deadline_s=60, step_deadline_s=60
+            cohort,
+            asked.terms,
+            model,
+            dict.fromkeys(sorted(asked.terms.cohort), asked),
+            keys.verify,
+            deadline_s=60,
+            step_deadline_s=60,
         )
         return await masked.unmask()
 

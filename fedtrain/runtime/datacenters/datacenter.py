@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from ... import strategies
 from ...arena import Arena
 from ...config import Config
 from ...errors import ConfigError, RoundError
 from ...events import Emit, Notice, Record, noticed
 from ...messages import summed
 from ...store import Checkpoint, RunStore
-from ...strategies import Strategy, build, corrects, server_step, state_init
+from ...strategies import Strategy, build, corrects, server_step
 from ...tracking.export import beginning
 from ...training.elastic import Leave, Left, shares_store
 from ...training.engine import over, steps_in_round
@@ -37,6 +38,7 @@ from ...training.parallel.state import State
 from ...training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
 from ..journal import Averages, Journal, Lap, Result
 from ..star.checks import flaw
+from ..star.combinations import check_plain
 from .meter import Meter
 
 if TYPE_CHECKING:
@@ -117,6 +119,9 @@ class Datacenter:
         self.leave = leave or Leave()
         self.islands = config.parallel.sync == "local"
         strategy = build(config.strategy.kind, config.strategy.options, config.root) if self.islands else None
+        if strategy is not None:
+            check_plain(config, strategy, "parallel.sync", "islands exchange deltas alone. Use a federation "
+                        "(fedtrain simulate, aggregator), or another strategy")  # fmt: skip
         self.correct = strategy.correct if strategy is not None and corrects(strategy) else None
         self.afresh = self.islands and not config.parallel.carry
         # An interrupted round is begun again, for where it began is not checkpointed.
@@ -221,7 +226,7 @@ class Datacenter:
         return Outer(
             self.engine, self.mesh,
             lambda weights, state, mean: sound_step(strategy, weights, state, mean),
-            lambda weights: state_init(strategy, weights),
+            lambda weights: strategies.beginning(strategy, weights)[1],
             size=lambda: self.data.examples.count,
             fragments=parallel.fragments, overlap=parallel.overlap, mix=parallel.mix, meet=self._meet,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from ... import aggregation, compression, topology
+from ... import aggregation, compression, strategies, topology
 from ...aggregation import Rule
 from ...config import CompressionConfig, Config
 from ...errors import ConfigError
@@ -14,6 +14,7 @@ from ...exchange import PeerId
 from ...gossip import ALGORITHMS, Algorithm, Ruled, build, rules
 from ...secagg.peer_sums import LEAST
 from ...topology import Topology
+from ..star.combinations import check_plain
 
 AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
 
@@ -26,6 +27,10 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
             f"strategy.kind: {config.strategy.kind} steps at the server, and gossip has none. "
             f'Use {" or ".join(AVERAGE_ONLY)}; gossip.algorithm = "diloco" has momentum.'
         )
+    strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+    check_plain(
+        config, strategy, "strategy", "peers exchange whole models alone. Leave that out, or use a federation"
+    )
     compressor = None
     if gossip.algorithm == "choco":
         if gossip.compressor.startswith("error_feedback"):

@@ -13,6 +13,7 @@ from ...config import Config
 from ...errors import BadUpdate, SecAggError, TooFewSites
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused
 from ...exchange import Cohort
+from ...learning import NO_EXTRAS, Extras
 from ...messages import Metrics, SiteId, Update
 from ...schema import Schema
 from ...secagg.encoding import StackedUpdate, Total
@@ -20,7 +21,7 @@ from ...secagg.fixedpoint import ONE, SCALAR_LIMIT
 from ...store import RoundPlan
 from ..sites.privacy import simulated_sum_key
 from ..star import checks
-from ..star.answers import Aggregate, evaluations, train_requests
+from ..star.answers import NOBODY, Aggregate, Counted, evaluations, train_requests
 from ..star.secure_rounds import groups_of, one_of_groups, tell_clipped, tell_failed
 from ..star.secure_terms import check_config, encoding_of, noise_of, policy, round_seed, scale_of
 
@@ -28,14 +29,15 @@ from ..star.secure_terms import check_config, encoding_of, noise_of, policy, rou
 class FixedPointSums:
     """answers.Answers with the sums that masks would give, bit for bit, and no masks."""
 
-    def __init__(self, config: Config, cohort: Cohort, emit: Emit) -> None:
+    def __init__(self, config: Config, cohort: Cohort, emit: Emit, extras: Extras = NO_EXTRAS) -> None:
         check_config(config)
-        self._config, self.cohort, self._emit = config, cohort, emit
-        self._policy = policy(config, "")
+        self._config, self.cohort, self._emit, self._extras = config, cohort, emit, extras
+        self._policy = policy(config, "", extras)
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         groups = groups_of(self._config, plan)
-        sums = [PlainSum(self._config, plan.round, weights.schema, len(sites)) for sites in groups]
+        schema, extras = weights.schema.model, self._extras
+        sums = [PlainSum(self._config, plan.round, schema, len(sites), extras) for sites in groups]
         sum_of = {site: each for each, sites in zip(sums, groups, strict=True) for site in sites}
         requests, inside = train_requests(self._config, plan, weights), list[SiteId]()
         failed: dict[SiteId, str] = {}
@@ -43,7 +45,7 @@ class FixedPointSums:
         async with aclosing(replies):
             async for site, reply in replies:
                 try:
-                    checks.answers(requests[site], reply, self._config.limits)
+                    checks.answers(requests[site], reply, self._config.limits, self._extras)
                     assert isinstance(reply, Update), reply
                     seed = round_seed(self._config, plan.round, site)
                     sum_of[site].add(reply, seed, simulated_sum_key(self._config, site, plan.round))
@@ -65,12 +67,12 @@ class FixedPointSums:
             raise TooFewSites(f"round {plan.round + 1}", len(inside or good), need, failed)
         totals = [each.total() for each in enough]
         tell_clipped(self._emit, plan, totals)
-        return one_of_groups(self._config, plan, weights.schema, totals, inside)
+        return one_of_groups(self._config, plan, weights.schema.model, totals, inside)
 
     async def evaluate(
-        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
-        by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit)
+        by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit, counted)
         if len(sites) > 1 and len(by_site) < (quorum := self._quorum(len(sites))):
             failed = TooFewSites("secure sum", len(by_site), quorum)
             self._emit(Notice(text=f"round {number}, evaluation, attempt 1: {failed}"))
@@ -84,9 +86,11 @@ class FixedPointSums:
 class PlainSum:
     """Σ of encoded updates, in the open."""
 
-    def __init__(self, config: Config, number: int, schema: Schema, sites: int) -> None:
-        """Of a round's updates, of at most so many sites."""
-        self._config, self._encoding = config, encoding_of(config, number, sites, schema)
+    def __init__(
+        self, config: Config, number: int, schema: Schema, sites: int, extras: Extras = NO_EXTRAS
+    ) -> None:
+        """Of a round's updates of a model of this schema, of at most so many sites."""
+        self._config, self._encoding = config, encoding_of(config, number, sites, schema, extras)
         self._noise = noise_of(config, schema, sites)
         self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
         self._room = np.empty_like(self._sum)

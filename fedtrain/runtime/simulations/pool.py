@@ -21,6 +21,7 @@ from ...config import Config
 from ...errors import ConfigError, FedtrainError, TaskError, nearest
 from ...fairness import SERVER
 from ...messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
+from ...store.memory import NEVER
 from ..journal import Averages, plain
 from ..threads import while_torch_loads
 from ..trainers import trainer_messages as msg
@@ -160,15 +161,16 @@ class PoolCohort:
         request = next(iter(requests.values()))
         assert isinstance(request, Train | Evaluate), request
         assert all(r.id == request.id for r in requests.values()), "a simulation asks all its sites the same"
-        counted = {site: r.counted for site, r in requests.items() if isinstance(r, Train)}
+        counted = {site: r.counted for site, r in requests.items() if isinstance(r, Train | Evaluate)}
         weights = self._publish(request.weights)
         waiting, number = deque(self._batches(list(requests))), request.round
         under_way: deque[tuple[list[SiteId], asyncio.Task[list[Reply]]]] = deque()
 
         def work(sites: list[SiteId]) -> Coroutine[Any, Any, list[Reply]]:
+            last = [counted[site] for site in sites]
             if isinstance(request, Evaluate):
-                return self._evaluate(sites, number, weights)
-            return self._train(sites, number, weights, [counted[site] for site in sites])
+                return self._evaluate(sites, number, weights, last)
+            return self._train(sites, number, weights, last)
 
         try:
             while waiting or under_way:
@@ -234,14 +236,14 @@ class PoolCohort:
         deltas = torch.frombuffer(block, dtype=torch.uint8, count=len(sites) * schema.nbytes)
         rows = Slab(schema, deltas.view(len(sites), schema.nbytes)).arenas()
         return [
-            Failure(reason=r.reason)
-            if isinstance(r, Failed) and r.update
-            else Update(delta=row, num_examples=good(r).num_examples, metrics=good(r).metrics)
+            Failure(reason=r.reason) if isinstance(r, Failed) and r.update else good(r).update(row)
             for r, row in zip(results, rows, strict=True)
         ]
 
-    async def _evaluate(self, sites: list[SiteId], round: int, weights: ArenaFile) -> list[Reply]:
-        results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights), sites)
+    async def _evaluate(
+        self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int]
+    ) -> list[Reply]:
+        results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights, counted), sites)
         return [Evaluation(metrics=good(r).metrics) for r in results]
 
     async def shown(
@@ -255,7 +257,9 @@ class PoolCohort:
     async def at_server(self, number: int, weights: AnyArena) -> Averages:
         """A journal.AtServer: what a model is worth on the task's eval_data("server")."""
         place = self._publish(weights)
-        (found,) = await self._at_a_trainer(lambda trainer: trainer.evaluate_many([SERVER], number, place))
+        (found,) = await self._at_a_trainer(
+            lambda trainer: trainer.evaluate_many([SERVER], number, place, [NEVER])
+        )
         return (await self.shown(good(found).metrics, {}))[0]
 
     async def _at_a_trainer(self, ask: Callable[[Trains], Awaitable[T]], sites: Sequence[SiteId] = ()) -> T:

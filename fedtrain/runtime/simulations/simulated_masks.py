@@ -15,12 +15,13 @@ from ...config import Config
 from ...errors import CertificateError
 from ...events import Emit
 from ...exchange import Cohort, CohortWrapper
+from ...learning import NO_EXTRAS, Extras
 from ...messages import Evaluate, Evaluation, Metrics, Reply, Request, SiteId, Train, Update
 from ...pki.signing import ECDSA, Signer
 from ...secagg.messages import Advertise, AdvertiseEvaluation
 from ..sites.privacy import simulated_sum_key
 from ..sites.secure_site import SecureSite
-from ..star.answers import kept
+from ..star.answers import NOBODY, Counted, kept
 from ..star.secure_rounds import UnderMasks
 from ..star.secure_terms import hash_of
 from ..threads import all_cores
@@ -30,20 +31,20 @@ from .plain_sums import FixedPointSums
 class SimulatedMasks(UnderMasks):
     """Simulated sites under masks. One pool of data, which is no site's, is evaluated in the open."""
 
-    def __init__(self, config: Config, cohort: Cohort, emit: Emit) -> None:
+    def __init__(self, config: Config, cohort: Cohort, emit: Emit, extras: Extras = NO_EXTRAS) -> None:
         keys = SimulatedKeys()
         super().__init__(
-            config, MaskedCohort(config, cohort, keys), emit,
-            federation=SimulatedKeys.FEDERATION, callers=keys, verifier=keys, parallel=all_cores(),
+            config, MaskedCohort(config, cohort, keys, extras), emit, federation=SimulatedKeys.FEDERATION,
+            callers=keys, verifier=keys, parallel=all_cores(), extras=extras,
         )  # fmt: skip
         self._openly = FixedPointSums(config, cohort, emit)
 
     async def evaluate(
-        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         if len(sites) == 1:
             return await self._openly.evaluate(number, sites, weights)
-        return await super().evaluate(number, sites, weights)
+        return await super().evaluate(number, sites, weights, counted)
 
 
 class SimulatedKeys:
@@ -78,9 +79,11 @@ class MaskedCohort(CohortWrapper):
     The updates of a round are held until they are masked, as at so many sites.
     """
 
-    def __init__(self, config: Config, others: Cohort, keys: SimulatedKeys) -> None:
+    def __init__(
+        self, config: Config, others: Cohort, keys: SimulatedKeys, extras: Extras = NO_EXTRAS
+    ) -> None:
         super().__init__(others)
-        self._config, self._keys = config, keys
+        self._config, self._keys, self._extras = config, keys, extras
         self._sites: dict[SiteId, SecureSite] = {}
 
     async def exchange(
@@ -89,9 +92,13 @@ class MaskedCohort(CohortWrapper):
         first = next(iter(requests.values()))
         if isinstance(first, Advertise | AdvertiseEvaluation):
             work = Train if isinstance(first, Advertise) else Evaluate
-            inner = work(id=first.id, round=first.round, weights=first.weights)
+            inner = {
+                site: work(id=r.id, round=r.round, weights=r.weights, counted=r.counted)
+                for site, r in requests.items()
+                if isinstance(r, Advertise | AdvertiseEvaluation)
+            }
             model = await asyncio.to_thread(hash_of, first.weights, all_cores())
-            async with aclosing(self._inner.exchange(dict.fromkeys(requests, inner), deadline_s)) as replies:
+            async with aclosing(self._inner.exchange(inner, deadline_s)) as replies:
                 async for site, reply in replies:
                     if isinstance(reply, Update | Evaluation):
                         result = kept(reply) if isinstance(reply, Update) else reply
@@ -106,7 +113,7 @@ class MaskedCohort(CohortWrapper):
         if site not in self._sites:
             self._sites[site] = SecureSite(
                 self._config, site, SimulatedKeys.FEDERATION, self._keys.signer(site), self._keys,
-                parallel=all_cores(),
+                parallel=all_cores(), extras=self._extras,
                 noise_key=lambda round, about: simulated_sum_key(self._config, site, round),
             )  # fmt: skip
         return self._sites[site]

@@ -17,15 +17,17 @@ from ...errors import ConfigError, Damaged, some
 from ...events import Emit, Event, SiteState, UpdateReceived, noticed
 from ...exchange import Cohort
 from ...fairness import SERVER
+from ...learning import NO_EXTRAS, Extras
 from ...messages import SiteId
 from ...store import Checkpoint, RunStore
 from ...store.disk import lock
-from ...strategies import build, state_init
+from ...strategies import beginning, build
 from ..journal import Journal, Result, no_data
 from ..sites import compressed
 from ..sites.spent import Spending
 from ..star import asynchronous, federated
 from ..star.answers import Answers, InTheOpen, rule_of
+from ..star.combinations import check_strategy
 from ..star.in_flight import Clocked
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import Workbench
@@ -57,6 +59,7 @@ async def simulate(
     `task`: the one that run.task names, where a program has made it; without workers it is what is trained.
     """
     strategy = build(config.strategy.kind, config.strategy.options, config.root)
+    check_strategy(config, strategy)
     compressed.check_config(config)
     if config.asynchronous.enabled:
         asynchronous.check_config(config)
@@ -77,7 +80,7 @@ async def simulate(
             if store.latest() is None:
                 initial, frozen = await pool.beginning(start)
                 store.keep_frozen(frozen)
-                store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+                store.commit(Checkpoint(0, *beginning(strategy, initial)), {})
             elif not store.has_frozen(about.frozen.schema):
                 store.keep_frozen((await pool.beginning(None))[1])
             if debug is not None:
@@ -101,7 +104,7 @@ async def simulate(
                 )  # fmt: skip
             else:
                 result = await federated.run(
-                    journal, answers(config, cohort, emit), strategy, evaluate_at=evaluators,
+                    journal, answers(config, cohort, emit, about.extras), strategy, evaluate_at=evaluators,
                     shown=pool.shown, at_server=at_server,
                 )  # fmt: skip
         journal.finish(result)
@@ -110,13 +113,13 @@ async def simulate(
         store.close()
 
 
-def answers(config: Config, cohort: Cohort, emit: Emit) -> Answers:
+def answers(config: Config, cohort: Cohort, emit: Emit, extras: Extras = NO_EXTRAS) -> Answers:
     """As the real federation would make one of many, with or without the work of hiding them."""
     if not config.secagg.enabled:
-        return InTheOpen(config, cohort, emit)
+        return InTheOpen(config, cohort, emit, extras)
     if not config.simulate.masks:
-        return FixedPointSums(config, cohort, emit)
-    return SimulatedMasks(config, cohort, emit)
+        return FixedPointSums(config, cohort, emit, extras)
+    return SimulatedMasks(config, cohort, emit, extras)
 
 
 def cannot_go_back() -> Callable[[str], None]:

@@ -14,10 +14,10 @@ A simulation goes the same way, so it has the same bits.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,9 +31,12 @@ from ...exchange import Cohort, CohortWrapper
 from ...messages import Failure, Reply, Request, SiteId, Train, Update
 from ...schema import Schema
 from ...store import Checkpoint
-from ...store.memory import NEVER, SiteMemory
 from ..star.answers import compares, rule_of
 
+if TYPE_CHECKING:
+    import torch
+
+UP = "compression/"  # in a site's memory, before the names of what the codec keeps
 DOWN = "down/"  # in a checkpoint's state, before the names of what the codec keeps
 SPARSE = (compression.COMPRESSORS["topk"], compression.COMPRESSORS["randomk"])
 
@@ -92,47 +95,32 @@ def up_seed(config: Config, round: int, site: SiteId) -> int:
 
 
 class UpEncoder:
-    """A trainer's end of compression.up: it encodes updates, and keeps what error feedback needs of each
-    site between rounds."""
+    """A trainer's end of compression.up: it encodes updates."""
 
-    def __init__(self, config: Config, codec: DeltaCodec, *, simulated: bool) -> None:
-        self._config, self.codec, self._simulated = config, codec, simulated
+    def __init__(self, config: Config, codec: DeltaCodec) -> None:
+        self._config, self.codec = config, codec
 
     @classmethod
-    def of(cls, config: Config, schema: Schema, *, simulated: bool) -> UpEncoder | None:
+    def of(cls, config: Config, schema: Schema) -> UpEncoder | None:
         """None where updates travel as they are, or masked."""
         codec = up_codec(config, schema)
-        return None if codec is None else cls(config, codec, simulated=simulated)
+        return None if codec is None else cls(config, codec)
 
     @cached_property
     def whole(self) -> Arena:
         """An arena for an update before it is encoded."""
         return Arena.empty(self.codec.schema)
 
-    def encode(self, update: Update, site: SiteId, round: int, out: Arena, counted: int) -> Update:
-        """The update with its delta compressed into `out`; `counted`: as in messages.Train."""
-        codec, delta = self.codec, update.delta
+    def encode(
+        self, update: Update, site: SiteId, round: int, out: Arena, memory: Mapping[str, torch.Tensor]
+    ) -> tuple[Update, dict[str, torch.Tensor]]:
+        """(the update with its delta compressed into `out`, what error feedback keeps): `memory` is what it
+        kept after the last round that this site counted in; {} before that."""
+        delta, seed = update.delta, up_seed(self._config, round, site)
         assert isinstance(delta, Arena), delta
-        seed = up_seed(self._config, round, site)
-        if not codec.stateful:
-            codec.encode(delta, seed, {}, out)
-        else:
-            memory = self._memory(site)
-            if counted != NEVER and memory.empty:
-                print(
-                    f"{site} has kept nothing of round {counted + 1}, in which it counted: it goes on as "
-                    f"a new site would",
-                    file=sys.stderr,
-                )
-                counted = NEVER
-            before = codec.init() if counted == NEVER else memory.load(counted).views()
-            _, after = codec.encode(delta, seed, before, out)
-            memory.keep(round, counted, Arena.pack(after))
-        return msgspec.structs.replace(update, delta=out)
-
-    def _memory(self, site: SiteId) -> SiteMemory:
-        folder = self._config.simulate_dir if self._simulated else self._config.site_dir(site)
-        return SiteMemory(folder / "memory" / site, durable=not self._simulated)
+        before = {n.removeprefix(UP): t for n, t in memory.items() if n.startswith(UP)}
+        _, after = self.codec.encode(delta, seed, before or self.codec.init(), out)
+        return msgspec.structs.replace(update, delta=out), {UP + n: t for n, t in after.items()}
 
 
 def _with_feedback(config: Config, compressor: Compressor) -> Compressor:

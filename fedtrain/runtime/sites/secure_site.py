@@ -9,9 +9,10 @@ from functools import partial
 
 from ...config import Config
 from ...errors import BadUpdate, FedtrainError
+from ...learning import NO_EXTRAS, Extras
 from ...messages import Evaluation, Failure, Reply, SiteId, Update
 from ...pki import Revoked, Signer
-from ...secagg.client import NEVER, Client, Contribution
+from ...secagg.client import NEVER, Client, Summand
 from ...secagg.encoding import Encoded
 from ...secagg.masking import Parallel, RingVector, serial
 from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Keys, Mask, Share, Unmask
@@ -40,6 +41,7 @@ class SecureSite:
         parallel: Parallel = serial,
         sums: Ledger | None = None,
         noise_key: NoiseKey | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> None:
         """
         Args:
@@ -48,7 +50,8 @@ class SecureSite:
             sums: Remembers, on disk, the sums that this site's updates are in; None: they are forgotten.
         """
         self._config, self._site, self._revoked, self._parallel = config, site, revoked, parallel
-        self._policy, self._noise_key = policy(config, federation), noise_key
+        self._policy, self._extras = policy(config, federation, extras), extras
+        self._noise_key = noise_key
         opened = {} if sums is None else sums.sums()
         self._clients = {
             kind: Client(
@@ -80,20 +83,22 @@ class SecureSite:
         try:
             if self._revoked is not None:
                 self._revoked.reload()
-            schema = request.weights.schema if isinstance(result, Update) else None
-            encoding = encoding_of(self._config, request.round, len(request.terms.cohort), schema)
+            schema, sites = None, len(request.terms.cohort)
+            if isinstance(result, Update):
+                schema = request.weights.schema.model
+            encoding = encoding_of(self._config, request.round, sites, schema, self._extras)
             scale, noise = 1.0, None
             if isinstance(result, Update):
                 check_examples(self._config, result)
                 scale = scale_of(self._config, result)
-                noise = noise_of(self._config, request.weights.schema, len(request.terms.cohort))
+                noise = noise_of(self._config, request.weights.schema.model, sites)
         except FedtrainError as e:
             return Failure(reason=f"{self._site} refuses: {e}")
 
         self._client = self._clients[type(request)]
         self._client.policy = replace(self._policy, length=encoding.length)
         seed = round_seed(self._config, request.round, self._site)
-        own: Contribution = Encoded(encoding, result, seed, scale, self._parallel)
+        own: Summand = Encoded(encoding, result, seed, scale, self._parallel)
         if noise is not None and isinstance(result, Update):
             assert self._noise_key is not None, "noise in sums, and nobody has a key"
             # another model, update or noise is another release
@@ -106,7 +111,7 @@ class SecureSite:
 class Noised:
     """A contribution with this site's part of the noise of a sum."""
 
-    own: Contribution
+    own: Summand
     noise: DiscreteGaussian
     key: Callable[[], bytes]
     parallel: Parallel

@@ -20,6 +20,7 @@ from ...arena import ArenaFile, Frozen, Patch
 from ...config import Config
 from ...errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, SiteState, noticed
+from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
 from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
 from ...pki import Credentials, Revoked, aggregator_target
@@ -143,7 +144,7 @@ class Site:
         """What training or evaluation finds, worked out once; `model` tells its weights from others."""
         kind = "Train" if isinstance(request, Train) else "Evaluate"
         key = f"{kind}/{request.round}/{model}"
-        if isinstance(request, Train) and request.counted != NEVER:
+        if request.counted != NEVER:
             key += f"/after {request.counted}"
         if body := self._ledger.get(key):
             self._say("uploading", request.round + 1)
@@ -192,7 +193,7 @@ class Site:
     async def _ask_trainer(self, key: str, request: Train | Evaluate, weights: ArenaFile) -> Found:
         if isinstance(request, Evaluate):
             self._say("evaluating", request.round)
-            return await self._trainer.evaluate(self._name, request.round, weights)
+            return await self._trainer.evaluate(self._name, request.round, weights, request.counted)
         self._say("training", request.round + 1)
         if self._spent is not None:
             self._spent.check(request.counted)
@@ -229,7 +230,12 @@ def sha256_of(path: Path) -> str:
 
 
 def secure_site_of(
-    config: Config, name: SiteId, credentials: Credentials, ledger: Ledger, spent: Spent | None = None
+    config: Config,
+    name: SiteId,
+    credentials: Credentials,
+    ledger: Ledger,
+    extras: Extras = NO_EXTRAS,
+    spent: Spent | None = None,
 ) -> SecureSite:
     """The site's half of secure sums, with the key and the root of its certificate. Damaged when the ledger
     `spent` is shorter than the sums that this site was in."""
@@ -242,7 +248,7 @@ def secure_site_of(
     revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
     return SecureSite(
         config, name, federation, signer, Verifier(credentials.root, federation, revoked=revoked),
-        revoked=revoked, parallel=all_cores(), sums=ledger, noise_key=noise_key,
+        revoked=revoked, parallel=all_cores(), sums=ledger, noise_key=noise_key, extras=extras,
     )  # fmt: skip
 
 
@@ -292,7 +298,9 @@ async def run(
 
         about = trainer.description
         spent = Spent(config, ledger.folder, emit) if config.privacy.noise_multiplier else None
-        secure = secure_site_of(config, name, credentials, ledger, spent) if config.secagg.enabled else None
+        secure = None
+        if config.secagg.enabled:
+            secure = secure_site_of(config, name, credentials, ledger, about.extras, spent)
         site = Site(
             name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),
             bounds := bounds_of(config),

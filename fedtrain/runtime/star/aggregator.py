@@ -10,13 +10,14 @@ from pathlib import Path
 from ...config import Config
 from ...events import Emit, Notice, noticed
 from ...exchange import Cohort
+from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
 from ...messages import Found, Metrics, Reply, Request, SiteId
 from ...pki import Credentials, Verifier
 from ...pki.callers import Callers
 from ...schema import Schema
 from ...store import Checkpoint, RunStore
-from ...strategies import Strategy, build, state_init
+from ...strategies import Strategy, beginning, build, extras_of
 from ...transport.endpoints import TRANSPORTS, RemoteCohort
 from ...transport.tls import Tls
 from ...wire.frames import Bounds, Hello
@@ -30,6 +31,7 @@ from ..trainers.workbench import source_digest
 from . import asynchronous, checks, federated, secure_rounds
 from .agreement import agree, bounds_of, differences
 from .answers import Answers, InTheOpen
+from .combinations import check_strategy
 from .held_out import HeldOut, held_out
 
 
@@ -52,8 +54,9 @@ async def serve(
         store = stack.enter_context(closing(RunStore(config.run_dir, warn=noticed(emit))))
         journal = Journal(config, store, emit)
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
+        check_strategy(config, strategy)
         schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start))
-        joined = JoinedSites(journal, schema, task_digest, credentials)
+        joined = JoinedSites(journal, schema, task_digest, credentials, extras_of(strategy))
         cohort = joined.cohort()
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         answers = joined.answers(cohort, openly)
@@ -81,15 +84,24 @@ async def serve(
 class JoinedSites:
     """Which sites may join, what they may send, and what each lets itself be asked."""
 
-    def __init__(self, journal: Journal, schema: Schema, task_digest: str, credentials: Credentials) -> None:
-        config = journal.config
+    def __init__(
+        self,
+        journal: Journal,
+        schema: Schema,
+        task_digest: str,
+        credentials: Credentials,
+        extras: Extras = NO_EXTRAS,
+    ) -> None:
+        config, self._extras = journal.config, extras
         self._config, self._store, self._emit = config, journal.store, journal.emit
         self._schema, self._task_digest, self._credentials = schema, task_digest, credentials
         self.callers = Callers(credentials, config.root / config.network.certs)
         self._bounds: dict[SiteId, Bounds] = {}
         codec = compressed.up_codec(config, schema)
-        self._update = schema if codec is None else codec.coded  # as an update comes
-        self._longest = secure_rounds.longest_vector(config, schema) if config.secagg.enabled else 0
+        self._update = extras.update(schema) if codec is None else codec.coded  # as an update comes
+        self._longest = 0
+        if config.secagg.enabled:
+            self._longest = secure_rounds.longest_vector(config, schema.model, extras)
 
     def cohort(self) -> RemoteCohort:
         """The sites as they are asked over the network."""
@@ -105,13 +117,13 @@ class JoinedSites:
     def answers(self, cohort: RemoteCohort, openly: Cohort) -> Answers:
         """How the sites' answers become one; `openly` is the cohort whose updates come as they are."""
         if not self._config.secagg.enabled:
-            return InTheOpen(self._config, openly, self._emit)
+            return InTheOpen(self._config, openly, self._emit, self._extras)
         credentials, federation = self._credentials, self._credentials.identity.federation
         verifier = Verifier(credentials.root, federation, revoked=self.callers.revoked)
         return secure_rounds.UnderMasks(
             self._config, cohort, self._emit, federation=federation,
             callers=self.callers, verifier=verifier, plans=self._store, parallel=all_cores(),
-            frozen=self._store.frozen.sha256,
+            frozen=self._store.frozen.sha256, extras=self._extras,
         )  # fmt: skip
 
     def evaluators(self, number: int, members: Sequence[SiteId]) -> list[SiteId]:
@@ -133,7 +145,8 @@ class JoinedSites:
         if self._config.secagg.enabled:
             secure_rounds.admit(request, reply, self._longest)
         else:
-            checks.admit(request, reply, self._update, self._config.limits, self._store.joined().get(site))
+            registered, limits = self._store.joined().get(site), self._config.limits
+            checks.admit(request, reply, self._update, limits, registered, self._extras)
 
 
 async def _begin(
@@ -156,7 +169,7 @@ async def _begin(
         if store.latest() is None:
             initial, frozen = await trainer.beginning(start, store.folder)
             store.keep_frozen(frozen)
-            store.commit(Checkpoint(0, initial, state_init(strategy, initial)), {})
+            store.commit(Checkpoint(0, *beginning(strategy, initial)), {})
         elif not store.has_frozen(about.frozen.schema):
             store.keep_frozen(await trainer.frozen(store.folder))
     return about.schema, about.task_digest

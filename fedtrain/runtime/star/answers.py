@@ -20,6 +20,7 @@ from ...digest import seed_of
 from ...errors import BadUpdate, ConfigError, SiteMissing, TaskError, TooFewSites, some
 from ...events import Emit, UpdateReceived, UpdateRefused
 from ...exchange import Cohort, in_order
+from ...learning import NO_EXTRAS, Extras
 from ...messages import (
     Evaluate,
     Evaluation,
@@ -34,6 +35,7 @@ from ...messages import (
     sized_names,
     summed,
 )
+from ...schema import Schema, Section
 from ...store import RoundPlan
 from ..journal import Averages
 from ..threads import in_thread
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+Counted = Mapping[SiteId, int]  # site -> the last round in which an update of its is in the model
+NOBODY: Counted = {}
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class Aggregate:
     sites: Sequence[SiteId]  # whose updates are in it
     sizes: dict[SiteId, float] = field(default_factory=dict)  # of each update, as in errors.Diverged
     state: dict[str, torch.Tensor] = field(default_factory=dict)  # what the rule keeps until the next round
+    weight: float = 1.0  # Σ of the updates' weights
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # as in learning.RoundSums
+    scalars: dict[str, float] = field(default_factory=dict)  # Σ of each
 
 
 class Answers(Protocol):
@@ -65,9 +72,10 @@ class Answers(Protocol):
         """Have the planned sites train. TooFewSites when fewer than the round needs give a good update."""
 
     async def evaluate(
-        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
-        """Sums over all sites, and each one's own where they may be known."""
+        """Sums over all sites, and each one's own where they may be known. `counted`: where sites have models
+        of their own, the last round in which each of them is."""
 
 
 def train_id(config: Config, plan: RoundPlan) -> str:
@@ -91,23 +99,26 @@ def evaluate_id(config: Config, number: int, attempt: int = 0) -> str:
 class InTheOpen:
     """Each site's update comes as it is, is checked, and then folded."""
 
-    def __init__(self, config: Config, cohort: Cohort, emit: Emit) -> None:
+    def __init__(self, config: Config, cohort: Cohort, emit: Emit, extras: Extras = NO_EXTRAS) -> None:
         """ConfigError for a rule that could not keep its promise with so few sites."""
-        self._config, self.cohort, self._emit = config, cohort, emit
+        self._config, self.cohort, self._emit, self._extras = config, cohort, emit, extras
         self.rule = rule_of(config)
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
-        config, schema = self._config, weights.schema
+        config, schema = self._config, self._extras.update(weights.schema)
         requests = train_requests(config, plan, weights)
         trained: dict[SiteId, Metrics] = {}
         sizes: dict[SiteId, float] = {}
         failed: dict[SiteId, str] = {}
         spooled: list[Update] = []
         mean: WeightedMean | None = None
+        scalars = dict.fromkeys((each.name for each in self._extras.scalars), 0.0)
         async with aclosing(in_order(self._checked(requests, sizes, failed), plan.sites)) as ordered:
             async for site, reply in ordered:
                 assert isinstance(reply, Update), reply
                 trained[site] = reply.metrics
+                for name in scalars:
+                    scalars[name] += reply.scalars[name]
                 if isinstance(reply.delta, ArenaFile):
                     spooled.append(reply)  # folded together below, chunk by chunk, from the disk
                 elif not self.rule.linear:
@@ -123,12 +134,23 @@ class InTheOpen:
         for site in self.rule.must_have:
             if site not in trained:
                 raise SiteMissing(f"round {plan.round + 1}", site, failed.get(site, ""))
-        if mean is None:
+        extras: Extras = self._extras
+        sums: dict[str, torch.Tensor] = {}
+        weight = sum(update.counts for update in spooled)
+        if mean is None and (
+            not self.rule.linear or extras == msgspec.structs.replace(NO_EXTRAS, scalars=extras.scalars)
+        ):
             known = known_of(config, plan.round, plan.last, list(trained))
             delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled, known)
         else:
-            delta = await in_thread(schema.nbytes, mean.result)
-        return Aggregate(delta, averages(trained), list(trained), sizes, aggregation.kept(self.rule, delta))
+            if mean is None:
+                mean = WeightedMean(schema)
+                await asyncio.to_thread(mean.add_all, spooled)
+            weight, own = mean.weight, extras.max_weight is not None
+            delta = await in_thread(schema.nbytes, mean.result if weight or not own else mean.nothing)
+            sums = named_sums(schema, mean.sums(), extras)
+        state = aggregation.kept(self.rule, delta)
+        return Aggregate(delta, averages(trained), list(trained), sizes, state, weight, sums, scalars)
 
     async def _checked(
         self, requests: Mapping[SiteId, Train], sizes: dict[SiteId, float], failed: dict[SiteId, str]
@@ -141,24 +163,30 @@ class InTheOpen:
             async for site, reply in replies:
                 request = requests[site]
                 try:
-                    update, norm = await checked(request, reply, config)
+                    update, norm = await checked(request, reply, config, self._extras)
                 except BadUpdate as e:
                     failed[site] = str(e)
                     refuse(cohort, emit, site, request.round + 1, failed[site])
                     continue
                 emit(received(request.round + 1, site, update))
-                sizes[site] = norm * update.num_examples
+                sizes[site] = norm * update.counts
                 yield site, update
 
     async def evaluate(
-        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
-        by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit)
+        by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit, counted)
         return summed(by_site), by_site
 
 
 async def evaluations(
-    config: Config, cohort: Cohort, number: int, sites: Sequence[SiteId], weights: AnyArena, emit: Emit
+    config: Config,
+    cohort: Cohort,
+    number: int,
+    sites: Sequence[SiteId],
+    weights: AnyArena,
+    emit: Emit,
+    counted: Counted = NOBODY,
 ) -> dict[SiteId, Metrics]:
     """What each site found, of those that answered well. Whoever says that it failed is asked again, in
     config.strategy.attempts altogether. TaskError when all of them failed in the last."""
@@ -166,13 +194,16 @@ async def evaluations(
     failed: dict[SiteId, str] = {}
     asked: Sequence[SiteId] = sites
     for attempt in range(config.strategy.attempts):
-        request = Evaluate(id=evaluate_id(config, number, attempt), round=number, weights=weights)
-        again: list[SiteId] = []
-        replies = cohort.exchange(dict.fromkeys(asked, request), config.strategy.round_deadline)
+        id, again = evaluate_id(config, number, attempt), list[SiteId]()
+        requests = {
+            site: Evaluate(id=id, round=number, weights=weights, counted=counted.get(site, -1))
+            for site in asked
+        }
+        replies = cohort.exchange(requests, config.strategy.round_deadline)
         async with aclosing(replies):
             async for site, reply in replies:
                 try:
-                    by_site[site] = evaluated(request, reply, config)
+                    by_site[site] = evaluated(requests[site], reply, config)
                     failed.pop(site, None)
                 except BadUpdate as e:
                     emit(UpdateRefused(round=number, site=site, reason=str(e)))
@@ -202,11 +233,28 @@ def alike(number: int, by_site: Mapping[SiteId, Metrics], emit: Emit) -> dict[Si
     return {site: by_site[site] for site in sorted(by_site) if site not in odd}
 
 
-async def checked(request: Train, reply: Reply, config: Config) -> tuple[Update, float]:
+async def checked(
+    request: Train, reply: Reply, config: Config, extras: Extras = NO_EXTRAS
+) -> tuple[Update, float]:
     """The reply, which is an update that can be used, and its norm; else BadUpdate."""
-    checks.answers(request, reply, config.limits)
+    checks.answers(request, reply, config.limits, extras)
     assert isinstance(reply, Update), reply
-    return reply, await in_thread(reply.delta.schema.nbytes, checks.inspect, reply, config.limits)
+    return reply, await in_thread(reply.delta.schema.nbytes, checks.inspect, reply, config.limits, extras)
+
+
+def named_sums(
+    schema: Schema, sums: Mapping[Section, torch.Tensor], extras: Extras
+) -> dict[str, torch.Tensor]:
+    """Sums of sections as a strategy sees them: each of `up`, and of an exact one the sum of deltas."""
+    import torch
+
+    found = {}
+    for each in extras.up:
+        section, start, stop = schema.places[each.name]
+        found[each.name] = sums[section][start:stop]
+    if extras.exact:
+        found["delta"] = torch.cat([sums[s][: s.trained] for s in schema.model.sections if s.trained])
+    return found
 
 
 def evaluated(request: Evaluate, reply: Reply, config: Config) -> Metrics:

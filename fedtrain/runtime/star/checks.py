@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ...arena import AnyArena, Row
 from ...config import LimitsConfig
 from ...errors import BadUpdate
+from ...learning import NO_EXTRAS, Extras
 from ...messages import MAX_SUMS, Evaluate, Evaluation, Failure, Metrics, Reply, Request, Train, Update
 from ...schema import Schema, Section, chunks
 
@@ -25,11 +26,17 @@ LARGEST_METRIC = (2 - 2**-23) * 2.0**127  # of an average: the largest float32, 
 
 
 def admit(
-    request: Request, reply: Reply, schema: Schema, limits: LimitsConfig, examples: float | None
+    request: Request,
+    reply: Reply,
+    schema: Schema,
+    limits: LimitsConfig,
+    examples: float | None,
+    extras: Extras = NO_EXTRAS,
 ) -> None:
     """BadUpdate unless the reply answers this request and claims nothing impossible.
 
-    `examples` is what the site registered at joining (S18); None when its task weighs items itself.
+    `schema`: of an update. `examples` is what the site registered at joining (S18); None when its task
+    weighs items itself. `exchange`: what the strategy has sites send beside it.
     """
     if isinstance(request, Train) and isinstance(reply, Update):
         if difference := schema.difference(reply.delta.schema):
@@ -43,6 +50,7 @@ def admit(
             )
         if examples is not None and claimed > examples:
             raise BadUpdate(f"claims {claimed:g} training examples, but registered {examples:g} at joining")
+        _check_strategy(reply, extras)
         _check_metrics(reply.metrics)
         if any(isinstance(total, list) for total, _ in reply.metrics.values()):
             raise BadUpdate("a metric of its training is several numbers")
@@ -53,18 +61,27 @@ def admit(
         raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
 
 
-def answers(request: Train | Evaluate, reply: Reply, limits: LimitsConfig) -> None:
+def answers(
+    request: Train | Evaluate, reply: Reply, limits: LimitsConfig, extras: Extras = NO_EXTRAS
+) -> None:
     """BadUpdate unless the reply is what was asked for: the header again, for cohorts without a wire."""
     if isinstance(reply, Failure):
         raise BadUpdate(reply.reason)
-    admit(request, reply, request.weights.schema, limits, None)
+    admit(request, reply, extras.update(request.weights.schema), limits, None, extras)
 
 
-def inspect(update: Update, limits: LimitsConfig) -> float:
+def inspect(update: Update, limits: LimitsConfig, extras: Extras = NO_EXTRAS) -> float:
     """The L2 norm of an update's floats; BadUpdate when one is NaN or Inf, or the norm over its bound, or a
-    metric is no number that training gives."""
+    metric is no number that training gives, or a vector of the strategy's is beyond its bound."""
     norm = _norm(update, limits)
     _check_values(update.metrics)
+    bounds = {each.name: each.bound for each in extras.up}
+    for name, bound in bounds.items():
+        section, first, last = update.delta.schema.places[name]
+        for start, stop in chunks(section):
+            part = update.delta.chunk(section, max(start, first), max(first, min(stop, last)))
+            if len(part) and not float(part.abs().max()) <= bound:
+                raise BadUpdate(f"a value of its {name} is beyond the strategy's bound of {bound:g}")
     return norm
 
 
@@ -74,7 +91,7 @@ def _norm(update: Update, limits: LimitsConfig) -> float:
         if math.isfinite(norm) and not (limits.max_norm and norm > 0.999 * limits.max_norm):
             return norm
     square = 0.0
-    for section in update.delta.schema.sections:
+    for section in update.delta.schema.model.sections:
         if section.floating:
             for start, stop in chunks(section):
                 part = _sum_of_squares(update.delta, section, start, stop)
@@ -154,6 +171,20 @@ def _check_metrics(metrics: Metrics) -> None:
             raise BadUpdate("a metric's name must be at most 64 printable characters")
         if not 0 <= count < math.inf:
             raise BadUpdate(f"metric {name} counts {count:g} items")
+
+
+def _check_strategy(update: Update, extras: Extras) -> None:
+    if update.scalars.keys() != {each.name for each in extras.scalars}:
+        names = ", ".join(each.name for each in extras.scalars) or "no numbers"
+        raise BadUpdate(f"the strategy has sites send {names} beside the delta, and other names came")
+    for each in extras.scalars:
+        if not abs(update.scalars[each.name]) <= each.bound:
+            raise BadUpdate(f"its {each.name} is beyond the strategy's bound of {each.bound:g}")
+    weight, most = update.weight, extras.max_weight
+    if (weight is None) != (most is None):
+        raise BadUpdate(f"the strategy has updates {'with' if most else 'without'} a weight of their own")
+    if most is not None and weight is not None and not 0 <= weight <= most:
+        raise BadUpdate(f"its weight is not in the strategy's bounds, 0 to {most:g}")
 
 
 def _check_values(metrics: Metrics) -> None:

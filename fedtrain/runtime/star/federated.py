@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from ...aggregation import last
 from ...config import Config
@@ -20,7 +21,7 @@ from ...events import Notice, Record
 from ...exchange import Cohort
 from ...messages import SiteId
 from ...store import Checkpoint, RoundPlan, RunStore
-from ...strategies import Strategy, server_step
+from ...strategies import Strategy, has_personal, server_step
 from ..journal import AtServer, Evaluators, Journal, Lap, Result, Shown, everyone, no_data, plain
 from ..sites import compressed
 from ..threads import in_thread
@@ -49,7 +50,8 @@ async def run(
         number = checkpoint.round
         if journal.evaluation_is_due(number):
             sites = evaluate_at(number, await cohort.members(need))
-            found = await answers.evaluate(number, sites, checkpoint.weights) if sites else ({}, {})
+            counted = journal.store.counted() if has_personal(strategy) else {}
+            found = await answers.evaluate(number, sites, checkpoint.weights, counted) if sites else ({}, {})
             metrics, by_site = await shown(*found) if sites else ({}, {})
             journal.keep_evaluation(number, metrics, by_site, await at_server(number, checkpoint.weights))
         if reason := journal.reason_to_stop(number):
@@ -75,22 +77,26 @@ async def _train(
     """One committed round, tried strategy.attempts times; without a site whose update made the model useless
     in an earlier one."""
     config, store = journal.config, journal.store
+    seed = seed_of(config.run.seed, "server", checkpoint.round)
     plan, left_out = store.plan(checkpoint.round), dict[SiteId, str]()
     while True:
         if plan is None:
-            plan = RoundPlan(checkpoint.round, 0, sample(config, checkpoint.round, 0, members))
+            plan = RoundPlan(
+                checkpoint.round, 0, sample(config, checkpoint.round, 0, members),
+                registered=store.registered(members),
+            )  # fmt: skip
         if store.durable or plan.attempt:  # a simulation draws its first plan again: nobody leaves it
             store.set_plan(plan)
         journal.round_started(plan.round, plan.sites, plan.attempt)
         try:
             planned = replace(plan, counted=store.counted())
-            after, record, inside = await federated_round(answers, planned, strategy, checkpoint)
+            after, record, inside = await federated_round(answers, planned, strategy, checkpoint, seed)
         except (TooFewSites, SecAggError, Diverged) as e:
             journal.round_failed(plan.round, plan.attempt, e)
             attempt = plan.attempt + 1
             culprit = e.culprit if isinstance(e, Diverged) else None
             if attempt >= config.strategy.attempts or (isinstance(e, Diverged) and culprit is None):
-                store.set_plan(RoundPlan(plan.round, 0, plan.sites))
+                store.set_plan(replace(plan, attempt=0))
                 raise
             if culprit is not None:
                 left_out[culprit] = str(e)
@@ -98,9 +104,12 @@ async def _train(
             members = await _members(journal, answers.cohort)
             members = [site for site in members if site not in left_out]
             if len(members) < config.strategy.min_sites:
-                store.set_plan(RoundPlan(plan.round, 0, plan.sites))
+                store.set_plan(replace(plan, attempt=0))
                 raise
-            plan = RoundPlan(plan.round, attempt, sample(config, plan.round, attempt, members))
+            plan = replace(
+                plan, attempt=attempt, sites=sample(config, plan.round, attempt, members),
+                registered=store.registered(members),
+            )  # fmt: skip
             continue
         nbytes = after.weights.schema.nbytes
         if config.compression.down:
@@ -121,17 +130,19 @@ def at_hand(store: RunStore, checkpoint: Checkpoint) -> Checkpoint:
 
 
 async def federated_round(
-    answers: Answers, plan: RoundPlan, strategy: Strategy, checkpoint: Checkpoint
+    answers: Answers, plan: RoundPlan, strategy: Strategy, checkpoint: Checkpoint, seed: int = 0
 ) -> tuple[Checkpoint, Record, Sequence[SiteId]]:
     """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left.
     Returns the next one, what the log says of it, and whose updates are in it."""
     lap = Lap(answers.cohort)
-    plan = replace(plan, last=last(checkpoint.weights.schema, checkpoint.state))
+    plan = replace(plan, last=last(checkpoint.weights.schema.model, checkpoint.state))
     mean = await answers.train(plan, checkpoint.weights)
-    weights, state = await in_thread(
-        checkpoint.weights.schema.nbytes,
+    step = partial(
         server_step, strategy, checkpoint.weights, checkpoint.state, mean.delta,
+        number=plan.round, sites=len(mean.sites), registered=plan.registered, weight=mean.weight,
+        sums=mean.sums, scalars=mean.scalars, seed=seed,
     )  # fmt: skip
+    weights, state = await in_thread(checkpoint.weights.schema.nbytes, step)
     if problem := await in_thread(weights.schema.nbytes, checks.flaw, weights, state):
         raise Diverged(problem, mean.sizes)
     record = lap.record(mean.metrics, len(mean.sites))

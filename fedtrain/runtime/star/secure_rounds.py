@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from functools import reduce
+from typing import TYPE_CHECKING, Protocol
 
 from ...aggregation import aggregate, kept
 from ...arena import AnyArena
@@ -17,6 +19,7 @@ from ...digest import seed_of
 from ...errors import BadUpdate, RoundError, SecAggError, TooFewSites, Unfinished
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused
 from ...exchange import Cohort
+from ...learning import NO_EXTRAS, Extras
 from ...messages import MAX_SUMS, Failure, Metrics, Reply, Request, SiteId, Update, averages
 from ...schema import Schema
 from ...secagg.encoding import Encoding, Total
@@ -41,8 +44,11 @@ from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
 from ...transport.patient import Patient
-from .answers import Aggregate, check_failures, known_of, rule_of
+from .answers import NOBODY, Aggregate, Counted, check_failures, known_of, rule_of
 from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
+
+if TYPE_CHECKING:
+    import torch
 
 REPLIES = Keys | Shares | Masked | Agreed | Unmasked | Failure
 
@@ -66,14 +72,23 @@ def one_of_groups(
     """One mean of the groups: their only one, or what the rule makes of several. TooFewSites for too few."""
     metrics = averages({str(i): total.metrics for i, total in enumerate(totals)})
     deltas = [total.delta for total in totals if total.delta is not None]
+    weight = sum(total.weight for total in totals)
+    sums = {name: sum_of(total.sums[name] for total in totals) for name in totals[0].sums}
+    scalars = {name: sum(total.scalars[name] for total in totals) for name in totals[0].scalars}
     if config.secagg.groups == 1:
-        return Aggregate(deltas[0], metrics, sites)
+        return Aggregate(deltas[0], metrics, sites, weight=weight, sums=sums, scalars=scalars)
     rule = rule_of(config)
     if len(deltas) < rule.needs:
         raise TooFewSites(f"groups with a sum, for {config.aggregation.rule}", len(deltas), rule.needs)
     updates = [Update(delta=delta, num_examples=t.weight) for t, delta in zip(totals, deltas, strict=True)]
     delta = aggregate(rule, schema, updates, known_of(config, plan.round, plan.last))
-    return Aggregate(delta, metrics, sites, state=kept(rule, delta))
+    state = kept(rule, delta)
+    return Aggregate(delta, metrics, sites, state=state, weight=weight, sums=sums, scalars=scalars)
+
+
+def sum_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of one tensor or more."""
+    return reduce(operator.add, tensors)
 
 
 def tell_clipped(emit: Emit, plan: RoundPlan, totals: Sequence[Total]) -> None:
@@ -98,10 +113,14 @@ def admit(request: Request, reply: Reply, longest: int) -> None:
         raise BadUpdate(f"a masked vector of {reply.vector.schema.numel} values, at most {longest} are due")
 
 
-def longest_vector(config: Config, schema: Schema) -> int:
+def longest_vector(config: Config, schema: Schema, extras: Extras = NO_EXTRAS) -> int:
     """Ring elements of the longest vector that a site of this run may send."""
     smallest = replace(fixed_point(config, SITES), value_bits=4)  # has the most limbs
-    return Encoding(smallest, schema).numel([""] * MAX_NAMES) + smallest.limbs * MAX_SUMS
+    points = (smallest,) * len(extras.up)
+    return (
+        Encoding(smallest, extras.update(schema), extras=extras, points=points).numel([""] * MAX_NAMES)
+        + smallest.limbs * MAX_SUMS
+    )
 
 
 class KnowsCallers(Protocol):
@@ -125,6 +144,7 @@ class UnderMasks:
         plans: RunStore | None = None,
         parallel: Parallel = serial,
         frozen: str = "",
+        extras: Extras = NO_EXTRAS,
     ) -> None:
         """
         Args:
@@ -134,7 +154,8 @@ class UnderMasks:
         """
         check_config(config)
         self._config, self.cohort, self._emit = config, cohort, emit
-        self._policy, self._verifier, self._parallel = policy(config, federation), verifier, parallel
+        self._policy, self._extras = policy(config, federation, extras), extras
+        self._verifier, self._parallel = verifier, parallel
         self._callers, self._plans, self._frozen = callers, plans, frozen
         self._round, self._opened = -1, list[Sequence[SiteId]]()  # sites of its sums that may be opened
 
@@ -143,7 +164,8 @@ class UnderMasks:
             self._round, self._opened = plan.round, []
         groups, alone = groups_of(self._config, plan, self._opened), self._config.secagg.groups == 1
         sums = await asyncio.gather(
-            *(self._sum(plan, sites, weights, Advertise) for sites in groups), return_exceptions=True
+            *(self._sum(plan, sites, weights, Advertise, plan.counted) for sites in groups),
+            return_exceptions=True,
         )
         for error in sums:
             if isinstance(error, BaseException) and (alone or not isinstance(error, RoundError)):
@@ -156,17 +178,17 @@ class UnderMasks:
             raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
         tell_clipped(self._emit, plan, [total for total, _ in totals])
         return await asyncio.to_thread(
-            one_of_groups, self._config, plan, weights.schema, [total for total, _ in totals], inside
+            one_of_groups, self._config, plan, weights.schema.model, [total for total, _ in totals], inside
         )
 
     async def evaluate(
-        self, number: int, sites: Sequence[SiteId], weights: AnyArena
+        self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         failed: dict[SiteId, str] = {}
         for attempt in range(self._config.strategy.attempts):
             plan = RoundPlan(number, attempt, list(sites))
             try:
-                total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation)
+                total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation, counted)
             except (TooFewSites, SecAggError) as e:
                 self._emit(Notice(text=f"round {number}, evaluation, attempt {attempt + 1}: {e}"))
                 failed = e.failed if isinstance(e, Unfinished) else {}
@@ -181,23 +203,25 @@ class UnderMasks:
         sites: Sequence[SiteId],
         weights: AnyArena,
         ask: type[Advertise | AdvertiseEvaluation],
+        counted: Counted,
     ) -> tuple[Total, Sequence[SiteId]]:
         """One session: its sum, and the sites in it."""
-        schema = weights.schema if ask is Advertise else None
+        schema = weights.schema.model if ask is Advertise else None
         cohort = await self._cohort(sites)
-        encoding = encoding_of(self._config, plan.round, len(cohort), schema)
+        encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
         terms = self._terms(plan, cohort, encoding)
-        request = ask(
-            id=terms.request_id("train" if ask is Advertise else "evaluate"),
-            round=plan.round, weights=weights, terms=terms,
-        )  # fmt: skip
+        id = terms.request_id("train" if ask is Advertise else "evaluate")
+        requests = {
+            site: ask(id=id, round=plan.round, weights=weights, terms=terms, counted=counted.get(site, -1))
+            for site in sorted(cohort)
+        }
         deadline_s = self._config.strategy.round_deadline
         try:
             masked = await masked_sum(
                 Patient(self.cohort),
                 terms,
                 await asyncio.to_thread(hash_of, weights, self._parallel, self._frozen),
-                request,
+                requests,
                 self._verifier.verify,
                 deadline_s=deadline_s,
                 step_deadline_s=deadline_s,

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ...arena import AnyArena
 from ...config import Config
 from ...digest import seed_of
 from ...errors import BadUpdate, ConfigError
+from ...learning import NO_EXTRAS, Extras
 from ...messages import SiteId, Update
 from ...schema import Schema, chunks_of
 from ...secagg.client import Policy
 from ...secagg.encoding import Encoding, norm_of, rounding_seed
-from ...secagg.fixedpoint import FixedPoint
+from ...secagg.fixedpoint import MAX_VALUE_BITS, FixedPoint
 from ...secagg.masking import BLOCK_BYTES, Parallel, buffers, exhaust, serial
 from ...secagg.noise import MIN_STD, DiscreteGaussian
 from ..sites import compressed
 from .answers import compares, rule_of
 
+if TYPE_CHECKING:
+    import torch
+
+FINEST = 2.0**-40  # of which values are multiples where sums in the open have to be exact
+EXACT_SITES = 1024  # in a sum under masks that has to be exact, at most, unless secagg.value_bits says
 SITES = 3  # the least in a sum: in a sum over two each learns the other's update
 TAIL = 8.0  # standard deviations of a site's noise for which its values have room
 BELOW, ROUNDED = 1 - 2.0**-20, 1 + 2.0**-10  # what a norm and a rounding allow for the arithmetic of floats
@@ -49,19 +58,20 @@ def check_config(config: Config) -> None:
     policy(config, "").graph(each)
 
 
-def fixed_point(config: Config, sites: int) -> FixedPoint:
+def fixed_point(config: Config, sites: int, extras: Extras = NO_EXTRAS) -> FixedPoint:
     """How numbers become integers in a sum over so many sites."""
     s = config.secagg
-    clip, max_weight = bounds(config)
-    return FixedPoint(sites, s.ring_bits, clip, max_weight, s.value_bits)
+    clip, max_weight = bounds(config, extras)
+    return FixedPoint(sites, s.ring_bits, clip, max_weight, value_bits_of(config, extras))
 
 
-def bounds(config: Config) -> tuple[float, float]:
+def bounds(config: Config, extras: Extras = NO_EXTRAS) -> tuple[float, float]:
     """The bounds on a coordinate of an update times its weight, and on its weight. With noise in the sums all
     sites count alike, and their values have room for the noise."""
     privacy = config.privacy
     if not privacy.in_sums:
-        return config.secagg.clip, config.secagg.max_examples
+        own = extras.max_weight
+        return clip_of(config, extras), config.secagg.max_examples if own is None else own
     return privacy.clip * (1 + TAIL * privacy.noise_multiplier / math.sqrt(SITES)), 1.0
 
 
@@ -89,11 +99,33 @@ def noise_of(config: Config, schema: Schema, sites: int) -> DiscreteGaussian | N
     return DiscreteGaussian(std, coordinates)
 
 
-def encoding_of(config: Config, number: int, sites: int, schema: Schema | None) -> Encoding:
-    """How an update of a round (without a schema: an evaluation) becomes a vector that so many sites sum."""
+def clip_of(config: Config, extras: Extras) -> float:
+    """The bound on a coordinate of (weight / its bound) * delta. Of exact sums, that makes one unit of the
+    ring a power of two."""
+    return config.secagg.clip if not extras.exact else rounded_up(config, config.secagg.clip)
+
+
+def rounded_up(config: Config, bound: float) -> float:
+    """The bound, or a little more, of which a unit of the ring is a power of two."""
+    point = FixedPoint(1, config.secagg.ring_bits, 1.0, 1.0, exact_bits(config))
+    return unit_of(config, bound) * point.q_max
+
+
+def encoding_of(
+    config: Config, number: int, sites: int, schema: Schema | None, extras: Extras = NO_EXTRAS
+) -> Encoding:
+    """How an update of a round (without a schema: an evaluation) becomes a vector that so many sites sum.
+    `schema`: of the model."""
     squeeze = compressed.linear(config) if config.compression.up else None
     seed = seed_of(config.run.seed, "compression", number)
-    return Encoding(fixed_point(config, sites), schema, squeeze, seed)
+    point = fixed_point(config, sites, extras)
+    if schema is None:
+        return Encoding(point, None)
+    points = tuple(
+        replace(point, clip=rounded_up(config, each.bound) if extras.exact else each.bound, max_weight=1.0)
+        for each in extras.up
+    )
+    return Encoding(point, extras.update(schema), squeeze, seed, extras, points)
 
 
 def least_sites(config: Config) -> int:
@@ -101,17 +133,60 @@ def least_sites(config: Config) -> int:
     return max(SITES, config.strategy.min_sites // config.secagg.groups)
 
 
-def policy(config: Config, federation: str) -> Policy:
+def policy(config: Config, federation: str, extras: Extras = NO_EXTRAS) -> Policy:
     """What this end insists on. `length` is set for each session."""
     s, privacy = config.secagg, config.privacy
-    clip, max_weight = bounds(config)
+    clip, max_weight = bounds(config, extras)
     return Policy(
         federation=federation, run=config.run.name, ring_bits=s.ring_bits, clip=clip,
-        max_weight=max_weight, length=0, value_bits=s.value_bits,
+        max_weight=max_weight, length=0, value_bits=value_bits_of(config, extras),
         privacy=f"noise {privacy.noise_multiplier:g} of {privacy.clip:g}" if privacy.in_sums else "",
         min_sites=least_sites(config),
         full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
     )  # fmt: skip
+
+
+def grid_of(config: Config, extras: Extras, seed: int) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
+    """How a site's strategy gets vectors as sums will hold them; None where no site remembers them.
+
+    Values are rounded at random, right in expectation, to multiples of a power of two, of which float64 adds
+    as many as there may be sites without rounding: under masks of what one unit of the ring stands for.
+    """
+    if not extras.exact:
+        return None
+    bounds = {each.name: each.bound for each in extras.up}
+    if config.secagg.enabled:
+        bounds["delta"] = config.secagg.clip
+
+    def summed(name: str, vector: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        bound = bounds.get(name, math.inf)
+        unit = unit_of(config, bound) if config.secagg.enabled else FINEST
+        draw = torch.Generator().manual_seed(seed_of(seed, name))
+        random = torch.rand(len(vector), dtype=torch.float64, generator=draw).to(vector.device)
+        whole = torch.floor(vector.double().clamp(-bound, bound) / unit + random)
+        most = math.floor(bound / unit) if bound < math.inf else math.inf
+        return (whole.clamp(-most, most) * unit).to(vector.dtype)
+
+    return summed
+
+
+def unit_of(config: Config, bound: float) -> float:
+    """The power of two that one unit of the ring stands for where sums are exact, for values up to a
+    bound."""
+    return float(2.0 ** (math.ceil(math.log2(bound)) - (exact_bits(config) - 2)))
+
+
+def exact_bits(config: Config) -> int:
+    """Bits of one site's value where sums are exact: the same in each sum, whoever is in it."""
+    s = config.secagg
+    return s.value_bits or min(s.ring_bits - EXACT_SITES.bit_length(), MAX_VALUE_BITS)
+
+
+def value_bits_of(config: Config, extras: Extras) -> int:
+    """secagg.value_bits; fixed where sums are exact."""
+    return exact_bits(config) if extras.exact else config.secagg.value_bits
 
 
 def round_seed(config: Config, number: int, site: SiteId) -> bytes:

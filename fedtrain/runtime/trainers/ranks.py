@@ -29,15 +29,17 @@ from ... import strategies
 from ...arena import Arena, Frozen, subtract
 from ...config import Config
 from ...errors import ConfigError, TaskError
+from ...learning import Correct
 from ...messages import Metrics, SiteId, Update
 from ...schema import Schema
-from ...training.engine import Correct, build_model, weighs_items
+from ...training.engine import build_model, weighs_items
 from ...training.examples import examples_of
 from ...training.mesh import Mesh, Sizes, device_here
 from ...training.parallel.data import Dealt
 from ...training.parallel.engine import MeshEngine
 from ...training.task import Task, collate_of, folder_of, load_task, user_code
 from ..processes import signalled_when_parent_ends
+from ..star.combinations import check_plain
 from .rank_monitor import GiveUp, RankFailure, RankMonitor
 
 Fetch = Callable[[str, SiteId], Any]  # ("data" or "eval_data", site) -> what the task has
@@ -97,6 +99,8 @@ class RankGroup:
         )  # fmt: skip
         self.mesh = Mesh(sizes, device)
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+        check_plain(config, strategy, "parallel.ranks", "the ranks of a site exchange deltas alone. Set it "
+                    "to 1, or use another strategy")  # fmt: skip
         self._correct: Correct | None = strategy.correct if strategies.corrects(strategy) else None
         self._engine: MeshEngine | None = None
         model = build_model(task, config.run.seed, torch.device("cpu"))

@@ -76,7 +76,7 @@ class Trains:
 
         about, out = self.description, scratch / "initial"
         if start is not None:
-            return beginning(start, about.schema, about.frozen.schema)
+            return beginning(start, about.schema.model, about.frozen.schema)
         try:
             return (await self.initial(out)).load(), await self.frozen(scratch)
         finally:
@@ -113,12 +113,13 @@ class Trains:
     ) -> Update:
         """Local training; the delta is written to `out`, whole or not at all. `counted`: as in Train."""
         done = await self._ask(msg.TrainOne(site, round, _file_of(weights), str(out), counted))
-        result = _good(done.results[0])
-        delta = ArenaFile(self.description.update, out, result.digest)
-        return Update(delta=delta, num_examples=result.num_examples, metrics=result.metrics)
+        result: msg.Trained = _good(done.results[0])
+        return result.update(ArenaFile(self.description.update, out, result.digest))
 
-    async def evaluate(self, site: SiteId, round: int, weights: ArenaFile) -> Evaluation:
-        done = await self._ask(msg.EvaluateMany([site], round, _file_of(weights)))
+    async def evaluate(
+        self, site: SiteId, round: int, weights: ArenaFile, counted: int = NEVER
+    ) -> Evaluation:
+        done = await self._ask(msg.EvaluateMany([site], round, _file_of(weights), [counted]))
         return Evaluation(metrics=_good(done.results[0]).metrics)
 
     async def train_many(
@@ -129,9 +130,9 @@ class Trains:
         return done.results  # type: ignore[no-any-return]  # as the message asks
 
     async def evaluate_many(
-        self, sites: list[SiteId], round: int, weights: ArenaFile
+        self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int]
     ) -> list[msg.Measured | msg.Failed]:
-        done = await self._ask(msg.EvaluateMany(sites, round, _file_of(weights)))
+        done = await self._ask(msg.EvaluateMany(sites, round, _file_of(weights), counted))
         return done.results  # type: ignore[no-any-return]  # as the message asks
 
     async def shown(

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from ...arena import Frozen
+from ...arena import AnyArena, Frozen
 from ...errors import BadUpdate, ConfigError, FedtrainError, StoreError, TaskError, reason_of, story_of
-from ...messages import Metrics, SiteId
+from ...learning import NO_EXTRAS, Extras
+from ...messages import Metrics, SiteId, Update
 from ...schema import Schema
 from ..journal import Averages
 
@@ -92,6 +93,7 @@ class EvaluateMany(msgspec.Struct, tag=True, array_like=True):
     sites: list[SiteId]
     round: int
     weights: ModelFile
+    counted: list[int]  # of each site, as in messages.Train
 
 
 class Show(msgspec.Struct, tag=True, array_like=True):
@@ -107,24 +109,40 @@ class Show(msgspec.Struct, tag=True, array_like=True):
 class Description(msgspec.Struct, tag=True, array_like=True):
     """What a trainer has loaded; of a simulation also who takes part, and who evaluates."""
 
-    schema: Schema
+    schema: Schema  # of what goes out: the model, and what a strategy sends with it
     task_digest: str
+    comes: Schema | None = None  # of an update as it travels, where it is not a delta of the model alone
+    extras: Extras = NO_EXTRAS
     sites: list[SiteId] = []
     evaluators: list[SiteId] = []  # the sites, or "central" where all sites share one pool of data
     frozen: Frozen = Frozen()  # of the task's model()
     derives: bool = False  # whether the task has a metrics() of its own
-    compressed: Schema | None = None  # of an update, where updates are compressed
 
     @property
     def update(self) -> Schema:
         """The schema of an update as it travels."""
-        return self.compressed or self.schema
+        return self.comes or self.schema.model
 
 
 class Trained(msgspec.Struct, tag=True, array_like=True):
+    """An update without its delta, see messages.Update."""
+
     num_examples: float
     metrics: Metrics
-    digest: str = ""  # of the update, where it lies in a file of its own
+    digest: str = ""  # of the delta, where it lies in a file of its own
+    weight: float | None = None
+    scalars: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, update: Update, digest: str = "") -> Trained:
+        return cls(update.num_examples, update.metrics, digest, update.weight, update.scalars)
+
+    def update(self, delta: AnyArena) -> Update:
+        """The update, with its delta."""
+        return Update(
+            delta=delta, num_examples=self.num_examples, metrics=self.metrics, weight=self.weight,
+            scalars=self.scalars,
+        )  # fmt: skip
 
 
 class Measured(msgspec.Struct, tag=True, array_like=True):

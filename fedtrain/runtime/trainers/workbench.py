@@ -23,7 +23,7 @@ from ...store.disk import explained
 from ...store.memory import NEVER
 from ..journal import Averages
 from ..sites import compressed
-from ..sites.privacy import check_config, draws_of, noised
+from ..sites.privacy import check_config, draws_of
 from . import trainer_messages as msg
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Workbench:
         from ...training.partition import SimulatedSites
         from ...training.task import derives, folder_of, load_task
         from ...training.vmapped import Vmapped
+        from ..star.combinations import check_noise
+        from .learner import Learner
 
         check_config(config)
         private, stack = config.privacy, simulated and config.simulate.engine == "vmap"
@@ -73,7 +75,10 @@ class Workbench:
         self._folder = folder_of(self._task)
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+        strategy.check(config.train)
+        check_noise(config, strategy)
         correct = strategy.correct if strategies.corrects(strategy) else None
+        extras = strategies.extras_of(strategy)
         self._ranks = None
         if not simulated and config.parallel.ranks > 1:
             from .ranks import start_ranks
@@ -86,17 +91,25 @@ class Workbench:
                 draws=draws_of(config, simulated),
             )  # fmt: skip
         else:
-            self._engine = Engine(self._task, config.train, config.run.seed, correct, config.run.rounds)
+            self._engine = Engine(
+                self._task, config.train, config.run.seed, correct, config.run.rounds, strategy.shares
+            )
         self._vmapped = Vmapped(self._engine) if stack else None
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
         self._data_bytes = 0
         self._weights: tuple[msg.ModelFile, Arena] | None = None
         self._slab: tuple[str, mmap.mmap] | None = None
         engine = self._ranks or self._engine
-        self.description = msg.Description(engine.schema, digest, frozen=engine.frozen)
-        self._encoder = compressed.UpEncoder.of(config, engine.schema, simulated=simulated)
-        if self._encoder is not None:
-            self.description.compressed = self._encoder.codec.coded
+        first, _ = strategies.beginning(strategy, engine.initial())
+        self.description = msg.Description(
+            first.schema, digest, frozen=engine.frozen, extras=extras,
+            comes=extras.update(engine.schema),
+        )  # fmt: skip
+        encoder = compressed.UpEncoder.of(config, engine.schema)
+        if encoder is not None:
+            self.description.comes = encoder.codec.coded
+        if self._ranks is None:
+            self._learner = Learner(config, strategy, extras, self._engine, encoder, simulated=simulated)
         if self._simulated is not None:
             names = self._simulated.names
             self.description.sites = names
@@ -105,7 +118,12 @@ class Workbench:
 
     def initial(self, *, frozen: bool = False) -> Arena:
         """The weights that a run starts from, equal at all sites; or the frozen parameters."""
-        return (self._ranks or self._engine).initial(frozen=frozen)
+        initial = (self._ranks or self._engine).initial(frozen=frozen)
+        if frozen or not self.description.schema.extras:
+            return initial
+        whole = Arena.zeros(self.description.schema)  # the strategy's part is the coordinator's to fill
+        whole.model.copy_(initial)
+        return whole
 
     def freeze(self, frozen: ArenaFile) -> None:
         """As Trainer.freeze; BadUpdate when they are not those that were announced."""
@@ -119,22 +137,16 @@ class Workbench:
         (self._ranks or self._engine).freeze(found)
 
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int = NEVER) -> Update:
-        """Train one site; its update, in `out`, has the noise of [privacy] first, and is then compressed."""
-        delta = out if self._encoder is None else self._encoder.whole
+        """Train one site; its update, in `out`, as it leaves."""
         if self._ranks is not None:
-            update = self._ranks.train(site, round, weights, delta)
-        else:
-            update = self._engine.train(site, self._load("data", site), round, weights, delta)
-        if self._config.privacy.noise_multiplier:
-            update = noised(self._config, update, site, round, weights, self._simulated is not None)
-        if self._encoder is None:
-            return update
-        return self._encoder.encode(update, site, round, out, counted)
+            return self._ranks.train(site, round, weights, out)
+        return self._learner.train(site, self._load("data", site), round, weights, out, counted)
 
-    def evaluate(self, site: SiteId, round: int, weights: Arena) -> Evaluation:
+    def evaluate(self, site: SiteId, round: int, weights: Arena, counted: int = NEVER) -> Evaluation:
         if self._ranks is not None:
             return Evaluation(metrics=self._ranks.evaluate(site, weights))
-        return Evaluation(metrics=self._engine.evaluate(self._load("eval_data", site), weights))
+        data = self._load("eval_data", site)
+        return Evaluation(metrics=self._learner.evaluate(site, data, round, weights, counted))
 
     def examples(self, site: SiteId) -> float | None:
         from ...training.examples import Stream, examples_of
@@ -176,16 +188,17 @@ class Workbench:
                 weights = self._at(place)
                 with new_file(self.description.update, Path(out)) as arena:
                     update = self.train(site, round, weights, arena, counted)
-                    return msg.Done([msg.Trained(update.num_examples, update.metrics, arena.digest)])
+                    return msg.Done([msg.Trained.of(update, arena.digest)])
             case msg.TrainMany(sites, round, place, slab, offset, counted):
                 return msg.Done(
                     self._train_many(
                         sites, round, self._at(place), self._block(slab, offset, len(sites)), counted
                     )
                 )
-            case msg.EvaluateMany(sites, round, place):
+            case msg.EvaluateMany(sites, round, place, counted):
                 weights = self._at(place)
-                return msg.Done([self._evaluated(site, round, weights) for site in sites])
+                each = zip(sites, counted, strict=True)
+                return msg.Done([self._evaluated(site, round, weights, last) for site, last in each])
             case msg.Show(total, by_site):
                 return msg.Showing(*self.shown(total, by_site))
 
@@ -199,16 +212,7 @@ class Workbench:
             return [self._trained(site, round, weights, out, last) for site, out, last in each]
         try:
             pairs = [(site, self._load("data", site)) for site in sites]
-            whole = deltas if self._encoder is None else deltas.new_empty(len(sites), weights.schema.nbytes)
-            updates = self._vmapped.train(pairs, round, weights, whole)
-            if self._config.privacy.in_sums:
-                updates = [
-                    noised(self._config, update, site, round, weights, True)
-                    for update, site in zip(updates, sites, strict=True)
-                ]
-            if self._encoder is not None:
-                for update, site, out, last in zip(updates, sites, outs, counted, strict=True):
-                    self._encoder.encode(update, site, round, out, last)
+            updates = self._learner.train_many(self._vmapped, pairs, round, weights, deltas, outs, counted)
         except (TaskError, BadUpdate) as e:
             if len(sites) == 1:
                 return [msg.Failed.of(e)]
@@ -218,7 +222,7 @@ class Workbench:
                 for i, site in enumerate(sites)
             ]
             return [result for results in alone for result in results]
-        return [msg.Trained(update.num_examples, update.metrics) for update in updates]
+        return [msg.Trained.of(update) for update in updates]
 
     def _trained(
         self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int
@@ -227,11 +231,11 @@ class Workbench:
             update = self.train(site, round, weights, out, counted)
         except (TaskError, BadUpdate) as e:
             return msg.Failed.of(e)
-        return msg.Trained(update.num_examples, update.metrics)
+        return msg.Trained.of(update)
 
-    def _evaluated(self, site: SiteId, round: int, weights: Arena) -> msg.Measured | msg.Failed:
+    def _evaluated(self, site: SiteId, round: int, weights: Arena, counted: int) -> msg.Measured | msg.Failed:
         try:
-            return msg.Measured(self.evaluate(site, round, weights).metrics)
+            return msg.Measured(self.evaluate(site, round, weights, counted).metrics)
         except TaskError as e:
             return msg.Failed.of(e)
 

@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...config import Config
 from ...errors import ConfigError, TaskError
+from ...learning import Context, Correct
 from ...messages import Metrics, summed
 from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in
-from ..engine import Correct, Step, Steps, Trainable, build_model
+from ..engine import Step, Steps, Trainable, build_model
 from ..examples import Stream, examples_of
 from ..mesh import Mesh, is_dtensor
 from ..optimizers import TorchOptimizer, of_parameters
@@ -213,7 +214,9 @@ class MeshEngine(Trainable, ShardedModel):
         if afresh:
             self._renew(round)
         if self.steps.correct is not None:
-            self.steps.start = [local(p.detach()).clone() for p in self._parameters]
+            self.steps.given = [
+                Context(local(p.detach()).clone(), lr=self.config.lr) for p in self._parameters
+            ]
 
     def _renew(self, round: int) -> None:
         """The optimizer: the task's, or as [train] says; its state shared among ranks, or on a disk, as

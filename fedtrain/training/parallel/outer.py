@@ -65,7 +65,7 @@ class Outer:
         mix: float = 0.0,
         meet: Callable[[], None] = lambda: None,
     ) -> None:
-        """`advance` and `begin`: a strategy's server_step and state_init. They see this rank's shards, so the
+        """`advance` and `begin`: a strategy's server_step and first state. They see the rank's shards, so the
         strategy must be elementwise. `size`: how many examples the island has. `meet`: called before islands
         wait for each other; may raise, and nothing was sent then."""
         self.engine, self.mesh, self.advance, self.size, self.meet = engine, mesh, advance, size, meet
@@ -125,7 +125,7 @@ class Outer:
                 for name, view in arena.views().items():
                     found[f"{what}/{name}"] = self.engine.as_shard(name, view)
             for name, tensor in fragment.state.items():
-                for owner, piece in self._pieces(fragment.schema, name, tensor):
+                for owner, piece in self._pieces(fragment.schema, tensor):
                     found[f"{name}/{owner}"] = self.engine.as_shard(owner, piece)
         return found
 
@@ -149,11 +149,11 @@ class Outer:
             fragment.sent, fragment.aloft = bool(state["sent"][index]), bool(state["aloft"][index])
             fragment.flight = None
 
-    def _pieces(self, schema: Schema, name: str, state: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """A strategy's vector over all trained coordinates of a dtype, as one tensor for each parameter."""
+    def _pieces(self, schema: Schema, state: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """A strategy's vector over all trained coordinates, as one tensor for each parameter."""
         at = 0
         for spec in schema.tensors:
-            if spec.trained and spec.dtype == name.partition("/")[0]:
+            if spec.trained:
                 yield spec.name, state[at : at + spec.numel].view(spec.shape)
                 at += spec.numel
 

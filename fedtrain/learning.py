@@ -1,0 +1,145 @@
+"""What a strategy says to those who train and sum for it, and they to it. Nothing here imports torch.
+
+A vector is 1-D and holds every coordinate of the model that is trained and shared, in arena order; of a model
+with several float dtypes all of them, one dtype after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+from .schema import Schema, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    Vector = torch.Tensor  # 1-D, float32 or float64
+    State = Mapping[str, torch.Tensor]
+
+# Each round | each round, by the plain mean of what the sites have | at its site, in its memory | once.
+Share = Literal["shared", "averaged", "local", "fixed"]
+Only = Literal["shared", "local"]  # the tensors that a training moves, where it does not move both
+Correct = Callable[["Vector", "Vector", "Context"], None]  # changes the gradient, the first, in place
+
+
+class Bounded(msgspec.Struct, frozen=True, array_like=True):
+    """A summed value. Coordinates of a vector are clipped to the bound, a number beyond it is refused."""
+
+    name: str
+    bound: float
+
+
+class Extras(msgspec.Struct, frozen=True, array_like=True):
+    """What sites send beside a delta and its examples; the default is nothing."""
+
+    up: tuple[Bounded, ...] = ()  # further vectors that are summed
+    scalars: tuple[Bounded, ...] = ()  # numbers that are summed
+    max_weight: float | None = None  # a delta's weight is in [0, max_weight]; None: it is the site's examples
+    exact: bool = False  # sums of deltas and of `up` are exact: a site remembers what was summed
+
+    def update(self, weights: Schema) -> Schema:
+        """The schema of an update of these weights: the model's delta, then the vectors of `up`."""
+        model = weights.model
+        numel = sum(section.trained for section in model.sections)
+        wide = any(section.dtype == "float64" for section in model.sections if section.trained)
+        dtype = "float64" if wide else "float32"
+        return model.with_extras([TensorSpec(each.name, (numel,), dtype, False, True) for each in self.up])
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """One tensor of the task's model, as `Strategy.shares` is asked about it."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Literal["trained", "buffer", "frozen"]  # a parameter, a buffer, a parameter without requires_grad
+    module: str  # the class of the module that has it, "BatchNorm2d" say
+
+
+@dataclass
+class Context:
+    """What a site has in a round. A correction sees the part that belongs to the gradient it corrects, which
+    is one of a dtype; or, where many sites are trained at once, `memory` of all of them as rows."""
+
+    start: Vector  # the global weights
+    down: State = field(default_factory=dict)  # of the server's state, what came with the weights
+    memory: State = field(default_factory=dict)  # the site's own, after the last round that it counted in
+    lr: float = 0.0  # train.lr
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one local training gave."""
+
+    delta: Vector  # weights after it - weights before it
+    steps: int  # of the local optimizer
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a site adds to the round's sums, and what it remembers if those sums are committed."""
+
+    delta: Vector
+    weight: float | None = None  # how much the delta counts in the mean; None: as many as the site's examples
+    up: State = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    memory: State = field(default_factory=dict)
+
+
+class Local(Protocol):
+    """One site in one round; start, down, memory and lr are those of Context, whole."""
+
+    @property
+    def start(self) -> Vector: ...
+    @property
+    def down(self) -> State: ...
+    @property
+    def memory(self) -> State: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def examples(self) -> float:
+        """How many the site has, in units of the loss's weight; known when it has trained."""
+
+    def train(
+        self,
+        start: Vector | None = None,
+        correct: Correct | None = None,
+        *,
+        lr: float = 0.0,
+        epochs: int = 0,
+        only: Only | None = None,
+    ) -> Found:
+        """Train as [train] says, from the global weights, with the strategy's correction, unless told
+        otherwise."""
+
+    def loss(self, weights: Vector) -> float:
+        """The mean loss over the site's examples."""
+
+    def gradient(self, weights: Vector) -> Vector:
+        """The gradient of that loss: one pass over the site's examples."""
+
+    def as_summed(self, name: str, vector: Vector) -> Vector:
+        """The vector as the sum will hold it: one of `up`, or "delta" of a weight of 1. A site must remember
+        this and not what it computed, or its memory and the server's drift apart."""
+
+
+@dataclass(frozen=True)
+class RoundSums:
+    """What the server knows of a round."""
+
+    mean: Vector  # Σ weight · delta / Σ weight, or what the rule made of the deltas; 0 where nothing weighs
+    number: int = 0
+    sites: int = 1  # in the sums
+    registered: int = 1  # sites that joined before the round began
+    weight: float = 1.0  # Σ weight
+    sums: State = field(default_factory=dict)  # Σ of each of `up`, float64; of an exact strategy "delta", too
+    scalars: Mapping[str, float] = field(default_factory=dict)  # Σ of each
+    seed: int = 0  # of what the server draws: the same when the round is repeated

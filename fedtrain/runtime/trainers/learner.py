@@ -1,0 +1,136 @@
+"""The site's half of a round in a trainer: the strategy, noise, compression, and what the site remembers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...arena import Arena
+from ...config import Config
+from ...digest import seed_of
+from ...errors import ConfigError
+from ...fairness import SERVER
+from ...learning import Extras
+from ...messages import Metrics, SiteId, Update
+from ...store.memory import NEVER, SiteMemory
+from ...strategies import Strategy, overrides
+from ...training.local import Engine
+from ...training.site_training import SiteTraining
+from ...training.vmapped import Vmapped
+from ..sites.compressed import UpEncoder
+from ..sites.privacy import noised
+from ..star.secure_terms import grid_of
+
+State = Mapping[str, torch.Tensor]
+
+
+class Learner:
+    """Trains and evaluates sites, one after the other or many at once, by one strategy."""
+
+    def __init__(
+        self, config: Config, strategy: Strategy, extras: Extras, engine: Engine,
+        encoder: UpEncoder | None, *, simulated: bool,
+    ) -> None:  # fmt: skip
+        own = overrides(strategy, "check") and engine.own_optimizer(list(engine.model.parameters()), 0)
+        if own:
+            raise ConfigError(
+                f"strategy.kind: {config.strategy.kind}'s formula holds for the optimizer of [train]: leave "
+                f"out the task's optimizer()."
+            )
+        self._config, self._strategy, self._extras = config, strategy, extras
+        self._engine, self._encoder, self._simulated = engine, encoder, simulated
+        # Whether there is more to a site's half than training with a correction.
+        self._more = bool(engine.own.schema.tensors) or overrides(strategy, "train", "finish", "site_init")
+        self._feedback = encoder is not None and encoder.codec.stateful
+        self.remembers = self._more or self._feedback
+        self._personal = bool(engine.own.schema.tensors) or overrides(strategy, "personal")
+
+    def train(
+        self, site: SiteId, dataset: Any, round: int, weights: Arena, out: Arena, counted: int = NEVER
+    ) -> Update:
+        """One site's update, in `out`; `counted`: as in messages.Train."""
+        memory = self.memory(site, counted)
+        delta = out if self._encoder is None else self._encoder.whole
+        if not self._more:
+            update = self._engine.train(site, dataset, round, weights, delta)
+            return self.finished(update, site, round, weights, out, counted, memory, {})
+        local = self._local(site, dataset, round, weights, memory, delta)
+        update, after = local.sent(self._strategy.train(local), self._extras)
+        return self.finished(update, site, round, weights, out, counted, memory, after)
+
+    def train_many(
+        self, stacked: Vmapped, pairs: Sequence[tuple[SiteId, Any]], round: int, weights: Arena,
+        out: torch.Tensor, outs: Sequence[Arena], counted: Sequence[int],
+    ) -> list[Update]:  # fmt: skip
+        """The same for many sites at once; `out` is uint8 [sites, bytes of an update], `outs` its rows."""
+        memories = [self.memory(site, last) for (site, _), last in zip(pairs, counted, strict=True)]
+        whole = out if self._encoder is None else out.new_empty(len(pairs), weights.schema.model.nbytes)
+        locals_ = [
+            self._local(site, data, round, weights, memory, row)
+            for (site, data), memory, row in zip(pairs, memories, outs, strict=True)
+        ] if self._more else []  # fmt: skip
+        updates = stacked.train(pairs, round, weights, whole, [local.memory for local in locals_])
+        found = []
+        for i, update in enumerate(updates):
+            after: State = {}
+            if locals_:
+                contribution = self._strategy.finish(locals_[i].found(update, stacked.steps[i]), locals_[i])
+                update, after = locals_[i].sent(contribution, self._extras)
+            found.append(
+                self.finished(update, pairs[i][0], round, weights, outs[i], counted[i], memories[i], after)
+            )
+        return found
+
+    def evaluate(self, site: SiteId, dataset: Any, round: int, weights: Arena, counted: int) -> Metrics:
+        """Of the site's own model where it has one, else of the global one."""
+        if not self._personal or site in (CENTRAL, SERVER):
+            return self._engine.evaluate(dataset, weights)
+        local = self._local(site, dataset, round, weights, self.memory(site, counted), None)
+        return local.evaluate(self._strategy.personal(local))
+
+    def _local(
+        self, site: SiteId, dataset: Any, round: int, weights: Arena, memory: State, out: Arena | None
+    ) -> SiteTraining:
+        summed = grid_of(self._config, self._extras, seed_of(self._engine.run_seed, "summed", round, site))
+        local = SiteTraining(self._engine, site, dataset, round, weights, memory, out=out, summed=summed)
+        if not local.memory:
+            local.memory = dict(self._strategy.site_init(local.start))
+        return local
+
+    def finished(
+        self, update: Update, site: SiteId, round: int, weights: Arena, out: Arena, counted: int,
+        memory: State, after: State,
+    ) -> Update:  # fmt: skip
+        """The update as it leaves, with noise and compressed; what the site remembers is on the disk."""
+        if self._config.privacy.noise_multiplier:
+            update = noised(self._config, update, site, round, weights, self._simulated)
+        if self._encoder is not None:
+            update, kept = self._encoder.encode(update, site, round, out, memory)
+            after = {**after, **kept}
+        if after:
+            self._folder(site).keep(round, counted, Arena.pack(after))
+        return update
+
+    def memory(self, site: SiteId, counted: int) -> State:
+        """What the site kept after the last round that it counted in; {} where it never did."""
+        if not self.remembers or counted == NEVER:
+            return {}
+        folder = self._folder(site)
+        if folder.empty and not self._more:  # what a compressor left out may be forgotten
+            print(
+                f"{site} has kept nothing of round {counted + 1}, in which it counted: it goes on as a new "
+                f"site would",
+                file=sys.stderr,
+            )
+            return {}
+        return folder.load(counted).views()
+
+    def _folder(self, site: SiteId) -> SiteMemory:
+        folder = self._config.simulate_dir if self._simulated else self._config.site_dir(site)
+        return SiteMemory(folder / "memory" / site, durable=not self._simulated)
+
+
+CENTRAL = "central"  # as SERVER: evaluates data of no site, with the task's own tensors

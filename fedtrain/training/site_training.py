@@ -1,0 +1,220 @@
+"""One site in one round, as a strategy sees it (learning.Local), over an engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ..arena import Arena, joined, split_into, subtract
+from ..errors import BadUpdate, ConfigError, TaskError
+from ..learning import Context, Contribution, Correct, Extras, Found, Only
+from ..messages import Metrics, SiteId, Update
+from .examples import Examples, examples_of
+from .local import Engine
+from .task import mean_and_weight, user_code
+
+OWN = "local/"  # in a site's memory, before the names of the model's tensors that stay there
+Summed = Callable[[str, torch.Tensor], torch.Tensor]  # see learning.Local.as_summed
+
+
+class SiteTraining:
+    """The site's half of a round: what it was given, its trainings, and what it sends and remembers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        site: SiteId,
+        dataset: Any,
+        round: int,
+        weights: Arena,
+        memory: Mapping[str, torch.Tensor],
+        *,
+        out: Arena | None = None,
+        summed: Summed | None = None,
+    ) -> None:
+        """
+        Args:
+            weights: The model, and the entries of the server's state that came with it.
+            memory: What the site kept after the last round that it counted in: the strategy's entries, and
+                the tensors that stay here; those that are missing are the task's own.
+            out: Receives what is sent; None where nothing is trained.
+            summed: See learning.Local.as_summed; None: sums of this run are not exact.
+        """
+        self._engine, self._site, self._dataset, self._round = engine, site, dataset, round
+        self._weights, self._out, self._summed = weights.to(engine.device), out, summed
+        self.down = self._weights.extras()
+        self.memory = {n: t.to(engine.device) for n, t in memory.items() if not n.startswith(OWN)}
+        self._own = Arena.zeros(engine.own.schema, str(engine.device))
+        for name, view in self._own.views().items():
+            view.copy_(memory.get(OWN + name, engine.first_own.views()[name]))
+        self.lr = engine.config.lr
+        self._examples: float | None = None
+        self._written = False  # whether `out` has a delta
+        self.metrics: Metrics = {}
+
+    @cached_property
+    def start(self) -> torch.Tensor:
+        return joined(self._weights.trained())
+
+    @property
+    def examples(self) -> float:
+        if self._examples is None:
+            self._examples = float(self._found_examples.count)
+        return self._examples
+
+    @cached_property
+    def _found_examples(self) -> Examples:
+        return examples_of(self._dataset, self._engine._collate)
+
+    # --- learning.Local
+
+    def train(
+        self,
+        start: torch.Tensor | None = None,
+        correct: Correct | None = None,
+        *,
+        lr: float = 0.0,
+        epochs: int = 0,
+        only: Only | None = None,
+    ) -> Found:
+        assert self._out is not None, "a site that trains has room for its update"
+        engine = self._engine
+        self._load(start, training=True)
+        config = engine.config if not lr else replace(engine.config, lr=lr)
+        config = config if not epochs else replace(config, local_epochs=epochs, local_steps=0)
+        if lr and engine.own_optimizer(list(engine.model.parameters()), self._round) is not None:
+            raise ConfigError("the strategy trains at a rate of its own: leave out the task's optimizer()")
+        engine.train_only(only)
+        try:
+            examples, seen = engine.steps(
+                self._site, self._dataset, self._round, self._given(only), correct, config
+            )
+        finally:
+            engine.train_only(None)
+        loss, weight = seen.total()
+        self._examples, self.metrics = examples.count * (weight / seen.examples), {"loss": (loss, weight)}
+        self._own.copy_(engine.own)
+        return Found(self._delta(start), seen.steps)
+
+    def loss(self, weights: torch.Tensor) -> float:
+        self._load(weights, training=False)
+        engine, total, count = self._engine, 0.0, 0.0
+        with user_code(engine._folder, f"site {self._site}, loss"), torch.no_grad():
+            for batch in engine.in_order(self._dataset):
+                here = engine.here(batch)
+                mean, weight = mean_and_weight(engine.task.loss(engine.model, here), here)
+                total, count = total + float(mean) * weight, count + weight
+        return total / count if count else 0.0
+
+    def gradient(self, weights: torch.Tensor) -> torch.Tensor:
+        engine = self._engine
+        self._load(weights, training=True)
+        with user_code(engine._folder, f"site {self._site}, gradient"):
+            batches = [engine.here(batch) for batch in engine.in_order(self._dataset)]
+            seen = engine.backward(batches, 1.0)
+        loss, weight = seen.total()
+        self._examples, self.metrics = float(weight), {"loss": (loss, weight)}
+        engine.gather_buffers()
+        self._delta(weights)
+        return joined({str(i): t for i, t in enumerate(engine.exchanged_gradients)}).clone()
+
+    def as_summed(self, name: str, vector: torch.Tensor) -> torch.Tensor:
+        if self._summed is None:
+            raise ConfigError(
+                f"the strategy asks for {name} as it is summed. Let its property `exact` be True."
+            )
+        return self._summed(name, vector)
+
+    # --- what comes of it
+
+    def found(self, update: Update, steps: int) -> Found:
+        """What a training of this site gave that somebody else did, who wrote its delta to `out`."""
+        assert self._out is not None, "a site that trains has room for its update"
+        self._examples, self.metrics, self._written = update.num_examples, update.metrics, True
+        return Found(joined(self._out.trained()), steps)
+
+    def sent(self, contribution: Contribution, extras: Extras) -> tuple[Update, dict[str, torch.Tensor]]:
+        """(what the site sends, what it remembers when that counted). BadUpdate beyond a bound."""
+        out = self._out
+        assert out is not None, "a site that trains has room for its update"
+        if not self._written:
+            out.data.zero_()
+        split_into(out.trained(), contribution.delta)
+        for name, view in out.extras().items():
+            view.copy_(contribution.up[name])
+        out.changed()
+        check_bounds(contribution, extras)
+        update = Update(
+            delta=out, num_examples=self.examples, metrics=self.metrics,
+            weight=contribution.weight, scalars=dict(contribution.scalars),
+        )  # fmt: skip
+        own = {OWN + name: view for name, view in self._own.views().items()}
+        return update, {**contribution.memory, **own}
+
+    def evaluate(self, weights: torch.Tensor) -> Metrics:
+        """What the task's evaluate() gives of these weights, with the tensors that stay here."""
+        present = self._weights.model.load()
+        split_into(present.trained(), weights)
+        return self._engine.evaluate(self._dataset, present, self._own)
+
+    def _load(self, start: torch.Tensor | None, *, training: bool) -> None:
+        engine = self._engine
+        engine.load(self._weights.model, training=training)
+        engine.own.copy_(self._own)
+        if start is not None:
+            split_into(engine.local.trained(), start.to(engine.device))
+
+    def _given(self, only: Only | None) -> list[Context]:
+        """What the correction of each dtype's gradient sees."""
+        if only == "local":
+            return []
+        sizes = [len(vector) for vector in self._weights.trained().values()]
+        if len(sizes) == 1:
+            return [Context(self.start, self.down, self.memory, self.lr)]
+
+        def cut(tensors: Mapping[str, torch.Tensor], at: int, to: int) -> dict[str, torch.Tensor]:
+            return {n: t[at:to] if t.numel() == sum(sizes) else t for n, t in tensors.items()}
+
+        ends = list(accumulate(sizes))
+        return [
+            Context(self.start[at:to], cut(self.down, at, to), cut(self.memory, at, to), self.lr)
+            for at, to in zip([0, *ends], ends, strict=False)
+        ]
+
+    def _delta(self, start: torch.Tensor | None) -> torch.Tensor:
+        """How far the engine's weights are from `start`; buffers are written to `out`."""
+        assert self._out is not None
+        engine, first = self._engine, not self._written and start is None
+        target = self._out if first else Arena.empty(self._out.schema)
+        subtract(engine.local, self._weights, target)
+        if not first:
+            for mine, theirs in zip(self._out.others().values(), target.others().values(), strict=True):
+                mine.copy_(theirs)
+        self._written = True
+        if start is None and engine.device.type == "cpu":
+            return joined(target.trained())
+        start = self.start if start is None else start
+        return joined(engine.local.trained()).to(start) - start
+
+
+def check_bounds(contribution: Contribution, extras: Extras) -> None:
+    """BadUpdate for a weight or a number beyond its bound: such values are never clipped in silence."""
+    numbers = {name: (value, 0.0) for name, value in contribution.scalars.items()}
+    for each in extras.scalars:
+        value = numbers.get(each.name, (math.nan, 0.0))[0]
+        if not abs(value) <= each.bound:
+            raise BadUpdate(
+                f"its {each.name} is beyond the strategy's bound of {each.bound:g}. Raise the bound at the "
+                f"aggregator and all sites, or lower train.lr"
+            )
+    weight, most = contribution.weight, extras.max_weight
+    if most is not None and not (weight is not None and 0 <= weight <= most):
+        raise BadUpdate(f"its weight is not in the strategy's bounds, 0 to {most:g}")
+    if most is None and weight is not None:
+        raise TaskError("the strategy gives a weight of its own: let its property max_weight bound it")
