@@ -12,13 +12,18 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from fedtrain import Arena
+from fedtrain.cli.output import plan_lines
 from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.learning import Context
 from fedtrain.privacy import Draws, Release, epsilon
+from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.training.dp_sgd import PrivateEngine
+from fedtrain.training.examples import examples_of
+from fedtrain.training.partition import SimulatedSites
+from fedtrain.training.task import load_task
 
 from .test_gossip_peers import Log
 from .test_local import Columns, Normed, Small, examples
@@ -27,6 +32,7 @@ from .test_vmapped import Tied, Tokens
 
 CONFIG = TrainConfig(lr=0.5, batch_size=8, local_epochs=3)
 KEY = bytes(range(16))
+OPEN = {"secagg": {"enabled": False}}
 
 
 class Looping(Small):
@@ -240,6 +246,38 @@ def test_a_simulation_pays_for_the_steps_of_the_smallest_site_and_repeats_itself
         assert all("loss" not in e["metrics"] for e in log.of("round_committed"))
         found.append([e["weights"] for e in log.of("round_committed") if "weights" in e])
     assert found[0] == found[1]
+
+
+def test_the_plan_says_what_each_site_will_have_spent(tmp_path):
+    run, dealt = {"rounds": 5, "task": "task:Linear"}, {"sites": 4, "partition": "quantity:0.5"}
+    cfg = settings(tmp_path, run=run, simulate=dealt, **OPEN)
+    plan = round_plan(cfg).privacy
+    dealt = SimulatedSites(load_task(cfg.run.task, cfg.root), cfg.simulate, cfg.run.seed)
+    sizes = {name: examples_of(dealt.data(name)).count for name in plan.by_site}
+    assert len(set(sizes.values())) > 1
+    for name, size in sizes.items():
+        release = Release("gaussian", 1.0, min(1.0, 8 / size), 5 * math.ceil(size / min(8, size)))
+        assert plan.by_site[name] == epsilon([release], 1e-5)
+    assert plan.epsilon == max(plan.by_site.values())
+    assert (plan.unit, plan.updates, plan.delta) == ("example", 5, 1e-5)
+    lines = dict(plan_lines(round_plan(cfg), "round"))
+    said = lines["epsilon of any example of a site"]
+    assert said == f"{plan.epsilon:.3g} at delta = 1e-05, after 5 updates"
+    assert sum(name.startswith("  at site-") for name in lines) == 4
+
+
+@pytest.mark.parametrize("where", ["site", "sum"])
+def test_the_plan_says_what_all_sites_will_have_spent(tmp_path, where):
+    privacy = {"unit": "site", "where": where, "noise_multiplier": 4.0}
+    own = {"run": {"rounds": 5, "task": "task:Linear"}, "strategy": {"min_sites": 3}}
+    own["secagg"] = {"enabled": True}
+    cfg = settings(tmp_path, privacy=privacy, **own)
+    plan = round_plan(cfg).privacy
+    kind = "gaussian" if where == "site" else "discrete_gaussian"
+    assert plan.epsilon == epsilon([Release(kind, 2.0, steps=5)], 1e-5)
+    assert plan.by_site == {}
+    assert "epsilon of all data of a site" in dict(plan_lines(round_plan(cfg), "round"))
+    assert round_plan(settings(tmp_path, privacy={"noise_multiplier": 0.0}, **own)).privacy is None
 
 
 @pytest.mark.parametrize(

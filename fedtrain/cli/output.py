@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..tracking.runs import Summary
 
 RUN_COLUMNS = ("RUN", "STATE", "ROUND", "LOSS", "EVALUATED", "BEST", "UPDATED")
+PRICED_SITES = 5  # of whose epsilon `fedtrain plan` prints a line, those that spend most
 GAP, LEAST = "  ", 12  # between columns; characters that a column which makes way keeps, unless it goes
 
 
@@ -160,6 +161,17 @@ def plan_lines(found: RoundTraffic, noun: str) -> Iterator[tuple[str, str]]:
         yield "masks cost a site", f"{masks.site_s * 1e3:,.1f} ms on this machine"
         yield "the aggregator", f"{masks.aggregator_s * 1e3:,.1f} ms"
         yield "if so many drop out", f"{masks.aggregator_worst_s * 1e3:,.1f} ms"
+    if private := found.privacy:
+        whose = "any example" if private.unit == "example" else "all data"
+        yield (
+            f"epsilon of {whose} of a site",
+            (f"{private.epsilon:.3g} at delta = {private.delta:g}, after {private.updates:,} updates"),
+        )
+        dearest = sorted(private.by_site, key=private.by_site.__getitem__, reverse=True)
+        for site in dearest[:PRICED_SITES]:
+            yield f"  at {site}", f"{private.by_site[site]:.3g}"
+        if left := dearest[PRICED_SITES:]:
+            yield f"  at the other {len(left)}", f"down to {private.by_site[left[-1]]:.3g}"
 
 
 def row_of_the_table(config: Config, mode: str) -> None:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from msgspec.structs import replace
 
 from ..config import Config
+from ..messages import SiteId
 from ..pki.signing import ECDSA
+from ..privacy import epsilon
 from ..schema import Schema
 from ..secagg.fixedpoint import FixedPoint, held
 from ..secagg.masking import KEY_BYTES, add_masks
 from ..training.engine import build_model
-from ..training.task import load_task
-from .sites import compressed
+from ..training.examples import examples_of
+from ..training.partition import SimulatedSites
+from ..training.task import Task, load_task
+from .sites import compressed, privacy
 from .star import asynchronous, secure_terms
+from .star.agreement import bounds_of
 from .threads import all_cores
 
 MASKS, MASKED_BYTES, TRIES = 8, 8 << 20, 5  # of the measurement: some tens of milliseconds
@@ -40,6 +48,18 @@ class MaskPlan:
 
 
 @dataclass(frozen=True)
+class PrivacyPlan:
+    """What [privacy] costs a site that gives away as many updates as this run may ask of it."""
+
+    unit: str  # what is protected
+    where: str  # by which noise
+    updates: int
+    delta: float
+    epsilon: float  # of the site that spends most
+    by_site: dict[SiteId, float]  # of each site, where that depends on how many examples a site has; else {}
+
+
+@dataclass(frozen=True)
 class RoundTraffic:
     """Of one round with every site in it, or of one version of an asynchronous run, which is a full buffer.
     Bytes are of models and vectors; headers are small beside them."""
@@ -52,6 +72,7 @@ class RoundTraffic:
     down_bytes: int  # to a site for one update
     up_bytes: int  # from a site for one update
     masks: MaskPlan | None
+    privacy: PrivacyPlan | None
 
     @property
     def aggregator_bytes(self) -> int:
@@ -79,14 +100,16 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
         asynchronous.check_config(config)
         updates = config.asynchronous.buffer
     compressed.check_config(config)
+    private = _privacy_plan(config, task, sites)
     up, down = compressed.up_codec(config, schema), compressed.down_codec(config, schema)
     down_bytes = down.coded.nbytes if down else schema.nbytes  # to a site that has the model before
     if not config.secagg.enabled:
         up_bytes = up.coded.nbytes if up else schema.nbytes
-        return RoundTraffic(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, None)
+        return RoundTraffic(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, None, private)
     secure_terms.check_config(config)
     each = max(sites // config.secagg.groups, 1)
     encoding = secure_terms.encoding_of(config, 0, each, schema)
+    secure_terms.noise_of(config, schema, each)
     up_bytes = encoding.numel(("loss",)) * encoding.point.dtype.itemsize
     quorum, threshold, degree = secure_terms.policy(config, "").graph(each)
     neighbours, drop = degree or each - 1, max(each - quorum, 0)
@@ -104,7 +127,27 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
         aggregator_s=config.secagg.groups * (folded_s + each * mask_s),
         aggregator_worst_s=config.secagg.groups * (folded_s + (each - drop) * mask_s + lost_s),
     )
-    return RoundTraffic(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, masks)
+    return RoundTraffic(rounds, sites, updates, parameters, frozen, down_bytes, up_bytes, masks, private)
+
+
+def _privacy_plan(config: Config, task: Task, sites: int) -> PrivacyPlan | None:
+    """None without noise. ConfigError where the noise does not protect, or its price can't be computed."""
+    own = config.privacy
+    if not own.noise_multiplier:
+        return None
+    privacy.check_config(config)
+    updates = bounds_of(config).trainings
+
+    @cache
+    def price(examples: float) -> float:
+        release = privacy.release_of(config, examples)
+        return epsilon([replace(release, steps=release.steps * updates)], own.delta)
+
+    if own.unit == "site":
+        return PrivacyPlan(own.unit, own.where, updates, own.delta, price(1.0), {})
+    simulated = SimulatedSites(task, dataclasses.replace(config.simulate, sites=sites), config.run.seed)
+    by_site = {name: price(examples_of(simulated.data(name)).count) for name in simulated.names}
+    return PrivacyPlan(own.unit, own.where, updates, own.delta, max(by_site.values()), by_site)
 
 
 def _mask_s(nbytes: int) -> float:
