@@ -9,6 +9,7 @@ from functools import partial
 
 from ...config import Config
 from ...errors import BadUpdate, FedtrainError
+from ...fairness import own_averages
 from ...learning import NO_EXTRAS, Extras
 from ...messages import Evaluation, Failure, Reply, SiteId, Update
 from ...pki import Revoked, Signer
@@ -92,6 +93,8 @@ class SecureSite:
                 check_examples(self._config, result)
                 scale = scale_of(self._config, result)
                 noise = noise_of(self._config, request.weights.schema.model, sites)
+            else:
+                result = Evaluation(metrics=own_averages(result.metrics))
         except FedtrainError as e:
             return Failure(reason=f"{self._site} refuses: {e}")
 

@@ -16,9 +16,10 @@ from ...aggregation import aggregate, kept
 from ...arena import AnyArena
 from ...config import Config
 from ...digest import seed_of
-from ...errors import BadUpdate, RoundError, SecAggError, TooFewSites, Unfinished
+from ...errors import BadUpdate, ConfigError, RoundError, SecAggError, TooFewSites, Unfinished
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused
 from ...exchange import Cohort
+from ...fairness import STD, UNIFORM, WORST, split
 from ...learning import NO_EXTRAS, Extras
 from ...messages import MAX_SUMS, Failure, Metrics, Reply, Request, SiteId, Update, averages
 from ...schema import Schema
@@ -113,6 +114,16 @@ def admit(request: Request, reply: Reply, longest: int) -> None:
         raise BadUpdate(f"a masked vector of {reply.vector.schema.numel} values, at most {longest} are due")
 
 
+def check_metric(config: Config) -> None:
+    """ConfigError for an evaluate.metric that nobody knows under masks."""
+    name = config.evaluate.metric
+    if config.evaluate.every and split(name)[1] in (WORST, STD):
+        raise ConfigError(
+            f"evaluate.metric = {name!r}: under masks nobody knows each site's own metrics, but the average "
+            f"and {split(name)[0]}/{UNIFORM}. Name one of these, or set secagg.enabled = false."
+        )
+
+
 def longest_vector(config: Config, schema: Schema, extras: Extras = NO_EXTRAS) -> int:
     """Ring elements of the longest vector that a site of this run may send."""
     smallest = replace(fixed_point(config, SITES), value_bits=4)  # has the most limbs
@@ -153,6 +164,7 @@ class UnderMasks:
             frozen: SHA-256 of the run's frozen parameters.
         """
         check_config(config)
+        check_metric(config)
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._extras = policy(config, federation, extras), extras
         self._verifier, self._parallel = verifier, parallel
