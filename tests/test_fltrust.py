@@ -154,7 +154,7 @@ def test_rounds_wait_for_a_root_that_has_not_joined(tmp_path):
     ("keys", "message"),
     [
         ({}, "aggregation.root: is required"),
-        ({"root": "b", "before": ["nnm:1"]}, "steps mix them. Leave aggregation.before out"),
+        ({"root": "b", "before": ["nnm:1"]}, "nnm:1 would change it. Leave aggregation.before out"),
         ({"root": "b", "f": 1}, r"aggregation\.f: fltrust has no such option"),
     ],
 )

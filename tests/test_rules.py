@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedtrain import aggregation
-from fedtrain.aggregation import RULES, STEPS, Mean, Rule, aggregate, base, build
+from fedtrain.aggregation import BEFORE, RULES, Mean, Rule, aggregate, base, build
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.errors import ConfigError, RoundError
 from fedtrain.messages import Update
@@ -357,6 +357,6 @@ def test_a_rule_refuses_to_start_with_fewer_updates_than_its_promise_needs(kind,
             build(kind, options, needs - 1)
 
 
-def test_the_tables_name_every_file_of_a_rule_or_a_step():
+def test_the_tables_name_every_file_of_a_rule_or_a_pre_aggregation():
     files = {f.stem for f in Path(aggregation.__file__).parent.glob("*.py")}
-    assert files - {"__init__", "base", "before", "last"} == {*RULES, *STEPS}
+    assert files - {"__init__", "base", "before", "last"} == {*RULES, *BEFORE}

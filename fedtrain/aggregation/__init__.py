@@ -1,6 +1,6 @@
-"""Aggregation rules, which make one update of many, and steps in front of them, one file each.
+"""Aggregation rules, which make one update of many, and pre-aggregations in front of them, one file each.
 
-A new rule needs a line in RULES, a new step a line in STEPS.
+A new rule needs a line in RULES, a new pre-aggregation a line in BEFORE.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..messages import Update
 from ..schema import Schema
 from .base import NOTHING, Known, Rule, Stack
-from .before import After, Step
+from .before import After, PreAggregation
 from .bucketing import Bucketing
 from .centered_clip import CenteredClip
 from .clip import Clip
@@ -39,14 +39,14 @@ RULES: dict[str, type[Rule]] = {
     "trimmed_mean": TrimmedMean,
 }
 
-STEPS: dict[str, type[Step]] = {
+BEFORE: dict[str, type[PreAggregation]] = {
     "bucketing": Bucketing,
     "clip": Clip,
     "nnm": NearestNeighborMixing,
 }
 
-__all__ = ["RULES", "STEPS", "Known", "Mean", "Rule", "Stack", "Step", "WeightedMean", "aggregate", "build",
-           "kept", "last", "parse_step"]  # fmt: skip
+__all__ = ["BEFORE", "RULES", "Known", "Mean", "PreAggregation", "Rule", "Stack", "WeightedMean", "aggregate",
+           "build", "kept", "last", "parse"]  # fmt: skip
 
 
 def build(
@@ -55,7 +55,7 @@ def build(
     """The rule that [aggregation] describes: its name, and the keys that are the rule's own fields.
 
     `updates`: the fewest updates in a round; ConfigError when the rule needs more, or for a wrong option.
-    `before`: the steps in front of the rule, as `parse_step` reads them.
+    `before`: the pre-aggregations in front of the rule, as `parse` reads them.
     """
     config.one_of("aggregation.rule", kind, RULES)
     config.check_options("aggregation.rule", kind, options, RULES, also=["rule", "before"])
@@ -64,10 +64,10 @@ def build(
     if before:
         if rule.must_have:
             raise ConfigError(
-                f"aggregation.before: {kind} reads the update of each single site, and steps mix them. "
-                f"Leave aggregation.before out."
+                f"aggregation.before: {kind} reads the update of each single site, and {before[0]} would "
+                f"change it. Leave aggregation.before out."
             )
-        rule = After(tuple(map(parse_step, before)), rule)
+        rule = After(tuple(map(parse, before)), rule)
         named += f" after {', '.join(before)}"
     if updates is not None and updates < rule.needs:
         raise ConfigError(
@@ -78,15 +78,15 @@ def build(
     return rule
 
 
-def parse_step(text: str) -> Step:
-    """The step of a text: "nnm:2", "bucketing:s=3", "clip:1.5". The options after the colon have names, or
-    stand in the order of the fields. ConfigError for an unknown step or option."""
+def parse(text: str) -> PreAggregation:
+    """The pre-aggregation of a text: "nnm:2", "bucketing:s=3", "clip:1.5". The options after the
+    colon have names, or stand in the order of the fields. ConfigError for one that is not known."""
     kind, colon, _ = text.strip().partition(":")
-    config.one_of("aggregation.before", kind, STEPS)
-    known = config.options_of(STEPS[kind])
+    config.one_of("aggregation.before", kind, BEFORE)
+    known = config.options_of(BEFORE[kind])
     options = config.options_in("aggregation.before", text, known) if colon else {}
-    config.check_options("aggregation.before", kind, options, STEPS)
-    return config.build(STEPS[kind], options, "aggregation.before")
+    config.check_options("aggregation.before", kind, options, BEFORE)
+    return config.build(BEFORE[kind], options, "aggregation.before")
 
 
 def aggregate(rule: Rule, schema: Schema, updates: Sequence[Update], known: Known = NOTHING) -> Arena:

@@ -1,4 +1,4 @@
-"""Steps in front of a rule: each makes of a round's updates those that the rule, or the next step, reads."""
+"""Pre-aggregations: each makes of a round's updates those that a rule, or the next pre-aggregation, reads."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ T = TypeVar("T")
 Shares = Sequence[Sequence[float]]  # [m][n]: how much of each of n updates is in each of m mixtures
 
 
-class Step(Settings):
-    """Makes a stack of a stack. The fields of a step are its configuration; a step has no state.
+class PreAggregation(Settings):
+    """Makes a stack of a stack. Its fields are its configuration, it has no state.
 
-    A custom step defines `over`, and `fewest` if it makes fewer updates than it is given. Like a rule it
+    A custom one defines `over`, and `fewest` if it makes fewer updates than it is given. Like a rule it
     reads chunk by chunk, and its result depends on the rows, their order and `stack.known` alone.
     """
 
     section: ClassVar[str] = "aggregation.before"
 
     def fewest(self, needs: int) -> int:
-        """The fewest updates that the step must be given so that what reads its result gets `needs`."""
+        """The fewest updates that must go in so that `needs` come out."""
         return needs
 
     def over(self, stack: Stack[T]) -> Stack[T]:
         """The stack that the rule reads in place of this one."""
-        raise NotImplementedError("a step says what it makes of the updates")
+        raise NotImplementedError("a pre-aggregation says what it makes of the updates")
 
 
 @dataclass(frozen=True)
 class After(Rule):
-    """A rule that reads what some steps make of the updates."""
+    """A rule that reads what pre-aggregations make of the updates."""
 
-    steps: tuple[Step, ...]
+    before: tuple[PreAggregation, ...]
     rule: Rule
 
     @property
     def needs(self) -> int:
         needs = self.rule.needs
-        for step in reversed(self.steps):
-            needs = step.fewest(needs)
+        for one in reversed(self.before):
+            needs = one.fewest(needs)
         return needs
 
     @property
@@ -53,8 +53,8 @@ class After(Rule):
         return self.rule.remembers
 
     def of(self, stack: Stack[T]) -> T:
-        for step in self.steps:
-            stack = step.over(stack)
+        for one in self.before:
+            stack = one.over(stack)
         return self.rule.of(stack)
 
 

@@ -9,13 +9,13 @@ from typing import TypeVar
 from ..config.values import AtLeastOne
 from ..digest import seed_of
 from .base import Stack
-from .before import Mixed, Step
+from .before import Mixed, PreAggregation
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Bucketing(Step):
+class Bucketing(PreAggregation):
     """Plain means of s random updates each, dealt anew in each round (Karimireddy et al. 2022, Algorithm 1).
 
     The last bucket may have fewer; its mean is that of those in it, where the paper divides by s. A hostile

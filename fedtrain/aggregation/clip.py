@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from ..config.values import Positive
 from .base import Stack
-from .before import Mixed, Step
+from .before import Mixed, PreAggregation
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Clip(Step):
+class Clip(PreAggregation):
     """x·min(1, norm/‖x‖₂), the norm over all floats as in limits.max_norm (Sun et al. 2019, §3.2).
 
     One pass. How much each update counts stays as it is, so that `mean` weights by examples.

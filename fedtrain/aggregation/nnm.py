@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from ..config.values import Count
 from .base import Stack, nearest
-from .before import Mixed, Step
+from .before import Mixed, PreAggregation
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class NearestNeighborMixing(Step):
+class NearestNeighborMixing(PreAggregation):
     """Each update becomes the plain mean of the n − f nearest to it, itself among them (Allouah et al. 2023,
     Algorithm 2).
 

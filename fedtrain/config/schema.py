@@ -95,7 +95,7 @@ class AggregationConfig(Settings):
     """How a round's updates become one. Other keys are the rule's own fields."""
 
     rule: str = "mean"  # a name in aggregation.RULES
-    before: list[str] = field(default_factory=list)  # steps in front of the rule: "nnm:2", "bucketing:2"
+    before: list[str] = field(default_factory=list)  # pre-aggregations: "nnm:2", "bucketing:2", "clip:1.5"
     options: dict[str, Any] = field(default_factory=dict)  # the rule's own keys
 
 
