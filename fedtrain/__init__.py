@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import aggregate, evaluate, load_model, load_task, open_run, simulate, site
+    from .api import (
+        aggregate,
+        aggregate_stats,
+        evaluate,
+        load_model,
+        load_task,
+        open_run,
+        simulate,
+        site,
+        stats,
+    )
     from .arena import Arena
     from .config import Config
     from .errors import FedtrainError
     from .messages import Update
     from .results import Run
     from .schema import Schema
+    from .statistics import Statistics
     from .strategies import Strategy
     from .training.parallel.plan import Plan
     from .training.partition import partition
@@ -30,10 +41,12 @@ _HOME = {
     "Run": "results",
     "Schema": "schema",
     "ShardedDataset": "training.shards",
+    "Statistics": "statistics",
     "Strategy": "strategies",
     "Task": "training.task",
     "Update": "messages",
     "aggregate": "api",
+    "aggregate_stats": "api",
     "evaluate": "api",
     "load_model": "api",
     "load_task": "api",
@@ -41,13 +54,14 @@ _HOME = {
     "partition": "training.partition",
     "simulate": "api",
     "site": "api",
+    "stats": "api",
     "write_shards": "training.shards",
 }
 
 __all__ = [
-    "Arena", "Config", "FedtrainError", "Plan", "Run", "Schema", "ShardedDataset", "Strategy", "Task",
-    "Update", "aggregate", "evaluate", "load_model", "load_task", "open_run", "partition", "simulate",
-    "site", "write_shards",
+    "Arena", "Config", "FedtrainError", "Plan", "Run", "Schema", "ShardedDataset", "Statistics", "Strategy",
+    "Task", "Update", "aggregate", "aggregate_stats", "evaluate", "load_model", "load_task", "open_run",
+    "partition", "simulate", "site", "stats", "write_shards",
 ]  # fmt: skip
 
 

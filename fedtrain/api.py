@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .runtime.cross_site import MatrixReport
+    from .statistics import Statistics
     from .tracking.export import EvaluationReport
 
 Project = Config | Task | type[Task] | Path | str
@@ -186,6 +187,34 @@ def evaluate(
         return evaluation.evaluate(config, paths[0], site=site, data_dir=data, round=rounds[0], task=task)
 
 
+def stats(
+    project: Project = ".",
+    settings: Settings = NONE,
+    *,
+    site: str | None = None,
+    data_dir: Path | str | None = None,
+) -> Statistics:
+    """Statistics of the data that is here, without training: of all sites, or of `site`. They are written to
+    statistics.json of the simulation's run directory, or of the site's."""
+    from .runtime import evaluation, statistics
+
+    config, task = resolved(project, settings, "stats")
+    with evaluation.generators_kept():
+        return statistics.stats(config, site=site, data_dir=_data(task, data_dir), task=task)
+
+
+async def aggregate_stats(
+    project: Project = ".", settings: Settings = NONE, *, on_event: Emit = silent
+) -> Statistics:
+    """Wait for the sites and ask them for statistics of their data, as `fedtrain aggregator --stats`. The
+    same sites train next, when `aggregate` is called."""
+    from .runtime.star.aggregator import survey
+
+    config, _ = resolved(project, settings, "statistics")
+    with logged(config.run_dir, on_event) as emit:
+        return await survey(config, emit=emit)
+
+
 def load_model(source: Source, project: Project | None = None, *, round: Round = None) -> nn.Module:
     """The model() of a task with the weights of a run, or of an export, in evaluation mode on the CPU.
     `project`: None is the run's own, or the current folder."""
@@ -233,7 +262,7 @@ def resolved(project: Project, settings: Settings = NONE, mode: str = "") -> tup
             replace(network, certs=str(here / network.certs)),
         )
         config = replace(config, run=run, network=network)
-        if mode not in ("", "gossip") and (mode != "simulate" or config.simulate.workers):
+        if mode not in ("", "gossip", "stats") and (mode != "simulate" or config.simulate.workers):
             check_sendable(task, lacks)
     if mode:
         modes.check(config, mode)

@@ -58,13 +58,27 @@ MODES: dict[str, Mode] = {
         but=("network.address", "privacy.delta"),
         keeps=STAR,
     ),
+    "statistics": Mode(
+        "aggregator --stats",
+        ("run", "train", "evaluate.every", "strategy.kind", "strategy.options", "strategy.min_sites",
+         "strategy.round_deadline", "strategy.attempts", "aggregation", "asynchronous", "secagg",
+         "compression", "limits", "stats", "network"),
+        but=("train.device", "train.threads", "train.eval_batch_size", "stats.allow", "network.address"),
+    ),
+    "stats": Mode(
+        "stats",
+        ("run", "train.eval_batch_size", "strategy.min_sites", "secagg.enabled", "stats", "simulate.sites",
+         "simulate.partition"),
+        but=("run.rounds", "stats.allow"),
+        keeps=NOISE,
+    ),
     "site": Mode(
         "site",
         ("run", "train", "privacy", "evaluate.every", "strategy.kind", "strategy.options",
-         "strategy.min_sites", "aggregation", "asynchronous", "secagg", "compression", "limits", "network",
-         "parallel"),
-        but=("network.idle", "parallel.carry", "parallel.fragments", "parallel.overlap", "parallel.mix",
-             "parallel.log_every", "parallel.peak_tflops"),
+         "strategy.min_sites", "aggregation", "asynchronous", "secagg", "compression", "limits", "stats",
+         "network", "parallel"),
+        but=("stats.bins", "network.idle", "parallel.carry", "parallel.fragments", "parallel.overlap",
+             "parallel.mix", "parallel.log_every", "parallel.peak_tflops"),
         keeps=NOISE,
     ),
     "peer": Mode(
@@ -103,6 +117,7 @@ class Only:
     modes: tuple[str, ...] = tuple(MODES)
 
 
+TRAINING = tuple(name for name in MODES if name not in ("statistics", "stats"))
 MASKS = "secagg.enabled = true"
 ROUNDS = "asynchronous.enabled = false"
 FEDERATED = ("simulate", "aggregator", "site")
@@ -111,6 +126,7 @@ NEVER_WAIT, WITH_COMPRESSOR = ("swift",), ("choco",)  # gossip.algorithm
 ONLY = (
     Only(("secagg",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS),
     Only(("strategy.min_sites", "limits"), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("site",)),
+    Only(("limits",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("statistics",)),
     Only(("simulate.masks",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("simulate",)),
     Only(("asynchronous",), lambda c: c.asynchronous.enabled, "asynchronous.enabled",
          "asynchronous.enabled = true"),
@@ -138,11 +154,12 @@ ONLY = (
          ("aggregator",)),
     Only(("secagg.clip", "secagg.max_examples"), lambda c: not c.privacy.in_sums, "privacy.where",
          'privacy.where = "site"', FEDERATED),
+    Only(("stats.min_cell",), lambda c: c.stats.allow, "stats.allow", "stats.allow = true", ("site",)),
     Only(("evaluate",), lambda c: c.evaluate.every > 0, "evaluate.every", "evaluate.every above 0"),
     Only(("train.device", "train.threads", "train.eval_batch_size"), lambda c: c.evaluate.server,
          "evaluate.server", "evaluate.server = true", ("aggregator",)),
     Only(("train.eval_batch_size",), lambda c: c.evaluate.every > 0, "evaluate.every",
-         "evaluate.every above 0"),
+         "evaluate.every above 0", TRAINING),
     Only(("train.momentum",), lambda c: c.train.optimizer == "sgd", "train.optimizer",
          'train.optimizer = "sgd"'),
     Only(("train.local_epochs",), lambda c: not c.train.local_steps, "train.local_steps",
@@ -259,7 +276,9 @@ def names_of(command: str, config: Config, arguments: Mapping[str, Any]) -> tupl
     match command:
         case "simulate":
             return ("gossip",) if arguments["mode"] == "gossip" else ("simulate",)
-        case "aggregator" | "site" | "peer":
+        case "aggregator":
+            return ("statistics",) if arguments["stats"] else ("aggregator",)
+        case "site" | "peer" | "stats":
             return (command,)
         case "datacenter":
             return (datacenter,)

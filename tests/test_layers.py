@@ -23,9 +23,10 @@ BOTTOM = {
     "malloc",
     "messages",
     "modes",
+    "questions",
     "schema",
 }
-MATHS = {"strategies", "aggregation", "compression", "privacy", "secagg", "topology", "gossip"}
+MATHS = {"strategies", "aggregation", "compression", "privacy", "secagg", "statistics", "topology", "gossip"}
 EVERYTHING = {*BOTTOM, *MATHS, "training", "wire", "transport", "store", "pki", "tracking", "runtime"}
 OUTSIDE = {"grpc", "zmq", "asyncio", "socket", "threading", "time", "torch.distributed"}  # maths has no I/O
 

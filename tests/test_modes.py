@@ -18,6 +18,7 @@ from fedtrain.errors import ConfigError
 from fedtrain.events import silent
 from fedtrain.gossip import ALGORITHMS
 from fedtrain.modes import MODES, NEVER_WAIT, NOTHING, WITH_COMPRESSOR, check, idle, keys, names_of, reads
+from fedtrain.runtime import statistics
 from fedtrain.runtime.datacenters import datacenter
 from fedtrain.runtime.peers import peer
 from fedtrain.runtime.simulations import gossip_simulation, simulation
@@ -152,6 +153,24 @@ def federation(root, config, plain, recorded):
         Inline.plain = False
 
 
+def survey(root, config, plain):
+    """An aggregator that asks three sites for statistics, and then ends."""
+    certified(root, "aggregator", *SITES)
+    Inline.plain = True
+
+    async def main():
+        ends = [asyncio.create_task(site.run(plain, name, emit=silent)) for name in SITES]
+        await asyncio.wait_for(aggregator.survey(config, emit=silent), 60)
+        for end in ends:
+            end.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+    try:
+        asyncio.run(main())
+    finally:
+        Inline.plain = False
+
+
 def peers(root, config, plain):
     certified(root, *SITES)
 
@@ -171,6 +190,8 @@ RUNS = {
     "gossip": lambda root, config, plain: gossip(root, config),
     "aggregator": lambda root, config, plain: federation(root, config, plain, "aggregator"),
     "site": lambda root, config, plain: federation(root, config, plain, "site"),
+    "statistics": survey,
+    "stats": lambda root, config, plain: statistics.stats(config),
     "peer": peers,
     "datacenter": lambda root, config, plain: in_a_datacenter(root, config),
     "islands": lambda root, config, plain: in_a_datacenter(root, config),
@@ -180,6 +201,7 @@ ASYNCHRONOUS = OPEN | {"asynchronous": {"enabled": True}}
 NOISE = {"privacy": {"noise_multiplier": 0.1}}
 SUMS = {"privacy": {"noise_multiplier": 0.1, "where": "sum"}}
 NEVER = {"evaluate": {"every": 0}}
+ALLOWED = {"stats": {"allow": True}}
 STEPS = {"train": {"local_steps": 2, "optimizer": "adam"}}
 SMALL = {"compression": {"up": "topk:0.5", "down": "sign"}}
 SWIFT, CHOCO = {"gossip": {"algorithm": "swift"}}, {"gossip": {"algorithm": "choco", "topology": "ring"}}
@@ -207,13 +229,17 @@ VARIANTS = [
     *(("peer", c) for c in (OPEN | SMALL, NOISE | NEVER)),
     *(("datacenter", c) for c in ({}, STEPS | NEVER)),
     ("islands", {"parallel": {"sync": "local"}}),
+    *(("statistics", c) for c in (ALLOWED, OPEN | ALLOWED)),
+    *(("stats", c) for c in ({}, OPEN)),
 ]
 # Read where it changes nothing: handed on to what does not use it, or looked at beside what decides.
 IN_VAIN = {"gossip.clip", "gossip.round_deadline", "simulate.engine", "strategy.fraction",
            "evaluate.patience", "privacy.where", "train.eval_batch_size", "train.warmup", "train.decay",
-           "parallel.offload_dir"}  # fmt: skip
+           "parallel.offload_dir", "stats.allow"}  # fmt: skip
 # A datacenter refuses noise, and sets how many sites its islands are.
 ITS_OWN = {name: {"privacy.noise_multiplier", "simulate.sites"} for name in ("datacenter", "islands")}
+# What makes sums of statistics is made for training, too.
+ITS_OWN["statistics"] = {"evaluate.metric"}
 
 
 def configured(root, changes):
@@ -237,7 +263,7 @@ def test_a_mode_reads_just_the_keys_that_its_row_says(tmp_path, monkeypatch, mod
     with inline(monkeypatch):
         RUNS[mode](tmp_path, config, plain)
     told = reads(plain, mode)
-    if mode in ("aggregator", "site"):
+    if mode in ("aggregator", "site", "statistics"):
         seen |= {key for key in plain.agreed() if key in told} | {"strategy.options", "aggregation.options"}
     more, less = seen - told - IN_VAIN - ITS_OWN.get(mode, set()), told - seen
     assert not more, f"{mode} reads {sorted(more)}, which fedtrain/modes.py does not say"

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -16,6 +16,8 @@ from ..errors import FedtrainError, TaskError, story_of
 
 if TYPE_CHECKING:
     from ..events import Emit
+
+T = TypeVar("T")
 
 
 class Stopped(SystemExit):
@@ -121,13 +123,13 @@ with_data = click.option(
 )  # fmt: skip
 
 
-def drive(work: Coroutine[Any, Any, Any]) -> None:
-    """Run to the end. Ctrl-C, SIGTERM and SIGHUP cancel the work, which then cleans up behind itself."""
+def drive(work: Coroutine[Any, Any, T]) -> T:
+    """The result of the work. Ctrl-C, SIGTERM and SIGHUP cancel the work, which cleans up behind itself."""
     import asyncio
 
     stopped = 0
 
-    async def until_told_to_stop() -> None:
+    async def until_told_to_stop() -> T:
         task = asyncio.current_task()
         assert task is not None
 
@@ -138,22 +140,22 @@ def drive(work: Coroutine[Any, Any, Any]) -> None:
 
         for number in ends():
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        await work
+        return await work
 
     try:
-        asyncio.run(until_told_to_stop())
+        return asyncio.run(until_told_to_stop())
     except asyncio.CancelledError:
         if stopped:
             raise Stopped(128 + stopped) from None
         raise
 
 
-def drive_shown(work: Callable[[Emit], Coroutine[Any, Any, Any]], *, json: bool, plain: bool = False) -> None:
+def drive_shown(work: Callable[[Emit], Coroutine[Any, Any, T]], *, json: bool, plain: bool = False) -> T:
     """As `drive`, for work that is given what shows its events: a table, plain lines, or JSON."""
     from ..tracking.live import screen
 
     with screen(json=json, plain=plain) as show:
-        drive(work(show))
+        return drive(work(show))
 
 
 def which_rounds(_: object, __: object, values: tuple[str, ...]) -> tuple[Any, ...]:

@@ -35,6 +35,7 @@ from .arguments import (
     with_config,
     with_data,
 )
+from .certificates import certs
 from .output import (
     columns,
     print_evaluation,
@@ -42,6 +43,7 @@ from .output import (
     print_matrix,
     print_plan,
     print_runs,
+    print_statistics,
     row_of_the_table,
     short,
 )
@@ -57,7 +59,6 @@ Quick start:
   fedtrain aggregator                  in one terminal
   fedtrain site site-1                 in a second; site-2, site-3 in two more
 """
-CERTIFICATE_DAYS = 30
 
 
 @click.group(
@@ -136,6 +137,19 @@ def simulate(
 
 
 @cli.command()
+@with_config
+@as_json
+@click.option("--site", "name", metavar="NAME", help="Of the data of this site; without it, of all sites.")
+@with_data
+def stats(config: Config, json: bool, name: str | None, data_dir: Path | None) -> None:
+    """Tell statistics of the data that is here, without training."""
+    from .. import api
+
+    found = api.stats(config, site=name, data_dir=data_dir)
+    print_statistics(found, config.simulate_dir if name is None else config.site_dir(name), json=json)
+
+
+@cli.command()
 @click.argument("kind", metavar="KIND")
 @click.option("-n", "peers", type=click.IntRange(min=1), required=True, help="How many peers.")
 @click.option("--weights", default="", metavar="NAME",
@@ -144,9 +158,7 @@ def simulate(
               help="Draw the graph to FILE.")  # fmt: skip
 @click.option("--parameters", type=click.IntRange(min=1), default=1_000_000, show_default=True,
               help="Of the model whose bytes are told, float32.")  # fmt: skip
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of a graph that is drawn."
-)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of a drawn graph.")
 @as_json
 def topology(
     kind: str, peers: int, weights: str, png: Path | None, parameters: int, seed: int, json: bool
@@ -168,75 +180,24 @@ def topology(
 # --- across machines
 
 
-@cli.group(cls=Commands)
-def certs() -> None:
-    """Make the certificates of the aggregator and the sites."""
-
-
-@certs.command("init")
-@with_config
-@click.argument("names", metavar="[aggregator] [SITE]...", nargs=-1)
-@click.option("--federation", metavar="NAME", help="Who belongs together; without it, the run's name.")
-def certs_init(config: Config, names: tuple[str, ...], federation: str | None) -> None:
-    """Make the federation's certificate authority, once; and certificates, where names are given."""
-    from .. import pki
-
-    label = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")
-    folder = pki.init(config.root / config.network.certs, federation or label)
-    click.echo(f"{short(folder)} holds the authority of {federation or label}; it stays here, and secret.")
-    for name in names:
-        _issue(config, name, days=CERTIFICATE_DAYS, request=None)
-    if not names:
-        click.echo("Next: fedtrain certs issue aggregator site-1 site-2 site-3")
-
-
-@certs.command("issue")
-@with_config
-@click.argument("names", metavar="[aggregator] [SITE]...", nargs=-1, required=True)
-@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=CERTIFICATE_DAYS,
-              show_default=True, help="How long they are valid.")  # fmt: skip
-@click.option("--csr", type=click.File("rb"), metavar="FILE",
-              help="Sign this request (PEM) of one site, whose key then never leaves it.")  # fmt: skip
-def certs_issue(config: Config, names: tuple[str, ...], days: float, csr: Any) -> None:
-    """Make, or renew, certificates: "aggregator" is the aggregator's, any other name a site's."""
-    if csr is not None and len(names) > 1:
-        raise click.UsageError("--csr is one site's: name just that site.")
-    request = None if csr is None else csr.read()
-    for name in names:
-        _issue(config, name, days=days, request=request)
-
-
-@certs.command("revoke")
-@with_config
-@click.argument("names", metavar="SITE...", nargs=-1, required=True)
-def certs_revoke(config: Config, names: tuple[str, ...]) -> None:
-    """Strike all certificates of these sites off, for good: no peer that has the list lets them in."""
-    from .. import pki
-
-    certs_dir = config.root / config.network.certs
-    serials = pki.revoke(certs_dir, names)
-    click.echo(f"{short(certs_dir / 'revoked.pem')} lists {', '.join(names)} ({len(serials)} certificates).")
-    click.echo("Copy it into the certs folder of one running peer: it passes it on. Nothing is restarted.")
-
-
-def _issue(config: Config, name: str, *, days: float, request: bytes | None) -> None:
-    from .. import pki
-
-    role = "aggregator" if name == "aggregator" else "site"
-    folder = pki.issue(config.root / config.network.certs, role, name, days=days, csr=request)
-    what = "holds the certificate" if request else "holds key and certificate"
-    click.echo(f"{short(folder)} {what} of {name}")
+cli.add_command(certs)
 
 
 @cli.command()
 @with_config
 @as_json
 @begin_with
+@click.option("--stats", is_flag=True, help="Only ask the sites for statistics of their data, then end.")
 @with_data
-def aggregator(config: Config, json: bool, start: str | None, data_dir: Path | None) -> None:
+def aggregator(config: Config, json: bool, start: str | None, stats: bool, data_dir: Path | None) -> None:
     """Wait for the sites and train with them, round by round."""
     from .. import api
 
+    if stats and (start is not None or data_dir is not None):
+        raise click.UsageError("--stats trains nothing: leave --from and --data out.")
+    if stats:
+        found = drive_shown(lambda show: api.aggregate_stats(config, on_event=show), json=json)
+        return print_statistics(found, config.run_dir, json=json)
     drive_shown(lambda show: api.aggregate(config, start=start, data_dir=data_dir, on_event=show), json=json)
 
 
@@ -257,9 +218,7 @@ def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
 @with_config
 @as_json
 @with_data
-@click.option(
-    "--invitation", "code", metavar="CODE", help="What `fedtrain invite NAME` printed, at another peer."
-)
+@click.option("--invitation", "code", metavar="CODE", help="What `fedtrain invite NAME` printed elsewhere.")
 def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str | None) -> None:
     """Train as NAME with neighbours, without an aggregator."""
     from .. import api

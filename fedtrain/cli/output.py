@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..config import Config
     from ..runtime.cross_site import MatrixReport
     from ..runtime.plan import RoundTraffic
+    from ..statistics import Statistics
     from ..tracking.export import EvaluationReport
     from ..tracking.runs import Summary
 
@@ -83,6 +84,16 @@ def columns(rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         text = GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         click.echo(text if len(text) <= most else text[: most - 1] + "…")
+
+
+def print_statistics(found: Statistics, folder: Path, *, json: bool) -> None:
+    """Print statistics of the sites' data, which were written to the folder."""
+    if json:
+        return print_json(found)
+    most = room()
+    for line in found.lines():
+        click.echo(line if len(line) <= most else line[: most - 1] + "…")
+    click.echo(f"written to {short(folder / 'statistics.json')}")
 
 
 def short(path: Path) -> str:

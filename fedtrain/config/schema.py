@@ -209,6 +209,15 @@ class LimitsConfig(Settings):
 
 
 @dataclass(frozen=True)
+class StatsConfig(Settings):
+    """Statistics of the sites' data, without training."""
+
+    allow: bool = False  # a site answers an aggregator that asks for them
+    min_cell: AtLeastOne = 5  # counts below it are not shown; a site answers nobody who shows smaller ones
+    bins: Annotated[int, Meta(ge=2, le=64)] = 20  # cells of a histogram, about
+
+
+@dataclass(frozen=True)
 class NetworkConfig(Settings):
     """Where the aggregator is. The three time settings: heartbeat, idle, strategy.round_deadline."""
 
@@ -325,6 +334,7 @@ class Config:
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    stats: StatsConfig = field(default_factory=StatsConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     gossip: GossipConfig = field(default_factory=GossipConfig)

@@ -25,7 +25,7 @@ from .masking import Parallel, RingVector, add_masks, exhaust, serial
 from .roster import KeyRoster, Verify, check_signer, check_subset
 
 Sign = Callable[[bytes], bytes]
-Advertisement = msg.Advertise | msg.AdvertiseEvaluation  # the request of step 0
+Advertisement = msg.Advertise | msg.AdvertiseEvaluation | msg.AdvertiseTally  # the request of step 0
 Step = TypeVar("Step", bound=Request)
 # The newest rounds of which shares were given, the last one first, and U3 of each one's sum.
 Opened = tuple[tuple[int, tuple[SiteId, ...]], ...]

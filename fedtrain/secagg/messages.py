@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ..arena import AnyArena, Arena
 from ..digest import PiecewiseDigest
 from ..messages import Evaluate, Message, Request, SiteId, Train, numbers_in
+from ..questions import Tally
 from ..schema import Schema, Section, TensorSpec
 from .fixedpoint import FixedPoint
 
@@ -92,6 +93,12 @@ class Advertise(Train, frozen=True, kw_only=True, tag=True):
 
 class AdvertiseEvaluation(Evaluate, frozen=True, kw_only=True, tag=True):
     """The same for an evaluation, whose vector is its metrics alone."""
+
+    terms: Terms
+
+
+class AdvertiseTally(Tally, frozen=True, kw_only=True, tag=True):
+    """The same for statistics of the site's data."""
 
     terms: Terms
 

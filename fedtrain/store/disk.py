@@ -192,6 +192,11 @@ class Kept:
         for path in self._paths:
             write_whole(path, text, durable=True)
 
+    def remove(self) -> None:
+        """Forget it."""
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
     def _read(self, path: Path) -> Any:
         with explained(path):
             text = path.read_bytes()

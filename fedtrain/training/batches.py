@@ -74,6 +74,33 @@ def tensors_in(batch: Batch) -> Iterator[torch.Tensor]:
             yield from tensors_in(part)
 
 
+def columns_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """The columns of a batch's tensors, for statistics: of [n, c, …] c columns, of [n] one. Inputs and
+    targets are x and y; tensors in a mapping or a named tuple have its names. TaskError without a tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in _named_tensors(batch, ""):
+        each = tensor.unbind(1) if tensor.ndim > 1 else [tensor]
+        found |= {name if len(each) == 1 else f"{name}[{i}]": column for i, column in enumerate(each)}
+    if not found:
+        raise TaskError(f"a batch is a {type(batch).__name__} without tensors. Define columns(site).")
+    return found
+
+
+def _named_tensors(batch: Batch, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(batch, torch.Tensor):
+        if batch.ndim:
+            yield name or "x", batch
+        return
+    parts: Mapping[Any, Any] = {}
+    if isinstance(batch, Mapping):
+        parts = batch
+    elif isinstance(batch, tuple | list):
+        pair = ("x", "y") if len(batch) == 2 else map(str, range(len(batch)))
+        parts = dict(zip(getattr(batch, "_fields", pair), batch, strict=True))
+    for key, part in parts.items():
+        yield from _named_tensors(part, f"{name}.{key}" if name else str(key))
+
+
 def _by_tensor(batch: Batch) -> int | None:
     shape = getattr(batch, "shape", None)
     if shape is not None:

@@ -105,6 +105,10 @@ class Task:
 
         return default_collate(examples)
 
+    def columns(self, site: str) -> Mapping[str, Any] | None:
+        """For `fedtrain stats`: name -> values, or (values, labels) of categories; None: those of data()."""
+        return None
+
     def sites(self) -> list[str] | None:
         """The names of the data's natural sites, for simulation; None: the data is one pool to partition."""
         return None

@@ -32,6 +32,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     trainings: int  # in the whole run: its rounds, or the most turns of a site where there are no rounds
     rounds: int  # run.rounds of the site
     every: int  # evaluate.every of the site
+    statistics: bool = False  # stats.allow of the site
 
     def training(self, round: int) -> str:
         """The reason why the site does not train in this round (0 first); "" when it does."""

@@ -11,19 +11,29 @@ from ...config import Config
 from ...errors import BadUpdate, FedtrainError
 from ...fairness import own_averages
 from ...learning import NO_EXTRAS, Extras
-from ...messages import Evaluation, Failure, Reply, SiteId, Update
+from ...messages import Evaluation, Failure, Reply, SiteId, Train, Update
 from ...pki import Revoked, Signer
-from ...secagg.client import NEVER, Client, Summand
+from ...questions import Describe
+from ...secagg.client import NEVER, Advertisement, Client, Summand
 from ...secagg.encoding import Encoded
 from ...secagg.masking import Parallel, RingVector, serial
-from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Keys, Mask, Share, Unmask
+from ...secagg.messages import (
+    Advertise,
+    AdvertiseEvaluation,
+    AdvertiseTally,
+    Agree,
+    Keys,
+    Mask,
+    Share,
+    Unmask,
+)
 from ...secagg.noise import DiscreteGaussian
 from ...secagg.roster import Verifies
 from ...store import Ledger
 from ..star.secure_terms import bounds, encoding_of, noise_of, policy, round_seed, scale_of
 
 NoiseKey = Callable[[int, str], bytes]  # (round, what the noise is for) -> 16 bytes, the same for the same
-REQUESTS = Advertise | AdvertiseEvaluation | Share | Mask | Agree | Unmask
+REQUESTS = Advertise | AdvertiseEvaluation | AdvertiseTally | Describe | Share | Mask | Agree | Unmask
 
 
 class SecureSite:
@@ -60,14 +70,12 @@ class SecureSite:
                 verify=verifier.verify, parallel=parallel, opened=opened.get(kind.__name__, NEVER),
                 keep=None if sums is None else partial(sums.keep_sum, kind.__name__),
             )
-            for kind in (Advertise, AdvertiseEvaluation)
+            for kind in (Advertise, AdvertiseEvaluation, AdvertiseTally)
         }  # each keeps to one sum a round  # fmt: skip
         self._client = self._clients[Advertise]
         self._at_work = threading.Lock()
 
-    def offer(
-        self, request: Advertise | AdvertiseEvaluation, model: bytes, result: Update | Evaluation
-    ) -> Keys | Failure:
+    def offer(self, request: Advertisement, model: bytes, result: Update | Evaluation) -> Keys | Failure:
         """Step 0, with the result of work on `model` (hash_of) at hand: keys for a session under these terms,
         or why not."""
         with self._at_work:
@@ -76,24 +84,33 @@ class SecureSite:
     def answer(self, request: Share | Mask | Agree | Unmask) -> Reply:
         """Steps 1 to 4."""
         with self._at_work:
+            if why := self._refusal(request):
+                return Failure(reason=f"{self._site} refuses: {why}")
             return self._client.answer(request)
 
-    def _offer(
-        self, request: Advertise | AdvertiseEvaluation, model: bytes, result: Update | Evaluation
-    ) -> Keys | Failure:
+    def _refusal(self, request: Share | Mask | Agree | Unmask) -> str:
+        """Why not to go on with a sum: statistics over other sites than before would tell what differs."""
+        statistics = self._clients[AdvertiseTally]
+        if self._client is statistics and isinstance(request, Agree) and statistics.opened:
+            over = statistics.opened[0][1]
+            if request.sites != over:
+                return f"statistics over {len(over)} sites were unmasked here, and others are asked for now"
+        return ""
+
+    def _offer(self, request: Advertisement, model: bytes, result: Update | Evaluation) -> Keys | Failure:
         try:
             if self._revoked is not None:
                 self._revoked.reload()
             schema, sites = None, len(request.terms.cohort)
-            if isinstance(result, Update):
+            if isinstance(request, Train):
                 schema = request.weights.schema.model
             encoding = encoding_of(self._config, request.round, sites, schema, self._extras)
             scale, noise = 1.0, None
-            if isinstance(result, Update):
+            if isinstance(result, Update) and schema is not None:
                 check_examples(self._config, result)
                 scale = scale_of(self._config, result)
-                noise = noise_of(self._config, request.weights.schema.model, sites)
-            else:
+                noise = noise_of(self._config, schema, sites)
+            elif isinstance(request, AdvertiseEvaluation):
                 result = Evaluation(metrics=own_averages(result.metrics))
         except FedtrainError as e:
             return Failure(reason=f"{self._site} refuses: {e}")

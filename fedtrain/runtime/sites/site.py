@@ -26,6 +26,7 @@ from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
 from ...pki import Credentials, Revoked, aggregator_target
 from ...pki.revocation import LIST
 from ...pki.signing import Signer, Verifier
+from ...questions import Describe, Tally
 from ...schema import Schema
 from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
 from ...store import Ledger
@@ -44,6 +45,10 @@ from ..trainers.trainer import Trainer, Trains
 from .secure_site import REQUESTS as SECURE_REQUESTS
 from .secure_site import SecureSite
 from .spent import Spent, SumKeys
+from .statistics import DataStatistics
+from .statistics import check_config as check_statistics
+
+REQUESTS = Train | Evaluate | Describe | Tally  # in the open
 
 
 class Site:
@@ -61,13 +66,14 @@ class Site:
         frozen: Frozen = Frozen(),
         tell: Callable[[str], None] = lambda line: None,
         bounds: Bounds | None = None,
+        statistics: DataStatistics | None = None,
     ) -> None:
         """`say` tells people what goes on, `tell` what went wrong. `frozen`: the frozen parameters of the
         task's own model(). `bounds`: what is answered at all; None: everything.
 
         With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
         """
-        self._secure, self._spent, self._bounds = secure, spent, bounds
+        self._secure, self._spent, self._bounds, self._statistics = secure, spent, bounds, statistics
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
         self._say, self._tell = say, tell
         self._under_way: tuple[str, asyncio.Task[Found]] | None = None
@@ -129,6 +135,8 @@ class Site:
                 return await asyncio.to_thread(self._secure.offer, request, model, result)
             case Share() | Mask() | Agree() | Unmask(), SecureSite():
                 return await asyncio.to_thread(self._secure.answer, request)
+            case Describe() | Tally(), _ if self._statistics is not None:
+                return await self._statistics.answer(request)
         return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
 
     def _refusal(self, request: Request) -> str:
@@ -138,6 +146,8 @@ class Site:
                 return self._bounds.training(request.round)
             case Evaluate(), Bounds():
                 return self._bounds.evaluation(request.round)
+            case Describe() | Tally(), Bounds(statistics=False):
+                return "it gives no statistics (its own stats.allow = false)"
         return ""
 
     async def _result(self, request: Train | Evaluate, model: str) -> Found:
@@ -265,6 +275,7 @@ async def run(
     `start_trainer(scratch)` makes the trainer, when it is not to be a process with the task's code.
     """
     keep_freed()
+    check_statistics(config)
     credentials = Credentials.load(config.root / config.network.certs / "sites" / name)
     if credentials.identity.role != "site" or credentials.identity.name != name:
         raise CertificateError(
@@ -288,7 +299,7 @@ async def run(
             address=config.network.address or config.network.listen,
             target=aggregator_target(credentials.identity.federation),
             inbox=ledger.inbox,
-            requests=SECURE_REQUESTS if config.secagg.enabled else Train | Evaluate,
+            requests=SECURE_REQUESTS if config.secagg.enabled else REQUESTS,
             emit=emit,
         )
 
@@ -301,9 +312,10 @@ async def run(
         secure = None
         if config.secagg.enabled:
             secure = secure_site_of(config, name, credentials, ledger, about.extras, spent)
+        statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
         site = Site(
             name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),
-            bounds := bounds_of(config),
+            bounds := bounds_of(config), statistics,
         )  # fmt: skip
         if config.compression.down:
             await site.keep_initial()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...config import Config
@@ -15,7 +16,9 @@ from ...malloc import keep_freed
 from ...messages import Found, Metrics, Reply, Request, SiteId
 from ...pki import Credentials, Verifier
 from ...pki.callers import Callers
+from ...questions import Describe, Described, Tally
 from ...schema import Schema
+from ...statistics import Statistics
 from ...store import Checkpoint, RunStore
 from ...strategies import Strategy, beginning, build, extras_of
 from ...transport.endpoints import TRANSPORTS, RemoteCohort
@@ -28,11 +31,25 @@ from ..trainers.supervised import Supervised, unchanged
 from ..trainers.trainer import Trainer
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import source_digest
-from . import asynchronous, checks, federated, secure_rounds
+from . import asynchronous, checks, federated, secure_rounds, statistics
 from .agreement import agree, bounds_of, differences
 from .answers import Answers, InTheOpen
 from .combinations import check_strategy
 from .held_out import HeldOut, held_out
+
+
+@dataclass(frozen=True)
+class Listening:
+    """An aggregator that sites can join."""
+
+    journal: Journal
+    strategy: Strategy
+    joined: JoinedSites
+    cohort: RemoteCohort
+    openly: Cohort  # the cohort whose updates come as they are
+    answers: Answers
+    task_digest: str
+    own: HeldOut | None
 
 
 async def serve(
@@ -49,36 +66,74 @@ async def serve(
         privacy.check_config(config)
     if config.asynchronous.enabled:
         asynchronous.check_config(config)
+    async with listening(config, emit, start, data_dir, training=True) as star:
+        async with shown_by_task(config, star.journal.store, star.task_digest, star.own) as shown:
+            evaluators = star.joined.evaluators
+            at_server = no_data if star.own is None else star.own.at_server
+            if config.asynchronous.enabled:
+                result = await asynchronous.run(
+                    star.journal, star.openly, star.strategy,
+                    evaluate_at=evaluators, shown=shown, at_server=at_server,
+                )  # fmt: skip
+            else:
+                result = await federated.run(
+                    star.journal, star.answers, star.strategy,
+                    evaluate_at=evaluators, shown=shown, at_server=at_server,
+                )  # fmt: skip
+        star.journal.finish(result)
+        return result
+
+
+async def survey(config: Config, *, emit: Emit) -> Statistics:
+    """Statistics of the sites' data, written to the run directory; those that are there already. The run
+    itself has not begun then: `serve` trains with the same sites."""
+    if (there := statistics.written(config.run_dir)) is not None:
+        emit(Notice(text=f"{config.run_dir / statistics.FILE} is there; another run.name asks anew"))
+        return there
+    async with listening(config, emit, training=False) as star:
+        star.journal.waiting(config.strategy.min_sites)
+        sums = star.answers
+        tallies = (
+            statistics.MaskedTallies(config, sums, emit)
+            if isinstance(sums, secure_rounds.UnderMasks)
+            else statistics.OpenTallies(config, star.cohort, emit)
+        )
+        return await statistics.collect(
+            config, star.cohort, tallies, config.run_dir, emit, star.joined.willing
+        )
+
+
+@asynccontextmanager
+async def listening(
+    config: Config,
+    emit: Emit,
+    start: Path | None = None,
+    data_dir: Path | None = None,
+    *,
+    training: bool,
+) -> AsyncGenerator[Listening, None]:
+    """Let sites join. At the end they are told whether the run is over."""
     credentials = Credentials.load(config.root / config.network.certs / "aggregator")
     async with AsyncExitStack() as stack:
         store = stack.enter_context(closing(RunStore(config.run_dir, warn=noticed(emit))))
         journal = Journal(config, store, emit)
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
         check_strategy(config, strategy)
-        schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start))
+        schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start, training))
         joined = JoinedSites(journal, schema, task_digest, credentials, extras_of(strategy))
         cohort = joined.cohort()
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         answers = joined.answers(cohort, openly)
-        own = await stack.enter_async_context(held_out(config, store, task_digest, data_dir))
+        own = None
+        if training:
+            own = await stack.enter_async_context(held_out(config, store, task_digest, data_dir))
         await cohort.start()
         stack.push_async_callback(
             lambda: cohort.stop(journal.over, filter(joined.callers.may_call, store.joined()))
         )
         emit(Notice(text=f"listening on {config.network.listen}"))
         stack.callback(asyncio.create_task(joined.callers.watch(cohort.cut, emit)).cancel)
-        shown = await stack.enter_async_context(shown_by_task(config, store, task_digest, own))
-        at_server = no_data if own is None else own.at_server
-        if config.asynchronous.enabled:
-            result = await asynchronous.run(
-                journal, openly, strategy, evaluate_at=joined.evaluators, shown=shown, at_server=at_server
-            )
-        else:
-            result = await federated.run(
-                journal, answers, strategy, evaluate_at=joined.evaluators, shown=shown, at_server=at_server
-            )
-        journal.finish(result)
-        return result
+        yield Listening(journal, strategy, joined, cohort, openly, answers, task_digest, own)
 
 
 class JoinedSites:
@@ -107,10 +162,11 @@ class JoinedSites:
         """The sites as they are asked over the network."""
         config, credentials = self._config, self._credentials
         tls = Tls(credentials.key, credentials.chain, credentials.root)
+        replies = (secure_rounds.REPLIES if config.secagg.enabled else Found) | Described
         return RemoteCohort(
             TRANSPORTS["grpc"](tls, config.network.heartbeat), listen=config.network.listen,
             identify=self.callers.identify, welcome=self._welcome, admit=self._admit,
-            inbox=self._store.inbox, replies=secure_rounds.REPLIES if config.secagg.enabled else Found,
+            inbox=self._store.inbox, replies=replies,
             frozen=self._store.frozen_file(), idle_s=config.network.idle, emit=self._emit,
         )  # fmt: skip
 
@@ -131,6 +187,10 @@ class JoinedSites:
         bounds = self._bounds
         return [site for site in members if site not in bounds or not bounds[site].evaluation(number)]
 
+    def willing(self, members: Sequence[SiteId]) -> list[SiteId]:
+        """The members that give statistics by their own settings too."""
+        return [site for site in members if site not in self._bounds or self._bounds[site].statistics]
+
     def _welcome(self, site: SiteId, hello: Hello) -> None:
         """Take a site in, or raise JoinRefused."""
         agree(site, hello, self._config, self._schema, self._task_digest, self._store.frozen.schema)
@@ -142,7 +202,10 @@ class JoinedSites:
 
     def _admit(self, site: SiteId, request: Request, reply: Reply) -> None:
         """BadUpdate for a reply whose header alone shows that it can't be used."""
-        if self._config.secagg.enabled:
+        masks = self._config.secagg.enabled
+        if isinstance(request, Describe) or (isinstance(request, Tally) and not masks):
+            statistics.admit(request, reply)
+        elif masks:
             secure_rounds.admit(request, reply, self._longest)
         else:
             registered, limits = self._store.joined().get(site), self._config.limits
@@ -150,15 +213,15 @@ class JoinedSites:
 
 
 async def _begin(
-    config: Config, store: RunStore, strategy: Strategy, start: Path | None
+    config: Config, store: RunStore, strategy: Strategy, start: Path | None, training: bool
 ) -> tuple[Schema, str]:
-    """The run's model and its task's digest, with an initial model in the store. A new run asks a process
-    that loads the task; one that goes on with the same source knows."""
+    """The run's model and its task's digest, for training with an initial model in the store. A new run asks
+    a process that loads the task; one that goes on with the same source knows."""
     if (known := store.begun()) is not None and known[1] == source_digest(config):
         store.begin(
             known[0], config.agreed(), frozen=store.frozen.schema, run=config.run.name, task_digest=known[1]
         )
-        if store.latest() is not None and store.has_frozen(store.frozen.schema):
+        if (store.latest() is not None or not training) and store.has_frozen(store.frozen.schema):
             return known
     async with await Trainer.start(config, scratch=store.folder) as trainer:
         about = trainer.description
@@ -166,7 +229,7 @@ async def _begin(
             about.schema, config.agreed(), frozen=about.frozen.schema, run=config.run.name,
             task_digest=about.task_digest, derives=about.derives,
         )  # fmt: skip
-        if store.latest() is None:
+        if training and store.latest() is None:
             initial, frozen = await trainer.beginning(start, store.folder)
             store.keep_frozen(frozen)
             store.commit(Checkpoint(0, *beginning(strategy, initial)), {})

@@ -87,7 +87,7 @@ def bounds_of(config: Config) -> Bounds:
     rounds, asynchronous = config.run.rounds, config.asynchronous
     # A version takes asynchronous.buffer updates, which may all be one site's, and has it refused once.
     turns = rounds * (asynchronous.buffer + 1) if asynchronous.enabled else rounds
-    return Bounds(trainings=turns, rounds=rounds, every=config.evaluate.every)
+    return Bounds(trainings=turns, rounds=rounds, every=config.evaluate.every, statistics=config.stats.allow)
 
 
 def differences(site: Bounds, run: Bounds) -> list[str]:

@@ -6,11 +6,13 @@ import asyncio
 import operator
 import random
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from ...aggregation import aggregate, kept
 from ...arena import AnyArena
@@ -217,36 +219,69 @@ class UnderMasks:
         ask: type[Advertise | AdvertiseEvaluation],
         counted: Counted,
     ) -> tuple[Total, Sequence[SiteId]]:
-        """One session: its sum, and the sites in it."""
-        schema = weights.schema.model if ask is Advertise else None
+        """One session about a model: its sum, and the sites in it."""
+        training = ask is Advertise
+
+        def requests(terms: Terms) -> Mapping[SiteId, Request]:
+            id = terms.request_id("train" if training else "evaluate")
+            return {
+                site: ask(
+                    id=id, round=plan.round, weights=weights, terms=terms, counted=counted.get(site, -1)
+                )
+                for site in sorted(terms.cohort)
+            }
+
+        model = await asyncio.to_thread(hash_of, weights, self._parallel, self._frozen)
+        schema, settle = (weights.schema.model, self._settle) if training else (None, None)
+        return await self.session(plan, sites, schema, model, requests, settle)
+
+    async def session(
+        self,
+        plan: RoundPlan,
+        sites: Sequence[SiteId],
+        schema: Schema | None,
+        model: bytes,
+        requests: Callable[[Terms], Mapping[SiteId, Request]],
+        settle: Callable[[RoundPlan, Sequence[SiteId]], None] | None,
+        *,
+        whole: bool = False,
+    ) -> tuple[Total, Sequence[SiteId]]:
+        """One sum, and the sites in it.
+
+        Args:
+            schema: Of the updates that are summed; None: metrics are.
+            model: What all sites must have alike, as a hash.
+            requests: Makes step 0's requests.
+            settle: Is told the plan and the sites in the sum before it is opened.
+            whole: No site may drop out.
+        """
         cohort = await self._cohort(sites)
         encoding = encoding_of(self._config, plan.round, len(cohort), schema, self._extras)
         terms = self._terms(plan, cohort, encoding)
-        id = terms.request_id("train" if ask is Advertise else "evaluate")
-        requests = {
-            site: ask(id=id, round=plan.round, weights=weights, terms=terms, counted=counted.get(site, -1))
-            for site in sorted(cohort)
-        }
-        deadline_s = self._config.strategy.round_deadline
+        if whole and len(cohort) < len(sites):
+            raise TooFewSites("secure sum", len(cohort), len(sites))
+        if whole:
+            terms = msgspec.structs.replace(terms, quorum=len(sites))
+        deadline_s, training = self._config.strategy.round_deadline, schema is not None
         try:
             masked = await masked_sum(
                 Patient(self.cohort),
                 terms,
-                await asyncio.to_thread(hash_of, weights, self._parallel, self._frozen),
-                requests,
+                model,
+                requests(terms),
                 self._verifier.verify,
                 deadline_s=deadline_s,
                 step_deadline_s=deadline_s,
                 in_thread=asyncio.to_thread,
                 parallel=self._parallel,
             )
-            if ask is Advertise:
-                self._settle(plan, masked.sites)
+            if settle is not None:
+                settle(plan, masked.sites)
             found = await masked.unmask()
         except Unfinished as e:
-            self._tell_dropped(plan.round + (ask is Advertise), e.dropped)
+            self._tell_dropped(plan.round + training, e.dropped)
             raise
-        self._tell(plan, found, training=ask is Advertise)
+        self._tell(plan, found, training=training)
         total = await asyncio.to_thread(
             encoding.decode, found.vector, len(found.sites), found.names, self._parallel
         )

@@ -25,6 +25,7 @@ from ...arena import Arena, ArenaFile
 from ...config import Config
 from ...errors import TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
+from ...questions import Column, Question
 from ...schema import Schema
 from ...store.memory import NEVER
 from ..journal import Averages
@@ -120,6 +121,16 @@ class Trains:
         self, site: SiteId, round: int, weights: ArenaFile, counted: int = NEVER
     ) -> Evaluation:
         done = await self._ask(msg.EvaluateMany([site], round, _file_of(weights), [counted]))
+        return Evaluation(metrics=_good(done.results[0]).metrics)
+
+    async def columns(self, site: SiteId) -> tuple[Column, ...]:
+        """What the columns of the site's data are."""
+        found: msg.HasColumns = await self._ask(msg.ColumnsOf(site))
+        return found.columns
+
+    async def tally(self, site: SiteId, question: Question, least: int) -> Evaluation:
+        """The site's answer to a question about its data; see counting.tally."""
+        done = await self._ask(msg.TallyOne(site, question, least))
         return Evaluation(metrics=_good(done.results[0]).metrics)
 
     async def train_many(

@@ -12,6 +12,7 @@ from ...arena import AnyArena, Frozen
 from ...errors import BadUpdate, ConfigError, FedtrainError, StoreError, TaskError, reason_of, story_of
 from ...learning import NO_EXTRAS, Extras
 from ...messages import Metrics, SiteId, Update
+from ...questions import Column, Question
 from ...schema import Schema
 from ..journal import Averages
 
@@ -94,6 +95,20 @@ class EvaluateMany(msgspec.Struct, tag=True, array_like=True):
     round: int
     weights: ModelFile
     counted: list[int]  # of each site, as in messages.Train
+
+
+class ColumnsOf(msgspec.Struct, tag=True, array_like=True):
+    """Say what the columns of the site's data are."""
+
+    site: SiteId
+
+
+class TallyOne(msgspec.Struct, tag=True, array_like=True):
+    """Answer a question about the site's data, as in counting.tally."""
+
+    site: SiteId
+    question: Question
+    least: int
 
 
 class Show(msgspec.Struct, tag=True, array_like=True):
@@ -188,12 +203,18 @@ class Showing(msgspec.Struct, tag=True, array_like=True):
     by_site: dict[SiteId, Averages]
 
 
+class HasColumns(msgspec.Struct, tag=True, array_like=True):
+    columns: tuple[Column, ...]
+
+
 class Saved(msgspec.Struct, tag=True, array_like=True):
     digest: str
 
 
-Command = Initial | Freeze | Apply | Examples | TrainOne | TrainMany | EvaluateMany | Show
-Outcome = Description | Failed | Dying | Done | Counted | Saved | Showing
+Command = (
+    Initial | Freeze | Apply | Examples | TrainOne | TrainMany | EvaluateMany | Show | ColumnsOf | TallyOne
+)
+Outcome = Description | Failed | Dying | Done | Counted | Saved | Showing | HasColumns
 
 _encoder = msgspec.msgpack.Encoder()
 outcomes = msgspec.msgpack.Decoder(Outcome)

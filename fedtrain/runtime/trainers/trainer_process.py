@@ -61,7 +61,7 @@ async def spawn(
 def environment(config: Config, scratch: Path) -> dict[str, str]:
     """The child's environment: this one, without what names keys, and with this very fedtrain on its path."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("FEDTRAIN_", "GRPC_", "SSLKEYLOGFILE"))}
-    here = str(Path(__file__).resolve().parents[2])
+    here = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [here, ours.get("PYTHONPATH", "")]))
     threads = str(config.train.threads)
     return ours | {

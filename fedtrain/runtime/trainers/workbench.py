@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +200,10 @@ class Workbench:
                 weights = self._at(place)
                 each = zip(sites, counted, strict=True)
                 return msg.Done([self._evaluated(site, round, weights, last) for site, last in each])
+            case msg.ColumnsOf(site) | msg.TallyOne(site):
+                from .counting import told
+
+                return told(self._task, command, partial(self._load, "data", site), self._config)
             case msg.Show(total, by_site):
                 return msg.Showing(*self.shown(total, by_site))
 
