@@ -67,9 +67,9 @@ def certify(config: Config, sites: list[str]) -> None:
         issue(config.root / "certs", "site", name)
 
 
-def begin(config: Config) -> None:
+def begin(config: Config, *, simulated: bool = False) -> None:
     """The run with its initial model, as the aggregator's own trainer would give it."""
-    bench = Workbench(config, simulated=False)
+    bench = Workbench(config, simulated=simulated)
     store = RunStore(config.run_dir)
     strategy = build(config.strategy.kind, config.strategy.options)
     initial = bench.initial()

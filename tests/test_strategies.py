@@ -111,7 +111,7 @@ def test_fedprox_adds_the_gradient_of_its_proximal_term():
 
 def test_only_a_strategy_with_a_site_half_corrects():
     assert {kind for kind in STRATEGIES if corrects(build(kind, {}))} == {
-        "feddyn", "fedprox", "scaffold",
+        "feddyn", "fedprox", "mimelite", "scaffold",
     }  # fmt: skip
 
 

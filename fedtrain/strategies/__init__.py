@@ -20,27 +20,45 @@ from .base import (
     remembers,
     server_step,
 )
+from .cyclic import Cyclic
 from .diloco import DiLoCo
+from .ditto import Ditto
 from .fedadagrad import FedAdagrad
 from .fedadam import FedAdam
 from .fedavg import FedAvg
 from .fedavgm import FedAvgM
+from .fedbn import FedBN
 from .feddyn import FedDyn
 from .fednova import FedNova
+from .fedper import FedPer
 from .fedprox import FedProx
+from .fedrep import FedRep
+from .fedsgd import FedSGD
 from .fedyogi import FedYogi
+from .ifca import Ifca
+from .mimelite import MimeLite
+from .qfedavg import QFedAvg
 from .scaffold import Scaffold
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "diloco": DiLoCo,
+    "cyclic": Cyclic,
+    "ditto": Ditto,
     "fedadagrad": FedAdagrad,
     "fedadam": FedAdam,
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
+    "fedbn": FedBN,
     "feddyn": FedDyn,
     "fednova": FedNova,
+    "fedper": FedPer,
     "fedprox": FedProx,
+    "fedrep": FedRep,
+    "fedsgd": FedSGD,
     "fedyogi": FedYogi,
+    "ifca": Ifca,
+    "mimelite": MimeLite,
+    "qfedavg": QFedAvg,
     "scaffold": Scaffold,
 }
 

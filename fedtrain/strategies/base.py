@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..arena import AnyArena, Arena, joined, split_into
 from ..config.values import Settings, require
@@ -50,6 +50,8 @@ class Strategy(Settings):
     >>> Damped().step(torch.zeros(2), {}, RoundSums(torch.tensor([1.0, 2.0])))
     (tensor([0.5000, 1.0000]), {})
     """
+
+    one_by_one: ClassVar[bool] = False  # whether a round asks one site, the one that waited longest
 
     local: tuple[str, ...] = ()  # tensors that stay at their site, by name with wildcards
     fixed: tuple[str, ...] = ()  # tensors that are not trained, likewise

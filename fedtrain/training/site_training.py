@@ -114,14 +114,16 @@ class SiteTraining:
 
     def gradient(self, weights: torch.Tensor) -> torch.Tensor:
         engine = self._engine
+        engine.seed(self._round, self._site, "gradient")
         self._load(weights, training=True)
         with user_code(engine._folder, f"site {self._site}, gradient"):
             batches = [engine.here(batch) for batch in engine.in_order(self._dataset)]
             seen = engine.backward(batches, 1.0)
-        loss, weight = seen.total()
-        self._examples, self.metrics = float(weight), {"loss": (loss, weight)}
-        engine.gather_buffers()
-        self._delta(weights)
+        if not self._written:
+            loss, weight = seen.total()
+            self._examples, self.metrics = float(weight), {"loss": (loss, weight)}
+            engine.gather_buffers()
+            self._delta(weights)
         return joined({str(i): t for i, t in enumerate(engine.exchanged_gradients)}).clone()
 
     def as_summed(self, name: str, vector: torch.Tensor) -> torch.Tensor:

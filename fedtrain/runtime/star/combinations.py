@@ -15,6 +15,11 @@ def check_strategy(config: Config, strategy: Strategy) -> None:
     if config.asynchronous.enabled:
         why = "without rounds a site trains again before it knows whether it counted"
         check_plain(config, strategy, "asynchronous.enabled", f"{why}. Set asynchronous.enabled = false")
+    if strategy.one_by_one and (config.strategy.min_sites != 1 or config.secagg.enabled):
+        raise ConfigError(
+            f"strategy.kind: {kind} asks one site a round. Set strategy.min_sites = 1 and secagg.enabled = "
+            f"false: a sum over one site would hide nothing."
+        )
     if further and not rule_of(config).linear:
         raise ConfigError(
             f'aggregation.rule: "{config.aggregation.rule}" would guard the deltas of {kind}, and not its '
@@ -56,6 +61,7 @@ def beyond(strategy: Strategy) -> list[str]:
         "keeps a memory at its sites": remembers(strategy),
         "trains in a way of its own": overrides(strategy, "train", "finish", "personal"),
         "sends more than weights": overrides(strategy, "down", "up", "scalars", "max_weight"),
+        "asks one site a round": strategy.one_by_one,
         "leaves tensors out of the training": bool(strategy.fixed),
     }
     return [what for what, holds in more.items() if holds]

@@ -26,7 +26,7 @@ from ..journal import AtServer, Evaluators, Journal, Lap, Result, Shown, everyon
 from ..sites import compressed
 from ..threads import in_thread
 from . import checks
-from .answers import Answers, refuse, rule_of
+from .answers import Answers, Counted, refuse, rule_of
 
 
 async def run(
@@ -81,10 +81,8 @@ async def _train(
     plan, left_out = store.plan(checkpoint.round), dict[SiteId, str]()
     while True:
         if plan is None:
-            plan = RoundPlan(
-                checkpoint.round, 0, sample(config, checkpoint.round, 0, members),
-                registered=store.registered(members),
-            )  # fmt: skip
+            sites = sample(config, strategy, checkpoint.round, 0, members, store.counted())
+            plan = RoundPlan(checkpoint.round, 0, sites, registered=store.registered(members))
         if store.durable or plan.attempt:  # a simulation draws its first plan again: nobody leaves it
             store.set_plan(plan)
         journal.round_started(plan.round, plan.sites, plan.attempt)
@@ -106,10 +104,8 @@ async def _train(
             if len(members) < config.strategy.min_sites:
                 store.set_plan(replace(plan, attempt=0))
                 raise
-            plan = replace(
-                plan, attempt=attempt, sites=sample(config, plan.round, attempt, members),
-                registered=store.registered(members),
-            )  # fmt: skip
+            sites = sample(config, strategy, plan.round, attempt, members, store.counted())
+            plan = replace(plan, attempt=attempt, sites=sites, registered=store.registered(members))
             continue
         nbytes = after.weights.schema.nbytes
         if config.compression.down:
@@ -149,17 +145,19 @@ async def federated_round(
     return Checkpoint(plan.round + 1, weights, state | mean.state), record, mean.sites
 
 
-def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:
+def sample(
+    config: Config, strategy: Strategy, number: int, attempt: int, members: Sequence[SiteId], counted: Counted
+) -> list[SiteId]:
     """The sites of a round, sorted; drawn by (seed, round, attempt), so a repeated round asks the same. Those
     that the rule must have are always in it."""
     members = sorted(members)
+    if strategy.one_by_one:
+        return [sorted(members, key=lambda site: (counted.get(site, -1), site))[attempt % len(members)]]
     count = max(config.strategy.min_sites, round(config.strategy.fraction * len(members)))
     if count >= len(members):
         return members
-    draw, always = (
-        random.Random(seed_of(config.run.seed, "cohort", number, attempt)),
-        rule_of(config).must_have,
-    )
+    draw = random.Random(seed_of(config.run.seed, "cohort", number, attempt))
+    always = rule_of(config).must_have
     others = [site for site in members if site not in always]
     here = [site for site in members if site in always]
     return sorted([*here, *draw.sample(others, count - len(here))])

@@ -45,7 +45,8 @@ class Learner:
         # Whether there is more to a site's half than training with a correction.
         self._more = bool(engine.own.schema.tensors) or overrides(strategy, "train", "finish", "site_init")
         self._feedback = encoder is not None and encoder.codec.stateful
-        self.remembers = self._more or self._feedback
+        self._must_remember = bool(engine.own.schema.tensors) or overrides(strategy, "site_init")
+        self.remembers = self._must_remember or self._feedback
         self._personal = bool(engine.own.schema.tensors) or overrides(strategy, "personal")
 
     def train(
@@ -119,7 +120,7 @@ class Learner:
         if not self.remembers or counted == NEVER:
             return {}
         folder = self._folder(site)
-        if folder.empty and not self._more:  # what a compressor left out may be forgotten
+        if folder.empty and not self._must_remember:  # what a compressor left out may be forgotten
             print(
                 f"{site} has kept nothing of round {counted + 1}, in which it counted: it goes on as a new "
                 f"site would",

@@ -1,0 +1,46 @@
+"""q-FedAvg: sites with a larger loss count more, which evens out how well the model does at each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..config.values import NotNegative, Positive
+from ..learning import Bounded, Contribution, Found, Local, RoundSums
+from .base import Strategy, sgd_only
+
+if TYPE_CHECKING:
+    from ..config import TrainConfig
+    from ..learning import State, Vector
+
+LEAST = 1e-10  # of a loss, as in the authors' code: a power below 0 of it is finite
+
+
+@dataclass(frozen=True)
+class QFedAvg(Strategy):
+    """Li et al. 2020, "Fair Resource Allocation", Algorithm 2, with L = 1 / train.lr. F is a site's mean loss
+    at the global weights; h is the paper's, divided by L. With q = 0 it is FedAvg of equal weights."""
+
+    q: NotNegative = 1.0
+    max_loss: Positive = 16.0
+    max_h: Positive = 1024.0
+
+    @property
+    def max_weight(self) -> float:
+        return float(self.max_loss**self.q)
+
+    @property
+    def scalars(self) -> tuple[Bounded, ...]:
+        return (Bounded("h", self.max_h),)
+
+    def check(self, train: TrainConfig) -> None:
+        sgd_only("qfedavg", train)
+
+    def finish(self, found: Found, local: Local) -> Contribution:
+        loss, square = max(local.loss(local.start), LEAST), float(found.delta @ found.delta)
+        weight = loss**self.q
+        h = self.q * loss ** (self.q - 1) * square / local.lr + weight
+        return Contribution(found.delta, weight, scalars={"h": h})
+
+    def step(self, weights: Vector, state: State, round: RoundSums) -> tuple[Vector, State]:
+        return weights.add_(round.mean, alpha=round.weight / round.scalars["h"]), state

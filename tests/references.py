@@ -1,0 +1,180 @@
+"""Each method again, in numpy, as its paper writes it: whole models, no interface, gradients by hand.
+
+`counted` lists, round by round, the sites whose updates were in; nothing else is known of the federation.
+Each function returns what it names at the end of the last round.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.toy import HIDDEN, INPUTS, LR, batches_of, data_of, examples_of, initial
+
+Vector = np.ndarray[Any, Any]
+Counted = Sequence[Sequence[str]]
+BODY = np.arange(18) < 12
+NORM = (np.arange(18) >= 12) & (np.arange(18) < 15)
+HEAD = np.arange(18) >= 15
+
+
+def loss_and_gradient(w: Vector, x: Vector, y: Vector) -> tuple[float, Vector]:
+    body, norm, head = w[:12].reshape(HIDDEN, INPUTS), w[12:15], w[15:]
+    z = x @ body.T
+    t = np.tanh(z * norm)
+    error = t @ head - y
+    da = error[:, None] * head / len(y) * (1 - t**2)
+    gradient = np.concatenate([((da * norm).T @ x).ravel(), (da * z).sum(0), t.T @ error / len(y)])
+    return float((error**2).mean() / 2), gradient
+
+
+def sgd(
+    site: str,
+    round: int,
+    w: Vector,
+    extra: Callable[[Vector, Vector], Any] = lambda g, w: g,
+    lr: float = LR,
+    trained: Any = 1.0,
+    epochs: int = 1,
+) -> tuple[Vector, int]:
+    """Local training along `extra(gradient, weights)`; the weights after it, and the number of steps."""
+    x, y = data_of(site)
+    batches = batches_of(site, round, epochs=epochs)
+    for rows in batches:
+        w = w - lr * trained * extra(loss_and_gradient(w, x[rows], y[rows])[1], w)
+    return w, len(batches)
+
+
+def mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+
+def fedavg(counted: Counted, uniform: bool = False) -> Vector:
+    w = initial()
+    for round, sites in enumerate(counted):
+        n = [1 if uniform else examples_of(s) for s in sites]
+        w = mean([sgd(s, round, w)[0] for s in sites], n)
+    return w
+
+
+def scaffold(counted: Counted, registered: int) -> tuple[Vector, Vector, Any]:
+    x = initial()
+    c, c_i = np.zeros_like(x), defaultdict[str, Any](lambda: np.zeros_like(x))
+    for round, sites in enumerate(counted):
+        dx, dc = np.zeros_like(x), np.zeros_like(x)
+        for s in sites:
+            y, steps = sgd(s, round, x, lambda g, w, offset=c - c_i[s]: g + offset)
+            new = c_i[s] - c + (x - y) / (steps * LR)
+            dx, dc = dx + y - x, dc + new - c_i[s]
+            c_i[s] = new
+        x = x + dx / len(sites)
+        c = c + dc / registered
+    return x, c, c_i
+
+
+def fednova(counted: Counted) -> Vector:
+    x = initial()
+    for round, sites in enumerate(counted):
+        n = [examples_of(s) for s in sites]
+        trained = [sgd(s, round, x) for s in sites]
+        tau = mean([steps for _, steps in trained], n)
+        x = x - tau * mean([(x - y) / steps for y, steps in trained], n)
+    return x
+
+
+def feddyn(counted: Counted, registered: int, alpha: float) -> tuple[Vector, Vector, Any]:
+    theta = initial()
+    h, grad = np.zeros_like(theta), defaultdict[str, Any](lambda: np.zeros_like(theta))
+    for round, sites in enumerate(counted):
+        models = []
+        for s in sites:
+            model, _ = sgd(
+                s, round, theta, lambda g, w, grad=grad[s], theta=theta: g - grad + alpha * (w - theta)
+            )
+            grad[s] = grad[s] - alpha * (model - theta)
+            models.append(model)
+        h = h - alpha / registered * sum(model - theta for model in models)
+        theta = sum(models) / len(models) - h / alpha
+    return theta, h, grad
+
+
+def partial(counted: Counted, shared: Vector, local: Vector, head_epochs: int = 0) -> tuple[Vector, Any]:
+    """FedAvg of the coordinates in `shared`; those in `local` stay at their site, the rest never changes.
+    `head_epochs`: of the local ones alone first, and the shared ones alone afterwards (FedRep)."""
+    w, start = initial(), initial()
+    own = defaultdict[str, Any](lambda: start.copy())
+    for round, sites in enumerate(counted):
+        total, n = np.zeros_like(w), 0
+        for s in sites:
+            at = np.where(shared, w, np.where(local, own[s], start))
+            if head_epochs:
+                at, _ = sgd(s, round, at, trained=local.astype(float), epochs=head_epochs)
+                own[s], _ = sgd(s, round, at, trained=shared.astype(float))
+            else:
+                own[s], _ = sgd(s, round, at, trained=(shared | local).astype(float))
+            total, n = total + examples_of(s) * own[s], n + examples_of(s)
+        w = np.where(shared, total / n, w)
+    return w, own
+
+
+def ditto(counted: Counted, penalty: float, personal_lr: float = LR) -> tuple[Vector, Any]:
+    w, v = initial(), dict[str, Vector]()
+    for round, sites in enumerate(counted):
+        for s in sites:
+            v[s], _ = sgd(s, round, v.get(s, w), lambda g, at, w=w: g + penalty * (at - w), lr=personal_lr)
+        w = mean([sgd(s, round, w)[0] for s in sites], [examples_of(s) for s in sites])
+    return w, v
+
+
+def qfedavg(counted: Counted, q: float) -> Vector:
+    w, big_l = initial(), 1 / LR
+    for round, sites in enumerate(counted):
+        deltas, hs = [], []
+        for s in sites:
+            f = loss_and_gradient(w, *data_of(s))[0]
+            dw = big_l * (w - sgd(s, round, w)[0])
+            deltas.append(f**q * dw)
+            hs.append(q * f ** (q - 1) * (dw @ dw) + big_l * f**q)
+        w = w - sum(deltas) / sum(hs)
+    return w
+
+
+def ifca(counted: Counted, models: list[Vector]) -> tuple[list[Vector], dict[str, int]]:
+    models, chosen = [m.copy() for m in models], dict[str, int]()
+    for round, sites in enumerate(counted):
+        members = defaultdict[int, list[Any]](list)
+        for s in sites:
+            k = int(np.argmin([loss_and_gradient(m, *data_of(s))[0] for m in models]))
+            chosen[s] = k
+            members[k].append(sgd(s, round, models[k])[0])
+        for k, found in members.items():
+            models[k] = sum(found) / len(found)
+    return models, chosen
+
+
+def mimelite(counted: Counted, beta: float) -> tuple[Vector, Vector]:
+    x = initial()
+    m = np.zeros_like(x)
+    for round, sites in enumerate(counted):
+        models = [sgd(s, round, x, lambda g, w, m=m: (1 - beta) * g + beta * m)[0] for s in sites]
+        gradients = [loss_and_gradient(x, *data_of(s))[1] for s in sites]
+        x, m = sum(models) / len(models), (1 - beta) * sum(gradients) / len(gradients) + beta * m
+    return x, m
+
+
+def fedsgd(counted: Counted) -> Vector:
+    w = initial()
+    for sites in counted:
+        gradients = [loss_and_gradient(w, *data_of(s))[1] for s in sites]
+        w = w - LR * mean(gradients, [examples_of(s) for s in sites])
+    return w
+
+
+def cyclic(counted: Counted) -> Vector:
+    w = initial()
+    for round, (site,) in enumerate(counted):
+        w, _ = sgd(site, round, w)
+    return w
