@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
     Vector = torch.Tensor  # 1-D, float32 or float64
     State = Mapping[str, torch.Tensor]
+else:
+    Vector = State = Any
 
 # Each round | each round, by the plain mean of what the sites have | at its site, in its memory | once.
 Share = Literal["shared", "averaged", "local", "fixed"]
 Only = Literal["shared", "local"]  # the tensors that a training moves, where it does not move both
-Correct = Callable[["Vector", "Vector", "Context"], None]  # changes the gradient, the first, in place
+Correct = Callable[[Vector, Vector, "Context"], None]  # changes the gradient, the first, in place
 
 
 class Bounded(msgspec.Struct, frozen=True, array_like=True):

@@ -20,6 +20,6 @@ class FedSign(Strategy):
     def init(self, weights):
         return {"direction": torch.zeros_like(weights)}
 
-    def step(self, weights, state, mean_delta):
-        direction = self.momentum * state["direction"] + (1 - self.momentum) * mean_delta
+    def step(self, weights, state, round):
+        direction = self.momentum * state["direction"] + (1 - self.momentum) * round.mean
         return weights.add_(direction.sign(), alpha=self.server_lr), {"direction": direction}

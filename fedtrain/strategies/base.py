@@ -51,6 +51,7 @@ class Strategy(Settings):
     (tensor([0.5000, 1.0000]), {})
     """
 
+    plain_sgd: ClassVar[bool] = False  # whether the formula holds for plain SGD of a constant rate only
     one_by_one: ClassVar[bool] = False  # whether a round asks one site, the one that waited longest
 
     local: tuple[str, ...] = ()  # tensors that stay at their site, by name with wildcards
@@ -93,6 +94,8 @@ class Strategy(Settings):
 
     def check(self, train: TrainConfig) -> None:
         """ConfigError where local training is not what the method's formula assumes."""
+        if self.plain_sgd:
+            check_plain_sgd(type(self).__name__, train)
 
     # --- at a site
 
@@ -100,7 +103,7 @@ class Strategy(Settings):
         """A site's memory before the first round that it counts in."""
         return {}
 
-    def correct(self, gradient: Vector, weights: Vector, given: Context) -> None:
+    def correct(self, gradient: Vector, weights: Vector, context: Context) -> None:
         """Change `gradient` in place, before each local optimizer step.
 
         Elementwise, over the last dimension: `weights` and `gradient` are vectors [n], of one dtype or of a
@@ -162,8 +165,8 @@ def extras_of(strategy: Strategy) -> Extras:
     return Extras(tuple(strategy.up), tuple(strategy.scalars), strategy.max_weight, strategy.exact)
 
 
-def sgd_only(kind: str, train: TrainConfig) -> None:
-    """ConfigError unless local training is plain SGD of a constant rate, as the formula of `kind` assumes."""
+def check_plain_sgd(kind: str, train: TrainConfig) -> None:
+    """ConfigError unless local training is plain SGD of a constant rate."""
     plain = train.optimizer == "sgd" and not train.momentum and not train.weight_decay
     require(plain, "train.optimizer", f"{kind}'s formula holds for plain SGD: set it to sgd, without "
             f"train.momentum and train.weight_decay")  # fmt: skip

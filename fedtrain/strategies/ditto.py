@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ..config.values import NotNegative
-from ..learning import Context, Contribution, Local
+from ..learning import Context, Contribution, Local, State, Vector
 from .fedavg import FedAvg
-
-if TYPE_CHECKING:
-    from ..learning import State, Vector
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..config.values import BelowOne
+from ..learning import Vector
 from .adaptive import Adaptive
-
-if TYPE_CHECKING:
-    from ..learning import Vector
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..config.values import BelowOne, Positive
+from ..learning import RoundSums, State, Vector
 from .base import Strategy
-
-if TYPE_CHECKING:
-    from ..learning import RoundSums, State, Vector
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..config.values import NotNegative
-from ..learning import Context, Contribution, Found, Local, RoundSums
+from ..learning import Context, Contribution, Found, Local, RoundSums, State, Vector
 from .base import Strategy
-
-if TYPE_CHECKING:
-    from ..learning import State, Vector
 
 
 @dataclass(frozen=True)
@@ -31,8 +27,8 @@ class FedDyn(Strategy):
     def site_init(self, start: Vector) -> State:
         return {"moved": start.new_zeros(len(start)).double()}
 
-    def correct(self, gradient: Vector, weights: Vector, given: Context) -> None:
-        gradient.add_(given.memory["moved"] + weights - given.start, alpha=self.alpha)
+    def correct(self, gradient: Vector, weights: Vector, context: Context) -> None:
+        gradient.add_(context.memory["moved"] + weights - context.start, alpha=self.alpha)
 
     def finish(self, found: Found, local: Local) -> Contribution:
         delta = local.as_summed("delta", found.delta)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from ..config.values import Positive
-from ..learning import Bounded, Contribution, Found, Local, RoundSums
-from .base import Strategy, sgd_only
-
-if TYPE_CHECKING:
-    from ..config import TrainConfig
-    from ..learning import State, Vector
+from ..learning import Bounded, Contribution, Found, Local, RoundSums, State, Vector
+from .base import Strategy
 
 
 @dataclass(frozen=True)
@@ -19,6 +15,7 @@ class FedNova(Strategy):
     """Wang et al. 2020, "Tackling the Objective Inconsistency Problem", §4, with plain SGD at the sites:
     w ← w + τ Σ pᵢ Δᵢ/τᵢ, where τᵢ are site i's steps, pᵢ its part of the examples, and τ = Σ pᵢ τᵢ."""
 
+    plain_sgd: ClassVar[bool] = True
     max_examples: Positive = 10_000.0  # that one site may have
     max_steps: Positive = 1_000.0  # that one site may take in a round
 
@@ -29,9 +26,6 @@ class FedNova(Strategy):
     @property
     def scalars(self) -> tuple[Bounded, ...]:
         return (Bounded("weighted_steps", self.max_examples * self.max_steps),)
-
-    def check(self, train: TrainConfig) -> None:
-        sgd_only("fednova", train)
 
     def finish(self, found: Found, local: Local) -> Contribution:
         steps, examples = found.steps, local.examples

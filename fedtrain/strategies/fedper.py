@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..config import TrainConfig
 from ..config.values import require
 from .fedavg import FedAvg
-
-if TYPE_CHECKING:
-    from ..config import TrainConfig
 
 
 @dataclass(frozen=True)

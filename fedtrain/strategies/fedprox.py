@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..config.values import NotNegative
+from ..learning import Context, RoundSums, State, Vector
 from .base import Strategy
-
-if TYPE_CHECKING:
-    from ..learning import Context, RoundSums, State, Vector
 
 
 @dataclass(frozen=True)
@@ -21,5 +18,5 @@ class FedProx(Strategy):
     def step(self, weights: Vector, state: State, round: RoundSums) -> tuple[Vector, State]:
         return weights.add_(round.mean), state
 
-    def correct(self, gradient: Vector, weights: Vector, given: Context) -> None:
-        gradient.add_(weights - given.start, alpha=self.mu)
+    def correct(self, gradient: Vector, weights: Vector, context: Context) -> None:
+        gradient.add_(weights - context.start, alpha=self.mu)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..learning import Vector
 from .fedadam import FedAdam
-
-if TYPE_CHECKING:
-    from ..learning import Vector
 
 
 @dataclass(frozen=True)

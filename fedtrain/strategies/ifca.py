@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
 from ..config.values import NotNegative, Positive
-from ..learning import Bounded, Contribution, Local, RoundSums
+from ..learning import Bounded, Contribution, Local, RoundSums, State, Vector
 from .base import Strategy
-
-if TYPE_CHECKING:
-    from ..learning import State, Vector
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from ..config.values import BelowOne, Positive
-from ..learning import Bounded, Context, Contribution, Found, Local, RoundSums
-from .base import Strategy, sgd_only
-
-if TYPE_CHECKING:
-    from ..config import TrainConfig
-    from ..learning import State, Vector
+from ..learning import Bounded, Context, Contribution, Found, Local, RoundSums, State, Vector
+from .base import Strategy
 
 
 @dataclass(frozen=True)
@@ -19,6 +15,7 @@ class MimeLite(Strategy):
     """Karimireddy et al. 2021, "Breaking the centralized barrier", Algorithm 1 (MimeLite) with momentum SGD:
     local steps along (1 − β)g + βm; then m ← (1 − β)∇f(x) + βm, from the sites' full gradients at x."""
 
+    plain_sgd: ClassVar[bool] = True
     momentum: BelowOne = 0.9  # the paper's β
     clip: Positive = 10.0  # bound on a coordinate of a site's gradient
     down, max_weight = ("m",), 1.0
@@ -26,9 +23,6 @@ class MimeLite(Strategy):
     @property
     def up(self) -> tuple[Bounded, ...]:
         return (Bounded("gradient", self.clip),)
-
-    def check(self, train: TrainConfig) -> None:
-        sgd_only("mimelite", train)
 
     def init(self, weights: Vector) -> State:
         return {"m": weights.new_zeros(len(weights))}

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from ..config.values import NotNegative, Positive
-from ..learning import Bounded, Contribution, Found, Local, RoundSums
-from .base import Strategy, sgd_only
-
-if TYPE_CHECKING:
-    from ..config import TrainConfig
-    from ..learning import State, Vector
+from ..learning import Bounded, Contribution, Found, Local, RoundSums, State, Vector
+from .base import Strategy
 
 LEAST = 1e-10  # of a loss, as in the authors' code: a power below 0 of it is finite
 
@@ -21,6 +17,7 @@ class QFedAvg(Strategy):
     """Li et al. 2020, "Fair Resource Allocation", Algorithm 2, with L = 1 / train.lr. F is a site's mean loss
     at the global weights; h is the paper's, divided by L. With q = 0 it is FedAvg of equal weights."""
 
+    plain_sgd: ClassVar[bool] = True
     q: NotNegative = 1.0
     max_loss: Positive = 16.0
     max_h: Positive = 1024.0
@@ -32,9 +29,6 @@ class QFedAvg(Strategy):
     @property
     def scalars(self) -> tuple[Bounded, ...]:
         return (Bounded("h", self.max_h),)
-
-    def check(self, train: TrainConfig) -> None:
-        sgd_only("qfedavg", train)
 
     def finish(self, found: Found, local: Local) -> Contribution:
         loss, square = max(local.loss(local.start), LEAST), float(found.delta @ found.delta)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from ..config.values import Positive
-from ..learning import Bounded, Context, Contribution, Found, Local, RoundSums
-from .base import Strategy, sgd_only
-
-if TYPE_CHECKING:
-    from ..config import TrainConfig
-    from ..learning import State, Vector
+from ..learning import Bounded, Context, Contribution, Found, Local, RoundSums, State, Vector
+from .base import Strategy
 
 
 @dataclass(frozen=True)
@@ -21,6 +17,7 @@ class Scaffold(Strategy):
     The server keeps Σ cᵢ exactly, in float64, and sends c = Σ cᵢ / N, N being the sites that ever joined.
     """
 
+    plain_sgd: ClassVar[bool] = True
     server_lr: Positive = 1.0  # the paper's η_g
     clip: Positive = 1.0  # bound on a coordinate of a cᵢ's change in a round
     down, max_weight, exact = ("c",), 1.0, True
@@ -29,17 +26,14 @@ class Scaffold(Strategy):
     def up(self) -> tuple[Bounded, ...]:
         return (Bounded("dc", self.clip),)
 
-    def check(self, train: TrainConfig) -> None:
-        sgd_only("scaffold", train)
-
     def init(self, weights: Vector) -> State:
         return {"c": weights.new_zeros(len(weights)), "sum": weights.new_zeros(len(weights)).double()}
 
     def site_init(self, start: Vector) -> State:
         return {"c": start.new_zeros(len(start)).double()}
 
-    def correct(self, gradient: Vector, weights: Vector, given: Context) -> None:
-        gradient.add_(given.down["c"]).sub_(given.memory["c"])
+    def correct(self, gradient: Vector, weights: Vector, context: Context) -> None:
+        gradient.add_(context.down["c"]).sub_(context.memory["c"])
 
     def finish(self, found: Found, local: Local) -> Contribution:
         dc = local.as_summed("dc", -local.down["c"] - found.delta / (found.steps * local.lr))

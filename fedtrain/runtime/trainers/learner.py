@@ -34,7 +34,7 @@ class Learner:
         self, config: Config, strategy: Strategy, extras: Extras, engine: Engine,
         encoder: UpEncoder | None, *, simulated: bool,
     ) -> None:  # fmt: skip
-        own = overrides(strategy, "check") and engine.own_optimizer(list(engine.model.parameters()), 0)
+        own = strategy.plain_sgd and engine.own_optimizer(list(engine.model.parameters()), 0)
         if own:
             raise ConfigError(
                 f"strategy.kind: {config.strategy.kind}'s formula holds for the optimizer of [train]: leave "
