@@ -6,8 +6,9 @@
     accuracy/std           the standard deviation over sites
 
 The last three are how fairness is reported since Li et al. 2020 (q-FFL, arXiv 1905.10497, section 5.1). They
-are known where each site's own metrics are, of two sites or more. Under masks the uniform mean is: sites put
-their own averages into the sum. They put no squares there: of three sites, three such sums would open each.
+are known where each site's own metrics are, of two sites or more. Under masks they are not. Sums of the
+sites' own averages and of their squares would, with the sums that are there, open each of three sites. The
+averages alone would open small ones: of 4/7 + 8/9 + 6/11 the denominators tell each numerator.
 
 So a suffix says how sites become one number. A prefix says what was evaluated, where that is not the global
 model on the sites' data: "server/accuracy" is on data that the server holds. What else a site evaluates, a
@@ -23,32 +24,18 @@ from typing import TYPE_CHECKING
 from .errors import ConfigError
 
 if TYPE_CHECKING:
-    from .messages import Metrics, SiteId
+    from .messages import SiteId
 
 SERVER = "server"  # a prefix, and the site whose eval_data() the server holds
 UNIFORM, WORST, STD = "uniform", "worst_decile", "std"
 SUFFIXES = (UNIFORM, WORST, STD)
-MOST, LONGEST, LARGEST = 100, 100, 1e12  # metrics, characters and values that come with a uniform mean
 
 
 def with_sites(
     metrics: Mapping[str, float], by_site: Mapping[SiteId, Mapping[str, float]], lower: Callable[[str], bool]
 ) -> dict[str, float]:
-    """The averages of an evaluation, and what is worked out over sites, but for uniform means that are among
-    the averages already (`own_averages`). `lower`: as in `over_sites`."""
-    found = over_sites(by_site, lower)
-    summed = {name for name in found if split(name)[1] == UNIFORM and name in metrics}
-    return joined(metrics, {name: value for name, value in found.items() if name not in summed})
-
-
-def own_averages(metrics: Metrics) -> Metrics:
-    """A site's metrics as it puts them into a secure sum: with the average of each that is one number, as a
-    metric of its own that counts 1, so that its average over sites is the uniform mean. Of more than MOST
-    metrics, or beyond the bounds of such a sum, there are none."""
-    own = {f"{name}/{UNIFORM}": (total / count, 1.0) for name, (total, count) in metrics.items()
-           if not isinstance(total, list) and count and abs(total / count) < LARGEST and len(name) <= LONGEST
-           }  # fmt: skip
-    return {**own, **metrics} if len(metrics) <= MOST else metrics
+    """The averages of an evaluation, and what is worked out over sites. `lower`: as in `over_sites`."""
+    return joined(metrics, over_sites(by_site, lower))
 
 
 def with_server(metrics: Mapping[str, float], at_server: Mapping[str, float]) -> dict[str, float]:
@@ -93,7 +80,7 @@ def split(name: str) -> tuple[str, str]:
     return (metric, suffix) if metric and suffix in SUFFIXES else (name, "")
 
 
-def averaged(metrics: Mapping[str, object]) -> list[str]:
+def averaged(metrics: Mapping[str, float | None]) -> list[str]:
     """The names of the metrics that are averages over all data: what is left without those over sites."""
     return [name for name in metrics if not split(name)[1] or split(name)[0] not in metrics]
 

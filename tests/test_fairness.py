@@ -16,7 +16,7 @@ from fedtrain.cli import cli
 from fedtrain.config import EvaluateConfig
 from fedtrain.errors import ConfigError
 from fedtrain.events import Best, Evaluated
-from fedtrain.fairness import averaged, over_sites, own_averages
+from fedtrain.fairness import averaged, over_sites
 from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.star import asynchronous
 from fedtrain.store import Checkpoint
@@ -147,8 +147,7 @@ def test_natural_sites_of_a_simulation_are_compared(tmp_path, monkeypatch, masks
         right = (scores.argmax(1) == y).double().mean()
         by_site[site] = {"accuracy": float(right), "loss": float(F.cross_entropy(scores, y))}
     for name, value in expected(by_site).items():
-        exact = 1e-6 if masks and name.endswith("uniform") else 1e-12  # as a secure sum has it, to 2^-20
-        assert found.metrics[name] == pytest.approx(value, abs=exact), name
+        assert found.metrics[name] == pytest.approx(value, abs=1e-12), name
     assert found.metrics["accuracy/uniform"] != pytest.approx(found.metrics["accuracy"], abs=1e-3)
 
 
@@ -242,35 +241,26 @@ def test_screens_stay_short_and_json_has_it_all(tmp_path, monkeypatch):
     assert "| accuracy/worst_decile |" in (found.path / "model" / "MODEL_CARD.md").read_text()
 
 
-def test_of_a_secure_sum_the_uniform_mean_is_known_and_to_the_last_bit_a_simulations(tmp_path, monkeypatch):
+def test_of_a_secure_sum_the_average_alone_is_known_and_to_the_last_bit_a_simulations(tmp_path, monkeypatch):
     """All the work of the masks; without them, the same numbers and more."""
     (tmp_path / "with").mkdir()
     (tmp_path / "without").mkdir()
     masks = {"secagg__enabled": True, "run__rounds": 2}
     real = simulated(tmp_path / "with", monkeypatch, **masks, simulate__masks=True)
     plain = simulated(tmp_path / "without", monkeypatch, **masks)
-    assert real.metrics.keys() == {"accuracy", "loss", "accuracy/uniform", "loss/uniform"}
+    assert real.metrics.keys() == {"accuracy", "loss"}
     assert {name: plain.metrics[name] for name in real.metrics} == real.metrics
     assert {"accuracy/worst_decile", "loss/std"} <= plain.metrics.keys()
     events = [e for e in log.read(real.path) if isinstance(e, Evaluated)]
     assert all(e.by_site == {} for e in events), "no site's own"
 
 
-@pytest.mark.parametrize("metric", ["accuracy/worst_decile", "loss/std"])
+@pytest.mark.parametrize("metric", ["accuracy/worst_decile", "loss/std", "loss/uniform"])
 def test_what_no_secure_sum_gives_is_refused_before_anything_is_trained(tmp_path, monkeypatch, metric):
     masks = {"secagg__enabled": True, "simulate__masks": True}
-    with pytest.raises(ConfigError, match="under masks nobody knows each site's own metrics"):
+    with pytest.raises(ConfigError, match="under masks nobody knows each site's metrics"):
         simulated(tmp_path, monkeypatch, evaluate__metric=metric, **masks)
-    assert simulated(tmp_path, monkeypatch, evaluate__metric="loss/uniform", **masks).board.best is not None
-
-
-def test_uniform_means_leave_a_sums_bounds_alone():
-    many = {f"m{i}": (1.0, 2.0) for i in range(101)}
-    assert own_averages(many) == many
-    odd = {"no": (1.0, 0.0), "vast": (1e300, 1.0), "nan": (math.nan, 1.0), "x" * 101: (1.0, 1.0),
-           "counts": ([1.0, 2.0], 3.0), "loss/uniform": (7.0, 1.0), "loss": (3.0, 2.0)}  # fmt: skip
-    assert own_averages(odd).keys() - odd.keys() == {"loss/uniform/uniform"}
-    assert own_averages({"loss": (3.0, 2.0)}) == {"loss": (3.0, 2.0), "loss/uniform": (1.5, 1.0)}
+    assert not (tmp_path / "runs" / "uneven+simulate" / "events.jsonl").exists()
 
 
 class Pool(Uneven):

@@ -212,6 +212,14 @@ def test_the_tasks_code_runs_in_a_process_of_its_own_that_gets_the_folder_of_dat
     assert told["metrics"]["server/loss"] == told["by_site"]["b"]["loss"]
 
 
+def test_a_finished_model_is_measured_on_the_servers_data_by_its_name(project):
+    found = run_of(project())
+    measured = fedtrain.evaluate(found, site="server")
+    assert measured.metrics == {
+        name: pytest.approx(found.metrics[f"server/{name}"]) for name in ("accuracy", "loss")
+    }
+
+
 def test_a_folder_of_data_that_nobody_would_read_is_refused(project, tmp_path):
     config = project(evaluate={"server": False})
     inprocess.certify(config, [])

@@ -25,8 +25,8 @@ from ..store import Checkpoint, RunStore
 from ..wire.frames import Bounds
 
 HIDDEN = (
-    "What is worked out over sites needs two sites or more whose own metrics are known: of one pool of data "
-    "and at a peer there are none, and under masks only the uniform mean is known. "
+    "What is worked out over sites needs two sites or more whose own metrics are known: there are none under "
+    "masks, of one pool of data, and at a peer. "
 )
 NO_SERVER = 'The server evaluates on data of its own, eval_data("server"), with evaluate.server = true. '
 Averages = dict[str, float]

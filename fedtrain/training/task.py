@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..config import user_module
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
-from ..fairness import averaged, split
 from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
 
 if TYPE_CHECKING:
@@ -438,7 +437,7 @@ def _derived(task: Task, sums: Metrics) -> Averages:
 
     given = {
         name: (torch.tensor(total, dtype=torch.float64) if isinstance(total, list) else total, count)
-        for name, (total, count) in ((name, sums[name]) for name in averaged(sums))
+        for name, (total, count) in sums.items()
     }
     with user_code(folder_of(task), "metrics()"):
         found = task.metrics(given)
@@ -446,4 +445,4 @@ def _derived(task: Task, sums: Metrics) -> Averages:
         own = {str(name): float(value) for name, value in found.items()}
     except (TypeError, ValueError, AttributeError):
         raise TaskError('metrics() must return {"name": number}') from None
-    return averages({"": {n: v for n, v in sums.items() if split(n)[0] == "loss"}}) | own
+    return averages({"": {n: v for n, v in sums.items() if n == "loss"}}) | own

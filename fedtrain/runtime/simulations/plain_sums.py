@@ -13,7 +13,6 @@ from ...config import Config
 from ...errors import BadUpdate, SecAggError, TooFewSites
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused
 from ...exchange import Cohort
-from ...fairness import own_averages
 from ...learning import NO_EXTRAS, Extras
 from ...messages import Metrics, SiteId, Update
 from ...schema import Schema
@@ -78,8 +77,7 @@ class FixedPointSums:
             failed = TooFewSites("secure sum", len(by_site), quorum)
             self._emit(Notice(text=f"round {number}, evaluation, attempt 1: {failed}"))
             return {}, {}
-        given = by_site.values() if len(sites) == 1 else map(own_averages, by_site.values())
-        return exact_sums(given), by_site
+        return exact_sums(by_site.values()), by_site
 
     def _quorum(self, sites: int) -> int:
         return self._policy.graph(sites)[0]

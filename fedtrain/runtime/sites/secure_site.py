@@ -9,7 +9,6 @@ from functools import partial
 
 from ...config import Config
 from ...errors import BadUpdate, FedtrainError
-from ...fairness import own_averages
 from ...learning import NO_EXTRAS, Extras
 from ...messages import Evaluation, Failure, Reply, SiteId, Train, Update
 from ...pki import Revoked, Signer
@@ -110,8 +109,6 @@ class SecureSite:
                 check_examples(self._config, result)
                 scale = scale_of(self._config, result)
                 noise = noise_of(self._config, schema, sites)
-            elif isinstance(request, AdvertiseEvaluation):
-                result = Evaluation(metrics=own_averages(result.metrics))
         except FedtrainError as e:
             return Failure(reason=f"{self._site} refuses: {e}")
 

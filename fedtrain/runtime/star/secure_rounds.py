@@ -21,7 +21,7 @@ from ...digest import seed_of
 from ...errors import BadUpdate, ConfigError, RoundError, SecAggError, TooFewSites, Unfinished
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused
 from ...exchange import Cohort
-from ...fairness import STD, UNIFORM, WORST, split
+from ...fairness import split
 from ...learning import NO_EXTRAS, Extras
 from ...messages import MAX_SUMS, Failure, Metrics, Reply, Request, SiteId, Update, averages
 from ...schema import Schema
@@ -119,10 +119,11 @@ def admit(request: Request, reply: Reply, longest: int) -> None:
 def check_metric(config: Config) -> None:
     """ConfigError for an evaluate.metric that nobody knows under masks."""
     name = config.evaluate.metric
-    if config.evaluate.every and split(name)[1] in (WORST, STD):
+    metric, suffix = split(name)
+    if config.evaluate.every and suffix:
         raise ConfigError(
-            f"evaluate.metric = {name!r}: under masks nobody knows each site's own metrics, but the average "
-            f"and {split(name)[0]}/{UNIFORM}. Name one of these, or set secagg.enabled = false."
+            f"evaluate.metric = {name!r}: under masks nobody knows each site's metrics, only their average. "
+            f"Use {metric!r}, or data of the server's own (evaluate.server), or set secagg.enabled = false."
         )
 
 
