@@ -18,12 +18,14 @@ from fedtrain.runtime.datacenters import datacenter
 from fedtrain.runtime.sites.privacy import noised, steps_of_examples
 from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.sites.spent import Spent
+from fedtrain.runtime.trainers import ranks
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Ledger
 from fedtrain.store.disk import Kept
 from fedtrain.training.engine import steps_in_round
 from fedtrain.training.examples import examples_of
+from fedtrain.training.local import Engine
 
 from .test_gossip_peers import PLAIN, Log, arena, config, simulated
 
@@ -132,6 +134,35 @@ def test_a_trainer_gives_out_noised_updates_without_metrics(tmp_path):
     a, b = (torch.cat([v.flatten() for v in u.delta.views().values()]) for u in (update, plain))
     shortened = b * min(1.0, 0.2 / float(b.norm()))
     assert 0.1 * math.sqrt(len(a)) / 2 < float((a - shortened).norm()) < 0.1 * math.sqrt(len(a)) * 2
+
+
+class Ranks:
+    """Stands for the ranks of a site, which give an update and know nothing of noise."""
+
+    def __init__(self, engine, load):
+        self._engine, self._load = engine, load
+        self.schema, self.frozen, self.initial = engine.schema, engine.frozen, engine.initial
+
+    def train(self, site, round, weights, out):
+        return self._engine.train(site, self._load("data", site), round, weights, out)
+
+
+@pytest.mark.parametrize("up", ["", "topk:0.5"])
+def test_updates_of_several_ranks_leave_with_noise_and_compressed(tmp_path, monkeypatch, up):
+    settings = private(tmp_path, parallel={"ranks": 2}, compression={"up": up}, secagg={"enabled": False})
+
+    def start(config, task, load, *rest):
+        return Ranks(Engine(task, config.train, config.run.seed), load)
+
+    monkeypatch.setattr(ranks, "start_ranks", start)
+    bench = Workbench(settings, simulated=False)
+    found = []
+    for _ in range(2):
+        out = Arena.zeros(bench.description.update)
+        assert bench.train("a", 0, bench.initial(), out).metrics == {}
+        found.append(out.data.clone())
+    assert not torch.equal(*found)  # a real site's noise is another one each time
+    assert (bench.description.update.nbytes < bench.description.schema.nbytes) == bool(up)
 
 
 def test_what_was_spent_is_on_disk_before_anything_leaves_and_survives_a_restart(tmp_path):

@@ -31,36 +31,42 @@ class Learner:
     """Trains and evaluates sites, one after the other or many at once, by one strategy."""
 
     def __init__(
-        self, config: Config, strategy: Strategy, extras: Extras, engine: Engine,
+        self, config: Config, strategy: Strategy, extras: Extras, engine: Engine | None,
         encoder: UpEncoder | None, *, simulated: bool,
     ) -> None:  # fmt: skip
-        own = strategy.plain_sgd and engine.own_optimizer(list(engine.model.parameters()), 0)
-        if own:
+        """`engine`: None where others train, and give what they found to `finished`."""
+        has_own = engine is not None and bool(engine.own.schema.tensors)
+        if engine and strategy.plain_sgd and engine.own_optimizer([*engine.model.parameters()], 0):
             raise ConfigError(
                 f"strategy.kind: {config.strategy.kind}'s formula holds for the optimizer of [train]: leave "
                 f"out the task's optimizer()."
             )
         self._config, self._strategy, self._extras = config, strategy, extras
-        self._engine, self._encoder, self._simulated = engine, encoder, simulated
+        self._encoder, self._simulated = encoder, simulated
+        if engine is not None:
+            self._engine = engine
         # Whether there is more to a site's half than training with a correction.
-        self._more = bool(engine.own.schema.tensors) or overrides(strategy, "train", "finish", "site_init")
+        self._more = has_own or overrides(strategy, "train", "finish", "site_init")
         self._feedback = encoder is not None and encoder.codec.stateful
-        self._must_remember = bool(engine.own.schema.tensors) or overrides(strategy, "site_init")
+        self._must_remember = has_own or overrides(strategy, "site_init")
         self.remembers = self._must_remember or self._feedback
-        self._personal = bool(engine.own.schema.tensors) or overrides(strategy, "personal")
+        self._personal = has_own or overrides(strategy, "personal")
 
     def train(
         self, site: SiteId, dataset: Any, round: int, weights: Arena, out: Arena, counted: int = NEVER
     ) -> Update:
         """One site's update, in `out`; `counted`: as in messages.Train."""
-        memory = self.memory(site, counted)
-        delta = out if self._encoder is None else self._encoder.whole
+        memory, delta = self.memory(site, counted), self.room(out)
         if not self._more:
             update = self._engine.train(site, dataset, round, weights, delta)
             return self.finished(update, site, round, weights, out, counted, memory, {})
         local = self._local(site, dataset, round, weights, memory, delta)
         update, after = local.sent(self._strategy.train(local), self._extras)
         return self.finished(update, site, round, weights, out, counted, memory, after)
+
+    def room(self, out: Arena) -> Arena:
+        """Where the delta of an update goes that leaves in `out`."""
+        return out if self._encoder is None else self._encoder.whole
 
     def train_many(
         self, stacked: Vmapped, pairs: Sequence[tuple[SiteId, Any]], round: int, weights: Arena,

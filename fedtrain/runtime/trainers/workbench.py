@@ -109,8 +109,8 @@ class Workbench:
         encoder = compressed.UpEncoder.of(config, engine.schema)
         if encoder is not None:
             self.description.comes = encoder.codec.coded
-        if self._ranks is None:
-            self._learner = Learner(config, strategy, extras, self._engine, encoder, simulated=simulated)
+        alone = None if self._ranks is not None else self._engine
+        self._learner = Learner(config, strategy, extras, alone, encoder, simulated=simulated)
         if self._simulated is not None:
             names = self._simulated.names
             self.description.sites = names
@@ -140,7 +140,9 @@ class Workbench:
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int = NEVER) -> Update:
         """Train one site; its update, in `out`, as it leaves."""
         if self._ranks is not None:
-            return self._ranks.train(site, round, weights, out)
+            memory = self._learner.memory(site, counted)
+            update = self._ranks.train(site, round, weights, self._learner.room(out))
+            return self._learner.finished(update, site, round, weights, out, counted, memory, {})
         return self._learner.train(site, self._load("data", site), round, weights, out, counted)
 
     def evaluate(self, site: SiteId, round: int, weights: Arena, counted: int = NEVER) -> Evaluation:
