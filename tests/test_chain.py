@@ -105,7 +105,7 @@ def test_a_line_that_was_not_finished_was_not_added(path):
     chain = Chain(path, Value, "")
     for each in (path, copy(path)):
         with each.open("ab") as file:
-            file.write(b'{"seal":"12')
+            file.write(b'12ab {"n":')
     assert read(path) == VALUES
     chain.append(Value(4))
     assert [value.n for value in read(path)] == [1, 2, 3, 4]

@@ -15,8 +15,9 @@ from fedtrain import Arena
 from fedtrain.cli.output import plan_lines
 from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError, TaskError
+from fedtrain.keystream import Keystream
 from fedtrain.learning import Context
-from fedtrain.privacy import Draws, Release, epsilon
+from fedtrain.privacy import Release, epsilon
 from fedtrain.runtime.plan import round_plan
 from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.runtime.trainers.workbench import Workbench
@@ -63,7 +64,7 @@ class Named(Small):
 
 def engine_of(task=Small(), config=CONFIG, clip=0.7, noise=1.3, key=KEY, correct=None, pieces=None):
     engine = PrivateEngine(
-        task, config, 1, correct, 4, clip=clip, noise_multiplier=noise, draws=lambda *about: Draws(key)
+        task, config, 1, correct, 4, clip=clip, noise_multiplier=noise, streams=lambda *about: Keystream(key)
     )
     if pieces:
         engine._room = pieces
@@ -79,7 +80,7 @@ def trained(engine, data=None, round=2):
 
 def naive(task, config, data, clip, noise, key=KEY, correct=None):
     """Abadi et al. 2016, Algorithm 1, with one backward pass an example and plain SGD."""
-    engine, draws, count = engine_of(task, config), Draws(key), len(data[0])
+    engine, draws, count = engine_of(task, config), Keystream(key), len(data[0])
     model = engine.model
     parameters = [p for p in model.parameters() if p.requires_grad]
     with torch.no_grad():
@@ -178,14 +179,14 @@ def test_dropout_draws_the_same_whatever_was_trained_before():
 def test_a_step_with_an_empty_sample_is_noise_alone():
     config = replace(CONFIG, batch_size=1, local_epochs=1)
 
-    class Nobody(Draws):
+    class Nobody(Keystream):
         def sample(self, count, probability):
             return np.zeros(0, np.intp)
 
     engine = engine_of(config=config)
-    engine._draws_of = lambda *about: Nobody(KEY)
+    engine._streams = lambda *about: Nobody(KEY)
     _, found = trained(engine)
-    draws = Draws(KEY)
+    draws = Keystream(KEY)
     noise = sum(draws.normals(len(found)) for _ in range(30)) * 1.3 * 0.7 * -0.5
     np.testing.assert_allclose(found.numpy(), noise, atol=1e-12)
 
@@ -200,7 +201,7 @@ def test_noise_has_the_standard_deviation_that_is_paid_for():
 
 
 def test_samples_are_poisson():
-    draws = Draws(KEY)
+    draws = Keystream(KEY)
     sizes = np.array([len(draws.sample(200, 0.1)) for _ in range(4000)])
     assert sizes.mean() == pytest.approx(20, abs=5 * math.sqrt(18 / 4000))
     assert sizes.var() == pytest.approx(18, rel=5 * math.sqrt(2 / 4000))  # a binomial's: each by itself
@@ -283,10 +284,10 @@ def test_the_plan_says_what_all_sites_will_have_spent(tmp_path, where):
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"train": {"accumulate": 2}}, "train.accumulate: 2"),
-        ({"train": {"precision": "fp16"}}, "train.precision: fp16"),
+        ({"train": {"accumulate": 2}}, "train.accumulate: .* must be 1"),
+        ({"train": {"precision": "fp16"}}, "train.precision: .* must be bf16"),
         ({"simulate": {"engine": "vmap"}}, "vmap"),
-        ({"parallel": {"ranks": 2}}, "parallel.ranks: 2"),
+        ({"parallel": {"ranks": 2}}, "parallel.ranks: .* must be 1"),
     ],
 )
 def test_what_can_not_protect_examples_is_refused(tmp_path, keys, text):

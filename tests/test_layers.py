@@ -19,6 +19,7 @@ BOTTOM = {
     "events",
     "exchange",
     "fairness",
+    "keystream",
     "learning",
     "malloc",
     "messages",

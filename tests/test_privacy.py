@@ -12,10 +12,11 @@ import torch
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError, Damaged
+from fedtrain.keystream import Keystream
 from fedtrain.messages import Train, Update
-from fedtrain.privacy import Draws, Gaussian, Release, epsilon
+from fedtrain.privacy import Gaussian, Release, epsilon
 from fedtrain.runtime.datacenters import datacenter
-from fedtrain.runtime.sites.privacy import noised, steps_of_examples
+from fedtrain.runtime.sites.privacy import noised
 from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.sites.spent import Spent
 from fedtrain.runtime.trainers import ranks
@@ -57,7 +58,7 @@ def test_the_table_on_the_page_is_what_the_accountant_says():
 
 
 def test_noise_is_standard_normal_and_its_pieces_are_independent():
-    draws = Draws(KEY)
+    draws = Keystream(KEY)
     a, b = draws.normals(200_000), draws.normals(200_001)
     for x in (a, b):
         assert abs(x.mean()) < 5 / math.sqrt(len(x))
@@ -234,7 +235,7 @@ def test_releases_that_protect_examples_protect_no_site(tmp_path):
 def test_the_steps_that_are_paid_for_are_those_that_are_taken(tmp_path, keys, count):
     settings = private(tmp_path, train={"local_epochs": 3} | keys)
     examples = examples_of((torch.zeros(count, 2),))
-    assert steps_of_examples(settings, count) == steps_in_round(settings.train, examples)
+    assert settings.train.steps_in_round(count) == steps_in_round(settings.train, examples)
 
 
 def test_a_site_pays_for_each_update_once_however_often_it_is_asked(tmp_path):

@@ -158,7 +158,7 @@ def test_shared_among_ten_sites_noise_is_smaller_by_the_root_of_ten_than_local_n
     for folder in ("site", "sum"):
         (tmp_path / folder).mkdir()
     local_price.trained("a", 0, 8.0)
-    price.summed("a", 0, "one")
+    price.give("a", 0, Release("discrete_gaussian", 1.0))
     assert local_price.epsilon == epsilon([Release("gaussian", 1.0)], 1e-5)
     assert price.epsilon == epsilon([Release("discrete_gaussian", 1.0)], 1e-5)
     assert local_price.epsilon <= price.epsilon < 1.09 * local_price.epsilon  # by a bound that is less tight
@@ -230,7 +230,7 @@ def test_small_models_in_slabs_have_the_same_noise(tmp_path):
 
 def site_of(cfg, folder, keys, name="site-0"):
     spent = Spent(cfg, folder, log := Log())
-    keys_of_noise = SumKeys(name, folder, spent)
+    keys_of_noise = SumKeys(cfg, name, folder, spent)
     secure = SecureSite(
         cfg, name, SimulatedKeys.FEDERATION, keys.signer(name), keys, noise_key=keys_of_noise.key
     )
@@ -277,7 +277,7 @@ def test_another_model_or_another_cohort_is_another_release(tmp_path):
 
 def test_noise_whose_keys_were_lost_is_paid_for_again(tmp_path):
     spent = Spent(config(tmp_path), tmp_path, silent)
-    keys = SumKeys("a", tmp_path, spent)
+    keys = SumKeys(config(tmp_path), "a", tmp_path, spent)
     first = keys.key(0, "x")
     assert (keys.key(0, "x"), spent.releases) == (first, 1)
     for path in tmp_path.glob("noise.json*"):
@@ -287,10 +287,10 @@ def test_noise_whose_keys_were_lost_is_paid_for_again(tmp_path):
 
 
 def test_keys_of_old_noise_are_forgotten(tmp_path):
-    keys = SumKeys("a", tmp_path, Spent(config(tmp_path), tmp_path, silent))
+    keys = SumKeys(config(tmp_path), "a", tmp_path, Spent(config(tmp_path), tmp_path, silent))
     for round in range(9):
         keys.key(round, "x")
-    kept, _ = SumKeys("a", tmp_path, keys._spent)._kept.read()
+    kept, _ = SumKeys(config(tmp_path), "a", tmp_path, keys._spent)._kept.read()
     assert set(kept) == {f"{n}/x" for n in (5, 6, 7, 8)}
 
 

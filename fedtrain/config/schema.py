@@ -25,6 +25,7 @@ from .values import (
     Count,
     Duration,
     Fraction,
+    Inner,
     NotNegative,
     Number,
     Positive,
@@ -76,6 +77,12 @@ class TrainConfig(Settings):
     eval_batch_size: AtLeastOne = 256  # examples in a batch of an evaluation
     device: str = "auto"  # auto (a GPU where there is one), cpu, cuda, cuda:1
     threads: AtLeastOne = 1  # CPU threads; equal numbers give equal bits
+
+    def steps_in_round(self, count: int) -> int:
+        """Optimizer steps of a round on so many examples."""
+        batch = max(1, min(self.batch_size or count, count))
+        usable = count - count % batch if self.drop_last else count
+        return self.local_steps or -(-usable // (batch * self.accumulate)) * self.local_epochs
 
 
 @dataclass(frozen=True)
@@ -156,16 +163,14 @@ class PrivacyConfig(Settings):
     """Noise on what a site gives away: differential privacy of a site's data, or of each of its examples."""
 
     unit: Literal["site", "example"] = "site"  # what is protected: all data of a site, or single examples
-    # site: noise that protects each update by itself; sum: noise that protects a round's sum under masks
-    where: Literal["site", "sum"] = "site"
+    where: Literal["site", "sum"] = "site"  # noise protects each update by itself, or a sum under masks
     noise_multiplier: NotNegative = 0.0  # the noise's standard deviation, in multiples of clip; 0: no noise
     clip: Positive = 1.0  # L2 norm to which an update, or an example's gradient, is shortened
-    delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5  # the delta of the (epsilon, delta) that is reported
+    delta: Inner = 1e-5  # the delta of the (epsilon, delta) that is reported
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.unit == "site" or self.where == "site", "privacy.where",
-                'privacy.unit = "example" adds its noise at the site: set it to "site"')  # fmt: skip
+        require("site" in (self.unit, self.where), "privacy.where", 'must be "site" with unit = "example"')
 
     @property
     def in_sums(self) -> bool:
@@ -396,8 +401,7 @@ class Config:
         keys += ["aggregation.rule", "aggregation.before"]
         keys += [f"strategy.{name}" for name in self.strategy.options]
         keys += [f"aggregation.{name}" for name in self.aggregation.options]
-        privacy = self.privacy
-        if privacy.noise_multiplier > 0 and privacy.where == "sum":  # else each site's own affair
+        if self.privacy.in_sums:  # else each site's own affair
             keys += ["privacy.where", "privacy.noise_multiplier", "privacy.clip"]
         pairs = {key: self.value(key) for key in keys if key not in LOCAL}
         return {k: repr(v) for k, v in sorted(pairs.items())}

@@ -41,6 +41,7 @@ Number = Annotated[float, FINITE]
 NotNegative = Annotated[float, FINITE, Meta(ge=0)]
 Positive = Annotated[float, FINITE, Meta(gt=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
+Inner = Annotated[float, Meta(gt=0, lt=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 Duration = Annotated[Seconds, Meta(gt=0)]
 

@@ -13,6 +13,7 @@ Three ways, each the tightest that holds for what was released:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -116,10 +117,9 @@ def _by_distributions(releases: Sequence[Release], delta: float) -> float:
 
     relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     accountant: Any = pld.PLDAccountant(relation, value_discretization_interval=INTERVAL)
-    steps: dict[tuple[float, float], int] = {}
+    steps = Counter[tuple[float, float]]()
     for r in releases:
-        key = (r.sigma, r.sampling)
-        steps[key] = steps.get(key, 0) + r.steps
+        steps[r.sigma, r.sampling] += r.steps
     for (sigma, sampling), count in sorted(steps.items()):
         accountant.compose(dp.PoissonSampledDpEvent(sampling, dp.GaussianDpEvent(sigma)), count)
     return float(accountant.get_epsilon(delta))
@@ -132,15 +132,6 @@ def _by_concentration(releases: Sequence[Release], delta: float) -> float:
     """Rényi divergence ρα at each order α, ρ = Σ 1/(2σ²), gives ε = ρα + ln((α−1)/α) − (ln δ + ln α)/(α−1)
     (Canonne, Kamath, Steinke 2020, Proposition 12); the least ε of all orders."""
     rho = _squares(releases) / 2
-
-    def at(log_order: float) -> float:  # ε at order α, given ln(α − 1)
-        above = math.exp(log_order)
-        order = 1 + above
-        return rho * order + math.log(above / order) - math.log(delta * order) / above
-
-    ratio = (math.sqrt(5) - 1) / 2  # golden section: `at` falls and then rises
-    low, high = math.log(1e-6), math.log(1e9)
-    for _ in range(60):  # to 1e-12 of the interval
-        a, b = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, b) if at(a) <= at(b) else (a, high)
-    return max(0.0, at((low + high) / 2))
+    orders = (1 + 1.01**k for k in range(-1400, 2100))  # of which the best is within 1e-4 of the best of all
+    found = (rho * a + math.log1p(-1 / a) - math.log(delta * a) / (a - 1) for a in orders)
+    return max(0.0, min(found))

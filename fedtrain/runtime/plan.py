@@ -18,10 +18,11 @@ from msgspec.structs import replace
 from ..config import Config
 from ..messages import SiteId
 from ..pki.signing import ECDSA
-from ..privacy import epsilon
+from ..privacy import Release, epsilon
 from ..schema import Schema
 from ..secagg.fixedpoint import FixedPoint, held
 from ..secagg.masking import KEY_BYTES, add_masks
+from ..strategies import build
 from ..training.engine import build_model
 from ..training.examples import examples_of
 from ..training.partition import SimulatedSites
@@ -132,7 +133,12 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
 
 def _privacy_plan(config: Config, task: Task, sites: int) -> PrivacyPlan | None:
     """None without noise. ConfigError where the noise does not protect, or its price can't be computed."""
-    own = config.privacy
+    own, rounds = config.privacy, config.run.rounds
+    strategy = build(config.strategy.kind, config.strategy.options, config.root)
+    if strategy.sigma is not None:
+        delta = float(getattr(strategy, "delta", own.delta))
+        spent = epsilon([Release("gaussian", strategy.sigma, steps=rounds)], delta)
+        return PrivacyPlan("site", "aggregator", rounds, delta, spent, {})
     if not own.noise_multiplier:
         return None
     privacy.check_config(config)

@@ -1,7 +1,7 @@
 """Values that are only ever added to: in two files, a line each, every line sealed together with all before
 it.
 
-  {"seal":"<SHA-256 of the seal before it and of the value's bytes>","value":{...}}
+  <SHA-256 of the seal before it and of the value's bytes> {"the value": "in JSON"}
 
 So one file may be lost or damaged, and no line may be changed, left out or put elsewhere. What is missing at
 the end of both files, nothing in them shows: whoever keeps a chain asks somebody else how long it must be.
@@ -20,13 +20,6 @@ import msgspec
 from ..errors import Damaged
 from .disk import COPY, Warn, explained, set_aside, silent, sync_folder, write_whole
 
-BEGINNING = ""  # the seal before the first line
-
-
-class Link(msgspec.Struct, frozen=True):
-    seal: str
-    value: msgspec.Raw
-
 
 class Chain:
     """The file `path` and its copy, and the values in them."""
@@ -39,12 +32,14 @@ class Chain:
         """
         self._paths, self._type, self._remedy = (path, path.with_name(path.name + COPY)), type, remedy
         self.values: list[Any] = []
-        self._seal, self._nbytes = BEGINNING, 0
+        self._seal, self._nbytes = b"", 0
         self._read(warn)
 
     def append(self, value: Any) -> None:
         """On the disk, twice, when this returns."""
-        line, seal = _line(self._seal, msgspec.json.encode(value))
+        body = msgspec.json.encode(value)
+        seal = _seal(self._seal, body)
+        line = seal + b" " + body + b"\n"
         for path in self._paths:
             with explained(path), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
                 file.seek(self._nbytes)
@@ -59,48 +54,40 @@ class Chain:
 
     def _read(self, warn: Warn) -> None:
         found: dict[Path, list[bytes]] = {}  # whole lines of the files that are there
-        for path in self._paths:
-            if path.exists():
-                with explained(path):
-                    found[path] = path.read_bytes().split(b"\n")[:-1]  # without a line that was not finished
+        good: dict[Path, list[Any]] = {}
+        bad: dict[Path, Exception] = {}
+        for path in filter(Path.exists, self._paths):
+            with explained(path):
+                found[path] = path.read_bytes().split(b"\n")[:-1]  # without a line that was not finished
+            try:
+                good[path] = list(self._values(found[path]))
+            except msgspec.MsgspecError as error:
+                bad[path] = error
         if not found:
             return
-        bad: dict[Path, Exception] = {}
-        good: dict[Path, list[Any]] = {}
-        for path, lines in found.items():
-            try:
-                good[path] = list(self._values(lines))
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                bad[path] = error
-        longest = max(found.values(), key=len)
         best = max(good, key=lambda path: len(good[path]), default=None)
-        if best is None or len(good[best]) < len(longest):
+        if best is None or len(good[best]) < max(map(len, found.values())):
             path, why = next(iter(bad.items()))
             raise Damaged(f"{path} is damaged, and its copy doesn't have all of it: {why}. {self._remedy}")
-        for path in good:
-            if found[path] != found[best][: len(found[path])]:
-                raise Damaged(f"{path} and {best} tell different things. {self._remedy}")
+        if other := [path for path in good if found[path] != found[best][: len(found[path])]]:
+            raise Damaged(f"{other[0]} and {best} tell different things. {self._remedy}")
         for path, why in bad.items():
             warn(f"{path} is damaged ({why}); the other of the two files is used. {set_aside(path)}")
         self.values, whole = good[best], b"".join(line + b"\n" for line in found[best])
-        self._nbytes = len(whole)
-        if found[best]:
-            self._seal = msgspec.json.decode(found[best][-1], type=Link).seal
+        self._nbytes, self._seal = len(whole), b"".join(found[best][-1:]).partition(b" ")[0]
         for path in self._paths:
             if path in bad or found.get(path) != found[best]:
                 write_whole(path, whole, durable=True)
 
     def _values(self, lines: list[bytes]) -> Iterator[Any]:
-        seal = BEGINNING
+        seal = b""
         for number, line in enumerate(lines, 1):
-            link = msgspec.json.decode(line, type=Link)
-            expected, seal = _line(seal, bytes(link.value))
-            if line + b"\n" != expected:
+            body = line.partition(b" ")[2]
+            seal = _seal(seal, body)
+            if line != seal + b" " + body:
                 raise msgspec.ValidationError(f"line {number} is not sealed with those before it")
-            yield msgspec.json.decode(link.value, type=self._type)
+            yield msgspec.json.decode(body, type=self._type)
 
 
-def _line(before: str, body: bytes) -> tuple[bytes, str]:
-    """The line of a value and its seal."""
-    seal = hashlib.sha256(before.encode() + body).hexdigest()
-    return msgspec.json.encode(Link(seal, msgspec.Raw(body))) + b"\n", seal
+def _seal(before: bytes, body: bytes) -> bytes:
+    return hashlib.sha256(before + body).hexdigest().encode()

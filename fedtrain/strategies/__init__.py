@@ -23,6 +23,7 @@ from .base import (
 from .cyclic import Cyclic
 from .diloco import DiLoCo
 from .ditto import Ditto
+from .dp_fedavg import DPFedAvg
 from .fedadagrad import FedAdagrad
 from .fedadam import FedAdam
 from .fedavg import FedAvg
@@ -44,6 +45,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "diloco": DiLoCo,
     "cyclic": Cyclic,
     "ditto": Ditto,
+    "dp_fedavg": DPFedAvg,
     "fedadagrad": FedAdagrad,
     "fedadam": FedAdam,
     "fedavg": FedAvg,

@@ -84,6 +84,12 @@ class Strategy(Settings):
         """Whether a site remembers what was summed, so that sums have to be exact, see Local.as_summed."""
         return False
 
+    @property
+    def sigma(self) -> float | None:
+        """The standard deviation of the noise that `step` adds to the sums, divided by the most by which all
+        data of one site can change them; None: there is no noise."""
+        return None
+
     def shares(self, tensor: ModelTensor) -> Share:
         """What becomes of a tensor of the model."""
         if any(fnmatchcase(tensor.name, pattern) for pattern in self.local):

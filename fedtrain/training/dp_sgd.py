@@ -12,11 +12,10 @@ example by example, to the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from msgspec.structs import replace
-from numpy.typing import NDArray
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..arena import Arena
 from ..config import TrainConfig
 from ..errors import ConfigError, TaskError
+from ..keystream import Keystream
 from ..learning import Context, Correct
 from ..messages import SiteId, Update
 from ..schema import unique_tensors
@@ -37,33 +37,19 @@ from .task import Task, mean_and_weight, user_code
 PIECE_BYTES = 32 << 20  # of examples' gradients at once, at most
 
 
-class Draws(Protocol):
-    """What a round draws at random, which nobody else may foresee."""
-
-    def sample(self, count: int, probability: float) -> NDArray[Any]:
-        """The indices of a Poisson sample of `count` examples."""
-
-    def normals(self, size: int) -> NDArray[Any]:
-        """Independent standard normal numbers, float64 [size]."""
-
-
 class Sampled:
     """A site's examples, of which each batch is a Poisson sample."""
 
-    def __init__(self, examples: Tensors | Items, draws: Draws) -> None:
-        self.examples, self.count, self._draws = examples, examples.count, draws
+    def __init__(self, examples: Tensors | Items, stream: Keystream) -> None:
+        self.examples, self.count, self._stream = examples, examples.count, stream
 
     def batches(self, size: int, drop_last: bool, order: object) -> Iterator[Batch]:
         """As many as a pass has batches of `size` (0: all examples), each of so many in expectation; None for
         one in which there is nobody."""
         expected = min(size or self.count, self.count)
         for _ in spans(self.count, expected, drop_last):
-            index = torch.from_numpy(self._draws.sample(self.count, expected / self.count))
+            index = torch.from_numpy(self._stream.sample(self.count, expected / self.count))
             yield self.examples.take(index) if len(index) else None
-
-    def one(self) -> Batch:
-        """A batch of the first example."""
-        return self.examples.take(torch.zeros(1, dtype=torch.int64))
 
 
 class PrivateEngine(Engine):
@@ -71,49 +57,39 @@ class PrivateEngine(Engine):
     were."""
 
     def __init__(
-        self,
-        task: Task,
-        config: TrainConfig,
-        run_seed: int,
-        correct: Correct | None = None,
-        rounds: int = 1,
-        *,
-        clip: float,
-        noise_multiplier: float,
-        draws: Callable[[int, SiteId, Arena], Draws],
-    ) -> None:
-        """`draws(round, site, weights)`: what a round draws from.
+        self, task: Task, config: TrainConfig, run_seed: int, correct: Correct | None, rounds: int, *,
+        clip: float, noise_multiplier: float, streams: Callable[[int, SiteId, Arena], Keystream],
+    ) -> None:  # fmt: skip
+        """`streams(round, site, weights)`: what a round draws from, which nobody else may foresee.
 
         ConfigError for a model whose BatchNorm mixes examples.
         """
         super().__init__(task, config, run_seed, correct, rounds)
-        self._clip, self._multiplier, self._draws_of = clip, noise_multiplier, draws
+        self._clip, self._multiplier, self._streams = clip, noise_multiplier, streams
         for name, module in self.model.named_modules():
             if isinstance(module, _BatchNorm):
                 raise ConfigError(
                     f'privacy.unit: "example", but {name} is a {type(module).__name__}, in which examples '
                     f"of a batch change each other's results. Use GroupNorm or LayerNorm."
                 )
-        self._objective, lent = _Objective(self), self._lent
-        trained = {n: p for n, p in unique_tensors(self.model).items() if p.requires_grad}
-        self._parameters = {f"model.{name}": p.detach() for name, p in trained.items()}
-        self._sums = [
-            torch.zeros_like(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in self.gradients
-        ]
-        self._parts = {
-            f"model.{name}": self._part(lent[cast(nn.Parameter, p)]) for name, p in trained.items()
-        }
+        self._objective = _Objective(self)
+        trained = {f"model.{n}": p for n, p in unique_tensors(self.model).items() if p.requires_grad}
+        self._parameters = {name: p.detach() for name, p in trained.items()}
+        self._pieces = {name: self._lent[cast(nn.Parameter, p)].view(-1) for name, p in trained.items()}
+        wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
+        self._sums = {n: torch.zeros_like(piece, dtype=wide[n]) for n, piece in self._pieces.items()}
         self._at_once = vmap(grad(self._objective.of), in_dims=(None, 0), randomness="different")
         self._room = max(1, PIECE_BYTES // max(1, sum(p.nbytes for p in self._parameters.values())))
         self._differentiates: bool | None = None  # whether torch.func can; None: nobody has tried
 
     def train(self, site: SiteId, dataset: Any, round: int, weights: Arena, out: Arena) -> Update:
         """As Engine.train. TaskError for a stream, of which no sample can be drawn."""
-        self._draws = self._draws_of(round, site, weights)
+        self._stream = self._streams(round, site, weights)
         if self._differentiates is None:
             self.load(weights, training=True)
             with user_code(self._folder, f"site {site}, round {round}"):
-                self._differentiates = self._can(self._sampled(examples_of(dataset, self._collate)).one())
+                examples = self._sampled(examples_of(dataset, self._collate)).examples
+                self._differentiates = self._can(examples.take(torch.zeros(1, dtype=torch.int64)))
         return replace(super().train(site, dataset, round, weights, out), metrics={})
 
     def _round(self, steps: Steps, examples: Examples, round: int, given: Sequence[Context]) -> Step:
@@ -129,18 +105,19 @@ class PrivateEngine(Engine):
             )
         if not examples.count:
             raise TaskError("data() is empty")
-        return Sampled(examples, self._draws)
+        return Sampled(examples, self._stream)
 
     def backward(self, group: list[Batch], scale: float, doing: str = "") -> Step:
         """See Backend: the gradient has noise. The step tells nothing of what it saw, not even of how
         many."""
-        for sums in self._sums:
+        for sums in self._sums.values():
             sums.zero_()
         if group[0] is not None:
             (self._add_at_once if self._differentiates else self._add_one_by_one)(group[0])
-        for gradient, sums in zip(self.gradients, self._sums, strict=True):
-            noise = torch.from_numpy(self._draws.normals(len(sums))).to(self.device)
-            noise.mul_(self._multiplier * self._clip).add_(sums)
+        for gradient in self.gradients:  # of a dtype, in the order of its parameters
+            parts = [s for n, s in self._sums.items() if self._pieces[n].dtype == gradient.dtype]
+            noise = torch.from_numpy(self._stream.normals(len(gradient))).to(self.device)
+            noise.mul_(self._multiplier * self._clip).add_(torch.cat(parts))
             gradient.copy_(noise.div_(self._expected))
         return Step([torch.zeros(())], [1.0], 1)
 
@@ -150,11 +127,11 @@ class PrivateEngine(Engine):
         count = examples_in(batch)
         for low in range(0, count, self._room):
             found = self._at_once(self._parameters, cut(batch, low, min(low + self._room, count)))
-            rows = {name: g.reshape(len(g), -1).to(self._parts[name].dtype) for name, g in found.items()}
+            rows = {name: g.reshape(len(g), -1).to(self._sums[name].dtype) for name, g in found.items()}
             norms = torch.stack([torch.linalg.vector_norm(g, dim=1).double() for g in rows.values()])
             factors = self._factors(torch.linalg.vector_norm(norms, dim=0))
             for name, g in rows.items():
-                self._parts[name].add_(factors.to(g.dtype) @ g)
+                self._sums[name].add_(factors.to(g.dtype) @ g)
 
     def _add_one_by_one(self, batch: Batch) -> None:
         for i in range(examples_in(batch)):
@@ -165,8 +142,8 @@ class PrivateEngine(Engine):
                 loss, _ = mean_and_weight(self.task.loss(self.model, example), example)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's
             factor = self._factors(self.norm().double())
-            for sums, gradient in zip(self._sums, self.gradients, strict=True):
-                sums.add_(gradient.to(sums.dtype).mul_(factor.to(sums.dtype)))
+            for name, sums in self._sums.items():
+                sums.add_(self._pieces[name].to(sums.dtype) * factor.to(sums.dtype))
 
     def _factors(self, norms: torch.Tensor) -> torch.Tensor:
         """By which gradients of these norms are multiplied: to at most `clip`."""
@@ -185,15 +162,6 @@ class PrivateEngine(Engine):
         except RuntimeError:
             return False
         return True
-
-    def _part(self, piece: torch.Tensor) -> torch.Tensor:
-        """Where the sum for a parameter lies [numel]; `piece` is where its gradient lies."""
-        for gradient, sums in zip(self.gradients, self._sums, strict=True):
-            at = piece.data_ptr() - gradient.data_ptr()
-            if gradient.dtype == piece.dtype and 0 <= at < max(1, gradient.nbytes):
-                start = at // piece.element_size()
-                return sums[start : start + piece.numel()]
-        raise AssertionError("a gradient that lies nowhere")
 
 
 class _Objective(nn.Module):

@@ -192,9 +192,7 @@ def steps_in_round(config: TrainConfig, examples: Examples) -> int | None:
     """None of a stream, which ends when it ends."""
     if config.local_steps or isinstance(examples, Stream):
         return config.local_steps or None
-    batch = max(1, min(config.batch_size or examples.count, examples.count))
-    usable = examples.count - examples.count % batch if config.drop_last else examples.count
-    return -(-usable // (batch * config.accumulate)) * config.local_epochs
+    return config.steps_in_round(examples.count)
 
 
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
 from ...arena import Arena
 from ...config import Config
 from ...errors import ConfigError
+from ...keystream import KEY_BYTES, Keystream
 from ...messages import SiteId, Update
-from ...privacy import Draws, Gaussian, Release, check_accounting, refuse_moving_buffers
+from ...privacy import Gaussian, Release, check_accounting, refuse_moving_buffers
 
-KEY_BYTES = 16
+Streams = Callable[[int, SiteId, Arena], Keystream]
 
 
 def check_config(config: Config) -> None:
@@ -28,17 +29,13 @@ def check_config(config: Config) -> None:
     if not privacy.noise_multiplier:
         return
     if privacy.unit == "example":
-        for key, value, why in (
-            ("train.accumulate", train.accumulate, "a sampled batch is cut up as memory needs it"),
-            ("parallel.ranks", config.parallel.ranks, "one process clips each example's gradient"),
+        for key, value, other in (
+            ("train.accumulate", train.accumulate != 1, "1, as a sampled batch is cut up as memory needs it"),
+            ("parallel.ranks", config.parallel.ranks != 1, "1, as one process clips each gradient"),
+            ("train.precision", train.precision == "fp16", "bf16 or fp32, which take no step again"),
         ):
-            if value != 1:
-                raise ConfigError(f'{key}: {value} with privacy.unit = "example": {why}. Set it to 1.')
-        if train.precision == "fp16":
-            raise ConfigError(
-                'train.precision: fp16 takes a step again when it overflows, which privacy.unit = "example" '
-                "can't account for. Use fp32 or bf16."
-            )
+            if value:
+                raise ConfigError(f'{key}: with privacy.unit = "example" it must be {other}.')
         if train.batch_size:
             check_accounting()
     if privacy.in_sums and (not config.secagg.enabled or config.asynchronous.enabled):
@@ -90,21 +87,12 @@ def release_of(config: Config, examples: float) -> Release:
     if privacy.unit == "example":
         count = round(examples)
         batch = min(config.train.batch_size or count, count)
-        steps = steps_of_examples(config, count)
-        return Release("gaussian", privacy.noise_multiplier, min(1.0, batch / count), steps)
+        steps = config.train.steps_in_round(count)
+        return Release("gaussian", privacy.noise_multiplier, batch / count, steps)
     sigma = Gaussian(privacy.clip, privacy.noise_multiplier).sigma
     return Release("discrete_gaussian" if privacy.in_sums else "gaussian", sigma)
 
 
-def steps_of_examples(config: Config, count: int) -> int:
-    """Optimizer steps of a round on so many examples: training.engine.steps_in_round, without torch."""
-    train = config.train
-    if train.local_steps:
-        return train.local_steps
-    batch = min(train.batch_size or count, count)
-    return (count // batch if train.drop_last else -(-count // batch)) * train.local_epochs
-
-
-def draws_of(config: Config, simulated: bool) -> Any:
-    """What training.dp_sgd draws from in a round: (round, site, weights) -> Draws."""
-    return lambda round, site, weights: Draws(fresh_key(config, site, round, weights, simulated))
+def streams_of(config: Config, simulated: bool) -> Streams:
+    """What training.dp_sgd draws from, in a round at a site from these weights."""
+    return lambda round, site, weights: Keystream(fresh_key(config, site, round, weights, simulated))

@@ -253,7 +253,7 @@ def secure_site_of(
     noise_key = None
     if config.privacy.in_sums and spent is not None:
         spent.check(max((round for round, _ in ledger.sums().get(Advertise.__name__, ())), default=NEVER))
-        noise_key = SumKeys(name, ledger.folder, spent).key
+        noise_key = SumKeys(config, name, ledger.folder, spent).key
     signer, federation = Signer.of(credentials), credentials.identity.federation
     revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
     return SecureSite(

@@ -20,12 +20,13 @@ from ...config import Config
 from ...errors import ConfigError, Damaged
 from ...events import Emit, PrivacySpent, noticed
 from ...exchange import Cohort, CohortWrapper
+from ...keystream import KEY_BYTES
 from ...messages import Reply, Request, SiteId, Train, Update
 from ...privacy import Release, epsilon
 from ...store.chain import Chain
 from ...store.disk import COPY, Kept
 from ...store.memory import NEVER
-from .privacy import KEY_BYTES, release_of
+from .privacy import release_of
 
 FILE = "releases.jsonl"
 COUNT = "releases"  # what was kept before releases had parameters: how many there were
@@ -54,10 +55,7 @@ class Spent:
         self._chain = Chain(folder / FILE, Given, REMEDY, noticed(emit))
         self._take_over(folder / COUNT)
         given: list[Given] = self._chain.values
-        self._totals = dict[tuple[str, float, float], Release]()  # those alike but for their steps as one
         self._names = {each.name for each in given if each.name}
-        for each in given:
-            self._add(each.release)
         unprotected = [each for each in given if each.unit == "example"]
         if config.privacy.noise_multiplier and config.privacy.unit == "site" and unprotected:
             raise ConfigError(
@@ -73,51 +71,47 @@ class Spent:
     def delta(self) -> float:
         """The least at which a cost was told: at a larger one it would look lower."""
         told: list[float] = [each.delta for each in self._chain.values]
-        return min([self._config.privacy.delta, *told])
+        return min(told, default=self._config.privacy.delta)
+
+    @property
+    def rounds(self) -> int:
+        """Up to which the ledger goes: the last round of a release, counted from 1."""
+        return 1 + max((each.round for each in self._chain.values), default=NEVER)
 
     @property
     def epsilon(self) -> float:
-        return epsilon(self._totals.values(), self.delta)
+        return epsilon([each.release for each in self._chain.values], self.delta)
 
     def trained(self, site: SiteId, round: int, examples: float) -> None:
         """Count the noised update of a site with so many examples, before it leaves. Without noise there is
-        nothing to count; noise that protects sums is counted by `summed`."""
+        nothing to count; noise that protects sums is counted by SumKeys."""
         privacy = self._config.privacy
         if privacy.noise_multiplier and not privacy.in_sums:
-            self._give(site, Given(round, privacy.unit, release_of(self._config, examples), self.delta))
+            self.give(site, round, release_of(self._config, examples))
 
-    def summed(self, site: SiteId, round: int, name: str) -> None:
-        """Count a vector with noise for a sum, before it leaves, unless one of this name was counted: a name
-        stands for the very same vector."""
-        if name not in self._names:
-            self._names.add(name)
-            release = release_of(self._config, 1.0)
-            self._give(site, Given(round, "site", release, self.delta, name))
-
-    def _give(self, site: SiteId, given: Given) -> None:
-        self._chain.append(given)
-        self._add(given.release)
+    def give(self, who: SiteId, round: int, release: Release, name: str = "", delta: float = 0.0) -> None:
+        """Count a release, before it leaves, unless one of this name was counted: a name stands for the very
+        same values. `delta`: at which its cost is told; 0: that of [privacy]."""
+        if name and name in self._names:
+            return
+        privacy = self._config.privacy
+        told = min([delta or privacy.delta, *([self.delta] if self.releases else [])])
+        self._chain.append(Given(round, privacy.unit, release, told, name))
+        self._names.add(name)
         self._emit(PrivacySpent(
-    site=site, round=given.round + 1, releases=self.releases, epsilon=self.epsilon, delta=self.delta,
+    site=who, round=round + 1, releases=self.releases, epsilon=self.epsilon, delta=self.delta,
 ))  # fmt: skip
 
     def check(self, counted: int) -> None:
         """Damaged unless the ledger knows of a release of round `counted` or later, which others say is in
         the model (NEVER: none is)."""
-        rounds = [each.round for each in self._chain.values]
-        known = max(rounds, default=NEVER)
-        if self._config.privacy.noise_multiplier and counted > known and (NEVER not in rounds):
-            last = f"ends at round {known + 1}" if self.releases else "is empty"
+        a_count = any(each.round == NEVER for each in self._chain.values)
+        if self._config.privacy.noise_multiplier and counted >= self.rounds and not a_count:
+            last = f"ends at round {self.rounds}" if self.releases else "is empty"
             raise Damaged(
                 f"{FILE} {last}, and an update of this site for round {counted + 1} is in the model: the "
                 f"ledger is not whole, or that update had no noise. {REMEDY}"
             )
-
-    def _add(self, release: Release) -> None:
-        mechanism, sigma, sampling = release.mechanism, release.sigma, release.sampling
-        before = self._totals.get((mechanism, sigma, sampling))
-        steps = release.steps + (before.steps if before else 0)
-        self._totals[mechanism, sigma, sampling] = Release(mechanism, sigma, sampling, steps)
 
     def _take_over(self, count: Path) -> None:
         """Begin with what was counted before releases had parameters: as far as anybody knows, those of
@@ -136,8 +130,8 @@ class SumKeys:
     """The keys of one site's noise in sums. What is summed again has the same noise again: from two sums of
     one update with different noises, some of it could be taken out."""
 
-    def __init__(self, site: SiteId, folder: Path, spent: Spent) -> None:
-        self._site, self._spent = site, spent
+    def __init__(self, config: Config, site: SiteId, folder: Path, spent: Spent) -> None:
+        self._release, self._site, self._spent = release_of(config, 1.0), site, spent
         remedy = "The site may remove both: what it gives into a sum again then counts as a new release."
         self._kept = Kept(folder / KEYS, dict[str, str], remedy)
 
@@ -152,7 +146,7 @@ class SumKeys:
             known = dict([*known.items()][1 - REMEMBERED :]) | {name: secrets.token_hex(KEY_BYTES)}
             self._kept.write(known)
         key = bytes.fromhex(known[name])
-        self._spent.summed(self._site, round, hashlib.sha256(key).hexdigest())
+        self._spent.give(self._site, round, self._release, hashlib.sha256(key).hexdigest())
         return key
 
 
@@ -186,7 +180,4 @@ class Spending(CohortWrapper):
         rounds = self._rounds.setdefault(site, set())
         rounds.add(request.round)  # tried again, it is the same update
         if self._begun_with + len(rounds) > self._spent.releases:
-            if self._config.privacy.in_sums:
-                self._spent.summed(site, request.round, f"simulated/{request.round}")
-            else:
-                self._spent.trained(site, request.round, examples)
+            self._spent.give(site, request.round, release_of(self._config, examples))

@@ -26,6 +26,11 @@ def check_strategy(config: Config, strategy: Strategy) -> None:
             f'{", ".join(further)}, which one hostile site could set. Use aggregation.rule = "mean", or a '
             f"strategy whose sites send a delta alone."
         )
+    if strategy.sigma is not None and (not rule_of(config).linear or config.secagg.groups > 1):
+        raise ConfigError(
+            f"strategy.kind: the noise of {kind} hides a site in the sum of all. Use aggregation.rule = "
+            f'"mean" and secagg.groups = 1.'
+        )
     if config.compression.up and (extras.up or extras.exact):
         raise ConfigError(
             f"compression.up: {kind} needs what its sites send as it was summed, not an approximation. Leave "

@@ -27,6 +27,7 @@ from ..sites import compressed
 from ..threads import in_thread
 from . import checks
 from .answers import Answers, Counted, refuse, rule_of
+from .central_noise import CentralNoise
 
 
 async def run(
@@ -45,6 +46,7 @@ async def run(
     `at_server`: what a model is worth on data that the server holds.
     """
     cohort, need = answers.cohort, journal.config.strategy.min_sites
+    noise = central_noise(journal, strategy)
     checkpoint = at_hand(journal.store, journal.begin(await cohort.members(0)))
     while True:
         number = checkpoint.round
@@ -57,7 +59,8 @@ async def run(
         if reason := journal.reason_to_stop(number):
             return journal.result(number, reason)
         journal.waiting(need)
-        checkpoint = await _train(journal, answers, strategy, checkpoint, await _members(journal, cohort))
+        members = await _members(journal, cohort)
+        checkpoint = await _train(journal, answers, strategy, checkpoint, members, noise)
 
 
 async def _members(journal: Journal, cohort: Cohort) -> list[SiteId]:
@@ -71,9 +74,18 @@ async def _members(journal: Journal, cohort: Cohort) -> list[SiteId]:
     return members
 
 
+def central_noise(journal: Journal, strategy: Strategy) -> CentralNoise | None:
+    """Where the noise of a strategy that adds it at the server comes from; None: there is none."""
+    if strategy.sigma is None:
+        return None
+    delta = float(getattr(strategy, "delta", journal.config.privacy.delta))
+    return CentralNoise(journal.config, journal.store, journal.emit, strategy.sigma, delta)
+
+
 async def _train(
-    journal: Journal, answers: Answers, strategy: Strategy, checkpoint: Checkpoint, members: list[SiteId]
-) -> Checkpoint:
+    journal: Journal, answers: Answers, strategy: Strategy, checkpoint: Checkpoint, members: list[SiteId],
+    noise: CentralNoise | None,
+) -> Checkpoint:  # fmt: skip
     """One committed round, tried strategy.attempts times; without a site whose update made the model useless
     in an earlier one."""
     config, store = journal.config, journal.store
@@ -88,7 +100,7 @@ async def _train(
         journal.round_started(plan.round, plan.sites, plan.attempt)
         try:
             planned = replace(plan, counted=store.counted())
-            after, record, inside = await federated_round(answers, planned, strategy, checkpoint, seed)
+            after, record, inside = await federated_round(answers, planned, strategy, checkpoint, seed, noise)
         except (TooFewSites, SecAggError, Diverged) as e:
             journal.round_failed(plan.round, plan.attempt, e)
             attempt = plan.attempt + 1
@@ -126,13 +138,16 @@ def at_hand(store: RunStore, checkpoint: Checkpoint) -> Checkpoint:
 
 
 async def federated_round(
-    answers: Answers, plan: RoundPlan, strategy: Strategy, checkpoint: Checkpoint, seed: int = 0
-) -> tuple[Checkpoint, Record, Sequence[SiteId]]:
+    answers: Answers, plan: RoundPlan, strategy: Strategy, checkpoint: Checkpoint, seed: int = 0,
+    noise: CentralNoise | None = None,
+) -> tuple[Checkpoint, Record, Sequence[SiteId]]:  # fmt: skip
     """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left.
     Returns the next one, what the log says of it, and whose updates are in it."""
     lap = Lap(answers.cohort)
     plan = replace(plan, last=last(checkpoint.weights.schema.model, checkpoint.state))
     mean = await answers.train(plan, checkpoint.weights)
+    if noise is not None:
+        seed = await in_thread(checkpoint.weights.schema.nbytes, noise.seed, plan.round, mean)
     step = partial(
         server_step, strategy, checkpoint.weights, checkpoint.state, mean.delta,
         number=plan.round, sites=len(mean.sites), registered=plan.registered, weight=mean.weight,
@@ -141,6 +156,8 @@ async def federated_round(
     weights, state = await in_thread(checkpoint.weights.schema.nbytes, step)
     if problem := await in_thread(weights.schema.nbytes, checks.flaw, weights, state):
         raise Diverged(problem, mean.sizes)
+    if noise is not None:
+        noise.releases(plan.round, seed)
     record = lap.record(mean.metrics, len(mean.sites))
     return Checkpoint(plan.round + 1, weights, state | mean.state), record, mean.sites
 

@@ -24,7 +24,7 @@ from ...store.disk import explained
 from ...store.memory import NEVER
 from ..journal import Averages
 from ..sites import compressed
-from ..sites.privacy import check_config, draws_of
+from ..sites.privacy import check_config, streams_of
 from . import trainer_messages as msg
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Workbench:
             self._engine: Engine = PrivateEngine(
                 self._task, config.train, config.run.seed, correct, config.run.rounds,
                 clip=private.clip, noise_multiplier=private.noise_multiplier,
-                draws=draws_of(config, simulated),
+                streams=streams_of(config, simulated),
             )  # fmt: skip
         else:
             self._engine = Engine(
