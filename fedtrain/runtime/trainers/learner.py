@@ -20,7 +20,7 @@ from ...strategies import Strategy, overrides
 from ...training.local import Engine
 from ...training.site_training import SiteTraining
 from ...training.vmapped import Vmapped
-from ..sites.compressed import UpEncoder
+from ..sites.compressed import UP, UpEncoder
 from ..sites.privacy import noised
 from ..star.secure_terms import grid_of
 
@@ -74,10 +74,14 @@ class Learner:
     ) -> list[Update]:  # fmt: skip
         """The same for many sites at once; `out` is uint8 [sites, bytes of an update], `outs` its rows."""
         memories = [self.memory(site, last) for (site, _), last in zip(pairs, counted, strict=True)]
-        whole = out if self._encoder is None else out.new_empty(len(pairs), weights.schema.model.nbytes)
+        whole, rows = out, outs
+        if self._encoder is not None:
+            schema = weights.schema.model
+            whole = out.new_empty(len(pairs), schema.nbytes)
+            rows = [Arena(schema, row) for row in whole]
         locals_ = [
             self._local(site, data, round, weights, memory, row)
-            for (site, data), memory, row in zip(pairs, memories, outs, strict=True)
+            for (site, data), memory, row in zip(pairs, memories, rows, strict=True)
         ] if self._more else []  # fmt: skip
         updates = stacked.train(pairs, round, weights, whole, [local.memory for local in locals_])
         found = []
@@ -101,8 +105,9 @@ class Learner:
     def _local(
         self, site: SiteId, dataset: Any, round: int, weights: Arena, memory: State, out: Arena | None
     ) -> SiteTraining:
+        own = {name: t for name, t in memory.items() if not name.startswith(UP)}
         summed = grid_of(self._config, self._extras, seed_of(self._engine.run_seed, "summed", round, site))
-        local = SiteTraining(self._engine, site, dataset, round, weights, memory, out=out, summed=summed)
+        local = SiteTraining(self._engine, site, dataset, round, weights, own, out=out, summed=summed)
         if not local.memory:
             local.memory = dict(self._strategy.site_init(local.start))
         return local
