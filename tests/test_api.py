@@ -414,8 +414,8 @@ def test_a_strategy_of_ones_own_is_a_class_among_the_settings(project, heart, mo
     (project / "mine.py").write_text(
         "from dataclasses import dataclass\nimport fedtrain\n\n\n@dataclass(frozen=True)\n"
         "class Half(fedtrain.Strategy):\n    part: float = 0.5\n\n"
-        "    def step(self, weights, state, delta):\n"
-        "        return weights + self.part * delta, state\n"
+        "    def step(self, weights, state, round):\n"
+        "        return weights + self.part * round.mean, state\n"
     )
     mine = __import__("mine")
     run = fedtrain.simulate(
