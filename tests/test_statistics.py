@@ -21,6 +21,7 @@ from fedtrain.config import Config
 from fedtrain.errors import BadUpdate, ConfigError, Damaged, TaskError, TooFewSites
 from fedtrain.events import silent
 from fedtrain.messages import Evaluation, Failure, summed
+from fedtrain.pki import issue
 from fedtrain.questions import Cells, Column, Describe, Described, Powers, Question, Tally
 from fedtrain.runtime.sites import site
 from fedtrain.runtime.sites.statistics import DataStatistics
@@ -656,9 +657,9 @@ def configured(tmp_path, allow=True, **sections):
     return project(tmp_path, TASK, **sections)
 
 
-async def served(config, work, own=None):
+async def served(config, work, own=None, names=SITES):
     """`work()` of the aggregator, with sites that run as long as it does."""
-    ends = [asyncio.create_task(site.run((own or {}).get(name, config), name, emit=silent)) for name in SITES]
+    ends = [asyncio.create_task(site.run((own or {}).get(name, config), name, emit=silent)) for name in names]
     try:
         async with asyncio.timeout(60):
             return await work()
@@ -732,3 +733,46 @@ def test_under_masks_a_survey_that_was_stopped_as_a_sum_was_opened_goes_on(tmp_p
 
     assert asyncio.run(served(config, again_and_again)) == whole
     assert calls == [(0, False), (0, True), (1, True), (2, True), (2, True), (3, True)]
+
+
+async def all_join(config, cohort, allowed):
+    while len(members := await cohort.members(0)) < 4:
+        await cohort.newcomer(members)
+    return members
+
+
+@pytest.fixture
+def four(tmp_path):
+    """A configuration for four sites of which three are enough, and the names."""
+    config = configured(tmp_path, strategy={"min_sites": 3, "attempts": 1})
+    issue(config.root / config.network.certs, "site", "d")
+    return config, (*SITES, "d")
+
+
+@pytest.mark.usefixtures("inline")
+def test_under_masks_a_site_that_refuses_the_first_question_is_left_out_of_all(four, monkeypatch):
+    config, names = four
+    strict = Config.of(config.table() | {"stats": {"allow": True, "min_cell": 9}}, config.root)
+    monkeypatch.setattr(statistics, "_willing", all_join)
+    found = asyncio.run(served(config, lambda: fedtrain.aggregate_stats(config), {"d": strict}, names))
+    assert found.sites == ["a", "b", "c"]
+    assert set(found.left_out) == {"d"}
+    assert found.columns == fedtrain.stats(config).columns
+
+
+@pytest.mark.usefixtures("inline")
+def test_no_site_gives_statistics_into_a_sum_over_other_sites_than_the_first(four, monkeypatch):
+    """Two sums over sets that differ by one site would tell what that site has."""
+    config, names = four
+    session = statistics.UnderMasks.session
+
+    async def without_one(self, plan, sites, *rest, whole):
+        if plan.round == 1:
+            sites, whole = sites[:3], False
+        return await session(self, plan, sites, *rest, whole=whole)
+
+    monkeypatch.setattr(statistics.UnderMasks, "session", without_one)
+    monkeypatch.setattr(statistics, "_willing", all_join)
+    with pytest.raises(TooFewSites, match="statistics over 4 sites were unmasked here"):
+        asyncio.run(served(config, lambda: fedtrain.aggregate_stats(config), names=names))
+    assert not (config.run_dir / "statistics.json").exists()

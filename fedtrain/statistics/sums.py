@@ -67,12 +67,17 @@ class Tallies:
         """Take in the values of all columns of so many more examples."""
         self._columns = columns
         self.rows += rows
-        for column in self._asked:
-            self._there[column] += int(np.isfinite(values[column]).sum())
+        there = {column: np.sort(values[column][np.isfinite(values[column])]) for column in self._asked}
+        besides = {
+            column: (len(values[column]) - len(found), int(np.count_nonzero(found == np.rint(found))))
+            for column, found in there.items()
+        }
+        self._there.update({column: len(found) for column, found in there.items()})
         for cells, edges, counts in zip(self._question.cells, self._edges, self._counts, strict=True):
-            counts += counted(values[cells.column], edges)
+            counts[:-BESIDES] += counted(there[cells.column], edges)
+            counts[-BESIDES:] += besides[cells.column]
         for i, powers in enumerate(self._question.powers):
-            first, second = power_sums(values[powers.column], powers.exponent)
+            first, second = power_sums(there[powers.column], powers.exponent)
             self._sums[i] = self._sums[i][0] + first, self._sums[i][1] + second
 
     def metrics(self, least: int = 0) -> Metrics:
@@ -92,25 +97,23 @@ class Tallies:
         return numbers | ({COUNTS: (counts, 0.0)} if counts else {}) | ({SUMS: (sums, 0.0)} if sums else {})
 
 
-def counted(values: Values, edges: Values) -> NDArray[np.int64]:
-    """The values below, between and above the edges; the missing ones; whole numbers [len(edges) + 3]."""
-    there = values[np.isfinite(values)]
-    found = np.bincount(np.searchsorted(edges, there, side="right"), minlength=len(edges) + 1)
-    besides = [len(values) - len(there), int(np.count_nonzero(there == np.rint(there)))]
-    return np.append(found, besides).astype(np.int64)
+def counted(ascending: Values, edges: Values) -> NDArray[np.int64]:
+    """The values below, between and above the edges [len(edges) + 1]."""
+    below = np.searchsorted(ascending, edges, side="left")
+    return np.diff(below, prepend=0, append=len(ascending))
 
 
 def power_sums(values: Values, exponent: int) -> tuple[int, int]:
-    """Σq and Σq² over the values that are there, each q whole units; beyond ±2^exponent it counts as that."""
+    """Σq and Σq² over finite values, each q whole units; one beyond ±2^exponent counts as that."""
     first = second = 0
     for start in range(0, len(values), CHUNK):
         part = values[start : start + CHUNK]
-        whole = np.rint(np.ldexp(part[np.isfinite(part)], VALUE_BITS - exponent))
+        whole = np.rint(part * 2.0 ** (VALUE_BITS - exponent))  # scaling by a power of two is exact
         low = np.clip(whole, -(2.0**VALUE_BITS), 2.0**VALUE_BITS)
         digits = list[Values]()
-        for place in (2, 1):
-            digits.append(np.floor(np.ldexp(low, -place * DIGIT_BITS)))
-            low = low - np.ldexp(digits[-1], place * DIGIT_BITS)
+        for unit in (4.0**DIGIT_BITS, 2.0**DIGIT_BITS):
+            digits.append(np.floor(low / unit))
+            low = low - digits[-1] * unit
         high, mid = digits
         for place, digit in ((2, high), (1, mid), (0, low)):
             first += int(digit.sum()) << (place * DIGIT_BITS)

@@ -241,6 +241,8 @@ class MaskedTallies:
             return dict.fromkeys(sorted(terms.cohort), request)
 
         def settle(plan: RoundPlan, sites: Sequence[SiteId]) -> None:
+            lost = sorted(set(asked.sites) - set(sites))
+            asked.left_out |= dict.fromkeys(lost, "it was lost before the first sum, or refused it")
             asked.sites, asked.settled = list(sites), True
             keep()
 
