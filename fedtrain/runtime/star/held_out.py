@@ -5,15 +5,17 @@ The task's code never runs in the aggregator's own process, which has its key: a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ...arena import AnyArena, ArenaFile
 from ...config import Config, ParallelConfig, PrivacyConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, FedtrainError
 from ...fairness import SERVER
+from ...messages import Metrics, SiteId
 from ...store import RunStore
 from ..journal import Averages
 from ..trainers.supervised import Supervised
@@ -23,14 +25,21 @@ from ..trainers.trainer import Trainer
 class HeldOut:
     """What evaluates models on the server's data, and shows evaluations as people see them."""
 
-    def __init__(self, trainer: Supervised) -> None:
-        self._trainer, self.shown = trainer, trainer.shown
+    def __init__(self, trainer: asyncio.Task[Supervised]) -> None:
+        """`trainer` loads the task while sites join."""
+        self._trainer = trainer
 
     async def at_server(self, number: int, weights: AnyArena) -> Averages:
         """A journal.AtServer. TaskError where the task's evaluate() or eval_data("server") fails."""
         assert isinstance(weights, ArenaFile), "an aggregator's models are in its store"
-        found = await self._trainer.evaluate(SERVER, number, weights)
+        found = await (await self._trainer).evaluate(SERVER, number, weights)
         return (await self.shown(found.metrics, {}))[0]
+
+    async def shown(
+        self, total: Metrics, by_site: Mapping[SiteId, Metrics]
+    ) -> tuple[Averages, dict[SiteId, Averages]]:
+        """A journal.Shown, of a task with a metrics() of its own too."""
+        return await (await self._trainer).shown(total, by_site)
 
 
 @asynccontextmanager
@@ -46,6 +55,16 @@ async def held_out(
             )
         yield None
         return
+    trainer = asyncio.create_task(_started(config, store, task_digest, data_dir))
+    try:
+        yield HeldOut(trainer)
+    finally:
+        with suppress(FedtrainError):  # whoever asked has had it
+            await (await trainer).close()
+
+
+async def _started(config: Config, store: RunStore, task_digest: str, data_dir: Path | None) -> Supervised:
+    """A trainer of the run's task with its frozen parameters. ConfigError for other code than the run's."""
     alone = replace(config, parallel=ParallelConfig(), privacy=PrivacyConfig())  # sections of the sites
     trainer = await Supervised.begin(lambda: Trainer.start(alone, data_dir=data_dir, scratch=store.folder))
     try:
@@ -53,6 +72,7 @@ async def held_out(
             raise ConfigError("the task's code was changed since the run began. Undo the change.")
         if (frozen := store.frozen_file()) is not None:
             await trainer.freeze(frozen)
-        yield HeldOut(trainer)
-    finally:
+    except BaseException:
         await trainer.close()
+        raise
+    return trainer
