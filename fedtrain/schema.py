@@ -88,7 +88,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     def of(cls, model: nn.Module, *, frozen: bool = False, without: Collection[str] = ()) -> Schema:
         """The schema of a module: of what it trains and its buffers, `without` the tensors of these names; or
         of its frozen parameters. Tied weights appear once, under their first name."""
-        _check_state(model)
+        check_state(model)
         tensors = unique_tensors(model).items()
         return cls.of_tensors({n: t for n, t in tensors if is_frozen(t) == frozen and n not in without})
 
@@ -197,7 +197,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         return "the same tensors stand in another order"
 
 
-def _check_state(model: nn.Module) -> None:
+def check_state(model: nn.Module) -> None:
     """ConfigError for state that can't lie in an arena."""
     from torch.nn.parameter import is_lazy
 

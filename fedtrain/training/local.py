@@ -19,7 +19,7 @@ from ..config import TrainConfig
 from ..errors import TaskError
 from ..learning import Context, Correct, ModelTensor, Only, Share
 from ..messages import Metrics, SiteId, Update
-from ..schema import Schema, is_frozen, unique_tensors
+from ..schema import Schema, check_state, is_frozen, unique_tensors
 from .batches import Batch, examples_in
 from .engine import (
     FROZEN_CHANGED,
@@ -250,6 +250,7 @@ def kept_at_a_site(model: nn.Module, shares: Callable[[ModelTensor], Share] | No
     """Names of the tensors that stay at their site. Parameters that are to be fixed are frozen here."""
     if shares is None:
         return set()
+    check_state(model)
     owners = {
         id(tensor): type(module).__name__
         for module in model.modules()
