@@ -4,6 +4,7 @@ FedtrainError
   ConfigError        the user's files, flags or task; the message says what to change
   StoreError         the run's directory is on a network disk, or in use, or its disk is full
     Damaged          a file of the run's directory does not hold the bytes that were written to it
+    Forgotten        a site's memory of its training is lost or damaged; the round goes on without the site
   CertificateError   a certificate or key is missing, expired, or of the wrong role
   ConnectError       the other end cannot be reached, or refuses the connection; the message says why
     JoinRefused      aggregator and site do not agree on task, model, config or version
@@ -73,6 +74,10 @@ class StoreError(FedtrainError):
 
 class Damaged(StoreError):
     """A file does not hold the bytes that were written to it."""
+
+
+class Forgotten(StoreError):
+    """A site's memory of its training is lost or damaged; other sites go on."""
 
 
 class CertificateError(FedtrainError):

@@ -17,7 +17,7 @@ import msgspec
 
 from ..arena import Arena
 from ..digest import digest_of
-from ..errors import StoreError
+from ..errors import Forgotten
 from ..schema import Schema
 from .disk import explained, write_whole
 
@@ -28,27 +28,26 @@ TAIL = struct.Struct("<I")  # after an arena and its schema: the schema's length
 class SiteMemory:
     """One site's states: after the last round that counted, the one before it, and the newest."""
 
-    def __init__(self, folder: Path, *, durable: bool) -> None:
-        """`durable` waits for the disk, so that a power cut loses nothing either."""
-        self._folder, self._durable = folder, durable
+    def __init__(self, folder: Path, *, durable: bool, needed: bool = False) -> None:
+        """`durable` waits for the disk, so that a power cut loses nothing either. `needed`: a site can't go on
+        without its state."""
+        self._folder, self._durable, self._needed = folder, durable, needed
 
     @property
     def empty(self) -> bool:
         return not self._states()
 
     def load(self, counted: int) -> Arena:
-        """The state after that round. StoreError when it is not here, or not as it was written."""
-        path = self._states().get(counted)
+        """The state after that round. Forgotten when it is not here, or not as it was written."""
+        path, name = self._states().get(counted), f"memory/{self._folder.name}"
         if path is None:
-            raise StoreError(
-                f"{self._folder} has no state after round {counted + 1}, the last one in which this site "
-                f"counted. Restore the folder, or remove it to begin without a state."
+            raise Forgotten(
+                f"{name} has no state after round {counted + 1}, the last one in which this site counted. "
+                f"{self._advice}"
             )
         data = bytearray(path.read_bytes())
         if digest_of(memoryview(data)) != path.name.partition("-")[2]:
-            raise StoreError(
-                f"{path} is damaged. Restore it, or remove {self._folder} to begin without a state."
-            )
+            raise Forgotten(f"{name}/{path.name} is damaged. {self._advice}")
         (length,) = TAIL.unpack_from(data, len(data) - TAIL.size)
         schema = msgspec.msgpack.decode(data[-TAIL.size - length : -TAIL.size], type=Schema)
         return Arena.wrap(schema, data)
@@ -67,6 +66,15 @@ class SiteMemory:
             with explained(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, data, durable=self._durable)
+
+    @property
+    def _advice(self) -> str:
+        if self._needed:
+            return (
+                "Restore the folder from a copy. Without it this site can only join as a new one, under "
+                "another name, or in another run."
+            )
+        return "Restore the folder, or remove it to begin without a state."
 
     def _states(self) -> dict[int, Path]:
         """Round -> file."""

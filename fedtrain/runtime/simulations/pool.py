@@ -244,7 +244,12 @@ class PoolCohort:
         self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int]
     ) -> list[Reply]:
         results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights, counted), sites)
-        return [Evaluation(metrics=good(r).metrics) for r in results]
+        return [
+            Failure(reason=r.reason)
+            if isinstance(r, Failed) and r.update
+            else Evaluation(metrics=good(r).metrics)
+            for r in results
+        ]
 
     async def shown(
         self, total: Metrics, by_site: Mapping[SiteId, Metrics]

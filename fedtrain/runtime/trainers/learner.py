@@ -98,7 +98,7 @@ class Learner:
     def evaluate(self, site: SiteId, dataset: Any, round: int, weights: Arena, counted: int) -> Metrics:
         """Of the site's own model where it has one, else of the global one."""
         if not self._personal or site in (CENTRAL, SERVER):
-            return self._engine.evaluate(dataset, weights)
+            return self._engine.evaluate(dataset, weights, self._engine.first_own)
         local = self._local(site, dataset, round, weights, self.memory(site, counted), None)
         return local.evaluate(self._strategy.personal(local))
 
@@ -142,7 +142,8 @@ class Learner:
 
     def _folder(self, site: SiteId) -> SiteMemory:
         folder = self._config.simulate_dir if self._simulated else self._config.site_dir(site)
-        return SiteMemory(folder / "memory" / site, durable=not self._simulated)
+        folder = folder / "memory" / site
+        return SiteMemory(folder, durable=not self._simulated, needed=self._must_remember)
 
 
 CENTRAL = "central"  # as SERVER: evaluates data of no site, with the task's own tensors

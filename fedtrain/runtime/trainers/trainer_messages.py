@@ -9,7 +9,16 @@ from typing import Any
 import msgspec
 
 from ...arena import AnyArena, Frozen
-from ...errors import BadUpdate, ConfigError, FedtrainError, StoreError, TaskError, reason_of, story_of
+from ...errors import (
+    BadUpdate,
+    ConfigError,
+    FedtrainError,
+    Forgotten,
+    StoreError,
+    TaskError,
+    reason_of,
+    story_of,
+)
 from ...learning import NO_EXTRAS, Extras
 from ...messages import Metrics, SiteId, Update
 from ...questions import Column, Question
@@ -171,12 +180,13 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     config: bool = False  # a ConfigError: the user's files are wrong, not the task's code
     store: bool = False  # a StoreError: a full disk, say
     traceback: str = ""  # for the people at this machine
-    update: bool = False  # a BadUpdate: this site's result can't be used, another site's may
+    update: bool = False  # BadUpdate or Forgotten: this site's result can't be used, another site's may
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        config, store = isinstance(error, ConfigError), isinstance(error, StoreError)
-        return cls(reason_of(error), config, store, story_of(error), isinstance(error, BadUpdate))
+        config, own = isinstance(error, ConfigError), isinstance(error, BadUpdate | Forgotten)
+        store = isinstance(error, StoreError) and not own
+        return cls(reason_of(error), config, store, story_of(error), own)
 
     def error(self) -> FedtrainError:
         return (ConfigError if self.config else StoreError if self.store else TaskError)(self.reason)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...arena import Arena, ArenaFile
 from ...config import Config
-from ...errors import BadUpdate, ConfigError, TaskError
+from ...errors import BadUpdate, ConfigError, Forgotten, TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
 from ...schema import Schema
 from ...store.disk import explained
@@ -62,7 +62,7 @@ class Workbench:
         from ...training.local import Engine
         from ...training.partition import SimulatedSites
         from ...training.task import derives, folder_of, load_task
-        from ...training.vmapped import Vmapped
+        from ...training.vmapped import Vmapped, refusal
         from ..star.combinations import check_noise
         from .learner import Learner
 
@@ -95,6 +95,8 @@ class Workbench:
             self._engine = Engine(
                 self._task, config.train, config.run.seed, correct, config.run.rounds, strategy.shares
             )
+        if stack and strategies.overrides(strategy, "train"):
+            raise refusal("the strategy trains in a way of its own")
         self._vmapped = Vmapped(self._engine) if stack else None
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
         self._data_bytes = 0
@@ -220,7 +222,7 @@ class Workbench:
         try:
             pairs = [(site, self._load("data", site)) for site in sites]
             updates = self._learner.train_many(self._vmapped, pairs, round, weights, deltas, outs, counted)
-        except (TaskError, BadUpdate) as e:
+        except (TaskError, BadUpdate, Forgotten) as e:
             if len(sites) == 1:
                 return [msg.Failed.of(e)]
             # One by one, so that only those fail whose fault it is.
@@ -236,14 +238,14 @@ class Workbench:
     ) -> msg.Trained | msg.Failed:
         try:
             update = self.train(site, round, weights, out, counted)
-        except (TaskError, BadUpdate) as e:
+        except (TaskError, BadUpdate, Forgotten) as e:
             return msg.Failed.of(e)
         return msg.Trained.of(update)
 
     def _evaluated(self, site: SiteId, round: int, weights: Arena, counted: int) -> msg.Measured | msg.Failed:
         try:
             return msg.Measured(self.evaluate(site, round, weights, counted).metrics)
-        except TaskError as e:
+        except (TaskError, Forgotten) as e:
             return msg.Failed.of(e)
 
     def _load(self, what: str, site: SiteId) -> Any:

@@ -1,0 +1,128 @@
+"""Strategies with a half of their own at the sites in every way of running: over mutual TLS as in a
+simulation, and many sites at once as one by one."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from fedtrain.config import Config
+from fedtrain.errors import ConfigError
+from fedtrain.runtime.trainers.workbench import Workbench
+from fedtrain.transport.endpoints import RemoteCohort
+from tests import toy
+from tests.inprocess import certify, federation, final, simulated, with_port
+
+SITES = toy.SITES[:4]
+METHODS = {
+    "scaffold": {"clip": 4.0},
+    "feddyn": {},
+    "fednova": {"max_examples": 64.0, "max_steps": 16.0},
+    "ditto": {},
+    "fedbn": {},
+    "fedrep": {"local": ["head.*"], "head_epochs": 2},
+    "ifca": {"spread": 0.5},
+    "qfedavg": {"max_loss": 4.0, "max_h": 64.0},
+    "mimelite": {},
+    "fedsgd": {},
+    "cyclic": {"min_sites": 1},
+}
+REMEMBER = ("scaffold", "feddyn", "ditto", "fedbn", "fedrep", "ifca")
+OPEN, MASKED = {"secagg": {"enabled": False}}, {"secagg": {"enabled": True}}
+CASES = [(kind, sums) for kind in METHODS for sums in (OPEN, MASKED) if sums is OPEN or kind != "cyclic"]
+
+
+@pytest.fixture(autouse=True)
+def all_have_joined(monkeypatch):
+    """No round begins before all sites are there, though fewer are asked; and torch has one thread."""
+    monkeypatch.setattr(toy, "SITES", SITES)
+    members = RemoteCohort.members
+    monkeypatch.setattr(RemoteCohort, "members", lambda cohort, at_least: members(cohort, len(SITES)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(folder, kind, *sections, **more):
+    strategy = {"min_sites": 3, "fraction": 0.75, "attempts": 1, "round_deadline": "60s", **METHODS[kind]}
+    found = toy.config(
+        folder, kind, strategy, run={"rounds": 4, "name": "r"}, evaluate={"every": 1},
+        train={"batch_size": 0 if kind == "fedsgd" else 8},
+    ).table()  # fmt: skip
+    for section in (*sections, more):
+        for name, keys in section.items():
+            found[name] = {**found.get(name, {}), **keys}
+    return Config.of(with_port(found), folder)
+
+
+def remembered(folder):
+    """The files of a site's memory, which are named by round and content."""
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certified")
+    certify(toy.config(folder, "fedavg"), SITES)
+    return folder / "certs"
+
+
+@pytest.mark.parametrize(("kind", "sums"), CASES)
+def test_over_mutual_tls_as_in_a_simulation(tmp_path, certs, kind, sums):
+    cfg = config(tmp_path, kind, sums)
+    (tmp_path / "certs").symlink_to(certs)
+    events = federation(cfg, SITES)
+    for masks in (True, False) if sums is MASKED else (False,):
+        cfg = config(tmp_path, kind, sums, simulate={"masks": masks})
+        shutil.rmtree(cfg.simulate_dir, ignore_errors=True)
+        alike = simulated(cfg, pytest.MonkeyPatch())
+        assert final(cfg.run_dir).digest == final(cfg.simulate_dir).digest
+        for site in SITES:
+            found = remembered(cfg.site_dir(site) / "memory" / site)
+            assert found == remembered(cfg.simulate_dir / "memory" / site)
+            assert bool(found) == (kind in REMEMBER)
+        evaluated = [e["metrics"] for e in events.of("evaluated")]
+        assert len(evaluated) == 4
+        for one, other in zip(evaluated, alike.of("evaluated"), strict=True):
+            assert one.items() <= other["metrics"].items()  # which tells of single sites, too
+
+
+# --- Many sites at once
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("scaffold", {"clip": 4.0}),
+        ("fednova", METHODS["fednova"]),
+        ("feddyn", {}),
+        ("fedprox", {"mu": 0.5}),
+        ("qfedavg", METHODS["qfedavg"]),
+        ("mimelite", {}),
+    ],
+)
+def test_vmap_trains_as_the_loop_does(tmp_path, kind, options):
+    looped, vmapped = (
+        toy.Toys(toy.config(tmp_path / engine, kind, options, simulate={"engine": engine})).run((3, 8))
+        for engine in ("loop", "vmap")
+    )
+    assert looped.counted == vmapped.counted
+    np.testing.assert_allclose(vmapped.weights, looped.weights, rtol=0, atol=1e-10)
+    for site in toy.SITES if kind in REMEMBER else ():
+        one, other = looped.memory(site), vmapped.memory(site)
+        assert one.keys() == other.keys()
+        for name, values in one.items():
+            np.testing.assert_allclose(other[name], values, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["ditto", "fedrep", "ifca", "fedsgd", "fedbn"])
+def test_vmap_refuses_a_strategy_whose_sites_it_would_train_otherwise(tmp_path, kind):
+    options = METHODS.get(kind, {})
+    cfg = toy.config(tmp_path, kind, options, simulate={"engine": "vmap"}, train={"batch_size": 0})
+    why = "leaves tensors at their sites" if kind == "fedbn" else "trains in a way of its own"
+    with pytest.raises(ConfigError, match=rf'"vmap" can\'t train this: the strategy {why}.*"loop"'):
+        Workbench(cfg, simulated=True)
