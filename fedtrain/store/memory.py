@@ -29,7 +29,7 @@ class SiteMemory:
     """One site's states: after the last round that counted, the one before it, and the newest."""
 
     def __init__(self, folder: Path, *, durable: bool, needed: bool = False) -> None:
-        """`durable` waits for the disk, so that a power cut loses nothing either. `needed`: a site can't go on
+        """`durable` waits for the disk, so that a power cut loses nothing either. `needed`: a site can't do
         without its state."""
         self._folder, self._durable, self._needed = folder, durable, needed
 

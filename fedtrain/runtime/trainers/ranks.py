@@ -39,7 +39,6 @@ from ...training.parallel.data import Dealt
 from ...training.parallel.engine import MeshEngine
 from ...training.task import Task, collate_of, folder_of, load_task, user_code
 from ..processes import signalled_when_parent_ends
-from ..star.combinations import check_plain
 from .rank_monitor import GiveUp, RankFailure, RankMonitor
 
 Fetch = Callable[[str, SiteId], Any]  # ("data" or "eval_data", site) -> what the task has
@@ -99,8 +98,6 @@ class RankGroup:
         )  # fmt: skip
         self.mesh = Mesh(sizes, device)
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
-        check_plain(config, strategy, "parallel.ranks", "the ranks of a site exchange deltas alone. Set it "
-                    "to 1, or use another strategy")  # fmt: skip
         self._correct: Correct | None = strategy.correct if strategies.corrects(strategy) else None
         self._engine: MeshEngine | None = None
         model = build_model(task, config.run.seed, torch.device("cpu"))

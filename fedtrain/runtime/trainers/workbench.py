@@ -63,7 +63,7 @@ class Workbench:
         from ...training.partition import SimulatedSites
         from ...training.task import derives, folder_of, load_task
         from ...training.vmapped import Vmapped, refusal
-        from ..star.combinations import check_noise
+        from ..star.combinations import check_noise, check_plain
         from .learner import Learner
 
         check_config(config)
@@ -84,6 +84,8 @@ class Workbench:
         if not simulated and config.parallel.ranks > 1:
             from .ranks import start_ranks
 
+            check_plain(config, strategy, "parallel.ranks", "the ranks of a site exchange deltas alone. Set "
+                        "it to 1, or use another strategy")  # fmt: skip
             self._ranks = start_ranks(config, self._task, self._load, data_dir, give_up)
         elif private.noise_multiplier and private.unit == "example":
             self._engine: Engine = PrivateEngine(
