@@ -123,6 +123,6 @@ def test_vmap_trains_as_the_loop_does(tmp_path, kind, options):
 def test_vmap_refuses_a_strategy_whose_sites_it_would_train_otherwise(tmp_path, kind):
     options = METHODS.get(kind, {})
     cfg = toy.config(tmp_path, kind, options, simulate={"engine": "vmap"}, train={"batch_size": 0})
-    why = "leaves tensors at their sites" if kind == "fedbn" else "trains in a way of its own"
+    why = "leaves tensors at their sites" if kind in ("fedbn", "fedrep") else "trains in a way of its own"
     with pytest.raises(ConfigError, match=rf'"vmap" can\'t train this: the strategy {why}.*"loop"'):
         Workbench(cfg, simulated=True)

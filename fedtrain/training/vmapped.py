@@ -38,9 +38,10 @@ STACKED_BYTES = 256 << 20  # of stacked data that is kept for the next round
 class Vmapped(Backend):
     """An engine's sites, many at a time. Make it once: it keeps what does not change from round to round."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, own_training: bool = False) -> None:
+        """`own_training`: the strategy overrides `train`, which is for one site."""
         self.engine = engine
-        self._section, self._folder = _one_section(engine), folder_of(engine.task)
+        self._section, self._folder = _one_section(engine, own_training), folder_of(engine.task)
         trained = [s for s in engine.schema.tensors if s.trained]
         self._shapes = [s.shape for s in trained]
         self._sizes = [s.numel for s in trained]
@@ -233,7 +234,7 @@ def _scalar(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _one_section(engine: Engine) -> Section:
+def _one_section(engine: Engine, own_training: bool) -> Section:
     """Where the trained coordinates lie, or a ConfigError that says why these sites need the loop."""
     config = engine.config
     trained = [s for s in engine.schema.sections if s.trained]
@@ -248,6 +249,7 @@ def _one_section(engine: Engine) -> Section:
         f"the model has trained parameters of {len(trained)} dtypes, not one": len(trained) != 1,
         f"the model has buffers ({buffers}), which each site would change": buffers is not None,
         "the strategy leaves tensors at their sites": bool(engine.own.schema.tensors),
+        "the strategy trains in a way of its own": own_training,
     }
     if found := next((reason for reason, holds in reasons.items() if holds), None):
         raise refusal(found)

@@ -39,6 +39,7 @@ from ...training.parallel.data import Dealt
 from ...training.parallel.engine import MeshEngine
 from ...training.task import Task, collate_of, folder_of, load_task, user_code
 from ..processes import signalled_when_parent_ends
+from ..star.combinations import check_plain
 from .rank_monitor import GiveUp, RankFailure, RankMonitor
 
 Fetch = Callable[[str, SiteId], Any]  # ("data" or "eval_data", site) -> what the task has
@@ -237,6 +238,9 @@ def start_ranks(
     config: Config, task: Task, fetch: Fetch, data_dir: Path | None, give_up: GiveUp
 ) -> RankGroup:
     """Rank 0 of a site, with its other ranks started. `give_up` is called when they can't go on."""
+    strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+    check_plain(config, strategy, "parallel.ranks", "the ranks of a site exchange deltas alone. Set it to 1, "
+                "or use another strategy")  # fmt: skip
     listener = socket.create_server(("127.0.0.1", 0))
     store = TCPStore(
         "127.0.0.1", listener.getsockname()[1], config.parallel.ranks, True,

@@ -62,8 +62,8 @@ class Workbench:
         from ...training.local import Engine
         from ...training.partition import SimulatedSites
         from ...training.task import derives, folder_of, load_task
-        from ...training.vmapped import Vmapped, refusal
-        from ..star.combinations import check_noise, check_plain
+        from ...training.vmapped import Vmapped
+        from ..star.combinations import check_noise
         from .learner import Learner
 
         check_config(config)
@@ -84,8 +84,6 @@ class Workbench:
         if not simulated and config.parallel.ranks > 1:
             from .ranks import start_ranks
 
-            check_plain(config, strategy, "parallel.ranks", "the ranks of a site exchange deltas alone. Set "
-                        "it to 1, or use another strategy")  # fmt: skip
             self._ranks = start_ranks(config, self._task, self._load, data_dir, give_up)
         elif private.noise_multiplier and private.unit == "example":
             self._engine: Engine = PrivateEngine(
@@ -97,9 +95,8 @@ class Workbench:
             self._engine = Engine(
                 self._task, config.train, config.run.seed, correct, config.run.rounds, strategy.shares
             )
-        if stack and strategies.overrides(strategy, "train"):
-            raise refusal("the strategy trains in a way of its own")
-        self._vmapped = Vmapped(self._engine) if stack else None
+        own = strategies.overrides(strategy, "train")
+        self._vmapped = Vmapped(self._engine, own_training=own) if stack else None
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
         self._data_bytes = 0
         self._weights: tuple[msg.ModelFile, Arena] | None = None
