@@ -238,10 +238,19 @@ class Slab:
 
     @cached_property
     def norms(self) -> list[float]:
-        """Each row's L2 norm over its floats; NaN or Inf where a value is, or where float32 overflows."""
+        """The L2 norm of each row's model over its floats; NaN or Inf where a value is, or where float32
+        overflows."""
+        return self._norms(self.schema.model.sections)
+
+    @cached_property
+    def extra_norms(self) -> list[float]:
+        """The same of what comes after the model."""
+        return self._norms(self.schema.sections[len(self.schema.model.sections) :])
+
+    def _norms(self, sections: Sequence[Section]) -> list[float]:
         import torch
 
-        floats = [self.flat(s) for s in self.schema.model.sections if s.floating]
+        floats = [self.flat(s) for s in sections if s.floating]
         squares = sum(torch.linalg.vector_norm(rows, dim=1).double().square() for rows in floats)
         norms: list[float] = squares.sqrt().tolist() if floats else [0.0] * self.rows
         return norms

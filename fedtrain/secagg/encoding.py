@@ -169,7 +169,10 @@ class Encoding:
     def stacks(self, delta: AnyArena) -> bool:
         """Whether an update is summed faster together with its neighbours in a slab: that of a small model of
         floats that numpy has, and one which needs no closer look."""
-        return self._small and isinstance(delta, Row) and math.isfinite(delta.slab.norms[delta.index])
+        if not (self._small and isinstance(delta, Row)):
+            return False
+        slab, at = delta.slab, delta.index
+        return math.isfinite(slab.norms[at]) and math.isfinite(slab.extra_norms[at])
 
     @cached_property
     def _small(self) -> bool:

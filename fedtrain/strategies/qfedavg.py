@@ -37,4 +37,5 @@ class QFedAvg(Strategy):
         return Contribution(found.delta, weight, scalars={"h": h})
 
     def step(self, weights: Vector, state: State, round: RoundSums) -> tuple[Vector, State]:
-        return weights.add_(round.mean, alpha=round.weight / round.scalars["h"]), state
+        h = round.scalars["h"]  # not above 0 where no site has a loss, or one says what is not so
+        return weights.add_(round.mean, alpha=round.weight / h if h > 0 else 0.0), state

@@ -153,7 +153,10 @@ async def federated_round(
         number=plan.round, sites=len(mean.sites), registered=plan.registered, weight=mean.weight,
         sums=mean.sums, scalars=mean.scalars, seed=seed,
     )  # fmt: skip
-    weights, state = await in_thread(checkpoint.weights.schema.nbytes, step)
+    try:
+        weights, state = await in_thread(checkpoint.weights.schema.nbytes, step)
+    except ArithmeticError as e:  # of numbers that each are within their bounds
+        raise Diverged(f"the strategy's step: {e}", mean.sizes) from e
     if problem := await in_thread(weights.schema.nbytes, checks.flaw, weights, state):
         raise Diverged(problem, mean.sizes)
     if noise is not None:
