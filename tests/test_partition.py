@@ -13,7 +13,7 @@ from torch.utils.data import Subset, TensorDataset
 from fedtrain import Task
 from fedtrain.config import SimulateConfig
 from fedtrain.errors import ConfigError, TaskError
-from fedtrain.training.partition import SimulatedSites, draw, labels_of, partition, site_names
+from fedtrain.training.partition import SimulatedSites, alike, draw, labels_of, partition, site_names
 
 SPECS = ("iid", "dirichlet:0.3", "dirichlet:0.001", "shards:2", "quantity:0.5", "quantity:0.01")
 LABELS = np.arange(1000) % 10
@@ -35,6 +35,22 @@ def test_every_example_goes_to_exactly_one_site_and_no_site_is_empty(spec, label
     assert len(parts) == sites
     assert min(map(len, parts)) >= 1
     assert sorted(np.concatenate(parts)) == list(range(len(labels)))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_other_examples_are_dealt_as_those_that_a_partition_dealt(spec):
+    parts, others = partition(LABELS, spec, 20, 7), np.arange(3000) % 11  # one label is new
+    by_label = spec.startswith(("dirichlet", "shards"))
+    labels, known = (LABELS, others) if by_label else (np.zeros(1000, int), np.zeros(3000, int))
+    found = alike(parts, labels, known, 3)
+    assert sorted(np.concatenate(found)) == list(range(3000))
+    for label in np.unique(labels):
+        ratio = np.count_nonzero(known == label) / np.count_nonzero(labels == label)
+        for part, other in zip(parts, found, strict=True):
+            wanted = ratio * np.count_nonzero(labels[part] == label)
+            assert abs(np.count_nonzero(known[other] == label) - wanted) <= 2
+    with pytest.raises(ConfigError, match=r"eval_data\(\) has 19 examples.*Lower simulate.sites"):
+        alike(parts, labels, known[:19], 3)
 
 
 @pytest.mark.parametrize("spec", SPECS)

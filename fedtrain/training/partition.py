@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int64]
 
+CENTRAL = "central"  # in place of a site: evaluates the one pool of data
 KINDS = {"iid": None, "dirichlet": 0.3, "shards": 2.0, "quantity": 0.5}  # name -> an example of the number
 
 
@@ -116,6 +117,28 @@ def _fill(parts: list[Indices]) -> list[Indices]:
     return parts
 
 
+def alike(parts: Sequence[Indices], labels: Any, others: Any, seed: int) -> list[Indices]:
+    """Deal other examples as `parts` deal those of `labels`: each site gets the same share of each label, and
+    the share that it has of all where a label is new. ConfigError when there are fewer than sites."""
+    import numpy as np
+
+    labels, others = np.asarray(labels), np.asarray(others)
+    if len(others) < len(parts):
+        raise ConfigError(
+            f"evaluate.every: eval_data() has {len(others)} examples, and each of {len(parts)} sites is to "
+            f"evaluate its own model on a part of them. Lower simulate.sites, or set evaluate.every = 0."
+        )
+    rng = np.random.RandomState(np.random.MT19937(seed))
+    mine: list[list[Indices]] = [[] for _ in parts]
+    for label in np.unique(others):
+        having = np.array([np.count_nonzero(labels[part] == label) for part in parts], float)
+        having = having if having.any() else np.array([len(part) for part in parts], float)
+        cut = _cut(rng.permutation(np.flatnonzero(others == label)), having / having.sum())
+        for have, more in zip(mine, cut, strict=True):
+            have.append(more)
+    return [np.sort(part).astype(np.int64) for part in _fill([np.concatenate(have) for have in mine])]
+
+
 def _codes(labels: Any) -> Indices:
     """Labels as 0, 1, 2, ... in their sorted order."""
     import numpy as np
@@ -193,8 +216,32 @@ class SimulatedSites:
     def eval_data(self) -> dict[str, Any]:
         """The data to evaluate on: each natural site's own set, or the pool's single set as "central"."""
         if not self.natural and type(self.task).eval_data is Task.eval_data:
-            return {"central": self.pool}
+            return {CENTRAL: self.pool}
         return self._sets("eval_data")
+
+    def eval_set(self, site: str) -> Any:
+        """What is evaluated under this name: a natural site's own set, the pool's as "central", or a site's
+        part of the pool's, which is dealt as the training examples are."""
+        if self.natural or site == CENTRAL:
+            return self.eval_data()[site]
+        from .examples import subset
+
+        return subset(self.eval_data()[CENTRAL], self.eval_parts[site])
+
+    @cached_property
+    def eval_parts(self) -> dict[str, Indices]:
+        """Each site's indices in the pool's eval_data()."""
+        if type(self.task).eval_data is Task.eval_data:
+            return self.parts
+        pool, kind = self.eval_data()[CENTRAL], parse(self.simulate.partition)[0]
+        if kind in ("dirichlet", "shards"):
+            labels, others = labels_of(self.pool), labels_of(pool)
+        else:
+            from .examples import examples_of
+
+            labels, others = ([0] * examples_of(data).count for data in (self.pool, pool))
+        found = alike(list(self.parts.values()), labels, others, seed_of(self.seed, "partition", "eval"))
+        return dict(zip(self.names, found, strict=True))
 
     def test_data(self) -> dict[str, Any]:
         """The data on which a finished model is measured, in the form of `eval_data`."""
@@ -205,7 +252,7 @@ class SimulatedSites:
         sites = self.names if self.natural else self.names[:1]
         with user_code(folder_of(self.task), f"{which}()"):
             found = {site: getattr(self.task, which)(site) for site in sites}
-        return found if self.natural else {"central": found[sites[0]]}
+        return found if self.natural else {CENTRAL: found[sites[0]]}
 
     @cached_property
     def parts(self) -> dict[str, Indices]:

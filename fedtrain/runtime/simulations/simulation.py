@@ -156,7 +156,7 @@ def server_has_data(config: Config, about: Description) -> bool:
     clear what that would be."""
     if not (config.evaluate.every and config.evaluate.server):
         return False
-    if about.evaluators != about.sites:
+    if about.pooled:
         raise ConfigError(
             "evaluate.server: the simulated sites share one pool of data, whose eval_data() is evaluated "
             "centrally already. Leave it false, or have the task name its sites in sites()."

@@ -18,6 +18,7 @@ from ...messages import Metrics, SiteId, Update
 from ...store.memory import NEVER, SiteMemory
 from ...strategies import Strategy, overrides
 from ...training.local import Engine
+from ...training.partition import CENTRAL
 from ...training.site_training import SiteTraining
 from ...training.vmapped import Vmapped
 from ..sites.compressed import UP, UpEncoder
@@ -96,7 +97,8 @@ class Learner:
         return found
 
     def evaluate(self, site: SiteId, dataset: Any, round: int, weights: Arena, counted: int) -> Metrics:
-        """Of the site's own model where it has one, else of the global one."""
+        """Of the site's own model where it has one, else of the global one; where the data is no site's, with
+        the task's own tensors."""
         if not self._personal or site in (CENTRAL, SERVER):
             return self._engine.evaluate(dataset, weights, self._engine.first_own)
         local = self._local(site, dataset, round, weights, self.memory(site, counted), None)
@@ -144,6 +146,3 @@ class Learner:
         folder = self._config.simulate_dir if self._simulated else self._config.site_dir(site)
         folder = folder / "memory" / site
         return SiteMemory(folder, durable=not self._simulated, needed=self._must_remember)
-
-
-CENTRAL = "central"  # as SERVER: evaluates data of no site, with the task's own tensors

@@ -138,7 +138,8 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     comes: Schema | None = None  # of an update as it travels, where it is not a delta of the model alone
     extras: Extras = NO_EXTRAS
     sites: list[SiteId] = []
-    evaluators: list[SiteId] = []  # the sites, or "central" where all sites share one pool of data
+    pooled: bool = False  # all sites share one pool of data
+    evaluators: list[SiteId] = []  # the sites, or "central" where one model is evaluated on the pool
     frozen: Frozen = Frozen()  # of the task's model()
     derives: bool = False  # whether the task has a metrics() of its own
 

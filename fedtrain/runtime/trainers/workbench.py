@@ -60,7 +60,7 @@ class Workbench:
         from ... import strategies
         from ...training.dp_sgd import PrivateEngine
         from ...training.local import Engine
-        from ...training.partition import SimulatedSites
+        from ...training.partition import CENTRAL, SimulatedSites
         from ...training.task import derives, folder_of, load_task
         from ...training.vmapped import Vmapped
         from ..star.combinations import check_noise
@@ -115,7 +115,9 @@ class Workbench:
         if self._simulated is not None:
             names = self._simulated.names
             self.description.sites = names
-            self.description.evaluators = names if self._simulated.natural else ["central"]
+            self.description.pooled = pooled = not self._simulated.natural
+            at_sites = not pooled or strategies.has_personal(strategy)
+            self.description.evaluators = names if at_sites else [CENTRAL]
         self.description.derives = derives(self._task)
 
     def initial(self, *, frozen: bool = False) -> Arena:
@@ -265,11 +267,8 @@ class Workbench:
     def _call_task(self, what: str, site: SiteId) -> Any:
         from ...training.task import user_code
 
-        if self._simulated is not None:
-            if what == "data":
-                return self._simulated.data(site)
-            if not self._simulated.natural:
-                return self._simulated.eval_data()[site]
+        if self._simulated is not None and (what == "data" or self.description.pooled):
+            return self._simulated.data(site) if what == "data" else self._simulated.eval_set(site)
         with user_code(self._folder, f"{what}({site!r})"):
             return self._task.data(site) if what == "data" else self._task.eval_data(site)
 
