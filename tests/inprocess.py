@@ -111,7 +111,7 @@ def federation(
     return events
 
 
-def simulated(config: Config, monkeypatch: Any) -> Events:
+def simulated(config: Config, monkeypatch: Any, workers: int = 1) -> Events:
     """The same as a simulation."""
     events = Events()
 
@@ -119,7 +119,7 @@ def simulated(config: Config, monkeypatch: Any) -> Events:
         return InProcess(config, scratch, simulated=simulated)
 
     monkeypatch.setattr(Trainer, "start", start)
-    asyncio.run(simulation.simulate(config, emit=events, workers=1))
+    asyncio.run(simulation.simulate(config, emit=events, workers=workers))
     monkeypatch.undo()
     return events
 

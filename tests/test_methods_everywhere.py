@@ -3,6 +3,7 @@ simulation, and many sites at once as one by one."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError
+from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.transport.endpoints import RemoteCohort
 from tests import toy
@@ -126,3 +128,57 @@ def test_vmap_refuses_a_strategy_whose_sites_it_would_train_otherwise(tmp_path, 
     why = "leaves tensors at their sites" if kind in ("fedbn", "fedrep") else "trains in a way of its own"
     with pytest.raises(ConfigError, match=rf'"vmap" can\'t train this: the strategy {why}.*"loop"'):
         Workbench(cfg, simulated=True)
+
+
+# --- Workers
+
+
+def bits(cfg):
+    """The model, and the names of what sites remember, which say what is in it."""
+    memories = {path.name: remembered(path) for path in (cfg.simulate_dir / "memory").iterdir()}
+    return final(cfg.simulate_dir).digest, memories
+
+
+@pytest.mark.parametrize("kind", ["scaffold", "ditto", "fedbn"])
+def test_any_number_of_workers_gives_the_same_bits(tmp_path, kind):
+    found = []
+    for workers in (1, 3, 8):
+        cfg = config(tmp_path / str(workers), kind, OPEN)
+        simulated(cfg, pytest.MonkeyPatch(), workers)
+        found.append(bits(cfg))
+    assert found[0] == found[1] == found[2]
+
+
+TASK = """
+import torch
+from torch import nn
+import fedtrain
+
+class Toy(fedtrain.Task):
+    def sites(self):
+        return ["site0", "site1", "site2", "site3"]
+
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+    def data(self, site):
+        generator = torch.Generator().manual_seed(ord(site[-1]))
+        x = torch.randn(40, 6, generator=generator)
+        return x, (x @ torch.randn(6, 3, generator=generator)).argmax(1)
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+@pytest.mark.slow(8)
+@pytest.mark.parametrize("kind", ["scaffold", "ditto", "fedbn"])
+def test_three_worker_processes_give_the_bits_of_none(tmp_path, monkeypatch, kind):
+    found = []
+    for workers in (0, 3):
+        cfg = config(tmp_path / str(workers), kind, OPEN)
+        (cfg.root / "toy_task.py").write_text(TASK)
+        monkeypatch.chdir(cfg.root)
+        asyncio.run(simulate(cfg, emit=lambda event: None, workers=workers))
+        found.append(bits(cfg))
+    assert found[0] == found[1]
