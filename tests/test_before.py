@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fedtrain.aggregation import BEFORE, Known, WeightedMean, aggregate, base, build, parse
 from fedtrain.aggregation.base import Updates, Vectors
@@ -137,6 +138,13 @@ def test_clipping_in_front_of_the_mean_leaves_it_weighted_by_examples():
         sum(float(v.double().square().sum()) for v in halved.views().values() if v.is_floating_point())
     )
     assert length == pytest.approx(1.0, rel=1e-2)  # one of its dtypes has 16 bits
+
+
+def test_clipping_leaves_an_update_the_weight_that_its_strategy_gave_it():
+    updates = [structs.replace(update, weight=1.0 + i) for i, update in enumerate(some_updates())]
+    mean = WeightedMean.combine(SCHEMA, updates)
+    assert build("mean", {}, before=["clip:1e30"]).combine(SCHEMA, updates).digest == mean.digest
+    assert mean.digest != WeightedMean.combine(SCHEMA, some_updates()).digest
 
 
 def test_an_update_too_long_for_float64_counts_for_nothing():

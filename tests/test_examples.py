@@ -14,6 +14,7 @@ import torch
 
 from fedtrain.arena import Arena
 from fedtrain.config import Config
+from fedtrain.learning import RoundSums
 from fedtrain.store import RunStore
 from fedtrain.strategies import Strategy
 from fedtrain.training.local import Engine
@@ -192,9 +193,10 @@ def test_fedsign_moves_every_coordinate_by_the_same_amount(monkeypatch):
     sign = FedSign(server_lr=0.5, momentum=0.5)
     assert isinstance(sign, Strategy)
     weights, state = torch.zeros(3), sign.init(torch.zeros(3))
-    weights, state = sign.step(weights, state, torch.tensor([4.0, -0.1, 0.0]))
+    weights, state = sign.step(weights, state, RoundSums(torch.tensor([4.0, -0.1, 0.0])))
     assert weights.tolist() == [0.5, -0.5, 0.0]
-    weights, state = sign.step(weights, state, torch.tensor([-1.0, -0.1, 0.0]))  # 0.5·2 - 0.5 > 0: goes on
+    second = RoundSums(torch.tensor([-1.0, -0.1, 0.0]))
+    weights, state = sign.step(weights, state, second)  # 0.5·2 - 0.5 > 0: goes on
     assert weights.tolist() == [1.0, -1.0, 0.0]
     assert state["direction"].tolist() == pytest.approx([0.5, -0.075, 0.0])
 

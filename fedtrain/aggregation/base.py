@@ -49,7 +49,7 @@ class Stack(Protocol[T_co]):
 
     @property
     def weights(self) -> Sequence[float]:
-        """[n]: how much each update counts in a mean: its examples, or 1 where all count alike."""
+        """[n]: how much each update counts in a mean: its examples or own weight, or 1 for all."""
 
     @property
     def known(self) -> Known:
@@ -134,7 +134,7 @@ class Updates:
         if not updates:
             raise RoundError("there are no updates to aggregate")
         self._schema, self._updates, self.known = schema, updates, known
-        self.count, self.weights = len(updates), [update.num_examples for update in updates]
+        self.count, self.weights = len(updates), [update.counts for update in updates]
 
     def with_last(self) -> Updates:
         last = Arena.zeros(self._schema) if self.known.last is None else self.known.last

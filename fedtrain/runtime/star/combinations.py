@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...config import Config
 from ...errors import ConfigError
 from ...strategies import Strategy, extras_of, overrides, remembers
-from .answers import rule_of
+from .answers import compares, rule_of
 
 
 def check_strategy(config: Config, strategy: Strategy) -> None:
@@ -22,14 +22,14 @@ def check_strategy(config: Config, strategy: Strategy) -> None:
         )
     if further and not rule_of(config).linear:
         raise ConfigError(
-            f'aggregation.rule: "{config.aggregation.rule}" would guard the deltas of {kind}, and not its '
-            f'{", ".join(further)}, which one hostile site could set. Use aggregation.rule = "mean", or a '
-            f"strategy whose sites send a delta alone."
+            f"{compares(config)} would guard the deltas of {kind}, and not its "
+            f'{", ".join(further)}, which one hostile site could set. Use aggregation.rule = "mean" without '
+            f"aggregation.before, or a strategy whose sites send a delta alone."
         )
     if strategy.sigma is not None and (not rule_of(config).linear or config.secagg.groups > 1):
         raise ConfigError(
             f"strategy.kind: the noise of {kind} hides a site in the sum of all. Use aggregation.rule = "
-            f'"mean" and secagg.groups = 1.'
+            f'"mean", without aggregation.before, and secagg.groups = 1.'
         )
     if config.compression.up and (extras.up or extras.exact):
         raise ConfigError(
