@@ -34,6 +34,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/datacenter.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/footprint.py
+	$(BIN)/python benchmarks/privacy.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

@@ -19,6 +19,7 @@ from fedtrain.keystream import Keystream
 from fedtrain.learning import Context
 from fedtrain.privacy import Release, epsilon
 from fedtrain.runtime.plan import round_plan
+from fedtrain.runtime.simulations import gossip_simulation
 from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.training.dp_sgd import PrivateEngine
@@ -247,6 +248,14 @@ def test_a_simulation_pays_for_the_steps_of_the_smallest_site_and_repeats_itself
         assert all("loss" not in e["metrics"] for e in log.of("round_committed"))
         found.append([e["weights"] for e in log.of("round_committed") if "weights" in e])
     assert found[0] == found[1]
+
+
+def test_simulated_peers_tell_the_price_of_the_one_with_the_fewest_examples(tmp_path):
+    cfg = settings(tmp_path, simulate={"sites": 7})
+    log = Log()
+    asyncio.run(gossip_simulation.simulate(cfg, emit=log))
+    told = log.of("privacy_spent")
+    assert told[-1]["epsilon"] == epsilon([Release("gaussian", 1.0, 8 / 34, 5 * len(told))], 1e-5)
 
 
 def test_the_plan_says_what_each_site_will_have_spent(tmp_path):

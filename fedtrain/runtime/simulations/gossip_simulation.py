@@ -72,7 +72,8 @@ async def simulate(
             bench.freeze(frozen)
         spent = Spent(config, store.folder, emit)
         pace = dict.fromkeys(about.sites, 1.0) if algorithm.waits else paces(config, about.sites)
-        fastest = min(about.sites, key=pace.__getitem__)  # who spends most of all
+        priced = config.privacy.noise_multiplier and config.privacy.unit == "example"  # by how many there are
+        fastest = min(about.sites, key=lambda name: (pace[name], (priced and bench.examples(name)) or 0))
         network = LocalNetwork(about.sites)
         sums = _peer_sums(config, about.sites)
         initial = bench.initial()
