@@ -423,6 +423,27 @@ def test_the_command_prints_a_table_and_writes_what_python_gets(tmp_path, monkey
         found["z"]
 
 
+def test_an_aggregator_that_asks_for_statistics_trains_nothing(tmp_path, monkeypatch):
+    config = folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    found = fedtrain.stats()
+    asked = []
+
+    async def asks(config, *, emit):
+        asked.append(config.run.name)
+        return found
+
+    monkeypatch.setattr(aggregator, "survey", asks)
+    printed = CliRunner().invoke(cli, ["aggregator", "--stats"])
+    assert (printed.exit_code, asked) == (0, ["r"])
+    assert printed.output.endswith(
+        f"{found!r}\nwritten to {config.run_dir.relative_to(tmp_path)}/statistics.json\n"
+    )
+    refused = CliRunner().invoke(cli, ["aggregator", "--stats", "--from", "other"])
+    assert refused.exit_code == 2
+    assert "--stats trains nothing: leave --from and --data out." in refused.stderr
+
+
 def test_in_the_open_each_site_has_its_own_statistics_and_a_site_alone_the_same(tmp_path, monkeypatch):
     folder(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import fedtrain
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.runtime.trainers.trainer import Trainer, TrainerDied
+from fedtrain.runtime.trainers.trainer_process import environment
 from fedtrain.runtime.trainers.workbench import Workbench
 from tests.limits import WAIT_S, bounded
 
@@ -185,6 +187,12 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_a_trainer_finds_this_very_fedtrain_and_no_module_of_its_by_a_name_of_pythons(tmp_path):
+    path = environment(Config(), tmp_path)["PYTHONPATH"].split(os.pathsep)
+    assert path[0] == str(Path(fedtrain.__file__).resolve().parents[1])
+    assert str(Path(fedtrain.__file__).resolve().parent) not in path
 
 
 def test_the_parent_loads_no_torch_and_its_trainer_has_no_keys_and_dies_with_it(config, tmp_path):
