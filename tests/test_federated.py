@@ -446,17 +446,17 @@ def test_a_run_that_goes_on_with_the_same_code_starts_no_process_to_load_it(tmp_
     )
     cfg = config(tmp_path, run={"task": "begun_task:Task"})
     strategy, store = build("fedavg", {}), RunStore(cfg.run_dir)
-    begun = asyncio.run(aggregator._begin(cfg, store, strategy, None))
+    begun = asyncio.run(aggregator._begin(cfg, store, strategy, None, True))
 
     async def never(*_, **__):
         raise ChildProcessError("a process")
 
     monkeypatch.setattr("fedtrain.runtime.trainers.trainer.Trainer.start", never)
-    assert asyncio.run(aggregator._begin(cfg, store, strategy, None)) == begun
+    assert asyncio.run(aggregator._begin(cfg, store, strategy, None, True)) == begun
     assert store.latest().round == 0
     task.write_text(task.read_text().replace("3, 2", "3, 1"))
     with pytest.raises(ChildProcessError):
-        asyncio.run(aggregator._begin(cfg, store, strategy, None))
+        asyncio.run(aggregator._begin(cfg, store, strategy, None, True))
     store.close()
 
 

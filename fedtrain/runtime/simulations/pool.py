@@ -87,7 +87,8 @@ class PoolCohort:
 
         async def start() -> Trains:
             if not count:
-                return LocalTrainer(Workbench(config, data_dir, simulated=True, task=task))
+                with ONE_AT_A_TIME:  # a model is drawn
+                    return LocalTrainer(Workbench(config, data_dir, simulated=True, task=task))
             return await Trainer.start(
                 config, data_dir=data_dir, scratch=scratch, simulated=True, pass_fds=memory.fds
             )

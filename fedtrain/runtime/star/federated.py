@@ -93,7 +93,7 @@ async def _train(
     plan, left_out = store.plan(checkpoint.round), dict[SiteId, str]()
     while True:
         if plan is None:
-            sites = sample(config, strategy, checkpoint.round, 0, members, store.counted())
+            sites = asked(config, strategy, checkpoint.round, 0, members, store.counted())
             plan = RoundPlan(checkpoint.round, 0, sites, registered=store.registered(members))
         if store.durable or plan.attempt:  # a simulation draws its first plan again: nobody leaves it
             store.set_plan(plan)
@@ -116,7 +116,7 @@ async def _train(
             if len(members) < config.strategy.min_sites:
                 store.set_plan(replace(plan, attempt=0))
                 raise
-            sites = sample(config, strategy, plan.round, attempt, members, store.counted())
+            sites = asked(config, strategy, plan.round, attempt, members, store.counted())
             plan = replace(plan, attempt=attempt, sites=sites, registered=store.registered(members))
             continue
         nbytes = after.weights.schema.nbytes
@@ -165,14 +165,19 @@ async def federated_round(
     return Checkpoint(plan.round + 1, weights, state | mean.state), record, mean.sites
 
 
-def sample(
+def asked(
     config: Config, strategy: Strategy, number: int, attempt: int, members: Sequence[SiteId], counted: Counted
 ) -> list[SiteId]:
+    """The sites of a round: a sample, or the one that waited longest."""
+    if not strategy.one_by_one:
+        return sample(config, number, attempt, members)
+    return [sorted(members, key=lambda site: (counted.get(site, -1), site))[attempt % len(members)]]
+
+
+def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:
     """The sites of a round, sorted; drawn by (seed, round, attempt), so a repeated round asks the same. Those
     that the rule must have are always in it."""
     members = sorted(members)
-    if strategy.one_by_one:
-        return [sorted(members, key=lambda site: (counted.get(site, -1), site))[attempt % len(members)]]
     count = max(config.strategy.min_sites, round(config.strategy.fraction * len(members)))
     if count >= len(members):
         return members

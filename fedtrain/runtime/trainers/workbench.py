@@ -102,9 +102,11 @@ class Workbench:
         self._weights: tuple[msg.ModelFile, Arena] | None = None
         self._slab: tuple[str, mmap.mmap] | None = None
         engine = self._ranks or self._engine
-        first, _ = strategies.beginning(strategy, engine.initial())
+        goes = engine.schema
+        if self._ranks is None:
+            goes = strategies.beginning(strategy, self._engine.local)[0].schema
         self.description = msg.Description(
-            first.schema, digest, frozen=engine.frozen, extras=extras,
+            goes, digest, frozen=engine.frozen, extras=extras,
             comes=extras.update(engine.schema),
         )  # fmt: skip
         encoder = compressed.UpEncoder.of(config, engine.schema)
