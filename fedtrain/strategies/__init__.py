@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from .base import (
     Strategy,
     beginning,
+    check_parts,
     corrects,
     extras_of,
     has_personal,
@@ -65,8 +66,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 __all__ = [
-    "STRATEGIES", "Strategy", "beginning", "build", "corrects", "extras_of", "has_personal", "overrides",
-    "remembers", "server_step",
+    "STRATEGIES", "Strategy", "beginning", "build", "check_parts", "corrects", "extras_of", "has_personal",
+    "overrides", "remembers", "server_step",
 ]  # fmt: skip
 
 

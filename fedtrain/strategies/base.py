@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..arena import AnyArena, Arena, joined, split_into
 from ..config.values import Settings, require
+from ..errors import ConfigError, nearest
 from ..learning import (
     NO_EXTRAS,
     Bounded,
@@ -94,9 +95,10 @@ class Strategy(Settings):
         """What becomes of a tensor of the model."""
         if any(fnmatchcase(tensor.name, pattern) for pattern in self.local):
             return "local"
-        if tensor.kind == "frozen" or any(fnmatchcase(tensor.name, pattern) for pattern in self.fixed):
-            return "fixed"
-        return "shared" if tensor.kind == "trained" else "averaged"
+        if tensor.kind == "buffer":
+            return "averaged"
+        fixed = any(fnmatchcase(tensor.name, pattern) for pattern in self.fixed)
+        return "fixed" if fixed or tensor.kind == "frozen" else "shared"
 
     def check(self, train: TrainConfig) -> None:
         """ConfigError where local training is not what the method's formula assumes."""
@@ -178,6 +180,39 @@ def check_plain_sgd(kind: str, train: TrainConfig) -> None:
             f"train.momentum and train.weight_decay")  # fmt: skip
     require(not train.warmup and train.decay == "none", "train.decay", f"{kind}'s formula holds for a "
             f"constant rate: leave train.warmup and train.decay out")  # fmt: skip
+
+
+def check_parts(strategy: Strategy, tensors: Sequence[ModelTensor]) -> None:
+    """ConfigError for a pattern of `local` or `fixed` that does nothing, or where nothing is left to train.
+
+    `tensors`: those of the model, in which what is `fixed` is frozen already.
+    """
+    never = {"local": ("frozen", "frozen parameters, which stay as they are everywhere. Leave it out"),
+             "fixed": ("buffer", "buffers, which no optimizer trains. Put the layer that has them into "
+                       "evaluation mode in the task, or name them in strategy.local")}  # fmt: skip
+    names = [tensor.name for tensor in tensors]
+    for key, (kind, why) in never.items():
+        for pattern in getattr(strategy, key):
+            found = [tensor.kind for tensor in tensors if fnmatchcase(tensor.name, pattern)]
+            require(found, f"strategy.{key}", f"no tensor of the model is named like {pattern!r}."
+                    f"{_near(pattern, names)}")  # fmt: skip
+            require({*found} != {kind}, f"strategy.{key}", f"{pattern!r} matches only {why}")
+    left_out = strategy.local or strategy.fixed or overrides(strategy, "shares")
+    if left_out and not any(t.kind == "trained" and strategy.shares(t) == "shared" for t in tensors):
+        raise ConfigError(
+            "strategy.local, strategy.fixed: nothing is left that sites would train together. Name fewer "
+            "tensors; to train each site alone is no federation."
+        )
+
+
+def _near(pattern: str, names: Sequence[str]) -> str:
+    """A sentence with names that the pattern may have meant."""
+    words = pattern.replace("*", "").strip(".")
+    like = [name for name in names if words and words.lower() in name.lower()]
+    if like:
+        return f" Did you mean {like[0]}? A pattern is for the whole name: * stands for the rest of it."
+    parts = {part for name in names for part in name.split(".") if not part.isdigit()}
+    return nearest(words, {*names, *parts})
 
 
 # --- vectors and arenas

@@ -251,18 +251,24 @@ def kept_at_a_site(model: nn.Module, shares: Callable[[ModelTensor], Share] | No
     if shares is None:
         return set()
     check_state(model)
+    own, tensors = set(), unique_tensors(model)
+    for tensor in model_tensors(model):
+        share = shares(tensor)
+        if share == "local" and tensor.kind != "frozen":
+            own.add(tensor.name)
+        elif share == "fixed" and tensor.kind == "trained":
+            tensors[tensor.name].requires_grad_(False)
+    return own
+
+
+def model_tensors(model: nn.Module) -> Iterator[ModelTensor]:
+    """The tensors of a model, each once, as a strategy is asked about them."""
     owners = {
         id(tensor): type(module).__name__
         for module in model.modules()
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
     }
-    own = set()
     for name, t in unique_tensors(model).items():
         kind: Any = "frozen" if is_frozen(t) else "trained" if t.requires_grad else "buffer"
-        share = shares(ModelTensor(name, tuple(t.shape), kind, owners[id(t)]))
-        if share == "local":
-            own.add(name)
-        elif share == "fixed" and kind == "trained":
-            t.requires_grad_(False)
-    return own
+        yield ModelTensor(name, tuple(t.shape), kind, owners[id(t)])

@@ -59,7 +59,7 @@ class Workbench:
         """`give_up`: see rank_monitor. `task`: that of run.task, where a program has made it already."""
         from ... import strategies
         from ...training.dp_sgd import PrivateEngine
-        from ...training.local import Engine
+        from ...training.local import Engine, model_tensors
         from ...training.partition import CENTRAL, SimulatedSites
         from ...training.task import derives, folder_of, load_task
         from ...training.vmapped import Vmapped
@@ -95,6 +95,8 @@ class Workbench:
             self._engine = Engine(
                 self._task, config.train, config.run.seed, correct, config.run.rounds, strategy.shares
             )
+        if self._ranks is None:
+            strategies.check_parts(strategy, [*model_tensors(self._engine.model)])
         own = strategies.overrides(strategy, "train")
         self._vmapped = Vmapped(self._engine, own_training=own) if stack else None
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
