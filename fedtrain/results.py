@@ -51,12 +51,13 @@ class Run:
             {"round": r.pop("round"), "training_loss": r.pop("loss"), **r.pop("metrics"), **r} for r in rows
         ]
 
-    def model(self, round: int | Literal["best"] | None = None) -> nn.Module:
-        """The task's model() with the weights of a round (None: the last), in evaluation mode on the CPU."""
+    def model(self, round: int | Literal["best"] | None = None, *, site: str | None = None) -> nn.Module:
+        """The task's model() with the weights of a round (None: the last), in evaluation mode on the CPU.
+        `site`: that site's own model, where the strategy gives each site one; the newest."""
         from .runtime.evaluation import generators_kept, model_with_weights
 
         with generators_kept():
-            return model_with_weights(self.config, self.path, round, self.task)
+            return model_with_weights(self.config, self.path, round, self.task, site)
 
     def plot(self, *names: str, ax: Axes | None = None) -> Axes:
         """Draw columns of the history by round, with matplotlib; without names all averages."""

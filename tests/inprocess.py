@@ -72,12 +72,13 @@ def begin(config: Config, *, simulated: bool = False) -> None:
     bench = Workbench(config, simulated=simulated)
     store = RunStore(config.run_dir)
     strategy = build(config.strategy.kind, config.strategy.options)
-    initial = bench.initial()
+    initial, about = bench.initial(), bench.description
     store.begin(
-        initial.schema, config.agreed(), run=config.run.name, task_digest=source_digest(config),
-        derives=bench.description.derives,
+        initial.schema, config.agreed(), frozen=about.frozen.schema, run=config.run.name,
+        task_digest=source_digest(config), derives=about.derives, local=about.local,
     )  # fmt: skip
     if store.latest() is None:
+        store.keep_frozen(bench.initial(frozen=True))
         store.commit(Checkpoint(0, *beginning(strategy, initial)), {})
     store.close()
 

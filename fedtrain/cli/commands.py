@@ -359,17 +359,31 @@ def runs(config: Config, json: bool) -> None:
               help="The folder to write to; without it, RUN-model.")  # fmt: skip
 @click.option("--round", "round_", metavar="N|best", callback=which_round,
               help="Which round; without it, the last.")  # fmt: skip
-def export(config: Config, run: str | None, json: bool, out: Path | None, round_: Any) -> None:
+@click.option("--site", "name", metavar="NAME",
+              help="This site's own model, where the strategy gives each site one.")  # fmt: skip
+def export(
+    config: Config, run: str | None, json: bool, out: Path | None, round_: Any, name: str | None
+) -> None:
     """Write a run's model as safetensors, with a model card."""
+    import msgspec
+
     from ..api import run_dir
-    from ..tracking.export import export
+    from ..tracking.export import export, staying
 
     source = run_dir(config, run)
-    folder = export(source, out or Path(f"{source.name}-model"), round_)
-    if json:
-        import msgspec
+    if name is None:
+        folder = export(source, out or Path(f"{source.name}-model"), round_)
+    else:
+        from ..runtime import personal
 
-        click.echo(msgspec.json.format((folder / "model.json").read_bytes(), indent=-1))
+        personal.only_the_newest(round_)
+        whose = source.name if source.name.endswith(f"@{name}") else f"{source.name}-{name}"
+        folder = personal.export(config, source, name, out or Path(f"{whose}-model"))
+    about = (folder / "model.json").read_bytes()
+    if local := msgspec.json.decode(about).get("local"):
+        click.echo(staying(source, local), err=True)
+    if json:
+        click.echo(msgspec.json.format(about, indent=-1))
     else:
         click.echo(f"{folder} holds " + ", ".join(sorted(path.name for path in folder.iterdir())))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from ..config import Config
 from ..events import Averages
 from ..fairness import with_sites
 from ..messages import SiteId, summed
-from ..tracking.export import filled, model_of, own_models
+from ..tracking.export import completed, filled, model_of, own_models
 from ..training.local import Engine
 from ..training.task import Task, load_task, shown, test_split
 from .evaluation import test_sets
@@ -52,7 +52,7 @@ def matrix(
     by_model: dict[str, dict[SiteId, Averages]] = {}
     over_all: dict[str, Averages] = {}
     for source in dict.fromkeys(sources):
-        for name, tensors in _models(source, rounds):
+        for name, tensors in _models(source, rounds, engine.initial().views()):
             weights, frozen = filled(source, tensors, engine.schema, engine.frozen.schema)
             engine.freeze(frozen)
             found = {each: engine.evaluate(examples, weights) for each, examples in data.items()}
@@ -64,15 +64,16 @@ def matrix(
 
 
 def _models(
-    source: Path, rounds: Sequence[int | Literal["best"] | None]
+    source: Path, rounds: Sequence[int | Literal["best"] | None], own: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, tensors) of a run's models, or of an export's one."""
+    """(name, tensors) of a run's models, or of an export's; `own`: the task's, for what stays at sites."""
     seen = set[str]()
     for round in rounds:
         tensors, about = model_of(source, round)
+        tensors = completed(source, tensors, about, own)
         at = "" if round is None else f" round {about['round']}"
         if at not in seen:  # the best round may be one that was asked for by its number
             seen.add(at)
             yield f"{source.stem if source.is_file() else source.name}{at}", tensors
-            for owner, own in own_models(source, round).items():
-                yield f"{source.name}@{owner}{at}", own
+            for owner, each in own_models(source, round).items():
+                yield f"{source.name}@{owner}{at}", each

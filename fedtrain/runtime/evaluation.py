@@ -21,11 +21,12 @@ from ..config import Config
 from ..fairness import with_sites
 from ..messages import SiteId, summed
 from ..schema import Schema, unique_tensors
-from ..tracking.export import EvaluationReport, filled, keep_evaluated, model_of
+from ..tracking.export import EvaluationReport, completed, filled, keep_evaluated, model_of
 from ..training.engine import build_model
 from ..training.local import Engine
 from ..training.partition import SimulatedSites
 from ..training.task import Task, folder_of, load_task, shown, test_split, user_code
+from .personal import only_the_newest, personal
 
 
 def evaluate(
@@ -44,6 +45,7 @@ def evaluate(
     tensors, about = model_of(source, round)
     task = task or load_task(config.run.task, config.root, data_dir)
     engine = Engine(task, config.train, config.run.seed)
+    tensors = completed(source, tensors, about, engine.initial().views())
     weights, frozen = filled(source, tensors, engine.schema, engine.frozen.schema)
     engine.freeze(frozen)
     found = {name: engine.evaluate(each, weights) for name, each in test_sets(config, task, site).items()}
@@ -66,12 +68,23 @@ def test_sets(config: Config, task: Task, site: SiteId | None) -> dict[SiteId, A
 
 
 def model_with_weights(
-    config: Config, source: Path, round: int | Literal["best"] | None, task: Task | None
+    config: Config,
+    source: Path,
+    round: int | Literal["best"] | None,
+    task: Task | None,
+    site: SiteId | None = None,
 ) -> nn.Module:
-    """The task's model() with the weights of `source`, as in `evaluate`; on the CPU, in evaluation mode."""
-    tensors, _ = model_of(source, round)
+    """The task's model() with the weights of `source`, as in `evaluate`, or with those of a site's own model;
+    on the CPU, in evaluation mode."""
     task = task or load_task(config.run.task, config.root)
+    about: dict[str, Any] = {}
+    if site is None:
+        tensors, about = model_of(source, round)
+    else:
+        only_the_newest(round)
+        tensors, _ = personal(config, source, site, task)
     model = build_model(task, config.run.seed, torch.device("cpu"))
+    tensors = completed(source, tensors, about, unique_tensors(model))
     weights, frozen = filled(source, tensors, Schema.of(model), Schema.of(model, frozen=True))
     views = weights.views() | frozen.views()
     with torch.no_grad():

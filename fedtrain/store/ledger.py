@@ -4,6 +4,7 @@ runs/heart@cleveland/
   ledger.db    SQLite: reply headers by what they answer
   inbox/       the global models being trained on, by digest (see spool.py)
   outbox/      finished updates, by digest
+  newest.json  where sites have models of their own: which global model is in the inbox
   sums.json    under masks: the newest rounds that were unmasked, and over whom, by kind of request
 
 What is damaged here is set aside, and trained or fetched again; sums.json, which can't be, has a copy.
@@ -13,19 +14,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from ..errors import Damaged
 from ..messages import SiteId
 from .database import Database
-from .disk import FREE, Kept, Warn, explained, lock, refuse_network_disk, set_aside, silent
+from .disk import FREE, Kept, Warn, explained, lock, refuse_network_disk, set_aside, silent, write_whole
 from .spool import Spool
 
 DB, LOG = "ledger.db", ("ledger.db-wal", "ledger.db-shm")
 TABLE = """CREATE TABLE IF NOT EXISTS replies (
   key TEXT PRIMARY KEY, body BLOB NOT NULL, digest TEXT, nbytes INTEGER)"""
-SUMS = "sums.json"
+SUMS, NEWEST = "sums.json", "newest.json"
 Sum = tuple[int, tuple[SiteId, ...]]  # a round, and over whom its update was summed
 Sums = dict[str, tuple[Sum, ...]]
 KEEP = 2  # newest replies: this round's and, for an aggregator that was restarted, the one before
+
+
+class Newest(msgspec.Struct, frozen=True):
+    """The newest global model that a site was sent."""
+
+    round: int  # of the request
+    weights: str  # digest
+    frozen: str  # digest of the run's frozen parameters; "" without any
+    counted: int  # the last round in which the site counted, as in messages.Train
 
 
 class Ledger:
@@ -78,6 +90,10 @@ class Ledger:
             if free.exists():
                 free.replace(path)
         return path
+
+    def keep_newest(self, newest: Newest) -> None:
+        """Say what the model in the inbox is."""
+        write_whole(self.folder / NEWEST, msgspec.json.encode(newest), durable=False)
 
     def sums(self) -> dict[str, tuple[Sum, ...]]:
         """kind -> the newest sums, the last one first, as given to `keep_sum`."""

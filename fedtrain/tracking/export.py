@@ -14,7 +14,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ import msgspec
 
 from .. import __version__
 from ..arena import Arena
-from ..errors import Damaged, StoreError, writing
+from ..errors import Damaged, StoreError, some, writing
 from ..events import Averages
 from ..schema import Schema
 from ..store import RunStore
@@ -58,8 +59,6 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
     finally:
         store.close()
     assert isinstance(weights, Arena), "a loaded round is in memory"
-    out.mkdir(parents=True, exist_ok=True)
-    sha256 = _replace(out / MODEL, lambda path: _save(path, weights.views() | frozen.views()))
     agreed: dict[str, str] = meta.get("agreed", {})
     about = {
         "run": meta.get("run", run_dir.name),
@@ -71,22 +70,35 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         "training_loss": row.record.get("loss"),
         "parameters": weights.schema.numel + frozen.schema.numel,
         "frozen": frozen.schema.numel,  # of them
-        "config": {key: _value(text) for key, text in agreed.items()},
-        "config_digest": hashlib.sha256(msgspec.json.encode(agreed)).hexdigest(),
+        "local": meta.get("local", []),  # names of the tensors that stay at their site, and are not here
         "task_digest": meta.get("task_digest"),
         "schema_digest": weights.schema.digest,
         "weights_digest": weights.digest,
         "frozen_digest": store.frozen.digest or None,
-        "sha256": sha256,
+    }
+    return write(out, weights.views() | frozen.views(), about, agreed, _evaluated(run_dir))
+
+
+def write(
+    out: Path, tensors: dict[str, Any], about: dict[str, Any], agreed: Mapping[str, str],
+    evaluated: EvaluationReport | None = None,
+) -> Path:  # fmt: skip
+    """Write a model, what is known of it and the settings it was trained with into the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    about = {
+        **about,
+        "config": {key: _value(text) for key, text in agreed.items()},
+        "config_digest": hashlib.sha256(msgspec.json.encode(agreed)).hexdigest(),
+        "sha256": _replace(out / MODEL, lambda path: _save(path, tensors)),
         "fedtrain": __version__,
     }
-    _describe(out, about, _evaluated(run_dir))
+    _describe(out, about, evaluated)
     return out
 
 
 def _describe(folder: Path, about: dict[str, Any], evaluated: EvaluationReport | None) -> None:
     """Write the card and model.json of an export, with the evaluation on test data if it is of this model."""
-    if evaluated is not None and evaluated.weights_digest == about["weights_digest"]:
+    if evaluated is not None and evaluated.weights_digest == about.get("weights_digest"):
         about["test"] = {"data": evaluated.data, "metrics": evaluated.metrics, "sites": [*evaluated.by_site]}
     _replace(folder / "MODEL_CARD.md", lambda path: path.write_text(_card(about), encoding="utf-8"))
     _replace(folder / "model.json", lambda path: path.write_bytes(_pretty(about)))
@@ -121,6 +133,7 @@ def model_of(source: Path, round: int | Literal["best"] | None) -> tuple[dict[st
             chosen = _choose(store, round)
             weights, frozen = store.load(chosen).weights.load(), store.load_frozen()
             about = {"run": source.name, "round": chosen, "weights_digest": weights.digest}
+            about["local"] = store.meta().get("local", [])
             return weights.views() | frozen.views(), about
         finally:
             store.close()
@@ -136,6 +149,25 @@ def model_of(source: Path, round: int | Literal["best"] | None) -> tuple[dict[st
     if (known := file.with_name("model.json")).exists():
         about |= msgspec.json.decode(known.read_bytes())
     return tensors, about
+
+
+def completed(
+    source: Path, tensors: dict[str, Any], about: dict[str, Any], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The model of `model_of`, with the task's `own` values for what stays at the sites, of which stderr is
+    told."""
+    if not (missing := [name for name in about.get("local", ()) if name not in tensors]):
+        return tensors
+    print(f"{staying(source, missing)} The task's own initial values take their place.", file=sys.stderr)
+    return tensors | {name: own[name] for name in missing if name in own}
+
+
+def staying(source: Path, names: list[str]) -> str:
+    """What to tell of tensors that a model lacks because they stay at the sites."""
+    return (
+        f"{source.name} does not have {some(names)}: they stay at the sites. `fedtrain export {source.name} "
+        f"--site NAME` writes a site's own model."
+    )
 
 
 def own_models(source: Path, round: int | Literal["best"] | None) -> dict[str, dict[str, Any]]:
@@ -261,8 +293,11 @@ def _replace(path: Path, write: Callable[[Path], object]) -> str:
 
 def _card(about: dict[str, Any]) -> str:
     best = ", the best by its evaluation" if about["best"] else ""
-    updates = "untrained" if not about["round"] else f"the mean of {about['updates']} sites' updates"
+    updates = "untrained" if not about["round"] else f"the mean of {about.get('updates')} sites' updates"
+    updates = f"{about['site']}'s own model" if "site" in about else updates
     names = ", ".join(about["sites"])
+    local = ", ".join(f"`{name}`" for name in about.get("local", ()))
+    local = f"\nThese stay at the sites; load the rest with `strict=False`: {local}.\n" * bool(local)
     test = about.get("test")
     on_test = (
         f"""
@@ -279,7 +314,7 @@ Trained with fedtrain {about["fedtrain"]}: round {about["round"]}{best}; {update
 {about["parameters"]:,} parameters and buffer values. The training data stayed at the sites{
         ": " * bool(names)
     }{names}.
-
+{local}
 ## Evaluation at the sites
 
 {_table("metric", "value", {k: number(v) for k, v in about["metrics"].items()})}
@@ -304,8 +339,8 @@ load_model(model, "model.safetensors")
             {
                 "model.safetensors": f"`{about['sha256']}`",
                 "config": f"`{about['config_digest']}`",
-                "task code": f"`{about['task_digest']}`",
-                "model schema": f"`{about['schema_digest']}`",
+                "task code": f"`{about.get('task_digest')}`",
+                "model schema": f"`{about.get('schema_digest')}`",
             },
         )
     }

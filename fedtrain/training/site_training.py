@@ -161,9 +161,17 @@ class SiteTraining:
 
     def evaluate(self, weights: torch.Tensor) -> Metrics:
         """What the task's evaluate() gives of these weights, with the tensors that stay here."""
+        return self._engine.evaluate(self._dataset, self._with(weights), self._own)
+
+    def tensors(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same model by name, without frozen parameters."""
+        return self._with(weights).views() | self._own.views()
+
+    def _with(self, weights: torch.Tensor) -> Arena:
+        """The global model with these coordinates."""
         present = self._weights.model.load()
         split_into(present.trained(), weights)
-        return self._engine.evaluate(self._dataset, present, self._own)
+        return present
 
     def _load(self, start: torch.Tensor | None, *, training: bool) -> None:
         engine = self._engine

@@ -75,7 +75,7 @@ async def simulate(
                 emit = without(emit, UpdateReceived, SiteState)
             store.begin(
                 about.schema, agreed(config), frozen=about.frozen.schema, run=config.run.name,
-                task_digest=about.task_digest,
+                task_digest=about.task_digest, local=about.local,
             )  # fmt: skip
             if store.latest() is None:
                 initial, frozen = await pool.beginning(start)

@@ -19,7 +19,7 @@ from ... import __version__
 from ...arena import ArenaFile, Frozen, Patch
 from ...config import Config
 from ...errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
-from ...events import Emit, SiteState, noticed
+from ...events import Emit, Notice, SiteState, noticed
 from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
 from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
@@ -30,6 +30,7 @@ from ...questions import Describe, Tally
 from ...schema import Schema
 from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
 from ...store import Ledger
+from ...store.ledger import NEWEST, Newest
 from ...store.memory import NEVER
 from ...transport.endpoints import TRANSPORTS, SiteLink
 from ...transport.tls import Tls
@@ -67,15 +68,17 @@ class Site:
         tell: Callable[[str], None] = lambda line: None,
         bounds: Bounds | None = None,
         statistics: DataStatistics | None = None,
+        personal: bool = False,
     ) -> None:
         """`say` tells people what goes on, `tell` what went wrong. `frozen`: the frozen parameters of the
         task's own model(). `bounds`: what is answered at all; None: everything.
+        `personal`: whether this site has a model of its own.
 
         With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
         """
         self._secure, self._spent, self._bounds, self._statistics = secure, spent, bounds, statistics
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
-        self._say, self._tell = say, tell
+        self._say, self._tell, self._personal = say, tell, personal
         self._under_way: tuple[str, asyncio.Task[Found]] | None = None
         self._own, self._frozen = frozen, frozen  # frozen parameters of the task's model(), and of the run
         self._fetched: ArenaFile | None = None  # the run's, where they are others
@@ -186,6 +189,10 @@ class Site:
         if difference := self._schema.difference(weights.schema):
             return Failure(reason=f"the aggregator's model is not this site's: {difference}")
         assert isinstance(weights, ArenaFile)
+        if self._personal:
+            self._ledger.keep_newest(
+                Newest(request.round, weights.digest, self._frozen.digest, request.counted)
+            )
         self._ledger.inbox.keep_only([weights.digest, self._frozen.digest])
         try:
             if self._fetched is not None and not self._given:
@@ -315,7 +322,7 @@ async def run(
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
         site = Site(
             name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),
-            bounds := bounds_of(config), statistics,
+            bounds := bounds_of(config), statistics, about.personal,
         )  # fmt: skip
         if config.compression.down:
             await site.keep_initial()
@@ -334,6 +341,9 @@ async def run(
             reason = await link.serve(hello, site.answer, site.welcomed, patched)
         finally:
             await site.close()
+        if (ledger.folder / NEWEST).exists():
+            text = f"{name}'s own model: fedtrain export {ledger.folder.name} --site {name}"
+            emit(Notice(text=text))
         journal.end(None, reason)
         return reason
     finally:

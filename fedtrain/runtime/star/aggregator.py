@@ -227,7 +227,7 @@ async def _begin(
         about = trainer.description
         store.begin(
             about.schema, config.agreed(), frozen=about.frozen.schema, run=config.run.name,
-            task_digest=about.task_digest, derives=about.derives,
+            task_digest=about.task_digest, derives=about.derives, local=about.local,
         )  # fmt: skip
         if training and store.latest() is None:
             initial, frozen = await trainer.beginning(start, store.folder)

@@ -142,6 +142,8 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     evaluators: list[SiteId] = []  # the sites, or "central" where one model is evaluated on the pool
     frozen: Frozen = Frozen()  # of the task's model()
     derives: bool = False  # whether the task has a metrics() of its own
+    personal: bool = False  # whether each site has a model of its own
+    local: list[str] = []  # names of the model's tensors that stay at their site
 
     @property
     def update(self) -> Schema:

@@ -109,7 +109,8 @@ class Workbench:
             goes = strategies.beginning(strategy, self._engine.local)[0].schema
         self.description = msg.Description(
             goes, digest, frozen=engine.frozen, extras=extras,
-            comes=extras.update(engine.schema),
+            comes=extras.update(engine.schema), personal=strategies.has_personal(strategy),
+            local=[] if self._ranks else [spec.name for spec in self._engine.own.schema.tensors],
         )  # fmt: skip
         encoder = compressed.UpEncoder.of(config, engine.schema)
         if encoder is not None:

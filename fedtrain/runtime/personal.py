@@ -1,0 +1,119 @@
+"""A site's own model, of a strategy that gives each site one: the global model that the site has, with the
+tensors that stay there and what the strategy makes of the site's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+
+from .. import strategies
+from ..arena import Arena, ArenaFile
+from ..config import Config
+from ..errors import ConfigError, StoreError
+from ..messages import SiteId
+from ..store import RunStore
+from ..store.ledger import NEWEST, Newest
+from ..store.memory import NEVER, SiteMemory
+from ..tracking.export import write
+from ..training.local import Engine
+from ..training.site_training import SiteTraining
+from ..training.task import Task, load_task
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def only_the_newest(round: object) -> None:
+    """ConfigError for a round that was asked for."""
+    if round is not None:
+        raise ConfigError("--round: a site keeps its newest model only. Leave --round out.")
+
+
+def site_of(source: Path) -> SiteId | None:
+    """Whose run directory it is, of a site's own."""
+    return source.name.partition("@")[2] or None if not (source / "run.db").exists() else None
+
+
+def export(config: Config, source: Path, site: SiteId, out: Path, task: Task | None = None) -> Path:
+    """Write the site's own model into the folder `out` as a model of a run is written, and return `out`."""
+    tensors, round = personal(config, source, site, task)
+    about = {
+        "run": config.run.name, "round": round, "site": site, "sites": [site], "best": False,
+        "strategy": config.strategy.kind, "metrics": {},
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+    }  # fmt: skip
+    return write(out, tensors, about, config.agreed())
+
+
+def personal(
+    config: Config, source: Path, site: SiteId, task: Task | None = None
+) -> tuple[dict[str, torch.Tensor], int]:
+    """(every tensor by its name, the round): of a simulation's run directory, or of the site's.
+
+    The round is the last one whose model the site has. StoreError where the site's memory is not here, or
+    none of its updates counted yet."""
+    strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+    if not strategies.has_personal(strategy):
+        raise ConfigError(
+            f"--site {site}: with strategy.kind = {config.strategy.kind!r} all sites have the global model. "
+            f"Leave --site out, or name what stays at a site in strategy.local."
+        )
+    beside = source.with_name(f"{source.name}@{site}")
+    source = beside if not (source / "memory").exists() and beside.exists() else source
+    task = task or load_task(config.run.task, config.root)
+    engine = Engine(task, config.train, config.run.seed, shares=strategy.shares)
+    first, _ = strategies.beginning(strategy, engine.initial())
+    weights, frozen, round, counted = _in_a_store(source, site) or _at_a_site(source, site, engine, first)
+    if difference := first.schema.difference(weights.schema):
+        raise StoreError(f"{source} holds another model than the task's and [strategy]'s: {difference}.")
+    if counted == NEVER:
+        raise StoreError(f"{site} has no model of its own yet: none of its updates counted in {source}.")
+    engine.freeze(frozen)
+    memory = SiteMemory(source / "memory" / site, durable=False).load(counted).views()
+    local = SiteTraining(engine, site, None, round, weights, memory)
+    found = local.tensors(strategy.personal(local)) | frozen.views()
+    return {name: tensor.cpu() for name, tensor in found.items()}, round
+
+
+def _in_a_store(source: Path, site: SiteId) -> tuple[Arena, Arena, int, int] | None:
+    """(weights, frozen parameters, round, last round that the site counted in) of a simulation."""
+    if not (source / "run.db").exists():
+        return None
+    store = RunStore(source, read_only=True)
+    try:
+        last, counted, frozen = store.latest(), store.counted(), store.load_frozen()
+    finally:
+        store.close()
+    if last is None:
+        raise StoreError(f"{source} has no model yet. Let the run finish its first round.")
+    if not (source / "memory").exists():
+        raise StoreError(
+            f"{source} has no memory of {site}: what stays at a site is in {source.name}@{site}, on that "
+            f"site's machine. Export it there."
+        )
+    return last.weights.load(), frozen, last.round, counted.get(site, NEVER)
+
+
+def _at_a_site(source: Path, site: SiteId, engine: Engine, first: Arena) -> tuple[Arena, Arena, int, int]:
+    """The same at the site itself, of the newest model that the site was sent."""
+    try:
+        newest = msgspec.json.decode((source / NEWEST).read_bytes(), type=Newest)
+    except FileNotFoundError:
+        raise StoreError(
+            f"{source} has no model of {site}'s own yet: it has not been sent the global one."
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise StoreError(f"{source / NEWEST} is damaged: {e}. The next round writes it anew.") from None
+
+    def load(digest: str, like: Arena) -> Arena:
+        arena = ArenaFile(like.schema, source / "inbox" / digest, digest).load()
+        if arena.digest != digest:
+            raise StoreError(f"{source / 'inbox' / digest} is damaged. The next round fetches it anew.")
+        return arena
+
+    frozen = engine.initial(frozen=True)
+    if newest.frozen != engine.frozen.digest:
+        frozen = load(newest.frozen, frozen)
+    return load(newest.weights, first), frozen, newest.round, newest.counted
