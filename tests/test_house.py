@@ -24,7 +24,7 @@ DTYPES_WITHOUT_DIFFERENCES = 1
 # ... of groups of modules that import each other
 ENGINES = [f"training/{n}.py" for n in ("engine", "local", "vmapped", "optimizers", "precision", "mesh")]
 ENGINES += [f"training/parallel/{name}.py" for name in ("engine", "data", "pipeline")]
-ENGINE_LINES = 2040  # issue 13 wants 1,450; tensors that stay at their site added 84
+ENGINE_LINES = 2045  # issue 13 wants 1,450; tensors that stay at their site added 90
 CIRCLES = 0
 # the events of a run itself: each is emitted in one place
 RUN_EVENTS = {

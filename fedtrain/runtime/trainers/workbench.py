@@ -95,8 +95,6 @@ class Workbench:
             self._engine = Engine(
                 self._task, config.train, config.run.seed, correct, config.run.rounds, strategy.shares
             )
-        if self._ranks is None:
-            strategies.check_parts(strategy, [*model_tensors(self._engine.model)])
         own = strategies.overrides(strategy, "train")
         self._vmapped = Vmapped(self._engine, own_training=own) if stack else None
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
@@ -104,17 +102,17 @@ class Workbench:
         self._weights: tuple[msg.ModelFile, Arena] | None = None
         self._slab: tuple[str, mmap.mmap] | None = None
         engine = self._ranks or self._engine
-        goes = engine.schema
+        goes, kept = engine.schema, list[str]()
         if self._ranks is None:
+            strategies.check_parts(strategy, [*model_tensors(self._engine.model)])
             goes = strategies.beginning(strategy, self._engine.local)[0].schema
-        self.description = msg.Description(
-            goes, digest, frozen=engine.frozen, extras=extras,
-            comes=extras.update(engine.schema), personal=strategies.has_personal(strategy),
-            local=[] if self._ranks else [spec.name for spec in self._engine.own.schema.tensors],
-        )  # fmt: skip
+            kept = [spec.name for spec in self._engine.own.schema.tensors]
         encoder = compressed.UpEncoder.of(config, engine.schema)
-        if encoder is not None:
-            self.description.comes = encoder.codec.coded
+        self.description = msg.Description(
+            goes, digest, frozen=engine.frozen, extras=extras, local=kept,
+            comes=encoder.codec.coded if encoder is not None else extras.update(engine.schema),
+            personal=strategies.has_personal(strategy),
+        )  # fmt: skip
         alone = None if self._ranks is not None else self._engine
         self._learner = Learner(config, strategy, extras, alone, encoder, simulated=simulated)
         if self._simulated is not None:
