@@ -53,6 +53,7 @@ def fedtrain(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within peft
 @pytest.mark.parametrize("name", PROJECTS)
 def test_a_task_learns_from_its_own_data(name, fashion):
     config, task = project(name, fashion if name == "fashion_mnist" else None)

@@ -116,8 +116,7 @@ class Workbench:
         alone = None if self._ranks is not None else self._engine
         self._learner = Learner(config, strategy, extras, alone, encoder, simulated=simulated)
         if self._simulated is not None:
-            names = self._simulated.names
-            self.description.sites = names
+            names = self.description.sites = self._simulated.names
             self.description.pooled = pooled = not self._simulated.natural
             at_sites = not pooled or strategies.has_personal(strategy)
             self.description.evaluators = names if at_sites else [CENTRAL]
