@@ -119,9 +119,9 @@ def simulated(config: Config, monkeypatch: Any, workers: int = 1) -> Events:
     async def start(config: Config, *, scratch: Path, simulated: bool, **_: Any) -> InProcess:
         return InProcess(config, scratch, simulated=simulated)
 
-    monkeypatch.setattr(Trainer, "start", start)
-    asyncio.run(simulation.simulate(config, emit=events, workers=workers))
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:  # undone also where the simulation raises
+        patched.setattr(Trainer, "start", start)
+        asyncio.run(simulation.simulate(config, emit=events, workers=workers))
     return events
 
 
