@@ -97,8 +97,9 @@ class Image:
 
 
 def is_named(line: str, file: Path) -> bool:
-    """Whether a line names the file, or the database whose log it is; of one that is gone, its folder."""
-    names = re.sub(r"-(wal|shm)$", "", file.name), f"{file.parent} has no"
+    """Whether a line names the file, or the database whose log it is; of one that is gone, its folder, of
+    which a line that leaves the site has the end alone."""
+    names = re.sub(r"-(wal|shm)$", "", file.name), f"{'/'.join(file.parent.parts[-2:])} has no"
     return any(name in line for name in names) and "\n" not in line
 
 
