@@ -37,33 +37,33 @@ class AnyArena:
     sent_bytes: int | None = None  # as which it travelled, where it was compressed
     patches: tuple[Patch, ...] = ()  # ways to it from the models before it, the nearest last
 
-    def _no(self, what: str) -> NotImplementedError:
+    def _lacks(self, what: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} has no {what}")
 
     @property
     def digest(self) -> str:
         """The bytes' name, see Digest."""
-        raise self._no("digest")
+        raise self._lacks("digest")
 
     def chunk(self, section: Section, start: int, stop: int) -> torch.Tensor:
         """Coordinates [start, stop) of one section, 1-D, read-only, and only until the next call."""
-        raise self._no("chunk")
+        raise self._lacks("chunk")
 
     def span(self, section: Section, start: int, stop: int, room: memoryview | None = None) -> memoryview:
         """The bytes of the same coordinates, for those who load no torch; only until the next call.
 
         `room`: where bytes that must be read are put, at least as many. So threads can read at once.
         """
-        raise self._no("span")
+        raise self._lacks("span")
 
     @property
     def payload(self) -> memoryview:
         """All bytes, of an arena that has them in memory."""
-        raise self._no("payload")
+        raise self._lacks("payload")
 
     def load(self) -> Arena:
         """A copy in memory, the caller's own to change."""
-        raise self._no("load")
+        raise self._lacks("load")
 
 
 @dataclass(frozen=True)

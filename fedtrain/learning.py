@@ -29,7 +29,8 @@ Correct = Callable[[Vector, Vector, "Context"], None]  # changes the gradient, t
 
 
 class Bounded(msgspec.Struct, frozen=True, array_like=True):
-    """A summed value. Coordinates of a vector are clipped to the bound, a number beyond it is refused."""
+    """A summed value. A number beyond the bound is refused, and in the open a vector with a coordinate beyond
+    it. Under masks, and in Local.as_summed, coordinates are clipped to it."""
 
     name: str
     bound: float

@@ -215,10 +215,8 @@ class SiteTraining:
 
 def check_bounds(contribution: Contribution, extras: Extras) -> None:
     """BadUpdate for a weight or a number beyond its bound: such values are never clipped in silence."""
-    numbers = {name: (value, 0.0) for name, value in contribution.scalars.items()}
     for each in extras.scalars:
-        value = numbers.get(each.name, (math.nan, 0.0))[0]
-        if not abs(value) <= each.bound:
+        if not abs(contribution.scalars.get(each.name, math.nan)) <= each.bound:
             raise BadUpdate(
                 f"its {each.name} is beyond the strategy's bound of {each.bound:g}. Raise the bound at the "
                 f"aggregator and all sites, or lower train.lr"
