@@ -182,7 +182,7 @@ def test_s05_a_sites_certificate_cannot_read_or_answer_as_another(certs, tmp_pat
         async with aggregator(certs, tmp_path, MODEL.schema) as agg:
             asked = agg.cohort.exchange({"b": request}, 30)
             waiting = asyncio.create_task(anext(asked))
-            await asyncio.sleep(0)
+            await pending(agg.cohort, "b", request)
             async with raw_channel(certs, agg.cohort.port, as_site="a") as channel:
                 reply = Update(delta=random_arena(1000, 1), num_examples=5)
                 answer = await offer(channel, request.id, reply)
@@ -201,6 +201,12 @@ def test_s05_a_sites_certificate_cannot_read_or_answer_as_another(certs, tmp_pat
 
 
 # --- what may be said
+
+
+async def pending(cohort, site, request):
+    """Return once the aggregator takes the site's reply; the request is encoded on a thread before."""
+    while (site, request.id) not in cohort._end._pending:  # noqa: ASYNC110 - no event tells it
+        await asyncio.sleep(0.001)
 
 
 async def offer(channel, id, reply, *, send=None):
@@ -234,7 +240,7 @@ def one_upload(certs, tmp_path, reply, **options):
                 return {site: each async for site, each in asked}
 
             collecting = asyncio.create_task(collect())
-            await asyncio.sleep(0)
+            await pending(agg.cohort, "a", request)
             async with raw_channel(certs, agg.cohort.port) as channel:
                 answer = await offer(channel, request.id, reply, **options)
             return answer, await collecting, agg.events
@@ -254,7 +260,7 @@ def test_s15_a_replayed_update_is_refused_by_its_id(certs, tmp_path):
             for request, replays in ((first, []), (second, [first.id, "other-run/1/0/train"])):
                 asked = agg.cohort.exchange({"a": request}, 10)
                 waiting = asyncio.create_task(anext(asked))
-                await asyncio.sleep(0)
+                await pending(agg.cohort, "a", request)
                 for old in replays:  # an old round, another run
                     assert isinstance(await offer(channel, old, reply), Refused)
                 assert isinstance(await offer(channel, request.id, reply), Stored)
