@@ -79,6 +79,7 @@ def test_a_newcomer_that_is_told_to_stop_goes_on_asking_nobody(tmp_path, monkeyp
     bounded(main())
 
 
+@pytest.mark.slow(6)
 def test_a_peer_that_waits_says_who_is_missing_and_what_answers_in_their_place(tmp_path):
     async def main():
         async with village(tmp_path, "abc") as v:
@@ -148,6 +149,7 @@ def test_peers_that_can_not_be_called_take_part_over_the_calls_that_they_make(tm
     bounded(main())
 
 
+@pytest.mark.slow(5)
 def test_nobody_waits_for_a_slow_peer_where_peers_never_wait_and_it_keeps_its_own_model(tmp_path):
     async def main():
         async with village(tmp_path, "abc", rounds=60, algorithm="swift") as v:
@@ -309,6 +311,7 @@ def test_s16_a_newcomer_refuses_a_state_with_nan_names_who_gave_it_and_takes_ano
     assert "w has 20 NaN or Inf of 20 values" in told[0][1]["reason"]
 
 
+@pytest.mark.slow(4)
 def test_a_peer_that_lost_its_disk_enters_again_with_another_key(tmp_path):
     """What it says of itself now counts more than what it said before."""
 
@@ -337,6 +340,7 @@ def test_a_peer_that_lost_its_disk_enters_again_with_another_key(tmp_path):
 # --- masks between those who never meet
 
 
+@pytest.mark.slow(5)
 def test_peers_that_never_meet_mask_with_each_other_by_what_a_peer_between_carries(tmp_path):
     """d, e and f can't be called, and tell their models to a, b and c, under masks that they share."""
 

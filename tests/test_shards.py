@@ -238,6 +238,7 @@ def sizes_if_there(folder):
                 continue
 
 
+@pytest.mark.slow(7)
 def test_several_ranks_share_the_cache_and_its_bound(s3, tmp_path):
     url, _ = s3
     wrong, env = FORKED.Value("i", 0), dict(os.environ)

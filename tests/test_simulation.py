@@ -107,6 +107,7 @@ def by_hand(config):
     return weights
 
 
+@pytest.mark.slow(6)
 def test_any_number_of_workers_gives_the_bits_of_a_plain_loop(folder):
     expected = by_hand(configured(folder)).digest
     for workers in (1, 2):
@@ -123,6 +124,7 @@ def test_the_vmap_engine_gives_the_loops_numbers_up_to_rounding(folder):
     torch.testing.assert_close(stacked.views(), by_hand(configured(folder)).views(), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow(5)
 def test_a_simulation_goes_on_from_its_last_round_and_fresh_forgets(folder):
     simulated(configured(folder, rounds=1))
     events, weights = simulated(configured(folder, rounds=3))
@@ -220,6 +222,7 @@ def test_a_block_is_used_again_once_nobody_looks_at_it_and_not_before():
     memory.close()
 
 
+@pytest.mark.slow(5)
 def test_the_parent_costs_little_beside_its_trainers_so_more_of_them_train_more(folder):
     """In CPU time, which other work on the machine hardly changes; benchmarks/simulate.py has the seconds."""
     psutil = pytest.importorskip("psutil")
@@ -251,6 +254,7 @@ print(result.rounds, result.reason)
 """
 
 
+@pytest.mark.slow(4)
 def test_a_script_needs_no_main_guard(folder):
     (folder / "script.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}

@@ -227,6 +227,7 @@ def test_the_traceback_for_people_begins_in_their_code_and_shows_little_of_other
     assert story_of(ConfigError("train.lr: as it is")) == ""
 
 
+@pytest.mark.slow(9)
 def test_threads_may_take_digests_while_garbage_is_collected(tmp_path, monkeypatch):
     """Python 3.11 keeps the depth of the tree that it builds for the process, not for the thread."""
     root = write(tmp_path, task=TASK + "\n".join(f"x{i} = [{i}, ({i}, {{'a': {i}}})]" for i in range(2000)))

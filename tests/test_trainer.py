@@ -242,6 +242,7 @@ def test_an_arena_larger_than_a_page_and_empty_sections_travel_by_file(tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["whole"]
 
 
+@pytest.mark.slow(10)
 def test_a_process_that_is_killed_as_it_starts_is_started_again_up_to_three_times(config, tmp_path):
     """The task's module ends its process, as the kernel does for want of memory, while `deaths` says so."""
     dying = "import os, pathlib\nleft = pathlib.Path('deaths')\nif n := int(left.read_text()):\n"
