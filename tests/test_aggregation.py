@@ -4,16 +4,19 @@ import asyncio
 import resource
 import weakref
 from fractions import Fraction
+from itertools import groupby
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fedtrain import schema as schema_module
-from fedtrain.aggregation import Mean, WeightedMean, aggregate
+from fedtrain.aggregation import Known, Mean, WeightedMean, aggregate, weight_of
 from fedtrain.aggregation import mean as mean_module
-from fedtrain.arena import Arena, ArenaFile, Slab
+from fedtrain.aggregation.mean import BLOCK, BlockSum
+from fedtrain.arena import Arena, ArenaFile, Slab, narrow_into
 from fedtrain.errors import RoundError
 from fedtrain.exchange import in_order
 from fedtrain.messages import Update
@@ -42,7 +45,7 @@ def some_updates(count=5, schema=SCHEMA):
                 flat.copy_(torch.randint(-9, 9, flat.shape, generator=generator))
             elif section.dtype != "bool":
                 flat.copy_(
-                    torch.randn(flat.shape, generator=generator, dtype=torch.float64) * 10.0 ** (i - 2)
+                    torch.randn(flat.shape, generator=generator, dtype=torch.float64) * 10.0 ** (i % 11 - 2)
                 )
         made.append(Update(delta=delta, num_examples=WEIGHTS[i % len(WEIGHTS)]))
     return made
@@ -91,6 +94,60 @@ def test_the_order_of_arrival_changes_no_bit(arrival):
         return mean.result()
 
     assert asyncio.run(fold()).digest == folded(updates).digest
+
+
+def by_definition(updates, places):
+    """The mean as its docstring defines it, with lists of tensors, and its weight."""
+    sums, weights = {}, {}
+    for place, u in zip(places, updates, strict=True):
+        number = place // BLOCK
+        weights[number] = weights.get(number, 0.0) + u.num_examples
+        for section in SCHEMA.moving:
+            product = u.delta.flat(section).double() * u.num_examples
+            sums[number, section] = sums.get((number, section), 0.0) + product
+    weight, mean = 0.0, Arena.zeros(SCHEMA)
+    for number in sorted(weights):
+        weight += weights[number]
+    for section in SCHEMA.moving:
+        total = torch.zeros(section.numel, dtype=torch.float64)
+        for number in sorted(weights):
+            total += sums[number, section]
+        narrow_into(mean.flat(section), total / weight)
+    return mean, weight
+
+
+MANY = some_updates(3 * BLOCK + 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), used=st.sets(st.integers(0, len(MANY) - 1), min_size=1))
+def test_blocks_and_single_updates_in_any_mixture_give_the_mean_as_it_is_defined(data, used):
+    """Blocks are summed by others, or update by update; a site that is lost leaves its place empty."""
+    places = sorted(used)
+    updates = [MANY[place] for place in places]
+    rows = Slab(SCHEMA, torch.stack([u.delta.data for u in MANY])).arenas()
+    expected, weight = by_definition(updates, places)
+    whole = data.draw(st.sets(st.integers(0, len(MANY) // BLOCK)), "blocks that come as sums")
+    mean = WeightedMean(SCHEMA)
+    for number, block in groupby(places, lambda place: place // BLOCK):
+        several = BlockSum(SCHEMA)
+        block = list(block)
+        for place in block:
+            update = replace(MANY[place], delta=rows[place]) if data.draw(st.booleans()) else MANY[place]
+            several.add(update) if number in whole else mean.add(update, place)
+        if number in whole:
+            mean.add_block(number, several.sum, [MANY[place].num_examples for place in block])
+    assert mean.result().digest == expected.digest
+    assert mean.weight == weight_of(updates, places) == weight
+    assert WeightedMean.combine(SCHEMA, updates, places).digest == expected.digest
+    assert Mean().combine(SCHEMA, updates, Known(places=places)).digest == expected.digest
+    sums = WeightedMean(SCHEMA)
+    for update, place in zip(updates, places, strict=True):
+        sums.add(update, place)
+    for section, total in sums.sums().items():
+        again = Arena.zeros(SCHEMA).flat(section)
+        narrow_into(again, total / weight)
+        assert torch.equal(again, expected.flat(section))
 
 
 @pytest.mark.parametrize("size", [7, 64, 1 << 18])

@@ -22,7 +22,7 @@ from .fltrust import FLTrust
 from .geometric_median import GeometricMedian
 from .krum import Krum
 from .last import kept, last
-from .mean import Mean, WeightedMean
+from .mean import Mean, WeightedMean, weight_of
 from .median import Median
 from .multi_krum import MultiKrum
 from .nnm import NearestNeighborMixing
@@ -46,7 +46,7 @@ BEFORE: dict[str, type[PreAggregation]] = {
 }
 
 __all__ = ["BEFORE", "RULES", "Known", "Mean", "PreAggregation", "Rule", "Stack", "WeightedMean", "aggregate",
-           "build", "kept", "last", "parse"]  # fmt: skip
+           "build", "kept", "last", "parse", "weight_of"]  # fmt: skip
 
 
 def build(

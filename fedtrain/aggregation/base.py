@@ -32,6 +32,7 @@ class Known:
     seed: int = 0  # of all random numbers, so that the same round gives the same bits again
     sites: Sequence[SiteId] = ()  # whose updates the rows are, in their order; () where rows are no one's
     last: Arena | None = None  # the last round's aggregate; None before the first
+    places: Sequence[int] = ()  # of the rows' sites in the round's plan; (): they follow one another
 
 
 NOTHING = Known()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from ... import aggregation
-from ...aggregation import Known, Rule, WeightedMean, aggregate
+from ...aggregation import Known, Rule, WeightedMean, aggregate, weight_of
 from ...arena import AnyArena, Arena, ArenaFile
 from ...config import Config
 from ...digest import seed_of
@@ -110,6 +111,7 @@ class InTheOpen:
         trained: dict[SiteId, Metrics] = {}
         sizes: dict[SiteId, float] = {}
         failed: dict[SiteId, str] = {}
+        places = {site: i for i, site in enumerate(plan.sites)}
         spooled: list[Update] = []
         mean: WeightedMean | None = None
         scalars = dict.fromkeys((each.name for each in self._extras.scalars), 0.0)
@@ -125,7 +127,7 @@ class InTheOpen:
                     spooled.append(kept(reply))
                 else:
                     mean = mean or WeightedMean(schema)
-                    mean.add(reply)  # in shared memory that is needed again: folded now
+                    mean.add(reply, places[site])  # in shared memory that is needed again: folded now
         if len(trained) < config.strategy.min_sites:
             silent = [site for site in plan.sites if site not in {*trained, *failed}]
             raise TooFewSites(
@@ -136,16 +138,17 @@ class InTheOpen:
                 raise SiteMissing(f"round {plan.round + 1}", site, failed.get(site, ""))
         extras: Extras = self._extras
         sums: dict[str, torch.Tensor] = {}
-        weight = sum(update.counts for update in spooled)
+        at = [places[site] for site in trained]
+        weight = weight_of(spooled, at[: len(spooled)])
         if mean is None and (
             not self.rule.linear or extras == msgspec.structs.replace(NO_EXTRAS, scalars=extras.scalars)
         ):
-            known = known_of(config, plan.round, plan.last, list(trained))
+            known = known_of(config, plan.round, plan.last, list(trained), at)
             delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled, known)
         else:
             if mean is None:
                 mean = WeightedMean(schema)
-                await asyncio.to_thread(mean.add_all, spooled)
+                await asyncio.to_thread(deque, map(mean.add, spooled, at), 0)
             weight, own = mean.weight, extras.max_weight is not None
             delta = await in_thread(schema.nbytes, mean.result if weight or not own else mean.nothing)
             sums = named_sums(schema, mean.sums(), extras)
@@ -295,9 +298,12 @@ def rule_of(config: Config, updates: int | None = None) -> Rule:
     return rule
 
 
-def known_of(config: Config, number: int, last: Arena | None, sites: Sequence[SiteId] = ()) -> Known:
-    """What a rule may know of a round; `sites`: whose updates it sees, if they are single ones."""
-    return Known(seed_of(config.run.seed, "aggregation", number), sites, last)
+def known_of(
+    config: Config, number: int, last: Arena | None, sites: Sequence[SiteId] = (), places: Sequence[int] = ()
+) -> Known:
+    """What a rule may know of a round; `sites`: whose updates it sees, if they are single ones; `places`:
+    where those sites are in the plan."""
+    return Known(seed_of(config.run.seed, "aggregation", number), sites, last, places)
 
 
 def compares(config: Config) -> str:
