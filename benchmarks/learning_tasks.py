@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import fedtrain
 from fedtrain.digest import seed_of
-from fedtrain.training.partition import partition, site_names
+from fedtrain.population import Population
+from fedtrain.training.partition import partition
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SITES = 20
@@ -50,7 +51,7 @@ class Clothing(fashion.FashionMNIST):
         )
 
     def sites(self):
-        return site_names(SITES)
+        return Population(SITES)
 
     def model(self):
         return convolutional() if self.convolutions else perceptron()
@@ -80,7 +81,7 @@ def deal(labels, train, alpha, seed):
         parts = partition(labels, f"dirichlet:{alpha}", SITES, seed_of(seed, "dealt", attempt))
         found = [(part[part < train], part[part >= train] - train) for part in parts]
         if all(len(own) >= LEAST and len(tests) for own, tests in found):
-            return dict(zip(site_names(SITES), found, strict=True))
+            return dict(zip(Population(SITES), found, strict=True))
     raise fedtrain.FedtrainError(f"no partition gave each site {LEAST} examples: take more examples")
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .config import Config
     from .errors import FedtrainError
     from .messages import Update
+    from .population import Population
     from .results import Run
     from .schema import Schema
     from .statistics import Statistics
@@ -38,6 +39,7 @@ _HOME = {
     "Config": "config",
     "FedtrainError": "errors",
     "Plan": "training.parallel.plan",
+    "Population": "population",
     "Run": "results",
     "Schema": "schema",
     "ShardedDataset": "training.shards",
@@ -59,9 +61,9 @@ _HOME = {
 }
 
 __all__ = [
-    "Arena", "Config", "FedtrainError", "Plan", "Run", "Schema", "ShardedDataset", "Statistics", "Strategy",
-    "Task", "Update", "aggregate", "aggregate_stats", "evaluate", "load_model", "load_task", "open_run",
-    "partition", "simulate", "site", "stats", "write_shards",
+    "Arena", "Config", "FedtrainError", "Plan", "Population", "Run", "Schema", "ShardedDataset", "Statistics",
+    "Strategy", "Task", "Update", "aggregate", "aggregate_stats", "evaluate", "load_model", "load_task",
+    "open_run", "partition", "simulate", "site", "stats", "write_shards",
 ]  # fmt: skip
 
 

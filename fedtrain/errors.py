@@ -119,7 +119,7 @@ def grouped(reasons: Mapping[str, str]) -> str:
 
 def some(sites: Sequence[str]) -> str:
     """The first five names, and the number of the others."""
-    return ", ".join(sites[:5]) + (f" and {len(sites) - 5} more" if sites[5:] else "")
+    return ", ".join(sites[:5]) + (f" and {len(sites) - 5:,} more" if len(sites) > 5 else "")
 
 
 class TooFewSites(RoundError):

@@ -25,8 +25,9 @@ class Cohort(Protocol):
     def bytes_out(self) -> int:
         """Model bytes sent so far."""
 
-    async def members(self, at_least: int) -> list[SiteId]:
-        """The sites that have joined, sorted; waits until there are `at_least` so many."""
+    async def members(self, at_least: int) -> Sequence[SiteId]:
+        """The sites that have joined, sorted; waits until there are `at_least` so many. Of a large simulation
+        there are too many to go over them all in each round."""
 
     async def newcomer(self, known: Collection[SiteId]) -> None:
         """Returns when a site is there that is not among those `known`."""
@@ -58,7 +59,7 @@ class CohortWrapper:
     def bytes_out(self) -> int:
         return self._inner.bytes_out
 
-    async def members(self, at_least: int) -> list[SiteId]:
+    async def members(self, at_least: int) -> Sequence[SiteId]:
         return await self._inner.members(at_least)
 
     async def newcomer(self, known: Collection[SiteId]) -> None:

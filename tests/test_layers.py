@@ -24,6 +24,7 @@ BOTTOM = {
     "malloc",
     "messages",
     "modes",
+    "population",
     "questions",
     "schema",
 }

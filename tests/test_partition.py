@@ -13,7 +13,8 @@ from torch.utils.data import Subset, TensorDataset
 from fedtrain import Task
 from fedtrain.config import SimulateConfig
 from fedtrain.errors import ConfigError, TaskError
-from fedtrain.training.partition import SimulatedSites, alike, draw, labels_of, partition, site_names
+from fedtrain.population import Population
+from fedtrain.training.partition import SimulatedSites, alike, draw, labels_of, partition
 
 SPECS = ("iid", "dirichlet:0.3", "dirichlet:0.001", "shards:2", "quantity:0.5", "quantity:0.01")
 LABELS = np.arange(1000) % 10
@@ -106,12 +107,6 @@ def test_a_partition_that_cannot_be_is_refused_with_what_to_change(labels, spec,
         partition(labels, spec, 20, 0)
 
 
-def test_site_names_sort_as_their_numbers():
-    assert site_names(3) == ["site-1", "site-2", "site-3"]
-    assert site_names(100)[0] == "site-001"
-    assert sorted(site_names(1000)) == site_names(1000)
-
-
 class Pairs(torch.utils.data.Dataset):
     def __init__(self, x, y):
         self.x, self.y = x, y
@@ -180,7 +175,7 @@ def test_sites_with_the_same_name_are_refused():
 
 def test_a_partition_can_be_drawn(tmp_path: Path):
     parts = partition(LABELS, "dirichlet:0.3", 10, 0)
-    draw(LABELS, dict(zip(site_names(10), parts, strict=True)), tmp_path / "parts.png")
+    draw(LABELS, dict(zip(Population(10), parts, strict=True)), tmp_path / "parts.png")
     assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
 
 

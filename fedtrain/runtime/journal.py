@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -106,7 +106,7 @@ class Journal:
             config_digest=config.digest(), resumed_from=done or None, buffer=buffer,
         ))  # fmt: skip
 
-    def begin(self, members: Collection[SiteId]) -> Checkpoint:
+    def begin(self, members: Sequence[SiteId]) -> Checkpoint:
         """The last committed round, from which the run goes on; the store holds the initial model at least.
         `members`: the sites that are there already."""
         import torch
@@ -117,7 +117,7 @@ class Journal:
         assert checkpoint is not None, "the initial model is committed before the first round"
         mode = "simulate" if store.folder == config.simulate_dir else "federated"
         buffer = config.asynchronous.buffer if config.asynchronous.enabled else 0
-        self.start(mode, len({*store.joined(), *members}), checkpoint.round, buffer)
+        self.start(mode, store.registered(members), checkpoint.round, buffer)
         return checkpoint
 
     # --- a round

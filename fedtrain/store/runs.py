@@ -337,7 +337,8 @@ class RunStore(RunFolder):
 
     def registered(self, members: Sequence[SiteId]) -> int:
         """How many sites ever joined, the present members included."""
-        return len({*self.joined(), *members})
+        joined = self.joined()
+        return len({*joined, *members}) if joined else len(members)
 
     def join(self, site: SiteId, examples: float | None) -> None:
         """A site joined this run, with so many examples."""

@@ -11,6 +11,7 @@ Every example goes to exactly one site, and every site has at least one example.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import SimulateConfig, one_of
 from ..digest import seed_of
 from ..errors import ConfigError, TaskError
+from ..population import Population
 from .task import Task, folder_of, user_code
 
 if TYPE_CHECKING:
@@ -179,9 +181,13 @@ def labels_of(data: Any) -> Any:
     )
 
 
-def site_names(count: int) -> list[str]:
-    """Names site-1, site-2, ... padded with zeros, so that they sort like numbers."""
-    return [f"site-{i:0{len(str(count))}d}" for i in range(1, count + 1)]
+def _each_once(natural: Sequence[str]) -> list[str]:
+    """The names in their order; TaskError for one that is there twice."""
+    names = sorted(natural)
+    for name, following in itertools.pairwise(names):
+        if name == following:
+            raise TaskError(f"sites() returned {name!r} twice: return each name once.")
+    return names
 
 
 class SimulatedSites:
@@ -198,11 +204,12 @@ class SimulatedSites:
             raise TaskError(
                 "sites() returned no name. Return one for each site, or None for one pool of data."
             )
-        if natural is not None and len(set(natural)) < len(natural):
-            twice = next(site for site in natural if natural.count(site) > 1)
-            raise TaskError(f"sites() returned {twice!r} twice: return each name once.")
         self.natural = natural is not None
-        self.names = sorted(natural) if natural is not None else site_names(simulate.sites)
+        self.names: list[str] | Population
+        if natural is None:
+            self.names = Population(simulate.sites)
+        else:
+            self.names = natural if isinstance(natural, Population) else _each_once(natural)
 
     def data(self, site: str) -> Any:
         """The site's training examples."""

@@ -12,7 +12,7 @@ import importlib
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -108,8 +108,9 @@ class Task:
         """For `fedtrain stats`: name -> values, or (values, labels) of categories; None: those of data()."""
         return None
 
-    def sites(self) -> list[str] | None:
-        """The names of the data's natural sites, for simulation; None: the data is one pool to partition."""
+    def sites(self) -> Sequence[str] | None:
+        """The names of the data's natural sites, for simulation, as a list or, of very many, a
+        fedtrain.Population; None: the data is one pool to partition."""
         return None
 
     def parallel_plan(self) -> Plan | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ...arena import AnyArena, Arena, ArenaFile, Slab, patches_to
 from ...config import Config
-from ...errors import ConfigError, FedtrainError, TaskError, nearest
+from ...errors import ConfigError, FedtrainError, TaskError, nearest, some
 from ...fairness import SERVER
 from ...messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from ...store.memory import NEVER
@@ -39,6 +39,7 @@ VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend o
 LOOP_SITES = 50  # a batch of the loop engine, at most
 BATCH_BYTES = 16 << 20  # of deltas in a batch, unless one is larger
 AHEAD = 3  # batches under way for each worker
+MANY = 1000  # sites, among which no name is looked for that is like another
 ONE_AT_A_TIME = threading.Lock()  # for what trains in this process, which has one set of random generators
 
 
@@ -140,12 +141,13 @@ class PoolCohort:
 
     def debug(self, site: SiteId, bench: Workbench) -> None:
         """Have one site trained in this process, where breakpoint() works, and before the others."""
-        known = {*self.description.sites, *self.description.evaluators}
-        if site not in known:
-            raise ConfigError(f"--debug {site}: there is no such site.{nearest(site, known)}")
+        sites, evaluators = self.description.sites, self.description.evaluators
+        if site not in sites and site not in evaluators:
+            near = nearest(site, {*sites, *evaluators}) if len(sites) < MANY else f" It has {some(sites)}."
+            raise ConfigError(f"--debug {site}: there is no such site.{near}")
         self._debugged = site, LocalTrainer(bench)
 
-    async def members(self, at_least: int) -> list[SiteId]:
+    async def members(self, at_least: int) -> Sequence[SiteId]:
         return self.description.sites
 
     async def newcomer(self, known: Collection[SiteId]) -> None:

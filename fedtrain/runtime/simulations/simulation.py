@@ -89,7 +89,7 @@ async def simulate(
                 await pool.freeze(kept)
             if config.compression.down:
                 await pool.keep_initial()
-            evaluators = lambda number, members: about.evaluators
+            evaluators = lambda number, members: [*about.evaluators]
             at_server = pool.at_server if server_has_data(config, about) else no_data
             cohort: Cohort = pool
             if config.privacy.noise_multiplier:

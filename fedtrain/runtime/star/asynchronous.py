@@ -15,6 +15,7 @@ with the same turns: each update counts once, and none that was acknowledged is 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -148,7 +149,7 @@ class Loop:
 
     # --- asking
 
-    async def _ask(self, members: list[SiteId]) -> None:
+    async def _ask(self, members: Sequence[SiteId]) -> None:
         """Give all who are free something to do: an evaluation that waits for them, else a turn."""
         asks, number = self._asks, self._newest.round
         if self._evaluating is None and self._journal.evaluation_is_due(number):
@@ -192,7 +193,7 @@ class Loop:
         self._asks.send(site, Train(id=request, round=turn.number, weights=weights, counted=counted))
         self._emit(SiteState(site=site, state="training", round=turn.version + 1))
 
-    async def _try_again(self, members: list[SiteId]) -> None:
+    async def _try_again(self, members: Sequence[SiteId]) -> None:
         """Nobody here gave anything of use: ask them anew. RoundError when that was so in each attempt."""
         for site in members:
             self._set_turn(site, replace(self._turns[site], state=TurnState.TAKEN))

@@ -9,9 +9,10 @@ model: the plan of a round is kept before it starts, and seeds come from (run, r
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from ...aggregation import last
 from ...config import Config
@@ -20,6 +21,7 @@ from ...errors import Diverged, SecAggError, TooFewSites, some
 from ...events import Notice, Record
 from ...exchange import Cohort
 from ...messages import SiteId
+from ...population import Names, Without
 from ...store import Checkpoint, RoundPlan, RunStore
 from ...strategies import Strategy, has_personal, server_step
 from ..journal import AtServer, Evaluators, Journal, Lap, Result, Shown, everyone, no_data, plain
@@ -63,11 +65,11 @@ async def run(
         checkpoint = await _train(journal, answers, strategy, checkpoint, members, noise)
 
 
-async def _members(journal: Journal, cohort: Cohort) -> list[SiteId]:
+async def _members(journal: Journal, cohort: Cohort) -> Sequence[SiteId]:
     """The members of a round, once there are enough, and the sites among them that its rule must have."""
     need, must_have = journal.config.strategy.min_sites, rule_of(journal.config).must_have
     members = await cohort.members(need)
-    while missing := sorted({*must_have}.difference(members)):
+    while missing := [site for site in sorted(must_have) if site not in members]:
         journal.emit(Notice(text=f"waiting for {some(missing)}, without which the rule can't decide"))
         await cohort.newcomer(members)
         members = await cohort.members(need)
@@ -83,7 +85,7 @@ def central_noise(journal: Journal, strategy: Strategy) -> CentralNoise | None:
 
 
 async def _train(
-    journal: Journal, answers: Answers, strategy: Strategy, checkpoint: Checkpoint, members: list[SiteId],
+    journal: Journal, answers: Answers, strategy: Strategy, checkpoint: Checkpoint, members: Sequence[SiteId],
     noise: CentralNoise | None,
 ) -> Checkpoint:  # fmt: skip
     """One committed round, tried strategy.attempts times; without a site whose update made the model useless
@@ -112,7 +114,7 @@ async def _train(
                 left_out[culprit] = str(e)
                 refuse(answers.cohort, journal.emit, culprit, plan.round + 1, str(e))
             members = await _members(journal, answers.cohort)
-            members = [site for site in members if site not in left_out]
+            members = without(members, left_out)
             if len(members) < config.strategy.min_sites:
                 store.set_plan(replace(plan, attempt=0))
                 raise
@@ -171,18 +173,25 @@ def asked(
     """The sites of a round: a sample, or the one that waited longest."""
     if not strategy.one_by_one:
         return sample(config, number, attempt, members)
-    return [sorted(members, key=lambda site: (counted.get(site, -1), site))[attempt % len(members)]]
+    turn = attempt % len(members)
+    new = next(islice((site for site in members if site not in counted), turn, None), None)
+    if new is not None:
+        return [new]
+    return [sorted(members, key=lambda site: (counted.get(site, -1), site))[turn]]
 
 
 def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId]) -> list[SiteId]:
     """The sites of a round, sorted; drawn by (seed, round, attempt), so a repeated round asks the same. Those
-    that the rule must have are always in it."""
-    members = sorted(members)
+    that the rule must have are always in it. Of a population it costs what the drawn sites cost."""
+    members = members if isinstance(members, Names) else sorted(members)
     count = max(config.strategy.min_sites, round(config.strategy.fraction * len(members)))
     if count >= len(members):
-        return members
+        return list(members)
     draw = random.Random(seed_of(config.run.seed, "cohort", number, attempt))
-    always = rule_of(config).must_have
-    others = [site for site in members if site not in always]
-    here = [site for site in members if site in always]
-    return sorted([*here, *draw.sample(others, count - len(here))])
+    always = [site for site in rule_of(config).must_have if site in members]
+    return sorted([*always, *draw.sample(without(members, always), count - len(always))])
+
+
+def without(members: Sequence[SiteId], left_out: Collection[SiteId]) -> Sequence[SiteId]:
+    """The members but for a few."""
+    return Without(members, left_out) if left_out else members

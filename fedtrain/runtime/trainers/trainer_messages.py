@@ -21,6 +21,7 @@ from ...errors import (
 )
 from ...learning import NO_EXTRAS, Extras
 from ...messages import Metrics, SiteId, Update
+from ...population import Population
 from ...questions import Column, Question
 from ...schema import Schema
 from ..journal import Averages
@@ -137,9 +138,11 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     task_digest: str
     comes: Schema | None = None  # of an update as it travels, where it is not a delta of the model alone
     extras: Extras = NO_EXTRAS
-    sites: list[SiteId] = []
+    sites: list[SiteId] | Population = []
     pooled: bool = False  # all sites share one pool of data
-    evaluators: list[SiteId] = []  # the sites, or "central" where one model is evaluated on the pool
+    evaluators: (
+        list[SiteId] | Population
+    ) = []  # the sites, or "central" where one model is evaluated on the pool
     frozen: Frozen = Frozen()  # of the task's model()
     derives: bool = False  # whether the task has a metrics() of its own
     personal: bool = False  # whether each site has a model of its own
