@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from .errors import BadUpdate
 from .schema import Schema, TensorSpec
 
 if TYPE_CHECKING:
@@ -26,11 +27,12 @@ else:
 Share = Literal["shared", "averaged", "local", "fixed"]
 Only = Literal["shared", "local"]  # the tensors that a training moves, where it does not move both
 Correct = Callable[[Vector, Vector, "Context"], None]  # changes the gradient, the first, in place
+Summed = Callable[[str, Vector], tuple[Vector, int]]  # see Local.as_summed; and how many were clipped
 
 
 class Bounded(msgspec.Struct, frozen=True, array_like=True):
-    """A summed value. A number beyond the bound is refused, and in the open a vector with a coordinate beyond
-    it. Under masks, and in Local.as_summed, coordinates are clipped to it."""
+    """A summed value. A number beyond the bound is refused. A site clips the coordinates of a vector to the
+    bound before the site sends and remembers the vector, and says how many coordinates it clipped."""
 
     name: str
     bound: float
@@ -54,6 +56,32 @@ class Extras(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_EXTRAS = Extras()
+
+
+def check_bounds(scalars: Mapping[str, float], weight: float | None, extras: Extras) -> None:
+    """BadUpdate unless a site sends the numbers that its strategy has, each within its bound. The site checks
+    before the update leaves, and whoever sees the update checks again before it is used."""
+    if scalars.keys() != {each.name for each in extras.scalars}:
+        names = ", ".join(each.name for each in extras.scalars) or "no numbers"
+        raise BadUpdate(f"the strategy has sites send {names} beside the delta, and other names came")
+    for each in extras.scalars:
+        if not abs(scalars[each.name]) <= each.bound:
+            raise BadUpdate(
+                f"its {each.name} is beyond the strategy's bound of {each.bound:g}. Raise the bound at the "
+                f"aggregator and all sites, or lower train.lr"
+            )
+    most = extras.max_weight
+    if (weight is None) != (most is None):
+        wanted = "with" if most is not None else "without"
+        raise BadUpdate(f"the strategy has updates {wanted} a weight of their own: its max_weight is {most}")
+    if most is not None and weight is not None and not 0 <= weight <= most:
+        raise BadUpdate(f"its weight is not in the strategy's bounds, 0 to {most:g}")
+
+
+def clipped_to(vector: Vector, bound: float) -> tuple[Vector, int]:
+    """(the vector with its coordinates clipped to ±bound, how many were beyond). NaN stays NaN."""
+    beyond = int((vector.abs() > bound).sum())
+    return (vector.clamp(-bound, bound), beyond) if beyond else (vector, 0)
 
 
 @dataclass(frozen=True)
@@ -130,8 +158,8 @@ class Local(Protocol):
         """The gradient of that loss: one pass over the site's examples."""
 
     def as_summed(self, name: str, vector: Vector) -> Vector:
-        """The vector as the sum will hold it: one of `up`, or "delta" of a weight of 1. A site must remember
-        this and not what it computed, or its memory and the server's drift apart."""
+        """The vector as the sum will hold it, rounded and clipped: of `up`, or "delta" of a weight of 1. A
+        site must remember this and not what it computed, or its memory and the server's drift apart."""
 
 
 @dataclass(frozen=True)

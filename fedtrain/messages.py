@@ -50,6 +50,7 @@ class Update(Message, frozen=True, kw_only=True, tag=True):
     metrics: Metrics = {}
     weight: float | None = None  # in the mean, where the strategy has one of its own; None: num_examples
     scalars: dict[str, float] = {}  # numbers of the strategy's, which are summed
+    clipped: int = 0  # coordinates that the site clipped to the strategy's bounds
 
     @property
     def counts(self) -> float:

@@ -16,6 +16,7 @@ from tests.toy import HIDDEN, INPUTS, LR, batches_of, data_of, examples_of, init
 
 Vector = np.ndarray[Any, Any]
 Counted = Sequence[Sequence[str]]
+Told = dict[tuple[int, str], int]  # (round, site) -> coordinates that were clipped
 BODY = np.arange(18) < 12
 NORM = (np.arange(18) >= 12) & (np.arange(18) < 15)
 HEAD = np.arange(18) >= 15
@@ -60,16 +61,26 @@ def fedavg(counted: Counted, uniform: bool = False) -> Vector:
     return w
 
 
-def scaffold(counted: Counted, registered: int) -> tuple[Vector, Vector, Any]:
+def clipped(vector: Vector, bound: float, where: tuple[int, str], told: Told) -> Vector:
+    """Within ±bound; `told` gets how many coordinates of which round and site were beyond."""
+    if beyond := int((abs(vector) > bound).sum()):
+        told[where] = beyond
+    return np.clip(vector, -bound, bound)
+
+
+def scaffold(
+    counted: Counted, registered: int, clip: float = np.inf, told: Told | None = None
+) -> tuple[Vector, Vector, Any]:
+    told = {} if told is None else told
     x = initial()
     c, c_i = np.zeros_like(x), defaultdict[str, Any](lambda: np.zeros_like(x))
     for round, sites in enumerate(counted):
         dx, dc = np.zeros_like(x), np.zeros_like(x)
         for s in sites:
             y, steps = sgd(s, round, x, lambda g, w, offset=c - c_i[s]: g + offset)
-            new = c_i[s] - c + (x - y) / (steps * LR)
-            dx, dc = dx + y - x, dc + new - c_i[s]
-            c_i[s] = new
+            change = clipped((x - y) / (steps * LR) - c, clip, (round, s), told)
+            dx, dc = dx + y - x, dc + change
+            c_i[s] = c_i[s] + change
         x = x + dx / len(sites)
         c = c + dc / registered
     return x, c, c_i
@@ -85,7 +96,10 @@ def fednova(counted: Counted) -> Vector:
     return x
 
 
-def feddyn(counted: Counted, registered: int, alpha: float) -> tuple[Vector, Vector, Any]:
+def feddyn(
+    counted: Counted, registered: int, alpha: float, clip: float = np.inf, told: Told | None = None
+) -> tuple[Vector, Vector, Any]:
+    told = {} if told is None else told
     theta = initial()
     h, grad = np.zeros_like(theta), defaultdict[str, Any](lambda: np.zeros_like(theta))
     for round, sites in enumerate(counted):
@@ -94,8 +108,9 @@ def feddyn(counted: Counted, registered: int, alpha: float) -> tuple[Vector, Vec
             model, _ = sgd(
                 s, round, theta, lambda g, w, grad=grad[s], theta=theta: g - grad + alpha * (w - theta)
             )
-            grad[s] = grad[s] - alpha * (model - theta)
-            models.append(model)
+            delta = clipped(model - theta, clip, (round, s), told)
+            grad[s] = grad[s] - alpha * delta
+            models.append(theta + delta)
         h = h - alpha / registered * sum(model - theta for model in models)
         theta = sum(models) / len(models) - h / alpha
     return theta, h, grad
@@ -155,12 +170,15 @@ def ifca(counted: Counted, models: list[Vector]) -> tuple[list[Vector], dict[str
     return models, chosen
 
 
-def mimelite(counted: Counted, beta: float) -> tuple[Vector, Vector]:
+def mimelite(
+    counted: Counted, beta: float, clip: float = np.inf, told: Told | None = None
+) -> tuple[Vector, Vector]:
+    told = {} if told is None else told
     x = initial()
     m = np.zeros_like(x)
     for round, sites in enumerate(counted):
         models = [sgd(s, round, x, lambda g, w, m=m: (1 - beta) * g + beta * m)[0] for s in sites]
-        gradients = [loss_and_gradient(x, *data_of(s))[1] for s in sites]
+        gradients = [clipped(loss_and_gradient(x, *data_of(s))[1], clip, (round, s), told) for s in sites]
         x, m = sum(models) / len(models), (1 - beta) * sum(gradients) / len(gradients) + beta * m
     return x, m
 

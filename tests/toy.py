@@ -160,6 +160,7 @@ class Toys:
 
     def __init__(self, cfg: Config, share: float = 0.3) -> None:
         self.cfg, self._share, self.counted = cfg, share, list[list[SiteId]]()
+        self.events = Events()
 
     def run(self, until: Sequence[int] = (10,), prepare: Callable[[Any], None] = lambda bench: None) -> Toys:
         """To the end of each of these rounds, with new stores and trainers after each."""
@@ -177,7 +178,7 @@ class Toys:
             raise AssertionError("no trainer dies here")
 
         try:
-            pool, events = PoolCohort(cfg, [trainer], start, cfg.root, SharedMemory()), Events()
+            pool, events = PoolCohort(cfg, [trainer], start, cfg.root, SharedMemory()), self.events
             strategy = build(cfg.strategy.kind, cfg.strategy.options, cfg.root)
             journal = Journal(cfg, store, events)
             commit = journal.commit

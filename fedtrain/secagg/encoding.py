@@ -63,6 +63,7 @@ class StackedUpdate:
     weight: float
     factor: float  # by which its coordinates count: the weight, times what shortens its delta
     seed: bytes  # of its rounding
+    clipped: int  # coordinates, by the site before
     exact: list[float]  # numbers of the strategy, and what moves by the plain mean
 
 
@@ -163,7 +164,7 @@ class Encoding:
             clipped += point.encode_into(read, 1.0, seed, out, at, parallel)
             at += stop - start
         exact = [*self._numbers(update), *self._exact_values(delta, weight, scale)]
-        self._put(vector, at, [weight, clipped, *exact], self._name)
+        self._put(vector, at, [weight, clipped + update.clipped, *exact], self._name)
         self._put_metrics(vector, update.metrics, names)
 
     def stacks(self, delta: AnyArena) -> bool:
@@ -187,13 +188,13 @@ class Encoding:
         exact = [*self._numbers(update), *self._exact_values(update.delta, weight, scale)]
         if exact:  # what no scalar holds is refused now, when it is known whose it is
             self.point.encode_scalars(np.array(exact), lambda i: self._name(i + 2))
-        return StackedUpdate(update.delta, weight, weight * scale, seed, exact)
+        return StackedUpdate(update.delta, weight, weight * scale, seed, update.clipped, exact)
 
     def add_rows(self, rows: Sequence[StackedUpdate], total: RingVector) -> None:
         """total [length] += Σ of what `encode` makes of each of these, which lie in one slab."""
         slab, indices = rows[0].delta.slab, [each.delta.index for each in rows]
         factors, seeds = np.array([each.factor for each in rows]), [each.seed for each in rows]
-        at, clipped = 0, np.zeros(len(rows), np.int64)
+        at, clipped = 0, np.array([each.clipped for each in rows], np.int64)
         for section in self._trained:
             values = slab.flat(section).numpy()[indices, : section.trained]
             out = total[at : at + section.trained]
@@ -210,10 +211,6 @@ class Encoding:
     def _weight(self, update: Update) -> float:
         """As its scalar will say. SecAggError for one that no sum takes."""
         if update.weight is not None:
-            if not 0 <= update.weight <= self.point.max_weight:
-                raise SecAggError(
-                    f"its weight is not in the strategy's bounds, 0 to {self.point.max_weight:g}"
-                )
             return self.point.weight(update.weight) if update.weight else 0.0
         if not 0 < update.num_examples <= self.point.max_weight:
             raise SecAggError(
@@ -229,10 +226,7 @@ class Encoding:
         self._put_metrics(vector, metrics, names)
 
     def _numbers(self, update: Update) -> list[float]:
-        """Those of the strategy. SecAggError for one beyond its bound."""
-        for each in self.extras.scalars:
-            if not abs(update.scalars.get(each.name, math.nan)) <= each.bound:
-                raise SecAggError(f"its {each.name} is beyond the strategy's bound of {each.bound:g}")
+        """Those of the strategy."""
         return [update.scalars[each.name] for each in self.extras.scalars]
 
     def _exact_values(self, delta: AnyArena, weight: float, scale: float) -> list[float]:

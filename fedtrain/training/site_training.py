@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -12,15 +11,14 @@ from typing import Any
 import torch
 
 from ..arena import Arena, joined, split_into, subtract
-from ..errors import BadUpdate, ConfigError, TaskError
-from ..learning import Context, Contribution, Correct, Extras, Found, Only
+from ..errors import ConfigError
+from ..learning import Context, Contribution, Correct, Extras, Found, Only, Summed, check_bounds, clipped_to
 from ..messages import Metrics, SiteId, Update
 from .examples import Examples, examples_of
 from .local import Engine
 from .task import mean_and_weight, user_code
 
 OWN = "local/"  # in a site's memory, before the names of the model's tensors that stay there
-Summed = Callable[[str, torch.Tensor], torch.Tensor]  # see learning.Local.as_summed
 
 
 class SiteTraining:
@@ -56,6 +54,7 @@ class SiteTraining:
         self.lr = engine.config.lr
         self._examples: float | None = None
         self._written = False  # whether `out` has a delta
+        self._clipped: dict[str, int] = {}  # coordinates of each vector
         self.metrics: Metrics = {}
 
     @cached_property
@@ -131,7 +130,8 @@ class SiteTraining:
             raise ConfigError(
                 f"the strategy asks for {name} as it is summed. Let its property `exact` be True."
             )
-        return self._summed(name, vector)
+        found, self._clipped[name] = self._summed(name, vector)
+        return found
 
     # --- what comes of it
 
@@ -142,19 +142,23 @@ class SiteTraining:
         return Found(joined(self._out.trained()), steps)
 
     def sent(self, contribution: Contribution, extras: Extras) -> tuple[Update, dict[str, torch.Tensor]]:
-        """(what the site sends, what it remembers when that counted). BadUpdate beyond a bound."""
+        """(what the site sends, what it remembers when that counted). Vectors are clipped to their bounds.
+        BadUpdate for a number beyond its bound."""
         out = self._out
         assert out is not None, "a site that trains has room for its update"
         if not self._written:
             out.data.zero_()
+        check_bounds(contribution.scalars, contribution.weight, extras)
         split_into(out.trained(), contribution.delta)
+        bounds = {each.name: each.bound for each in extras.up}
         for name, view in out.extras().items():
-            view.copy_(contribution.up[name])
+            within, clipped = clipped_to(contribution.up[name], bounds[name])
+            self._clipped[name] = self._clipped.get(name, 0) + clipped
+            view.copy_(within)
         out.changed()
-        check_bounds(contribution, extras)
         update = Update(
-            delta=out, num_examples=self.examples, metrics=self.metrics,
-            weight=contribution.weight, scalars=dict(contribution.scalars),
+            delta=out, num_examples=self.examples, metrics=self.metrics, weight=contribution.weight,
+            scalars=dict(contribution.scalars), clipped=sum(self._clipped.values()),
         )  # fmt: skip
         own = {OWN + name: view for name, view in self._own.views().items()}
         return update, {**contribution.memory, **own}
@@ -211,18 +215,3 @@ class SiteTraining:
             return joined(target.trained())
         start = self.start if start is None else start
         return joined(engine.local.trained()).to(start) - start
-
-
-def check_bounds(contribution: Contribution, extras: Extras) -> None:
-    """BadUpdate for a weight or a number beyond its bound: such values are never clipped in silence."""
-    for each in extras.scalars:
-        if not abs(contribution.scalars.get(each.name, math.nan)) <= each.bound:
-            raise BadUpdate(
-                f"its {each.name} is beyond the strategy's bound of {each.bound:g}. Raise the bound at the "
-                f"aggregator and all sites, or lower train.lr"
-            )
-    weight, most = contribution.weight, extras.max_weight
-    if most is not None and not (weight is not None and 0 <= weight <= most):
-        raise BadUpdate(f"its weight is not in the strategy's bounds, 0 to {most:g}")
-    if most is None and weight is not None:
-        raise TaskError("the strategy gives a weight of its own: let its property max_weight bound it")

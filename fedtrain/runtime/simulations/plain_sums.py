@@ -21,8 +21,8 @@ from ...secagg.fixedpoint import ONE, SCALAR_LIMIT
 from ...store import RoundPlan
 from ..sites.privacy import simulated_sum_key
 from ..star import checks
-from ..star.answers import NOBODY, Aggregate, Counted, evaluations, train_requests
-from ..star.secure_rounds import groups_of, one_of_groups, tell_clipped, tell_failed
+from ..star.answers import NOBODY, Aggregate, Counted, evaluations, tell_clipped, train_requests
+from ..star.secure_rounds import groups_of, one_of_groups, tell_failed
 from ..star.secure_terms import check_config, encoding_of, noise_of, policy, round_seed, scale_of
 
 
@@ -66,7 +66,7 @@ class FixedPointSums:
             need = max(self._config.strategy.min_sites, self._quorum(len(groups[0])) if not enough else 0)
             raise TooFewSites(f"round {plan.round + 1}", len(inside or good), need, failed)
         totals = [each.total() for each in enough]
-        tell_clipped(self._emit, plan, totals)
+        tell_clipped(self._emit, plan.round + 1, sum(total.clipped for total in totals), self._extras)
         return one_of_groups(self._config, plan, weights.schema.model, totals, inside)
 
     async def evaluate(

@@ -9,7 +9,7 @@ from functools import partial
 
 from ...config import Config
 from ...errors import BadUpdate, FedtrainError
-from ...learning import NO_EXTRAS, Extras
+from ...learning import NO_EXTRAS, Extras, check_bounds
 from ...messages import Evaluation, Failure, Reply, SiteId, Train, Update
 from ...pki import Revoked, Signer
 from ...questions import Describe
@@ -107,6 +107,7 @@ class SecureSite:
             scale, noise = 1.0, None
             if isinstance(result, Update) and schema is not None:
                 check_examples(self._config, result)
+                check_bounds(result.scalars, result.weight, self._extras)
                 scale = scale_of(self._config, result)
                 noise = noise_of(self._config, schema, sites)
         except FedtrainError as e:

@@ -19,7 +19,7 @@ from ...arena import AnyArena, Arena, ArenaFile
 from ...config import Config
 from ...digest import seed_of
 from ...errors import BadUpdate, ConfigError, SiteMissing, TaskError, TooFewSites, some
-from ...events import Emit, UpdateReceived, UpdateRefused
+from ...events import Emit, Notice, UpdateReceived, UpdateRefused
 from ...exchange import Cohort, in_order
 from ...learning import NO_EXTRAS, Extras
 from ...messages import (
@@ -172,6 +172,7 @@ class InTheOpen:
                     refuse(cohort, emit, site, request.round + 1, failed[site])
                     continue
                 emit(received(request.round + 1, site, update))
+                tell_clipped(emit, request.round + 1, update.clipped, self._extras, site)
                 sizes[site] = norm * update.counts
                 yield site, update
 
@@ -272,6 +273,17 @@ def refuse(cohort: Cohort, emit: Emit, site: SiteId, number: int, reason: str, n
     is 1."""
     emit(UpdateRefused(round=number, site=site, reason=reason))
     cohort.tell(site, f"{noun} {number}: the update was refused: {reason}")
+
+
+def tell_clipped(emit: Emit, number: int, clipped: float, extras: Extras, site: SiteId = "") -> None:
+    """Tell of the values that were clipped in round `number`, of which the first is 1: a step can be far off
+    through them. `site`: whose they are; "": of the sites in a sum under masks, where nobody knows whose."""
+    if not clipped:
+        return
+    bounds = ", ".join(f"{each.name}: {each.bound:g}" for each in extras.up)
+    own = [f"the strategy's bounds ({bounds})"] if bounds else []
+    to = " or ".join(own if site and own else ["secagg.clip", *own])
+    emit(Notice(text=f"round {number}: {clipped:g} values{f' of {site}' * bool(site)} were clipped to {to}"))
 
 
 def received(number: int, site: SiteId, update: Update, staleness: int | None = None) -> UpdateReceived:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...arena import AnyArena, Row
 from ...config import LimitsConfig
 from ...errors import BadUpdate
-from ...learning import NO_EXTRAS, Extras
+from ...learning import NO_EXTRAS, Extras, check_bounds
 from ...messages import MAX_SUMS, Evaluate, Evaluation, Failure, Metrics, Reply, Request, Train, Update
 from ...schema import Schema, Section, chunks
 
@@ -50,7 +50,10 @@ def admit(
             )
         if examples is not None and claimed > examples:
             raise BadUpdate(f"claims {claimed:g} training examples, but registered {examples:g} at joining")
-        _check_strategy(reply, extras)
+        check_bounds(reply.scalars, reply.weight, extras)
+        most = schema.numel if extras.up or extras.exact else 0
+        if not 0 <= reply.clipped <= most:
+            raise BadUpdate(f"says that it clipped {reply.clipped} values; {most} have a bound")
         _check_metrics(reply.metrics)
         if any(isinstance(total, list) for total, _ in reply.metrics.values()):
             raise BadUpdate("a metric of its training is several numbers")
@@ -80,7 +83,7 @@ def inspect(update: Update, limits: LimitsConfig, extras: Extras = NO_EXTRAS) ->
         section, first, last = update.delta.schema.places[name]
         for start, stop in chunks(section):
             part = update.delta.chunk(section, max(start, first), max(first, min(stop, last)))
-            if len(part) and not float(part.abs().max()) <= bound:
+            if len(part) and not bool(part.abs().max() <= bound):  # compared in the dtype, as sites clip
                 raise BadUpdate(f"a value of its {name} is beyond the strategy's bound of {bound:g}")
     return norm
 
@@ -171,20 +174,6 @@ def _check_metrics(metrics: Metrics) -> None:
             raise BadUpdate("a metric's name must be at most 64 printable characters")
         if not 0 <= count < math.inf:
             raise BadUpdate(f"metric {name} counts {count:g} items")
-
-
-def _check_strategy(update: Update, extras: Extras) -> None:
-    if update.scalars.keys() != {each.name for each in extras.scalars}:
-        names = ", ".join(each.name for each in extras.scalars) or "no numbers"
-        raise BadUpdate(f"the strategy has sites send {names} beside the delta, and other names came")
-    for each in extras.scalars:
-        if not abs(update.scalars[each.name]) <= each.bound:
-            raise BadUpdate(f"its {each.name} is beyond the strategy's bound of {each.bound:g}")
-    weight, most = update.weight, extras.max_weight
-    if (weight is None) != (most is None):
-        raise BadUpdate(f"the strategy has updates {'with' if most else 'without'} a weight of their own")
-    if most is not None and weight is not None and not 0 <= weight <= most:
-        raise BadUpdate(f"its weight is not in the strategy's bounds, 0 to {most:g}")
 
 
 def _check_values(metrics: Metrics) -> None:

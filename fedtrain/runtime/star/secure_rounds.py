@@ -47,7 +47,7 @@ from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
 from ...transport.patient import Patient
-from .answers import NOBODY, Aggregate, Counted, check_failures, known_of, rule_of
+from .answers import NOBODY, Aggregate, Counted, check_failures, known_of, rule_of, tell_clipped
 from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
 
 if TYPE_CHECKING:
@@ -92,12 +92,6 @@ def one_of_groups(
 def sum_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Of one tensor or more."""
     return reduce(operator.add, tensors)
-
-
-def tell_clipped(emit: Emit, plan: RoundPlan, totals: Sequence[Total]) -> None:
-    """Tell of clipped values: a step can be far off through them."""
-    if clipped := sum(total.clipped for total in totals):
-        emit(Notice(text=f"round {plan.round + 1}: {clipped:g} values were clipped to secagg.clip"))
 
 
 def tell_failed(emit: Emit, plan: RoundPlan, error: BaseException) -> None:
@@ -191,7 +185,7 @@ class UnderMasks:
         inside = sorted(site for _, sites in totals for site in sites)
         if len(inside) < self._config.strategy.min_sites:
             raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
-        tell_clipped(self._emit, plan, [total for total, _ in totals])
+        tell_clipped(self._emit, plan.round + 1, sum(total.clipped for total, _ in totals), self._extras)
         return await asyncio.to_thread(
             one_of_groups, self._config, plan, weights.schema.model, [total for total, _ in totals], inside
         )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...arena import AnyArena
 from ...config import Config
 from ...digest import seed_of
 from ...errors import BadUpdate, ConfigError
-from ...learning import NO_EXTRAS, Extras
+from ...learning import NO_EXTRAS, Extras, Summed, Vector, clipped_to
 from ...messages import SiteId, Update
 from ...schema import Schema, chunks_of
 from ...secagg.client import Policy
@@ -22,9 +20,6 @@ from ...secagg.masking import BLOCK_BYTES, Parallel, buffers, exhaust, serial
 from ...secagg.noise import MIN_STD, DiscreteGaussian
 from ..sites import compressed
 from .answers import compares, rule_of
-
-if TYPE_CHECKING:
-    import torch
 
 FINEST = 2.0**-40  # of which values are multiples where sums in the open have to be exact
 EXACT_SITES = 1024  # in a sum under masks that has to be exact, at most, unless secagg.value_bits says
@@ -146,7 +141,7 @@ def policy(config: Config, federation: str, extras: Extras = NO_EXTRAS) -> Polic
     )  # fmt: skip
 
 
-def grid_of(config: Config, extras: Extras, seed: int) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
+def grid_of(config: Config, extras: Extras, seed: int) -> Summed | None:
     """How a site's strategy gets vectors as sums will hold them; None where no site remembers them.
 
     Values are rounded at random, right in expectation, to multiples of a power of two, of which float64 adds
@@ -158,16 +153,17 @@ def grid_of(config: Config, extras: Extras, seed: int) -> Callable[[str, torch.T
     if config.secagg.enabled:
         bounds["delta"] = config.secagg.clip
 
-    def summed(name: str, vector: torch.Tensor) -> torch.Tensor:
+    def summed(name: str, vector: Vector) -> tuple[Vector, int]:
         import torch
 
         bound = bounds.get(name, math.inf)
+        within, clipped = clipped_to(vector.double(), bound)
         unit = unit_of(config, bound) if config.secagg.enabled else FINEST
         draw = torch.Generator().manual_seed(seed_of(seed, name))
         random = torch.rand(len(vector), dtype=torch.float64, generator=draw).to(vector.device)
-        whole = torch.floor(vector.double().clamp(-bound, bound) / unit + random)
+        whole = torch.floor(within / unit + random)
         most = math.floor(bound / unit) if bound < math.inf else math.inf
-        return (whole.clamp(-most, most) * unit).to(vector.dtype)
+        return (whole.clamp(-most, most) * unit).to(vector.dtype), clipped
 
     return summed
 

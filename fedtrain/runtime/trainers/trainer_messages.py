@@ -162,16 +162,17 @@ class Trained(msgspec.Struct, tag=True, array_like=True):
     digest: str = ""  # of the delta, where it lies in a file of its own
     weight: float | None = None
     scalars: dict[str, float] = {}
+    clipped: int = 0
 
     @classmethod
     def of(cls, update: Update, digest: str = "") -> Trained:
-        return cls(update.num_examples, update.metrics, digest, update.weight, update.scalars)
+        return cls(update.num_examples, update.metrics, digest, update.weight, update.scalars, update.clipped)
 
     def update(self, delta: AnyArena) -> Update:
         """The update, with its delta."""
         return Update(
             delta=delta, num_examples=self.num_examples, metrics=self.metrics, weight=self.weight,
-            scalars=self.scalars,
+            scalars=self.scalars, clipped=self.clipped,
         )  # fmt: skip
 
 
