@@ -146,31 +146,33 @@ def remembered_sums(project):
 def test_kill_9_of_the_aggregator_a_site_and_a_trainer_leaves_c_the_mean_of_what_sites_remember(
     tmp_path, secagg
 ):
-    def project(name, slow=0.0):
-        p = Project(
-            tmp_path / name, rounds=12, slow=slow, strategy='kind = "scaffold"\nclip = 4.0', secagg=secagg
-        )
+    def project(name):
+        strategy = 'kind = "scaffold"\nclip = 4.0'
+        p = Project(tmp_path / name, rounds=12, strategy=strategy, secagg=secagg, task="Held")
         toml = p.root / "fedtrain.toml"
         toml.write_text(toml.read_text().replace("momentum = 0.9\n", ""))
         return p
 
     with project("whole") as p:
         whole = p.simulate()
-    with project("killed", slow=0.005) as p:
+    with project("killed") as p:
+        p.let_train(2)
         aggregator, sites = p.start("aggregator"), {name: p.start("site", name) for name in processes.SITES}
         p.wait_for(lambda: p.count("round_committed") >= 2)
         sites["b"].send_signal(signal.SIGKILL)
         sites["b"].wait(30)
         p.start("site", "b")
+        p.let_train(4)
         p.wait_for(lambda: p.count("round_committed") >= 4)
         aggregator.send_signal(signal.SIGKILL)
         aggregator.wait(30)
         aggregator = p.start("aggregator")
+        p.let_train(7)
         p.wait_for(lambda: p.count("round_committed") >= 7)
-        for child in psutil.Process(sites["c"].pid).children():
-            if os.getsid(child.pid) == child.pid:  # a trainer, which has a session of its own
-                child.send_signal(signal.SIGKILL)
-        p.set_pace(0)
+        children = psutil.Process(sites["c"].pid).children()
+        (trainer,) = (c for c in children if os.getsid(c.pid) == c.pid)  # it has a session of its own
+        trainer.send_signal(signal.SIGKILL)
+        p.let_train(12)
         assert aggregator.wait(120) == 0, p.log("aggregator")
         assert p.final() == whole
         total, remembered = remembered_sums(p)
