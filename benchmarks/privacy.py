@@ -94,7 +94,7 @@ def run(task: Any, sites: int, seed: int, rounds: int, **sections: Any) -> tuple
         table = {
             "run": {"name": "r", "seed": seed, "rounds": rounds, "task": "task:Digits"},
             "strategy": {"min_sites": sites},
-            "simulate": {"sites": sites, "workers": 0, "engine": "vmap"},
+            "simulate": {"sites": sites, "workers": 0, "engine": "stacked"},
             "evaluate": {"every": rounds},
         }
         for name, keys in sections.items():

@@ -88,7 +88,7 @@ class Case:
 
 
 CASES = (
-    Case("digits-mlp5k", "Digits", "vmap", sites=100, rounds=100, at_once=50),
+    Case("digits-mlp5k", "Digits", "stacked", sites=100, rounds=100, at_once=48),
     Case("digits-mlp5k-loop", "Digits", "loop", sites=100, rounds=100, at_once=50),
     Case("cnn-46k-loop", "Pictures", "loop", sites=24, rounds=12, at_once=4),
 )

@@ -473,7 +473,7 @@ def test_an_evaluation_waits_for_a_slow_site_and_nobody_waits_for_the_evaluation
     [
         ({"secagg": {"enabled": True}}, "Set secagg.enabled = false"),
         ({"strategy": {"fraction": 0.5}}, "every site that is free is asked"),
-        ({"simulate": {"engine": "vmap"}}, 'Set it to "loop"'),
+        ({"simulate": {"engine": "stacked"}}, 'Set it to "loop"'),
         ({"aggregation": {"rule": "krum", "f": 1}}, "krum with f = 1 needs 5 updates a round, but 2 may be"),
     ],
 )

@@ -18,8 +18,8 @@ from fedtrain.training.local import Engine
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel.data import Dealt
 from fedtrain.training.parallel.engine import MeshEngine
+from fedtrain.training.stacked import Stacked
 from fedtrain.training.task import collate_of
-from fedtrain.training.vmapped import Vmapped
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 Pair = namedtuple("Pair", "x y")
@@ -236,7 +236,7 @@ def test_a_mapping_without_tensors_is_refused():
 )
 def test_engines_that_stack_sites_refuse_what_does_not_stack(task, data, says):
     def train():
-        stack = Vmapped(Engine(task, TrainConfig(), run_seed=3))
+        stack = Stacked(Engine(task, TrainConfig(), run_seed=3))
         stack.train(
             [("a", data)],
             0,

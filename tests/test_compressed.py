@@ -95,7 +95,7 @@ def test_every_compressor_over_mutual_tls_gives_the_bits_and_the_bytes_of_its_si
     assert {e["nbytes"] for e in events.of("update_received")} == {codec.coded.nbytes}
 
 
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
 def test_both_engines_of_a_simulation_compress(tmp_path, monkeypatch, engine):
     cfg = config(tmp_path, "quantize:8", simulate={"engine": engine}, run={"task": "task:Plain"})
     with (tmp_path / "task.py").open("a") as f:

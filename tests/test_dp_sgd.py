@@ -30,7 +30,7 @@ from fedtrain.training.task import load_task
 from .test_gossip_peers import Log
 from .test_local import Columns, Normed, Small, examples
 from .test_privacy import private
-from .test_vmapped import Tied, Tokens
+from .test_stacked import Tied, Tokens
 
 CONFIG = TrainConfig(lr=0.5, batch_size=8, local_epochs=3)
 KEY = bytes(range(16))
@@ -295,7 +295,7 @@ def test_the_plan_says_what_all_sites_will_have_spent(tmp_path, where):
     [
         ({"train": {"accumulate": 2}}, "train.accumulate: .* must be 1"),
         ({"train": {"precision": "fp16"}}, "train.precision: .* must be bf16"),
-        ({"simulate": {"engine": "vmap"}}, "vmap"),
+        ({"simulate": {"engine": "stacked"}}, "stacked"),
         ({"parallel": {"ranks": 2}}, "parallel.ranks: .* must be 1"),
     ],
 )

@@ -107,26 +107,26 @@ def test_over_mutual_tls_as_in_a_simulation(tmp_path, certs, kind, sums):
         ("mimelite", {}),
     ],
 )
-def test_vmap_trains_as_the_loop_does(tmp_path, kind, options):
-    looped, vmapped = (
+def test_stacked_sites_train_as_one_by_one(tmp_path, kind, options):
+    looped, stacked = (
         toy.Toys(toy.config(tmp_path / engine, kind, options, simulate={"engine": engine})).run((3, 8))
-        for engine in ("loop", "vmap")
+        for engine in ("loop", "stacked")
     )
-    assert looped.counted == vmapped.counted
-    np.testing.assert_allclose(vmapped.weights, looped.weights, rtol=0, atol=1e-10)
+    assert looped.counted == stacked.counted
+    np.testing.assert_allclose(stacked.weights, looped.weights, rtol=0, atol=1e-10)
     for site in toy.SITES if kind in REMEMBER else ():
-        one, other = looped.memory(site), vmapped.memory(site)
+        one, other = looped.memory(site), stacked.memory(site)
         assert one.keys() == other.keys()
         for name, values in one.items():
             np.testing.assert_allclose(other[name], values, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["ditto", "fedrep", "ifca", "fedsgd", "fedbn"])
-def test_vmap_refuses_a_strategy_whose_sites_it_would_train_otherwise(tmp_path, kind):
+def test_a_stack_refuses_a_strategy_whose_sites_it_would_train_otherwise(tmp_path, kind):
     options = METHODS.get(kind, {})
-    cfg = toy.config(tmp_path, kind, options, simulate={"engine": "vmap"}, train={"batch_size": 0})
+    cfg = toy.config(tmp_path, kind, options, simulate={"engine": "stacked"}, train={"batch_size": 0})
     why = "leaves tensors at their sites" if kind in ("fedbn", "fedrep") else "trains in a way of its own"
-    with pytest.raises(ConfigError, match=rf'"vmap" can\'t train this: the strategy {why}.*"loop"'):
+    with pytest.raises(ConfigError, match=rf'"stacked" can\'t train this: the strategy {why}.*"loop"'):
         Workbench(cfg, simulated=True)
 
 

@@ -386,7 +386,7 @@ NOISY = {"privacy": {"noise_multiplier": 1.0}}
         ("islands", {"aggregation": {"before": ["nnm:1"]}}, "aggregation.before = "),
         ("peer", {"limits": {"max_norm": 1.0}}, "limits.max_norm = 1.0 .in the file.: peer does not read it"),
         ("gossip", {"secagg": {"enabled": True}}, "Here gossip.masks decides"),
-        ("gossip", {"simulate": {"engine": "vmap"}}, "it is read by simulate"),
+        ("gossip", {"simulate": {"engine": "stacked"}}, "it is read by simulate"),
         ("gossip", {"gossip": {"compressor": "topk:0.1"}}, "only with gossip.algorithm = choco"),
         ("datacenter", NOISY, "privacy.noise_multiplier = 1.0.*read by simulate, .*site, peer"),
         ("islands", {"aggregation": {"rule": "median"}}, "aggregation.rule = 'median'"),

@@ -265,8 +265,8 @@ def test_a_run_of_gossip_tells_its_epsilon_and_no_loss(tmp_path):
 
 
 def test_what_adds_no_noise_refuses_to_run_with_privacy(tmp_path):
-    with pytest.raises(ConfigError, match="vmap"):
-        Workbench(private(tmp_path, simulate={"engine": "vmap"}), simulated=True)
+    with pytest.raises(ConfigError, match="stacked"):
+        Workbench(private(tmp_path, simulate={"engine": "stacked"}), simulated=True)
     with pytest.raises(ConfigError, match="a datacenter adds no noise"):
         datacenter.run(private(tmp_path), emit=Log())
 

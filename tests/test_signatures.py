@@ -11,8 +11,8 @@ from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError
 from fedtrain.store import RunStore
 from fedtrain.training.local import Engine
+from fedtrain.training.stacked import Stacked
 from fedtrain.training.task import Task
-from fedtrain.training.vmapped import Vmapped
 
 CONFIG = TrainConfig(batch_size=0, lr=0.1)
 DATA = torch.linspace(-1, 1, 12, dtype=torch.float64).view(6, 2), torch.arange(6) % 2
@@ -64,10 +64,10 @@ def test_a_model_that_asks_for_the_seed_is_told_the_runs_own():
     assert Engine(Seeded(), CONFIG, run_seed=41).initial().views()["bias"].tolist() == [41.0, 41.0]
 
 
-def test_the_vmapped_engine_refuses_an_optimizer_that_comes_in_a_later_round_only():
-    Vmapped(Engine(Late(), CONFIG, run_seed=3, rounds=2))
+def test_the_stacked_engine_refuses_an_optimizer_that_comes_in_a_later_round_only():
+    Stacked(Engine(Late(), CONFIG, run_seed=3, rounds=2))
     with pytest.raises(ConfigError, match=r"the task has its own optimizer\(\)"):
-        Vmapped(Engine(Late(), CONFIG, run_seed=3, rounds=3))
+        Stacked(Engine(Late(), CONFIG, run_seed=3, rounds=3))
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,8 @@ def test_any_number_of_workers_gives_the_bits_of_a_plain_loop(folder):
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
-def test_the_vmap_engine_gives_the_loops_numbers_up_to_rounding(folder):
-    _, stacked = simulated(configured(folder, engine="vmap"))
+def test_the_stacked_engine_gives_the_loops_numbers_up_to_rounding(folder):
+    _, stacked = simulated(configured(folder, engine="stacked"))
     torch.testing.assert_close(stacked.views(), by_hand(configured(folder)).views(), rtol=1e-3, atol=1e-5)
 
 
@@ -153,7 +153,7 @@ def test_the_first_error_of_the_task_ends_a_simulation_even_where_the_other_site
         simulated(config)
 
 
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
 def test_a_site_whose_update_is_nan_is_refused_and_named_among_its_neighbours(folder, engine):
     (folder / "nan").touch()
     events, weights = simulated(configured(folder, task="Natural", rounds=1, min_sites=2, engine=engine))

@@ -212,7 +212,7 @@ def test_small_models_in_slabs_have_the_same_noise(tmp_path):
     own = {"secagg": {"enabled": True}, "simulate": {"sites": 4, "workers": 0}, "strategy": {"min_sites": 4}}
     cfg = private(tmp_path, "r", privacy=SUM, **own)
     digests, weights = [], []
-    for engine, masks in (("loop", False), ("vmap", False), ("loop", True)):
+    for engine, masks in (("loop", False), ("stacked", False), ("loop", True)):
         log = Log()
         settings = replace(cfg, simulate=replace(cfg.simulate, engine=engine, masks=masks))
         result = asyncio.run(simulate(settings, emit=log, fresh=True))

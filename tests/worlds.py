@@ -31,7 +31,7 @@ LOADED = [
     "fedtrain.runtime.sites.site",
     "fedtrain.runtime.trainers.trainer",
     "fedtrain.training.checkpoint",
-    "fedtrain.training.vmapped",
+    "fedtrain.training.stacked",
     "fedtrain.training.parallel.pipeline",
     "torch.distributed.fsdp",
     "torch.distributed.optim",

@@ -240,7 +240,7 @@ class SimulateConfig(Settings):
     sites: AtLeastOne = 10  # number of sites where the task names none of its own
     partition: str = "iid"  # how one pool of examples is dealt: iid, dirichlet:0.3, shards:2, quantity:0.5
     workers: int | Literal["auto"] = "auto"  # processes; auto: one a core; 0: none, sites train in this one
-    engine: Literal["loop", "vmap"] = "loop"  # loop: a federation's bits; vmap: many small sites at once
+    engine: Literal["loop", "stacked"] = "loop"  # loop: a federation's bits; stacked: many sites at once
     masks: bool = False  # do all of secure aggregation's work as it is done for real; the model is the same
     speeds: Annotated[str, SPEEDS] = "equal"  # how fast asynchronous sites, and peers that never wait, are
 

@@ -1,5 +1,5 @@
 """What a round, an optimizer step and an evaluation are, wherever the weights lie and however gradients come
-about: in one process (local.py), for many small sites at once (vmapped.py), over ranks (parallel/engine.py).
+about: in one process (local.py), for many small sites at once (stacked.py), over ranks (parallel/engine.py).
 """
 
 from __future__ import annotations

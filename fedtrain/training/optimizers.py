@@ -35,7 +35,10 @@ class FlatOptimizer(ABC):
         self.taken += 1
         lr = self.config.lr * factor
         for vector, gradient, state in zip(self.weights, gradients, self.states, strict=True):
-            self.move(vector, gradient, lr, *state)
+            if len(gradient) < len(vector):  # of a slab, the sites that still train
+                self.move(vector[: len(gradient)], gradient, lr, *(each[: len(gradient)] for each in state))
+            else:
+                self.move(vector, gradient, lr, *state)
 
     @classmethod
     @abstractmethod

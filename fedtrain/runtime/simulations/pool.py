@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ...training.task import Task
 
 T = TypeVar("T")
-VMAP_SITES = 50  # a batch of the vmap engine; fixed, for its last bits depend on who is stacked with whom
+STACKED_SITES = 48  # a batch of the stacked engine; fixed, for bits depend on who is stacked with whom
 LOOP_SITES = 50  # a batch of the loop engine, at most
 BATCH_BYTES = 16 << 20  # of deltas in a batch, unless one is larger
 AHEAD = 3  # batches under way for each worker
@@ -63,8 +63,8 @@ class PoolCohort:
         self._trainers = [Supervised(start, trainer) for trainer in trainers]
         self._scratch, self._memory = scratch, memory
         self.description: Description = trainers[0].description
-        self._vmap = config.simulate.engine == "vmap"
-        most, nbytes = VMAP_SITES if self._vmap else LOOP_SITES, self.description.update.nbytes
+        self._stacked = config.simulate.engine == "stacked"
+        most, nbytes = STACKED_SITES if self._stacked else LOOP_SITES, self.description.update.nbytes
         self._batch_sites = max(1, min(most, BATCH_BYTES // max(1, nbytes)))  # at most
         self.bytes_in = self.bytes_out = 0  # as they would travel in the open
         self._in_the_open = not config.secagg.enabled
@@ -212,7 +212,7 @@ class PoolCohort:
             alone = [self._debugged[0]]
             rest = [site for site in sites if site not in alone]
             return [alone, *(self._batches(rest) if rest else [])]
-        if not self._vmap:
+        if not self._stacked:
             size = min(size, -(-len(sites) // (AHEAD * len(self._trainers))))
         return [sites[at : at + size] for at in range(0, len(sites), size)]
 

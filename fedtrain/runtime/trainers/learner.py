@@ -20,7 +20,7 @@ from ...strategies import Strategy, overrides
 from ...training.local import Engine
 from ...training.partition import CENTRAL
 from ...training.site_training import SiteTraining
-from ...training.vmapped import Vmapped
+from ...training.stacked import Stacked
 from ..sites.compressed import UP, UpEncoder
 from ..sites.privacy import noised
 from ..star.secure_terms import grid_of
@@ -70,7 +70,7 @@ class Learner:
         return out if self._encoder is None else self._encoder.whole
 
     def train_many(
-        self, stacked: Vmapped, pairs: Sequence[tuple[SiteId, Any]], round: int, weights: Arena,
+        self, stacked: Stacked, pairs: Sequence[tuple[SiteId, Any]], round: int, weights: Arena,
         out: torch.Tensor, outs: Sequence[Arena], counted: Sequence[int],
     ) -> list[Update]:  # fmt: skip
         """The same for many sites at once; `out` is uint8 [sites, bytes of an update], `outs` its rows."""

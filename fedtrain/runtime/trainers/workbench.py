@@ -61,15 +61,15 @@ class Workbench:
         from ...training.dp_sgd import PrivateEngine
         from ...training.local import Engine, model_tensors
         from ...training.partition import CENTRAL, SimulatedSites
+        from ...training.stacked import Stacked
         from ...training.task import derives, folder_of, load_task
-        from ...training.vmapped import Vmapped
         from ..star.combinations import check_noise
         from .learner import Learner
 
         check_config(config)
-        private, stack = config.privacy, simulated and config.simulate.engine == "vmap"
+        private, stack = config.privacy, simulated and config.simulate.engine == "stacked"
         if private.noise_multiplier and not private.in_sums and stack:
-            raise ConfigError('privacy.noise_multiplier: simulate.engine = "vmap" adds none. Use "loop".')
+            raise ConfigError('privacy.noise_multiplier: simulate.engine = "stacked" adds none. Use "loop".')
         digest = source_digest(config)  # before a line of it runs
         self._config = config
         self._task = task or load_task(config.run.task, config.root, data_dir)
@@ -96,7 +96,7 @@ class Workbench:
                 self._task, config.train, config.run.seed, correct, config.run.rounds, strategy.shares
             )
         own = strategies.overrides(strategy, "train")
-        self._vmapped = Vmapped(self._engine, own_training=own) if stack else None
+        self._stacked = Stacked(self._engine, own_training=own) if stack else None
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
         self._data_bytes = 0
         self._weights: tuple[msg.ModelFile, Arena] | None = None
@@ -219,12 +219,12 @@ class Workbench:
     ) -> list[msg.Trained | msg.Failed]:
         """`deltas` is uint8 [sites, bytes of an update as it travels]."""
         outs = [Arena(self.description.update, deltas[i]) for i in range(len(sites))]
-        if self._vmapped is None:
+        if self._stacked is None:
             each = zip(sites, outs, counted, strict=True)
             return [self._trained(site, round, weights, out, last) for site, out, last in each]
         try:
             pairs = [(site, self._load("data", site)) for site in sites]
-            updates = self._learner.train_many(self._vmapped, pairs, round, weights, deltas, outs, counted)
+            updates = self._learner.train_many(self._stacked, pairs, round, weights, deltas, outs, counted)
         except (TaskError, BadUpdate, Forgotten) as e:
             if len(sites) == 1:
                 return [msg.Failed.of(e)]
