@@ -68,7 +68,7 @@ MODES: dict[str, Mode] = {
     "stats": Mode(
         "stats",
         ("run", "train.eval_batch_size", "strategy.min_sites", "secagg.enabled", "stats", "simulate.sites",
-         "simulate.partition"),
+         "simulate.partition", "simulate.examples"),
         but=("run.rounds", "stats.allow"),
         keeps=NOISE,
     ),

@@ -236,8 +236,11 @@ VARIANTS = [
 IN_VAIN = {"gossip.clip", "gossip.round_deadline", "simulate.engine", "strategy.fraction",
            "evaluate.patience", "privacy.where", "train.eval_batch_size", "train.warmup", "train.decay",
            "parallel.offload_dir", "stats.allow"}  # fmt: skip
-# A datacenter refuses noise, and sets how many sites its islands are.
-ITS_OWN = {name: {"privacy.noise_multiplier", "simulate.sites"} for name in ("datacenter", "islands")}
+# A datacenter refuses noise, sets how many sites its islands are, and deals them the whole pool.
+ITS_OWN = {
+    name: {"privacy.noise_multiplier", "simulate.sites", "simulate.examples"}
+    for name in ("datacenter", "islands")
+}
 # What makes sums of statistics is made for training, too.
 ITS_OWN["statistics"] = {"evaluate.metric"}
 

@@ -127,9 +127,7 @@ class SecAggConfig(Settings):
     clip: Positive = 1.0  # bound on each coordinate of (examples / max_examples) * delta
     max_examples: Positive = 10_000.0  # examples that one site may have
     ring_bits: Literal[16, 32, 64] = 32  # bits in which a coordinate travels
-    value_bits: Count = (
-        0  # bits of one site's value: 4 to ring_bits - 1; 0: as many as the sum leaves room for
-    )
+    value_bits: Count = 0  # bits of one site's value: 4 to ring_bits - 1; 0: as many as the sum has room for
     groups: AtLeastOne = 1  # random groups of sites, redrawn each round, with one sum each; for robust rules
     # Sites in a round up to which each site shares masks with every other. In a larger round each site shares
     # masks with some neighbours only: as many as keep secrets and the round safe at `corrupt` and `dropout`.
@@ -239,6 +237,7 @@ class SimulateConfig(Settings):
 
     sites: AtLeastOne = 10  # number of sites where the task names none of its own
     partition: str = "iid"  # how one pool of examples is dealt: iid, dirichlet:0.3, shards:2, quantity:0.5
+    examples: Count = 0  # of a site on average, drawn from the pool by each for itself; 0: the pool is dealt
     workers: int | Literal["auto"] = "auto"  # processes; auto: one a core; 0: none, sites train in this one
     engine: Literal["loop", "stacked"] = "loop"  # loop: a federation's bits; stacked: many sites at once
     masks: bool = False  # do all of secure aggregation's work as it is done for real; the model is the same

@@ -75,7 +75,7 @@ def _sources(config: Config, task: Task, site: SiteId | None) -> dict[SiteId, Co
     if simulated.natural:
         return {name: ColumnSource.at(task, name, every[name]) for name in every}
     pool = ColumnSource.at(task, simulated.names[0], lambda: simulated.pool)
-    return {name: pool.chosen(simulated.parts[name], every[name]) for name in every}
+    return {name: pool.chosen(simulated.part(name), every[name]) for name in every}
 
 
 def _too_few(config: Config, sources: Mapping[SiteId, ColumnSource]) -> dict[SiteId, str]:

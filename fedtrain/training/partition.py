@@ -5,7 +5,8 @@
     shards:2       examples sorted by label and cut into pieces; each site gets 2 pieces (McMahan et al. 2017)
     quantity:0.5   random examples, in shares from Dirichlet(0.5); smaller is more skewed
 
-Every example goes to exactly one site, and every site has at least one example.
+Every example goes to exactly one site, and every site has at least one example. With simulate.examples sites
+draw their examples instead (drawn.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..config import SimulateConfig, one_of
 from ..digest import seed_of
 from ..errors import ConfigError, TaskError
 from ..population import Population
+from .drawn import Drawn
 from .task import Task, folder_of, user_code
 
 if TYPE_CHECKING:
@@ -66,7 +68,8 @@ def partition(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: in
     if sites < 1 or count < pieces:
         raise ConfigError(
             f"simulate.partition: {count} examples can't be dealt to {sites} sites as {spec!r}, "
-            f"at least {max(pieces, 1)} are needed. Lower simulate.sites."
+            f"at least {max(pieces, 1)} are needed. Lower simulate.sites, or have each site draw its own "
+            f"with simulate.examples."
         )
     # RandomState, because its streams are frozen: a partition is the same with every version of numpy.
     rng = np.random.RandomState(np.random.MT19937(seed))
@@ -218,7 +221,7 @@ class SimulatedSites:
                 return self.task.data(site)
         from .examples import subset
 
-        return subset(self.pool, self.parts[site])
+        return subset(self.pool, self.part(site))
 
     def eval_data(self) -> dict[str, Any]:
         """The data to evaluate on: each natural site's own set, or the pool's single set as "central"."""
@@ -228,27 +231,40 @@ class SimulatedSites:
 
     def eval_set(self, site: str) -> Any:
         """What is evaluated under this name: a natural site's own set, the pool's as "central", or a site's
-        part of the pool's, which is dealt as the training examples are."""
+        part of the pool's, which has the site's share of each label."""
         if self.natural or site == CENTRAL:
             return self.eval_data()[site]
         from .examples import subset
 
-        return subset(self.eval_data()[CENTRAL], self.eval_parts[site])
+        if type(self.task).eval_data is Task.eval_data:
+            part = self.part(site)
+        elif self._drawn is not None:
+            part = self._drawn.alike(site, self._eval_codes)
+        else:
+            part = self._eval_parts[self.names.index(site)]
+        return subset(self._eval_pool, part)
 
     @cached_property
-    def eval_parts(self) -> dict[str, Indices]:
-        """Each site's indices in the pool's eval_data()."""
-        if type(self.task).eval_data is Task.eval_data:
-            return self.parts
-        pool, kind = self.eval_data()[CENTRAL], parse(self.simulate.partition)[0]
-        if kind in ("dirichlet", "shards"):
-            labels, others = labels_of(self.pool), labels_of(pool)
-        else:
-            from .examples import examples_of
+    def _eval_pool(self) -> Any:
+        return self.eval_data()[CENTRAL]
 
-            labels, others = ([0] * examples_of(data).count for data in (self.pool, pool))
-        found = alike(list(self.parts.values()), labels, others, seed_of(self.seed, "partition", "eval"))
-        return dict(zip(self.names, found, strict=True))
+    @cached_property
+    def _eval_parts(self) -> list[Indices]:
+        """Each site's indices in the pool's eval_data()."""
+        labels, others = self._labels(self.pool), self._labels(self._eval_pool)
+        return alike(self._parts, labels, others, seed_of(self.seed, "partition", "eval"))
+
+    @cached_property
+    def _eval_codes(self) -> Indices:
+        """Labels of the pool's eval_data(): the place of each in the sorted labels of the pool, new ones
+        after them."""
+        import numpy as np
+
+        known, others = np.unique(self._labels(self.pool)), np.asarray(self._labels(self._eval_pool))
+        new = np.setdiff1d(others, known)
+        order = np.argsort(np.concatenate([known, new]), kind="stable")
+        values = np.concatenate([known, new])[order]
+        return order[np.searchsorted(values, others)].astype(np.int64)
 
     def test_data(self) -> dict[str, Any]:
         """The data on which a finished model is measured, in the form of `eval_data`."""
@@ -261,19 +277,35 @@ class SimulatedSites:
             found = {site: getattr(self.task, which)(site) for site in sites}
         return found if self.natural else {CENTRAL: found[sites[0]]}
 
-    @cached_property
-    def parts(self) -> dict[str, Indices]:
-        """Each site's indices in the pool, for a task without natural sites."""
-        spec = self.simulate.partition
-        kind, _ = parse(spec)
-        if kind in ("dirichlet", "shards"):
-            labels = labels_of(self.pool)
-        else:
-            from .examples import examples_of
+    def part(self, site: str) -> Indices:
+        """The site's indices in the pool, for a task without natural sites."""
+        if self._drawn is not None:
+            return self._drawn.part(site)
+        return self._parts[self.names.index(site)]
 
-            labels = examples_of(self.pool).count
-        parts = partition(labels, spec, len(self.names), seed_of(self.seed, "partition"))
-        return dict(zip(self.names, parts, strict=True))
+    @cached_property
+    def _parts(self) -> list[Indices]:
+        """Each site's indices in the pool that is dealt."""
+        labels, spec = self._labels(self.pool), self.simulate.partition
+        return partition(labels, spec, len(self.names), seed_of(self.seed, "partition"))
+
+    @cached_property
+    def _drawn(self) -> Drawn | None:
+        """The sites that draw their examples; None where the pool is dealt."""
+        if not self.simulate.examples:
+            return None
+        kind, value = parse(self.simulate.partition)
+        codes, seed = _codes(self._labels(self.pool)), seed_of(self.seed, "examples")
+        return Drawn(codes, kind, value, self.simulate.examples, seed)
+
+    def _labels(self, data: Any) -> Any:
+        """Each example's label; all alike for a partition that does not look at labels."""
+        import numpy as np
+
+        from .examples import examples_of
+
+        by_label = parse(self.simulate.partition)[0] in ("dirichlet", "shards")
+        return labels_of(data) if by_label else np.zeros(examples_of(data).count, np.int64)
 
     @cached_property
     def pool(self) -> Any:

@@ -183,7 +183,7 @@ def agreed(config: Config) -> dict[str, str]:
     """What must not change between the rounds of one simulation."""
     return config.agreed() | {
         f"simulate.{key}": repr(getattr(config.simulate, key))
-        for key in ("sites", "partition", "engine", "speeds")
+        for key in ("sites", "partition", "examples", "engine", "speeds")
     }
 
 

@@ -185,7 +185,7 @@ def pooled(sets: list[Any]) -> Any:
 
 def sites_of(task: Task, config: Config, islands: int) -> SimulatedSites:
     """The task's natural sites, or its pool; with islands, dealt to them as [simulate] deals it to sites."""
-    return SimulatedSites(task, replace(config.simulate, sites=islands), config.run.seed)
+    return SimulatedSites(task, replace(config.simulate, sites=islands, examples=0), config.run.seed)
 
 
 def data_of(sites: SimulatedSites, mesh: Mesh) -> tuple[SiteId, Any]:
