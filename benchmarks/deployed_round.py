@@ -2,47 +2,48 @@
 
 The sites' trainers do nothing but hand over a payload, random and distinct for each site and round, as a
 trainer process would: a file and its digest. All else is what users run: the commit to disk, the checks,
-the fold. Beside it a bare gRPC stream with mutual TLS moves the same bytes and does nothing with them.
+the fold. Beside it a bare gRPC stream with mutual TLS moves the same bytes and does nothing with them: by
+turns, one round and one pass of the stream. While the stream moves, the federation's processes are stopped,
+and the stream's processes wait while a round is under way.
 
   round_s, round_s_worst   median and worst of the rounds, from one commit to the next
   copies                   bytes over the loopback device (TLS and TCP included) / bytes of the model
   rss_mb                   the aggregator's peak resident memory
-  bare_stream_ratio        round_s / the bare stream's seconds
+  bare_stream_s            median of the bare stream's passes
+  bare_stream_ratio        median over the turns of a round / the pass after it
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import common
-import grpc
-import grpc.aio
 import numpy as np
+import phases
 import psutil
+from bare_stream import BareStream
 
 from fedtrain.config import Config
 from fedtrain.digest import Digest
 from fedtrain.events import silent
-from fedtrain.pki import Credentials, aggregator_target, init, issue
+from fedtrain.pki import init, issue
 from fedtrain.runtime.sites import site as runtime_site
 from fedtrain.runtime.trainers import trainer_messages as msg
 from fedtrain.runtime.trainers.trainer import Trains
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training.task import task_digest
-from fedtrain.transport.grpc import channel_options
-from fedtrain.transport.tls import Tls
-from fedtrain.wire import CHUNK_BYTES
 
 CASES = {"1k": 1_000, "1M": 1_000_000, "10M": 10_000_000, "50M": 50_000_000}
 SITES = ["a", "b", "c", "d"]
@@ -112,145 +113,112 @@ def project(root: Path, numel: int, rounds: int, secure: bool = False) -> None:
         issue(root / "certs", "site", name)
 
 
-def deployed(numel: int, rounds: int, secure: bool) -> dict[str, float]:
-    """One run of the real thing."""
+def deployed(numel: int, rounds: int, secure: bool, *, timed: bool = False) -> dict[str, float]:
+    """One run of the real thing, by turns with the bare stream; `timed` prints where the time of its
+    processes went instead, without the stream."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         project(root, numel, rounds + WARM_UP, secure)
+        out = {who: root / f"{who}.json" for who in ("aggregator", *(f"site {name}" for name in SITES))}
+        me = [sys.executable, __file__, "site", folder]
         sites = [
             subprocess.Popen(
-                [sys.executable, __file__, "site", folder, name, str(numel)], stdout=subprocess.DEVNULL
+                [*me, name, str(numel), *timed * [str(out[f"site {name}"])]], stdout=subprocess.DEVNULL
             )
             for name in SITES
         ]
+        program = [phases.__file__, str(out["aggregator"])] if timed else ["-m", "fedtrain"]
         aggregator = subprocess.Popen(
-            [sys.executable, "-m", "fedtrain", "aggregator", "--json"],
-            cwd=root,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, *program, "aggregator", "--json"], cwd=root, stdout=subprocess.PIPE, text=True
         )
-        commits, moved, peak = [], [], 0.0
+        turns = Turns(aggregator, sites)
         try:
-            assert aggregator.stdout is not None
-            for line in aggregator.stdout:
-                event = json.loads(line)
-                peak = max(peak, _peak_mb(aggregator.pid))
-                if event["kind"] == "round_committed":
-                    commits.append(event["time"])
-                    moved.append(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
-            assert aggregator.wait(60) == 0
-            assert [s.wait(60) for s in sites] == [0] * len(sites)
+            if timed:
+                turns.follow(lambda: 0.0)
+                phases.show(out, rounds + WARM_UP)
+                return {}
+            with BareStream(root / "certs", SITES, 4 * numel) as bare:
+                turns.follow(bare.once)
         finally:
             for process in (*sites, aggregator):
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-        times = [b - a for a, b in pairwise(commits)][WARM_UP - 1 :]
-        assert len(times) == rounds
+        assert len(turns.rounds) == len(turns.passes) == rounds
         return {
-            "round_s": statistics.median(times),
-            "round_s_worst": max(times),
-            "copies": (moved[-1] - moved[WARM_UP - 1]) / rounds / (4 * numel),
-            "rss_mb": peak,
+            "round_s": statistics.median(turns.rounds),
+            "round_s_worst": max(turns.rounds),
+            "copies": sum(turns.moved) / rounds / (4 * numel),
+            "rss_mb": turns.peak_mb,
+            "bare_stream_s": statistics.median(turns.passes),
+            "bare_stream_ratio": statistics.median(map(float.__truediv__, turns.rounds, turns.passes)),
         }
 
 
-def _peak_mb(pid: int) -> float:
+class Turns:
+    """Rounds of a federation by turns with something else, for which its processes are stopped."""
+
+    def __init__(self, aggregator: subprocess.Popen[str], sites: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._aggregator, self._sites = aggregator, sites
+        self.rounds: list[float] = []  # seconds of each after WARM_UP
+        self.passes: list[float] = []  # what came after it
+        self.moved: list[int] = []  # bytes over the loopback device in it
+        self.peak_mb = 0.0
+
+    def follow(self, other: Callable[[], float]) -> None:
+        """Until the run is over; `other` returns how many seconds it took."""
+        began_s, sent = 0.0, 0
+        assert self._aggregator.stdout is not None
+        for line in self._aggregator.stdout:
+            event = json.loads(line)
+            if event["kind"] != "round_committed":
+                continue
+            self.peak_mb = max(self.peak_mb, peak_mb(self._aggregator.pid))
+            if event["round"] < WARM_UP:
+                continue
+            with self._stopped() as stopped_s:
+                now_sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+                if event["round"] > WARM_UP:
+                    self.rounds.append(event["time"] - began_s)
+                    self.moved.append(now_sent - sent)
+                    self.passes.append(other())
+                sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+            # what the next round did before it was stopped counts as its own
+            began_s = event["time"] + time.time() - stopped_s
+        assert self._aggregator.wait(60) == 0
+        assert [site.wait(60) for site in self._sites] == [0] * len(self._sites)
+
+    @contextmanager
+    def _stopped(self) -> Iterator[float]:
+        """No process of the federation runs inside the with block; since when, in seconds since 1970."""
+        everybody = (self._aggregator, *self._sites)
+        for process in everybody:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield time.time()
+        finally:
+            for process in everybody:
+                process.send_signal(signal.SIGCONT)
+
+
+def peak_mb(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024 if "VmHWM:" in status else 0.0  # it has ended
 
 
-async def idle_site(folder: str, name: str, numel: int) -> None:
+async def idle_site(folder: str, name: str, numel: int, out: Sequence[str]) -> None:
+    """A site with an idle trainer; the times of its phases go to the file `out`, if there is one."""
+    times = phases.Phases()
+    if out:
+        times.wrap()
     config = Config.load(Path(folder) / "fedtrain.toml")
 
     async def start(scratch: Path) -> Idle:
         return Idle(config, numel, SITES.index(name))
 
     await runtime_site.run(config, name, emit=silent, start_trainer=start)
-
-
-# --- the bare stream: the same bytes down and up, four at a time, nothing done with them
-
-
-async def bare_server(certs: Path, nbytes: int) -> None:
-    payload = memoryview(os.urandom(min(nbytes, 64 << 20)))
-
-    async def down(request: bytes, context: object):
-        for at in range(0, nbytes, CHUNK_BYTES):
-            start, length = at % max(len(payload) - CHUNK_BYTES, 1), min(CHUNK_BYTES, nbytes - at)
-            yield bytes(payload[start : start + length])
-
-    async def up(chunks, context: object) -> bytes:
-        return b"%d" % sum([len(chunk) async for chunk in chunks])
-
-    server = grpc.aio.server(options=channel_options(60))
-    handlers = {
-        "Down": grpc.unary_stream_rpc_method_handler(down),
-        "Up": grpc.stream_unary_rpc_method_handler(up),
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bare", handlers),))
-    port = server.add_secure_port("127.0.0.1:0", _tls(certs / "aggregator").server())
-    await server.start()
-    print(port, flush=True)
-    await server.wait_for_termination()
-
-
-async def bare_client(certs: Path, name: str, port: int, nbytes: int, repeat: int) -> None:
-    options = [*channel_options(60), ("grpc.ssl_target_name_override", aggregator_target("fedtrain"))]
-    credentials = _tls(certs / "sites" / name).channel()
-    payload = memoryview(os.urandom(min(nbytes, 64 << 20) + CHUNK_BYTES))
-    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
-
-        async def chunks():
-            for at in range(0, nbytes, CHUNK_BYTES):
-                start = at % (len(payload) - CHUNK_BYTES)
-                yield bytes(payload[start : start + min(CHUNK_BYTES, nbytes - at)])
-
-        for _ in range(repeat):
-            print("ready", flush=True)
-            await asyncio.to_thread(sys.stdin.readline)
-            async for _chunk in channel.unary_stream("/Bare/Down")(b""):
-                pass
-            await channel.stream_unary("/Bare/Up")(chunks())
-        print("ready", flush=True)
-
-
-def bare(numel: int, repeat: int = 5) -> float:
-    """Median seconds for all four to get the bytes and to send as many back."""
-    with tempfile.TemporaryDirectory() as folder:
-        project(Path(folder), 1, 1)
-        certs, nbytes = str(Path(folder) / "certs"), str(4 * numel)
-        me = [sys.executable, __file__]
-        server = subprocess.Popen([*me, "bare-server", certs, nbytes], stdout=subprocess.PIPE, text=True)
-        clients: list[subprocess.Popen[str]] = []
-        try:
-            port = server.stdout.readline().strip()
-            clients += [
-                subprocess.Popen([*me, "bare-client", certs, name, port, nbytes, str(repeat + 1)],
-                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-                for name in SITES
-            ]  # fmt: skip
-            times = []
-            for client in clients:
-                client.stdout.readline()
-            for _ in range(repeat + 1):
-                began = time.perf_counter()
-                for client in clients:
-                    client.stdin.write("go\n")
-                    client.stdin.flush()
-                for client in clients:
-                    client.stdout.readline()
-                times.append(time.perf_counter() - began)
-        finally:
-            for process in (*clients, server):
-                process.kill()
-                process.wait()
-        return statistics.median(times[1:])
-
-
-def _tls(folder: Path) -> Tls:
-    credentials = Credentials.load(folder)
-    return Tls(credentials.key, credentials.chain, credentials.root)
+    for each in out:
+        times.write(Path(each))
 
 
 def main() -> None:
@@ -258,6 +226,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="which of " + ", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--secure", action="store_true", help="with secure aggregation; cases end in -secure")
+    parser.add_argument("--phases", action="store_true", help="print where the time goes, and no figures")
     args = parser.parse_args()
     common.begin(args)
     units = {
@@ -265,11 +234,11 @@ def main() -> None:
         "round_s_worst": "s",
         "copies": "models",
         "rss_mb": "MiB",
+        "bare_stream_s": "s",
         "bare_stream_ratio": "x",
     }
     for case in args.cases.split(","):
-        figures = deployed(CASES[case], args.rounds, args.secure)
-        figures["bare_stream_ratio"] = figures["round_s"] / bare(CASES[case])
+        figures = deployed(CASES[case], args.rounds, args.secure, timed=args.phases)
         for metric, value in figures.items():
             name = f"{case}-secure" if args.secure else case
             common.emit("deployed_round", name, metric, value, units[metric])
@@ -277,11 +246,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["site", folder, name, numel]:
-            asyncio.run(idle_site(folder, name, int(numel)))
-        case ["bare-server", certs, nbytes]:
-            asyncio.run(bare_server(Path(certs), int(nbytes)))
-        case ["bare-client", certs, name, port, nbytes, repeat]:
-            asyncio.run(bare_client(Path(certs), name, int(port), int(nbytes), int(repeat)))
+        case ["site", folder, name, numel, *out]:
+            asyncio.run(idle_site(folder, name, int(numel), out))
         case _:
             main()
