@@ -20,8 +20,9 @@ from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issu
 from fedtrain.runtime.star import checks
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Spool
-from fedtrain.transport.endpoints import TRANSPORTS, RemoteCohort, SiteLink
+from fedtrain.transport.endpoints import TRANSPORTS, RemoteCohort
 from fedtrain.transport.grpc import channel_options
+from fedtrain.transport.site_link import SiteLink
 from fedtrain.transport.streams import Connection, Transport
 from fedtrain.transport.tls import Tls
 from fedtrain.wire.frames import PROTOCOL, Hello
@@ -80,6 +81,7 @@ async def aggregator(
         identify=options.pop("identify", lambda pem: identity_of(pem).name),
         welcome=options.pop("welcome", lambda site, hello: None),
         admit=lambda site, request, reply: checks.admit(request, reply, schema, limits, None),
+        schemas=[schema],
         inbox=lambda site: Spool(folder / "inbox" / site),
         emit=lambda event: events.append((event.kind, event.fields())),
         **options,
@@ -142,7 +144,10 @@ def hello(schema: Schema, **fields: Any) -> Hello:
 async def sites(
     links: dict[str, SiteLink], schema: Schema, answer: Callable[[str], Callable[[Request], Awaitable[Reply]]]
 ) -> AsyncIterator[list[asyncio.Task[str]]]:
-    tasks = [asyncio.create_task(each.serve(hello(schema), answer(name))) for name, each in links.items()]
+    tasks = [
+        asyncio.create_task(each.serve(hello(schema), answer(name), schemas=[schema]))
+        for name, each in links.items()
+    ]
     try:
         yield tasks
     finally:

@@ -31,9 +31,10 @@ from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
 from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool
 from fedtrain.strategies import beginning, build
-from fedtrain.transport.endpoints import RemoteCohort, SiteLink
+from fedtrain.transport.endpoints import RemoteCohort
 from fedtrain.transport.grpc import GrpcTransport
 from fedtrain.transport.memory import LocalCohort
+from fedtrain.transport.site_link import SiteLink
 
 from .federation import certificates, hello, tls
 

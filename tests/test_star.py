@@ -24,6 +24,7 @@ from fedtrain.wire.frames import (
     Moot,
     Note,
     Refused,
+    Rejected,
     Status,
     Stored,
     Welcome,
@@ -512,6 +513,19 @@ def test_a_site_pauses_ever_longer_until_a_session_went_well_and_reports_each_tr
     end.receive(WELCOME)
     assert end.lose(ConnectError("refused"), 0.5) == 0.2
     assert len(log.of(SiteLost)) == 2
+
+
+def test_a_site_has_the_bytes_that_came_with_the_request_it_works_on_and_hears_why_its_answer_is_not_used():
+    end, log = site_end()
+    one, two = request(0), request(1)
+    end.receive(Ask(body=encode(one), data=b"1234"))
+    end.receive(Ask(body=encode(one), data=b"5678"))
+    assert end.data == b"1234", "the first is under way"
+    end.receive(Ask(body=encode(two)))
+    assert end.data == b""
+    end.receive(Rejected(id=one.id, reason="late"))
+    assert log == [UpdateRefused(site="here", reason="late")]
+    assert end.request.id == two.id
 
 
 def test_another_process_of_its_name_slows_a_site_down_though_it_had_joined():

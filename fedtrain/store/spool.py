@@ -128,7 +128,7 @@ class Arriving:
     def whole(self) -> bool:
         return self.offset == self.nbytes
 
-    def write(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes | memoryview) -> None:
         """The next bytes, in order."""
         if self.offset + len(chunk) > self.nbytes:
             raise WireError(f"more than the {self.nbytes} bytes that were announced")

@@ -1,41 +1,47 @@
-"""Both ends of the star over a network: `RemoteCohort` is the aggregator's, `SiteLink` a site's.
+"""The aggregator's end of the star over a network; a site's is site_link.py.
 
-They give transport/star.py, which decides, a clock, streams and files. A site holds one Session open; the
+Both give transport/star.py, which decides, a clock, streams and files. A site holds one Session open; the
 aggregator writes an Ask into it, the site Downloads the model that the Ask names, and Uploads its reply. Each
-transfer is chunked, has a digest, and goes on from where it broke. Nothing is ever polled.
+transfer is chunked, has a digest, and goes on from where it broke. What is small comes with the Ask, or goes
+with the Answer, in the session. Nothing is ever polled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import random
-import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 from weakref import WeakSet
 
-import msgspec
-
-from ..arena import AnyArena, ArenaFile, Patch, patches_to
+from ..arena import AnyArena
 from ..errors import BadUpdate, Broken, CertificateError, ConnectError, JoinRefused, StoreError, WireError
-from ..events import Emit, Notice, SiteRefused, UpdateRefused
+from ..events import Emit, Notice, SiteRefused
 from ..messages import Found, Reply, Request, SiteId
+from ..schema import Schema
 from ..wire import frames
-from ..wire.codec import arenas, decode, encode, fetch_list
-from . import star
+from ..wire.codec import decode, encode, fetch_list, known
 from .grpc import GrpcTransport
-from .star import AggregatorEnd, Pending, SiteEnd, SiteSession, backoff
-from .streams import Connection, Denied, Files, MessageStream, Transport, chunks, opened, receive
+from .star import AggregatorEnd, Pending, SiteSession
+from .streams import (
+    DOWNLOAD,
+    SESSION,
+    UPLOAD,
+    Denied,
+    Files,
+    MessageStream,
+    Transport,
+    chunks,
+    inlined,
+    opened,
+    receive,
+    unpack,
+)
 from .tls import Tls
 
 TRANSPORTS: dict[str, Callable[[Tls, float], Transport]] = {"grpc": GrpcTransport}
-SESSION, DOWNLOAD, UPLOAD = "Session", "Download", "Upload"  # the calls of a site
 HELLO_S = 10.0  # a session that has not said Hello by then is closed
-
-
-# --- the aggregator's end
 
 
 class RemoteCohort:
@@ -52,6 +58,8 @@ class RemoteCohort:
         inbox: Callable[[SiteId], Files],
         replies: type | Any = Found,
         frozen: AnyArena | None = None,
+        schemas: Sequence[Schema] = (),
+        inline: bool = True,
         idle_s: float = 30.0,
         emit: Emit,
     ) -> None:
@@ -59,10 +67,13 @@ class RemoteCohort:
         every call. `welcome` raises JoinRefused when the site does not fit; `admit` raises BadUpdate for a
         reply whose header alone shows that it cannot be used, before one of its bytes is accepted; `replies`
         are the message types that may come; `frozen` are the run's frozen parameters, for sites whose
-        model() has others."""
+        model() has others; `schemas`: those that every site that fits has too, see SiteLink.serve. With
+        `inline` small models are sent with the requests that name them; who makes models of patches seldom
+        needs them."""
         self._transport, self._listen, self._emit = transport, listen, emit
         self._identify, self._welcome, self._admit = identify, welcome, admit
-        self._inbox, self._replies = inbox, replies
+        self._inbox, self._replies, self._known = inbox, replies, known(schemas)
+        self._inline = inline
         first = frames.Welcome(
             heartbeat_s=transport.heartbeat_s, frozen=frozen.digest if frozen is not None else ""
         )
@@ -115,7 +126,9 @@ class RemoteCohort:
         try:
             for site, request in requests.items():
                 if id(request) not in asks:
-                    asks[id(request)] = frames.Ask(body=await asyncio.to_thread(encode, request))
+                    body = encode(request, self._known)
+                    data = inlined(request) if self._inline else b""
+                    asks[id(request)] = frames.Ask(body=body, data=data)
                 self._end.ask(exchange, site, asks[id(request)], loop.time())
             self._set_timer()
             while True:
@@ -184,8 +197,14 @@ class RemoteCohort:
         session = self._end.join(site, hello.process, outbox.put_nowait)
         self._sessions_changed()
         reading = asyncio.create_task(self._read(session, stream))
+        given = b""  # what came with the last Ask that brought something
         try:
             while (frame := await outbox.get()) is not None:
+                if isinstance(frame, frames.Ask) and frame.data:
+                    if frame.data == given:  # it is in the site's inbox, or else is fetched
+                        frame = frames.Ask(body=frame.body)
+                    given = frame.data or given
+                    self.bytes_out += len(frame.data)
                 await stream.write(encode(frame))
         finally:
             reading.cancel()
@@ -197,7 +216,10 @@ class RemoteCohort:
         try:
             while (data := await stream.read()) is not None:
                 frame: frames.FromSite = decode(data, frames.FromSite)
-                self._end.receive(session, frame)
+                if isinstance(frame, frames.Answer):
+                    await self._answered(session, frame)
+                else:
+                    self._end.receive(session, frame)
         except (WireError, ConnectError) as e:
             self._emit(Notice(text=f"{session.site}: {str(e)[:200]}"))
         finally:
@@ -225,13 +247,8 @@ class RemoteCohort:
         except WireError as e:
             await stream.write(encode(self._end.refuse_upload(site, str(e))))
             return
-        pending = self._end.offered(site, offer.id, stop)
-        if not isinstance(pending, Pending):
-            await stream.write(encode(pending))
-            return
-        try:
-            reply: Reply = decode(offer.body, self._replies)
-            self._admit(site, pending.request, reply)
+
+        async def bring(reply: Reply) -> None:
             for arena in fetch_list(reply):
                 async with opened(self._inbox(site), arena) as transfer:
                     await stream.write(encode(frames.Resume(digest=arena.digest, offset=transfer.offset)))
@@ -240,200 +257,43 @@ class RemoteCohort:
                         arena.path = await receive(stream, transfer)
                     finally:
                         self.bytes_in += transfer.offset - begun
+
+        if answer := await self._take(site, offer, stop, bring):
+            await stream.write(encode(answer))
+
+    async def _answered(self, session: SiteSession, answer: frames.Answer) -> None:
+        async def bring(reply: Reply) -> None:
+            await unpack(self._inbox(session.site), reply, answer.data)
+            self.bytes_in += len(answer.data)
+
+        taken = await self._take(session.site, answer, lambda: None, bring)
+        if isinstance(taken, frames.Refused):
+            session.send(frames.Rejected(id=answer.id, reason=taken.reason))
+
+    async def _take(
+        self,
+        site: SiteId,
+        offer: frames.Offer | frames.Answer,
+        stop: Callable[[], object],
+        bring: Callable[[Reply], Awaitable[None]],
+    ) -> frames.UploadAnswer | None:
+        """What a site is told of its reply, whose bytes `bring` puts into files; None where it broke off, or
+        can't be kept. `stop`: as in AggregatorEnd.offered."""
+        pending = self._end.offered(site, offer.id, stop)
+        if not isinstance(pending, Pending):
+            return pending
+        try:
+            reply: Reply = decode(offer.body, self._replies, self._known)
+            self._admit(site, pending.request, reply)
+            await bring(reply)
         except Broken as e:
             self._emit(Notice(text=f"{site}: upload broke off, {e}; it may go on from there"))
-            return
+            return None
         except (BadUpdate, WireError) as e:
-            answer: frames.UploadAnswer = self._end.unusable(pending, str(e))
+            return self._end.unusable(pending, str(e))
         except StoreError as e:
             self._end.fail(pending, e)
-            return
-        else:
-            answer = self._end.uploaded(pending, reply)
+            return None
         finally:
             self._end.broke_off(pending, stop)
-        await stream.write(encode(answer))
-
-
-# --- the site's end
-
-Answer = Callable[[Request], Awaitable[Reply]]
-
-
-class SiteLink:
-    """A site's connection: joins, is asked, answers; and comes back for ever until the run is over."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        address: str,
-        target: str,
-        inbox: Files,
-        requests: type | Any,
-        emit: Emit,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        jitter: Callable[[], float] = random.random,
-    ) -> None:
-        """`target` is the name that the aggregator's certificate must carry, whatever its address (S4);
-        `requests` the message types that this site takes."""
-        self._transport, self._address, self._target = transport, address, target
-        self._inbox, self._emit, self._sleep, self._jitter = inbox, emit, sleep, jitter
-        self._end = SiteEnd(requests, emit)
-        self._process = secrets.token_hex(8)
-        self._frozen: ArenaFile | None = None  # what is fetched before anything is answered
-        self._outbox: asyncio.Queue[frames.FromSite] = asyncio.Queue()
-        self._working_on: Request | None = None
-        self._work: asyncio.Task[None] | None = None
-        self._error: BaseException | None = None  # that the work raised
-
-    async def serve(
-        self,
-        hello: frames.Hello,
-        answer: Answer,
-        welcomed: Callable[[str], ArenaFile | None] = lambda frozen: None,
-        patched: Callable[[Patch, str], Awaitable[bool]] | None = None,
-    ) -> str:
-        """Answer requests until the aggregator says that the run is over; returns its reason.
-
-        `welcomed` is told the digest of the run's frozen parameters, and returns them when they have to be
-        fetched before anything is answered. `patched` makes the model of that digest, in the inbox, of a
-        patch that is here and its base, and says whether it could; without it models are fetched whole.
-
-        JoinRefused when both ends disagree. Any other trouble is told once and tried again, after 0.2 s
-        at first and then ever more slowly up to 15 s, with jitter, so that a restarted aggregator is not
-        stormed. An error of `answer` that is no reply, a bug or a full disk, ends it too.
-        """
-        self._answer, self._welcomed, self._patched = answer, welcomed, patched
-        first = msgspec.structs.replace(hello, process=self._process)
-        while True:
-            self._session_task = asyncio.create_task(self._session(first))
-            try:
-                return await self._session_task
-            except (ConnectError, asyncio.CancelledError) as e:
-                if self._error is not None:
-                    raise self._error from None
-                if not isinstance(e, ConnectError) or isinstance(e, JoinRefused):
-                    raise
-                pause_s = self._end.lose(e, self._jitter())
-            await self._sleep(pause_s)
-
-    def status(self, state: str) -> None:
-        """Tell the aggregator what is going on here; best effort."""
-        if self._end.joined:
-            self._outbox.put_nowait(frames.Status(state=state))
-
-    async def _session(self, hello: frames.Hello) -> str:
-        self._outbox = asyncio.Queue()
-        self._outbox.put_nowait(hello)
-        async with self._transport.connect(self._address, self._target) as call, call(SESSION) as stream:
-            writing = asyncio.create_task(self._write(stream))
-            try:
-                while self._end.finished is None:
-                    if (data := await stream.read()) is None:
-                        raise ConnectError(f"{self._address}: the aggregator closed the connection.")
-                    frame: frames.FromAggregator = decode(data, frames.FromAggregator)
-                    if isinstance(frame, frames.Welcome):
-                        self._frozen = self._welcomed(frame.frozen)
-                    self._end.receive(frame)
-                    self._follow(call)
-                await self._leave(stream)
-                return self._end.finished
-            except WireError as e:
-                raise ConnectError(f"{self._address}: {e}. Do both ends run the same fedtrain?") from None
-            finally:
-                writing.cancel()
-                if self._work:
-                    self._work.cancel()
-                self._work = self._working_on = None
-
-    async def _leave(self, stream: MessageStream) -> None:
-        """Say that we know, and go when the aggregator has read it: it would wait for us otherwise."""
-        self._outbox.put_nowait(frames.Leaving())
-        with suppress(TimeoutError, ConnectError):
-            async with asyncio.timeout(star.LEAVE_S):
-                while await stream.read() is not None:
-                    pass
-
-    async def _write(self, stream: MessageStream) -> None:
-        with suppress(ConnectError):  # whoever reads learns of it too
-            while True:
-                await stream.write(encode(await self._outbox.get()))
-
-    def _follow(self, call: Connection) -> None:
-        """Work on what is asked for now, and on nothing else."""
-        request = self._end.request
-        if request is self._working_on:
-            return
-        if self._work:
-            self._work.cancel()
-        self._work, self._working_on = None, request
-        if request is not None:
-            self._work = asyncio.create_task(self._reply(call, request))
-            self._work.add_done_callback(lambda work: self._ended(work, request))
-
-    def _ended(self, work: asyncio.Task[None], request: Request) -> None:
-        """An error of ours must not leave a site that looks alive: serve() raises it."""
-        self._end.answered(request)
-        if not work.cancelled() and (error := work.exception()):
-            self._error = error
-            self._session_task.cancel()
-
-    async def _reply(self, call: Connection, request: Request) -> None:
-        """Fetch what the request names, do it, bring the reply; what breaks on the way is tried again.
-
-        It ends with its session: whoever reconnects is asked again, and `answer` remembers what it did.
-        """
-        for pause_s in backoff(0.1, 2.0, 5.0):
-            try:
-                if self._frozen is not None:
-                    await self._fetch(call, self._frozen)
-                for arena in fetch_list(request):
-                    await self._fetch(call, arena)
-                await self._offer(call, request, await self._answer(request))
-                return
-            except Denied as e:
-                self._emit(Notice(text=f"{request.id}: {e}"))
-                return
-            except (ConnectError, Broken):
-                pass
-            except WireError as e:  # bytes damaged here or on the way
-                self._emit(Notice(text=f"{request.id}: {e}"))
-            await self._sleep(pause_s * (0.5 + self._jitter()))
-
-    async def _fetch(self, call: Connection, arena: ArenaFile) -> None:
-        """Bring an arena here: by patches from one that is here already, where those lead to it, or whole."""
-        if arena.patches and self._patched and not self._inbox.has(arena.digest, arena.schema.nbytes):
-            patches = patches_to(arena, lambda base: self._inbox.has(base, arena.schema.nbytes))
-            ends = [*(patch.base for patch in patches[1:]), arena.digest]
-            for patch, end in zip(patches, ends, strict=False):
-                assert isinstance(patch.arena, ArenaFile), patch
-                await self._download(call, patch.arena)
-                if not await self._patched(patch, end):
-                    break
-        await self._download(call, arena)
-
-    async def _download(self, call: Connection, arena: ArenaFile) -> None:
-        async with opened(self._inbox, arena) as transfer:
-            if transfer.whole:
-                arena.path = await asyncio.to_thread(transfer.finish)
-                return
-            async with call(DOWNLOAD) as stream:
-                await stream.write(encode(frames.Fetch(digest=arena.digest, offset=transfer.offset)))
-                arena.path = await receive(stream, transfer)
-
-    async def _offer(self, call: Connection, request: Request, reply: Reply) -> None:
-        offered = {arena.digest: arena for arena in arenas(reply)}
-        async with call(UPLOAD) as stream:
-            await stream.write(encode(frames.Offer(id=request.id, body=encode(reply))))
-            while (data := await stream.read()) is not None:
-                match decode(data, frames.UploadAnswer):
-                    case frames.Resume(digest=digest, offset=offset):
-                        for chunk in chunks(offered[digest], offset):
-                            await stream.write(chunk)
-                    case frames.Refused(reason=reason):
-                        self._emit(UpdateRefused(site="here", round=None, reason=reason))
-                        return
-                    case _:  # Stored, or Moot
-                        return
-        raise Broken("the upload ended without an answer")
+        return self._end.uploaded(pending, reply)

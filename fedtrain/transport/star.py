@@ -1,9 +1,9 @@
 """The star seam's protocol without I/O: who has joined, what each site is asked, what becomes of its reply.
 
 `AggregatorEnd` is the aggregator's half of the protocol in wire/frames.py, `SiteEnd` a site's half.
-transport/endpoints.py drives both over any transport. What happens is a method call, given the time where
-time matters; frames leave through the `send` of a session, and whoever waits for an exchange is woken by its
-`wake`.
+transport/endpoints.py and site_link.py drive them over any transport. What happens is a method call, given
+the time where time matters; frames leave through the `send` of a session, and whoever waits for an exchange
+is woken by its `wake`.
 
 A request is pending from its Ask to its reply or to the end of its exchange, across lost connections: a site
 that joins again is asked again.
@@ -22,7 +22,7 @@ from ..errors import ConnectError, JoinRefused, StoreError
 from ..events import Emit, Notice, SiteJoined, SiteLost, SiteRefused, SiteState, UpdateRefused
 from ..messages import Failure, Reply, Request, SiteId
 from ..wire import frames
-from ..wire.codec import arenas, decode
+from ..wire.codec import NOTHING, Known, arenas, decode
 
 LEAVE_S = 2.0  # for the other end to read a last frame
 REPLACED = 8  # processes of one site that are remembered after another process took their place
@@ -312,7 +312,9 @@ class SiteEnd:
 
     def __init__(self, requests: type | Any, emit: Emit) -> None:
         """`requests` are the message types that the site takes."""
+        self.known: Known = NOTHING  # schemas that the aggregator has too
         self.request: Request | None = None  # to work on now; the same object for as long as that is so
+        self.data = b""  # the bytes of its arenas, where they came with it
         self.finished: str | None = None  # why the run is over
         self.joined = False
         self._requests, self._emit = requests, emit
@@ -325,13 +327,15 @@ class SiteEnd:
             case frames.Welcome():
                 self.joined = True
                 self._emit(SiteJoined(site="aggregator"))
-            case frames.Ask(body=body):
-                request: Request = decode(body, self._requests)
+            case frames.Ask(body=body, data=data):
+                request: Request = decode(body, self._requests, self.known)
                 if self.request is None or self.request.id != request.id:
-                    self.request = request
+                    self.request, self.data = request, data
             case frames.Cancel(id=id):
                 if self.request is not None and self.request.id == id:
                     self.request = None
+            case frames.Rejected(reason=reason):
+                self._emit(UpdateRefused(site="here", round=None, reason=reason))
             case frames.Note(line=line):
                 self._emit(Notice(text=line))
             case frames.Finished(reason=reason):

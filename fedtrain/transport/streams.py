@@ -10,7 +10,12 @@ from typing import Protocol
 
 from ..arena import AnyArena, ArenaFile
 from ..errors import Broken, ConnectError, WireError
-from ..wire.frames import CHUNK_BYTES
+from ..messages import Message
+from ..wire.codec import arenas, fetch_list
+from ..wire.frames import CHUNK_BYTES, INLINE_BYTES
+
+SESSION, DOWNLOAD, UPLOAD = "Session", "Download", "Upload"  # the calls of a site
+SMALL_BYTES = 1 << 20  # a file of so many is read and digested in less time than a hop to a thread takes
 
 
 class Denied(ConnectError):
@@ -56,7 +61,7 @@ class Transfer(Protocol):
 
     @property
     def whole(self) -> bool: ...
-    def write(self, chunk: bytes) -> None: ...
+    def write(self, chunk: bytes | memoryview) -> None: ...
     def finish(self) -> Path: ...
     def close(self) -> None: ...
 
@@ -70,12 +75,23 @@ class Files(Protocol):
 
 @asynccontextmanager
 async def opened(files: Files, arena: ArenaFile) -> AsyncIterator[Transfer]:
-    """A transfer, opened in a thread, because the digest of what is here already takes a while. It is closed
-    in any case, also when this is cancelled before the thread is done."""
+    """A transfer; a large one is opened in a thread, because the digest of what is here already takes a
+    while. It is closed in any case, also when this is cancelled before the thread is done."""
+    if arena.schema.nbytes <= SMALL_BYTES:
+        transfer = files.receive(arena.digest, arena.schema.nbytes)
+    else:
+        transfer = await _opened_in_thread(files, arena)
+    try:
+        yield transfer
+    finally:
+        transfer.close()
+
+
+async def _opened_in_thread(files: Files, arena: ArenaFile) -> Transfer:
     loop = asyncio.get_running_loop()
     opening = loop.run_in_executor(None, files.receive, arena.digest, arena.schema.nbytes)
     try:
-        transfer = await asyncio.shield(opening)
+        return await asyncio.shield(opening)
     except asyncio.CancelledError:
         while not opening.done():
             with suppress(asyncio.CancelledError):
@@ -83,10 +99,6 @@ async def opened(files: Files, arena: ArenaFile) -> AsyncIterator[Transfer]:
         if opening.exception() is None:
             opening.result().close()
         raise
-    try:
-        yield transfer
-    finally:
-        transfer.close()
 
 
 async def receive(stream: MessageStream, transfer: Transfer) -> Path:
@@ -96,7 +108,43 @@ async def receive(stream: MessageStream, transfer: Transfer) -> Path:
         if chunk is None:
             raise Broken(f"{transfer.offset} of {transfer.nbytes} bytes arrived")
         transfer.write(chunk)
+    return await finished(transfer)
+
+
+async def finished(transfer: Transfer) -> Path:
+    """The file of a transfer that is whole."""
+    if transfer.nbytes <= SMALL_BYTES:
+        return transfer.finish()
     return await asyncio.to_thread(transfer.finish)
+
+
+# --- arenas in the frame that names them
+
+
+def fits(message: Message) -> bool:
+    """Whether the bytes of a message's arenas may travel in its frame."""
+    return sum(arena.schema.nbytes for arena in arenas(message)) <= INLINE_BYTES
+
+
+def inlined(message: Message) -> bytes:
+    """The bytes of the arenas of a message that `fits`, one after the other; none of another."""
+    return (
+        b"".join(chunk for arena in arenas(message) for chunk in chunks(arena, 0)) if fits(message) else b""
+    )
+
+
+async def unpack(files: Files, message: Message, data: bytes) -> None:
+    """Put the bytes that came with a message off the wire into the files of its arenas. WireError when these
+    are not all of their bytes."""
+    named, rest = fetch_list(message), memoryview(data)
+    if len(data) != (due := sum(arena.schema.nbytes for arena in named)):
+        raise WireError(f"{len(data)} bytes came with a header that names {due}")
+    for arena in named:
+        async with opened(files, arena) as transfer:
+            if not transfer.whole:
+                transfer.write(rest[transfer.offset : arena.schema.nbytes])
+            arena.path = await finished(transfer)
+        rest = rest[arena.schema.nbytes :]
 
 
 def chunks(arena: AnyArena, offset: int) -> Iterator[bytes]:

@@ -1,12 +1,15 @@
 """The frames between a site and an aggregator.
 
 Each frame is a msgspec struct in MessagePack: typed, checked while it is decoded, and unable to name code.
-A model's bytes are never in a frame; they follow as raw chunks in a stream of their own:
+A model's bytes follow as raw chunks in a stream of their own, unless they are so few that they fit into the
+frame that names them:
 
-  Session   Hello, Status..., Leaving -> Welcome | Refused, Ask..., Cancel..., Note..., Finished
+  Session   Hello, Status..., Answer..., Leaving
+            -> Welcome | Refused, Ask..., Cancel..., Rejected..., Note..., Finished
   Download  Fetch -> chunks                                the model that an Ask names, from any offset
   Upload    Offer, chunks... -> Resume, Stored | Moot | Refused   a reply's header, then the bytes it names
 
+A site Answers in its session when all that the reply names is in the frame, and Uploads it otherwise.
 Only the site opens connections. The aggregator reads the site's name from its certificate, never in a frame.
 """
 
@@ -16,8 +19,9 @@ import msgspec
 
 from ..schema import Schema
 
-PROTOCOL = 4  # the protocol's version, which must be the same at both ends
+PROTOCOL = 5  # the protocol's version, which must be the same at both ends
 CHUNK_BYTES = 1 << 20
+INLINE_BYTES = 64 << 10  # of all arenas of a message together: so many at most are in its frame
 MESSAGE_BYTES = 4 << 20  # no frame or chunk is larger; gRPC refuses it before reading it
 
 
@@ -95,6 +99,22 @@ class Ask(Frame, frozen=True, kw_only=True, tag=True):
     """A request to a site, for training or an evaluation."""
 
     body: bytes  # a Request, encoded by codec.encode
+    data: bytes = b""  # the bytes of its arenas, one after the other; or they are to be fetched
+
+
+class Answer(Frame, frozen=True, kw_only=True, tag=True):
+    """A reply with all the bytes that it names."""
+
+    id: str  # of the request that this reply answers
+    body: bytes  # a Reply, encoded by codec.encode
+    data: bytes = b""  # the bytes of its arenas, one after the other
+
+
+class Rejected(Frame, frozen=True, kw_only=True, tag=True):
+    """The Answer to the request `id` is not used."""
+
+    id: str
+    reason: str
 
 
 class Cancel(Frame, frozen=True, kw_only=True, tag=True):
@@ -144,6 +164,6 @@ class Moot(Frame, frozen=True, kw_only=True, tag=True):
     """The reply is no longer needed: enough sites had answered before."""
 
 
-FromSite = Hello | Status | Leaving
-FromAggregator = Welcome | Refused | Ask | Cancel | Note | Finished
+FromSite = Hello | Status | Answer | Leaving
+FromAggregator = Welcome | Refused | Ask | Cancel | Rejected | Note | Finished
 UploadAnswer = Resume | Stored | Moot | Refused

@@ -12,10 +12,10 @@ from fedtrain.arena import ArenaFile
 from fedtrain.errors import ConnectError, JoinRefused, StoreError
 from fedtrain.exchange import gather
 from fedtrain.messages import Train, Update
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.transport import star
-from fedtrain.transport.endpoints import UPLOAD
 from fedtrain.transport.grpc import SiteStream
-from fedtrain.transport.streams import opened
+from fedtrain.transport.streams import SMALL_BYTES, UPLOAD, opened
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Finished, FromAggregator, Welcome
 from tests import federation
@@ -155,7 +155,8 @@ def test_a_transfer_cancelled_while_its_file_is_opened_is_closed_all_the_same():
 
     async def run():
         async def transfer():
-            async with opened(Slow(), ArenaFile(random_arena(10, 0).schema, Path("x"), "0" * 32)):
+            large = Schema((TensorSpec("w", (SMALL_BYTES,), "float32", True),))
+            async with opened(Slow(), ArenaFile(large, Path("x"), "0" * 32)):
                 raise AssertionError("it was cancelled before")
 
         task = asyncio.create_task(transfer())

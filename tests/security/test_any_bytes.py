@@ -64,13 +64,15 @@ def only(error: type[FedtrainError], read, valid: bytes, times: int = 400) -> No
             agreed={"train.lr": "0.1"},
         )),
         (frames.FromAggregator, frames.Refused(reason="another task", final=True)),
+        (frames.FromSite, frames.Answer(id="r/0/0/train", body=b"header", data=b"bytes")),
+        (frames.FromAggregator, frames.Ask(body=b"header", data=b"bytes")),
         (frames.UploadAnswer, frames.Refused(reason="late")),
         (Train | Evaluate, Train(id="r/0/0/train", round=0, weights=WEIGHTS)),
         (Update, Update(delta=WEIGHTS, num_examples=4.0, metrics={"loss": (1.0, 2.0)})),
         (secure_rounds.REPLIES, Failure(reason="no")),
         (wire.Greeting, wire.Greeting(version="1", task_digest="t", schema_digest="s", agreed={})),
     ],
-    ids=["site", "aggregator", "upload", "request", "update", "masked", "greeting"],
+    ids=["site", "aggregator", "answer", "ask", "upload", "request", "update", "masked", "greeting"],
 )  # fmt: skip
 def test_s21_frames_that_are_none_are_a_wire_error(kind, message):
     only(WireError, lambda data: decode(data, kind), encode(message))

@@ -32,7 +32,8 @@ from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Shar
 from ...store import Ledger
 from ...store.ledger import NEWEST, Newest
 from ...store.memory import NEVER
-from ...transport.endpoints import TRANSPORTS, SiteLink
+from ...transport.endpoints import TRANSPORTS
+from ...transport.site_link import SiteLink
 from ...transport.tls import Tls
 from ...wire import PROTOCOL, decode, encode
 from ...wire.codec import fetch_list
@@ -292,9 +293,9 @@ async def run(
     ledger = Ledger(config.site_dir(name), noticed(emit))
 
     async def start() -> Trains:
-        if start_trainer is not None:
-            return await start_trainer(ledger.folder)
-        return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
+        if start_trainer is None:
+            return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
+        return await start_trainer(ledger.folder)
 
     journal = Journal(config, None, emit)
     journal.start("site")
@@ -320,10 +321,9 @@ async def run(
         if config.secagg.enabled:
             secure = secure_site_of(config, name, credentials, ledger, about.extras, spent)
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
-        site = Site(
-            name, about.schema, ledger, trainer, say, secure, spent, about.frozen, noticed(emit),
-            bounds := bounds_of(config), statistics, about.personal,
-        )  # fmt: skip
+        tell, bounds = noticed(emit), bounds_of(config)
+        site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, tell, bounds,
+                    statistics, about.personal)  # fmt: skip
         if config.compression.down:
             await site.keep_initial()
         hello = Hello(
@@ -337,13 +337,13 @@ async def run(
             bounds=bounds,
         )
         try:
+            agreed = about.schema, about.frozen.schema, about.update
             patched = site.patched if config.compression.down else None
-            reason = await link.serve(hello, site.answer, site.welcomed, patched)
+            reason = await link.serve(hello, site.answer, site.welcomed, patched, agreed)
         finally:
             await site.close()
         if (ledger.folder / NEWEST).exists():
-            text = f"{name}'s own model: fedtrain export {ledger.folder.name} --site {name}"
-            emit(Notice(text=text))
+            emit(Notice(text=f"{name}'s own model: fedtrain export {ledger.folder.name} --site {name}"))
         journal.end(None, reason)
         return reason
     finally:

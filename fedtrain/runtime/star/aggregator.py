@@ -168,6 +168,8 @@ class JoinedSites:
             identify=self.callers.identify, welcome=self._welcome, admit=self._admit,
             inbox=self._store.inbox, replies=replies,
             frozen=self._store.frozen_file(), idle_s=config.network.idle, emit=self._emit,
+            schemas=(self._schema, self._store.frozen.schema, self._update),
+            inline=not config.compression.down,
         )  # fmt: skip
 
     def answers(self, cohort: RemoteCohort, openly: Cohort) -> Answers:

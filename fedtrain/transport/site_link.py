@@ -1,0 +1,234 @@
+"""A site's end of the star over a network; the aggregator's is endpoints.py, which says how they speak."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from ..arena import ArenaFile, Patch, patches_to
+from ..errors import Broken, ConnectError, JoinRefused, WireError
+from ..events import Emit, Notice, UpdateRefused
+from ..messages import Reply, Request
+from ..schema import Schema
+from ..wire import frames
+from ..wire.codec import arenas, decode, encode, fetch_list, known
+from . import star
+from .star import SiteEnd, backoff
+from .streams import (
+    DOWNLOAD,
+    SESSION,
+    UPLOAD,
+    Connection,
+    Denied,
+    Files,
+    MessageStream,
+    Transport,
+    chunks,
+    finished,
+    fits,
+    inlined,
+    opened,
+    receive,
+    unpack,
+)
+
+Answer = Callable[[Request], Awaitable[Reply]]
+
+
+class SiteLink:
+    """A site's connection: joins, is asked, answers; and comes back for ever until the run is over."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        address: str,
+        target: str,
+        inbox: Files,
+        requests: type | Any,
+        emit: Emit,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`target` is the name that the aggregator's certificate must carry, whatever its address (S4);
+        `requests` the message types that this site takes."""
+        self._transport, self._address, self._target = transport, address, target
+        self._inbox, self._emit, self._sleep, self._jitter = inbox, emit, sleep, jitter
+        self._end = SiteEnd(requests, emit)
+        self._process = secrets.token_hex(8)
+        self._frozen: ArenaFile | None = None  # what is fetched before anything is answered
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()  # frames for the session
+        self._working_on: Request | None = None
+        self._work: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None  # that the work raised
+
+    async def serve(
+        self,
+        hello: frames.Hello,
+        answer: Answer,
+        welcomed: Callable[[str], ArenaFile | None] = lambda frozen: None,
+        patched: Callable[[Patch, str], Awaitable[bool]] | None = None,
+        schemas: Sequence[Schema] = (),
+    ) -> str:
+        """Answer requests until the aggregator says that the run is over; returns its reason.
+
+        `welcomed` is told the digest of the run's frozen parameters, and returns them when they have to be
+        fetched before anything is answered. `patched` makes the model of that digest, in the inbox, of a
+        patch that is here and its base, and says whether it could; without it models are fetched whole.
+        `schemas`: those that an aggregator with these settings and this model has too, so that no message
+        spells them out.
+
+        JoinRefused when both ends disagree. Any other trouble is told once and tried again, after 0.2 s
+        at first and then ever more slowly up to 15 s, with jitter, so that a restarted aggregator is not
+        stormed. An error of `answer` that is no reply, a bug or a full disk, ends it too.
+        """
+        self._answer, self._welcomed, self._patched = answer, welcomed, patched
+        self._end.known = known(schemas)
+        first = msgspec.structs.replace(hello, process=self._process)
+        while True:
+            self._session_task = asyncio.create_task(self._session(first))
+            try:
+                return await self._session_task
+            except (ConnectError, asyncio.CancelledError) as e:
+                if self._error is not None:
+                    raise self._error from None
+                if not isinstance(e, ConnectError) or isinstance(e, JoinRefused):
+                    raise
+                pause_s = self._end.lose(e, self._jitter())
+            await self._sleep(pause_s)
+
+    def status(self, state: str) -> None:
+        """Tell the aggregator what is going on here; best effort."""
+        if self._end.joined:
+            self._outbox.put_nowait(encode(frames.Status(state=state)))
+
+    async def _session(self, hello: frames.Hello) -> str:
+        self._outbox = asyncio.Queue()
+        self._outbox.put_nowait(encode(hello))
+        async with self._transport.connect(self._address, self._target) as call, call(SESSION) as stream:
+            writing = asyncio.create_task(self._write(stream))
+            try:
+                while self._end.finished is None:
+                    if (data := await stream.read()) is None:
+                        raise ConnectError(f"{self._address}: the aggregator closed the connection.")
+                    frame: frames.FromAggregator = decode(data, frames.FromAggregator)
+                    if isinstance(frame, frames.Welcome):
+                        self._frozen = self._welcomed(frame.frozen)
+                    self._end.receive(frame)
+                    self._follow(call)
+                await self._leave(stream)
+                return self._end.finished
+            except WireError as e:
+                raise ConnectError(f"{self._address}: {e}. Do both ends run the same fedtrain?") from None
+            finally:
+                writing.cancel()
+                if self._work:
+                    self._work.cancel()
+                self._work = self._working_on = None
+
+    async def _leave(self, stream: MessageStream) -> None:
+        """Say that we know, and go when the aggregator has read it: it would wait for us otherwise."""
+        self._outbox.put_nowait(encode(frames.Leaving()))
+        with suppress(TimeoutError, ConnectError):
+            async with asyncio.timeout(star.LEAVE_S):
+                while await stream.read() is not None:
+                    pass
+
+    async def _write(self, stream: MessageStream) -> None:
+        with suppress(ConnectError):  # whoever reads learns of it too
+            while True:
+                await stream.write(await self._outbox.get())
+
+    def _follow(self, call: Connection) -> None:
+        """Work on what is asked for now, and on nothing else."""
+        request = self._end.request
+        if request is self._working_on:
+            return
+        if self._work:
+            self._work.cancel()
+        self._work, self._working_on = None, request
+        if request is not None:
+            self._work = asyncio.create_task(self._reply(call, request, self._end.data))
+            self._work.add_done_callback(lambda work: self._ended(work, request))
+
+    def _ended(self, work: asyncio.Task[None], request: Request) -> None:
+        """An error of ours must not leave a site that looks alive: serve() raises it."""
+        self._end.answered(request)
+        if not work.cancelled() and (error := work.exception()):
+            self._error = error
+            self._session_task.cancel()
+
+    async def _reply(self, call: Connection, request: Request, data: bytes) -> None:
+        """Fetch what the request names, unless its bytes came with it; do it, bring the reply; what breaks on
+        the way is tried again.
+
+        It ends with its session: whoever reconnects is asked again, and `answer` remembers what it did.
+        """
+        for pause_s in backoff(0.1, 2.0, 5.0):
+            try:
+                if self._frozen is not None:
+                    await self._fetch(call, self._frozen)
+                if data:
+                    await unpack(self._inbox, request, data)
+                else:
+                    for arena in fetch_list(request):
+                        await self._fetch(call, arena)
+                await self._offer(call, request, await self._answer(request))
+                return
+            except Denied as e:
+                self._emit(Notice(text=f"{request.id}: {e}"))
+                return
+            except (ConnectError, Broken):
+                pass
+            except WireError as e:  # bytes damaged here or on the way
+                self._emit(Notice(text=f"{request.id}: {e}"))
+                data = b""
+            await self._sleep(pause_s * (0.5 + self._jitter()))
+
+    async def _fetch(self, call: Connection, arena: ArenaFile) -> None:
+        """Bring an arena here: by patches from one that is here already, where those lead to it, or whole."""
+        if arena.patches and self._patched and not self._inbox.has(arena.digest, arena.schema.nbytes):
+            patches = patches_to(arena, lambda base: self._inbox.has(base, arena.schema.nbytes))
+            ends = [*(patch.base for patch in patches[1:]), arena.digest]
+            for patch, end in zip(patches, ends, strict=False):
+                assert isinstance(patch.arena, ArenaFile), patch
+                await self._download(call, patch.arena)
+                if not await self._patched(patch, end):
+                    break
+        await self._download(call, arena)
+
+    async def _download(self, call: Connection, arena: ArenaFile) -> None:
+        async with opened(self._inbox, arena) as transfer:
+            if transfer.whole:
+                arena.path = await finished(transfer)
+                return
+            async with call(DOWNLOAD) as stream:
+                await stream.write(encode(frames.Fetch(digest=arena.digest, offset=transfer.offset)))
+                arena.path = await receive(stream, transfer)
+
+    async def _offer(self, call: Connection, request: Request, reply: Reply) -> None:
+        body = encode(reply, self._end.known)
+        if fits(reply):
+            answer = frames.Answer(id=request.id, body=body, data=inlined(reply))
+            self._outbox.put_nowait(encode(answer))
+            return
+        offered = {arena.digest: arena for arena in arenas(reply)}
+        async with call(UPLOAD) as stream:
+            await stream.write(encode(frames.Offer(id=request.id, body=body)))
+            while (data := await stream.read()) is not None:
+                match decode(data, frames.UploadAnswer):
+                    case frames.Resume(digest=digest, offset=offset):
+                        for chunk in chunks(offered[digest], offset):
+                            await stream.write(chunk)
+                    case frames.Refused(reason=reason):
+                        self._emit(UpdateRefused(site="here", round=None, reason=reason))
+                        return
+                    case _:  # Stored, or Moot
+                        return
+        raise Broken("the upload ended without an answer")
