@@ -6,7 +6,7 @@ with several float dtypes all of them, one dtype after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -25,6 +25,7 @@ else:
 
 # Each round | each round, by the plain mean of what the sites have | at its site, in its memory | once.
 Share = Literal["shared", "averaged", "local", "fixed"]
+Group = list[Any]  # the batches of one optimizer step: train.accumulate of them
 Only = Literal["shared", "local"]  # the tensors that a training moves, where it does not move both
 Correct = Callable[[Vector, Vector, "Context"], None]  # changes the gradient, the first, in place
 Summed = Callable[[str, Vector], tuple[Vector, int]]  # see Local.as_summed; and how many were clipped
@@ -154,8 +155,13 @@ class Local(Protocol):
     def loss(self, weights: Vector) -> float:
         """The mean loss over the site's examples."""
 
-    def gradient(self, weights: Vector) -> Vector:
-        """The gradient of that loss: one pass over the site's examples."""
+    def batches(self, draw: int = 0) -> Iterator[Group]:
+        """The batches of each local step that [train] asks for; each `draw` has them in an order of its own.
+        `train` takes draw 0."""
+
+    def gradient(self, weights: Vector, batches: Group | None = None) -> Vector:
+        """The gradient of the mean loss over these batches; None: over all of the site's examples, in one
+        pass."""
 
     def as_summed(self, name: str, vector: Vector) -> Vector:
         """The vector as the sum will hold it, rounded and clipped: of `up`, or "delta" of a weight of 1. A

@@ -196,3 +196,25 @@ def cyclic(counted: Counted) -> Vector:
     for round, (site,) in enumerate(counted):
         w, _ = sgd(site, round, w)
     return w
+
+
+def per_fedavg(counted: Counted, variant: str, alpha: float, delta: float, size: int = 8) -> Vector:
+    w = initial()
+    for round, sites in enumerate(counted):
+        models = []
+        for s in sites:
+            x, y = data_of(s)
+
+            def gradient(at: Vector, rows: Vector, x: Vector = x, y: Vector = y) -> Vector:
+                return loss_and_gradient(at, x[rows], y[rows])[1]
+
+            at, draws = w, [batches_of(s, round, size, draw=draw) for draw in range(3)]
+            for d1, d2, d3 in zip(*draws, strict=True):
+                v = gradient(at - alpha * gradient(at, d1), d2)
+                if variant == "HF":
+                    hessian_v = (gradient(at + delta * v, d3) - gradient(at - delta * v, d3)) / (2 * delta)
+                    v = v - alpha * hessian_v
+                at = at - LR * v
+            models.append(at)
+        w = sum(models) / len(models)
+    return w

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from tests import references
 from tests.references import BODY, HEAD, NORM
-from tests.toy import SITES, NormScale, Toys, config, initial
+from tests.toy import SITES, Net, NormScale, Toy, Toys, config, data_of, initial
 
 OPEN = {"secagg": {"enabled": False}}
 MASKED = {"secagg": {"enabled": True, "ring_bits": 64, "clip": 2.0, "max_examples": 64, "value_bits": 40}}
@@ -121,6 +122,12 @@ def test_mimelite(tmp_path, sums):
     close(toys.last.weights.load().extras()["m"], m, 10 * sums[1])
 
 
+@pytest.mark.parametrize("variant", ["FO", "HF"])
+def test_per_fedavg(tmp_path, sums, variant):
+    toys = run(tmp_path, "per_fedavg", {"variant": variant, "alpha": 0.2}, sums=sums[0])
+    close(toys.weights, references.per_fedavg(toys.counted, variant, 0.2, 1e-3), sums[1])
+
+
 def test_fedsgd(tmp_path, sums):
     toys = run(tmp_path, "fedsgd", sums=sums[0], train={"batch_size": 0})
     close(toys.weights, references.fedsgd(toys.counted), sums[1])
@@ -151,6 +158,40 @@ def test_fednova_with_equal_steps_is_fedavg(tmp_path):
     toys = run(tmp_path, "fednova", train={"batch_size": 0})
     plain = run(tmp_path / "plain", "fedavg", train={"batch_size": 0})
     close(toys.weights, plain.weights, 1e-12)
+
+
+def test_per_fedavg_is_uniform_fedavg_as_alpha_goes_to_0(tmp_path):
+    """With all examples in one batch: then the batches of a step are the same."""
+    toys = run(tmp_path, "per_fedavg", {"alpha": 1e-13}, train={"batch_size": 0})
+    w = initial()
+    for sites in toys.counted:
+        steps = [references.loss_and_gradient(w, *data_of(s))[1] for s in sites]
+        w = w - references.LR * sum(steps) / len(steps)
+    close(toys.weights, w, 1e-10)
+
+
+def test_hessian_free_per_fedavg_goes_to_the_step_of_the_true_hessian(tmp_path):
+    """I - alpha H by autograd, of a step on all examples."""
+    alpha = 0.2
+    toys = run(tmp_path, "per_fedavg", {"alpha": alpha, "delta": 1e-5, "min_sites": 3, "fraction": 0.1},
+               until=(1,), share=0.0, train={"batch_size": 0})  # fmt: skip
+    w, steps = torch.from_numpy(initial()), []
+    for site in toys.counted[0]:
+        batch, net = Toy().data(site), Net()
+
+        def loss(flat, batch=batch, net=net):
+            parts = {
+                "body.weight": flat[:12].view(3, 4),
+                "norm.weight": flat[12:15],
+                "head.weight": flat[15:],
+            }
+            return (torch.func.functional_call(net, parts, (batch[0],)) - batch[1]).square().mean() / 2
+
+        adapted = w - alpha * torch.func.grad(loss)(w)
+        step = torch.func.grad(loss)(adapted)
+        _, hessian = torch.func.vjp(torch.func.grad(loss), w)  # which is symmetric
+        steps.append(step - alpha * hessian(step)[0])
+    close(toys.weights, w - references.LR * sum(steps) / len(steps), 1e-9)
 
 
 def test_feddyn_with_alpha_0_and_qfedavg_with_q_0_are_fedavg_of_equal_weights(tmp_path):

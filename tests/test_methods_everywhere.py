@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError
 from fedtrain.runtime.simulations.simulation import simulate
@@ -29,6 +30,7 @@ METHODS = {
     "ifca": {"spread": 0.5},
     "qfedavg": {"max_loss": 4.0, "max_h": 64.0},
     "mimelite": {},
+    "per_fedavg": {"alpha": 0.2},
     "fedsgd": {},
     "cyclic": {"min_sites": 1},
 }
@@ -121,7 +123,7 @@ def test_stacked_sites_train_as_one_by_one(tmp_path, kind, options):
             np.testing.assert_allclose(other[name], values, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["ditto", "fedrep", "ifca", "fedsgd", "fedbn"])
+@pytest.mark.parametrize("kind", ["ditto", "fedrep", "ifca", "fedsgd", "per_fedavg", "fedbn"])
 def test_a_stack_refuses_a_strategy_whose_sites_it_would_train_otherwise(tmp_path, kind):
     options = METHODS.get(kind, {})
     cfg = toy.config(tmp_path, kind, options, simulate={"engine": "stacked"}, train={"batch_size": 0})
@@ -135,11 +137,11 @@ def test_a_stack_refuses_a_strategy_whose_sites_it_would_train_otherwise(tmp_pat
 
 def bits(cfg):
     """The model, and the names of what sites remember, which say what is in it."""
-    memories = {path.name: remembered(path) for path in (cfg.simulate_dir / "memory").iterdir()}
+    memories = {path.name: remembered(path) for path in (cfg.simulate_dir / "memory").glob("*")}
     return final(cfg.simulate_dir).digest, memories
 
 
-@pytest.mark.parametrize("kind", ["scaffold", "ditto", "fedbn"])
+@pytest.mark.parametrize("kind", ["scaffold", "ditto", "fedbn", "per_fedavg"])
 def test_any_number_of_workers_gives_the_same_bits(tmp_path, kind):
     found = []
     for workers in (1, 3, 8):
@@ -169,6 +171,21 @@ class Toy(fedtrain.Task):
     def loss(self, model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
+
+
+@pytest.mark.parametrize(("variant", "gradients"), [("FO", 2), ("HF", 4)])
+def test_batchnorm_goes_on_through_all_gradients_of_all_steps_at_a_site(tmp_path, variant, gradients):
+    cfg = toy.config(
+        tmp_path, "per_fedavg", {"variant": variant}, train={"batch_size": 16, "local_epochs": 2}
+    )
+    (tmp_path / "toy_task.py").write_text(TASK)
+    bench = Workbench(cfg, simulated=True)
+    weights = bench.initial()
+    update = bench.train("site0", 0, weights, Arena.zeros(weights.schema))
+    passes = gradients * 6  # of 40 examples in batches of 16, twice
+    assert int(update.delta.views()["1.num_batches_tracked"]) == passes
+    assert update.num_examples == 40
+    assert update.metrics["loss"][1] == 40 * 2 * gradients
 
 
 @pytest.mark.slow(8)

@@ -20,6 +20,7 @@ METHODS = {
     "fedavg": ({"local": ["body.*"]}, BODY),
     "ditto": ({}, None),
     "ifca": ({"spread": 0.5}, None),
+    "per_fedavg": ({"alpha": 0.3, "personal_steps": 2}, None),
 }
 
 
@@ -40,10 +41,14 @@ class Pooled(toy.Toy):
         return tuple(toy.torch.from_numpy(each[::3].copy()) for each in self.whole())
 
 
-def personal(cfg, kind, site, counted):
-    """The 18 coordinates of a site's model, from what is kept of it."""
+def personal(cfg, kind, site, counted, trained_on):
+    """The 18 coordinates of a site's model, from what is kept of it, or from its training data."""
     weights, own = final(cfg.simulate_dir).load(), METHODS[kind][1]
     shared = np.concatenate([view.numpy().ravel() for view in weights.views().values()])
+    if kind == "per_fedavg":
+        for _ in range(2):
+            shared = shared - 0.3 * loss_and_gradient(shared, *trained_on)[1]
+        return shared
     memory = {}
     if site in counted:
         kept = SiteMemory(cfg.simulate_dir / "memory" / site, durable=False).load(counted[site])
@@ -88,7 +93,9 @@ def test_each_site_evaluates_its_personal_model(tmp_path, kind, pooled):
     losses, sizes = [], []
     for site in sites:
         x, y = bench._load("eval_data", site)
-        losses.append(loss_and_gradient(personal(cfg, kind, site, counted), x.numpy(), y.numpy())[0])
+        trained_on = [column.numpy() for column in bench._load("data", site)]
+        weights = personal(cfg, kind, site, counted, trained_on)
+        losses.append(loss_and_gradient(weights, x.numpy(), y.numpy())[0])
         sizes.append(len(y))
         assert found["by_site"][site]["loss"] == pytest.approx(losses[-1], abs=1e-12)
     assert found["metrics"]["loss"] == pytest.approx(np.average(losses, weights=sizes), abs=1e-12)
@@ -101,7 +108,7 @@ def test_data_of_no_site_is_evaluated_with_the_tasks_own_tensors(tmp_path, monke
         toy.Toy, "eval_data", lambda task, site: task.data("site0" if site == "server" else site)
     )
     cfg, found, _ = evaluated(tmp_path, "fedbn", False, evaluate={"every": 1, "server": True})
-    weights = personal(cfg, "fedbn", "server", {})
+    weights = personal(cfg, "fedbn", "server", {}, None)
     assert found["metrics"]["server/loss"] == pytest.approx(
         loss_and_gradient(weights, *toy.data_of("site0"))[0]
     )

@@ -17,7 +17,8 @@ from fedtrain.runtime.personal import export
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
 from tests.inprocess import certify, federation, serve_site, simulated, with_port  # noqa: F401
-from tests.toy import SITES, Toy, Toys, config
+from tests.references import loss_and_gradient
+from tests.toy import SITES, Toy, Toys, config, data_of
 
 KINDS = {
     "fedbn": ("fedavg", {"local": ["norm.*"]}),
@@ -25,6 +26,7 @@ KINDS = {
     "fedrep": ("fedrep", {"local": ["head.*"]}),
     "ditto": ("ditto", {}),
     "ifca": ("ifca", {"spread": 0.5}),
+    "per_fedavg": ("per_fedavg", {"alpha": 0.3}),
 }
 
 
@@ -40,10 +42,13 @@ def expected(run, name, site):
     """By hand, from the store and the site's memory."""
     last = run.last.weights.load()
     views = {n: v.numpy() for n, v in last.views().items() if n not in last.extras()}
-    memory = run.memory(site)
+    memory = {} if name == "per_fedavg" else run.memory(site)
     vector = None
     if name == "ditto":
         vector = memory["v"]
+    elif name == "per_fedavg":
+        w = np.concatenate([view.ravel() for view in views.values()])
+        vector = w - 0.3 * loss_and_gradient(w, *data_of(site))[1]
     elif name == "ifca" and (chosen := int(memory["chosen"][0])):
         vector = last.extras()[f"model{chosen}"].numpy()
     if vector is not None:
@@ -60,7 +65,8 @@ def test_a_sites_own_model_is_the_global_one_with_what_stayed_at_the_site(tmp_pa
         found = load_file(export(run.cfg, run.cfg.simulate_dir, site, tmp_path / site) / "model.safetensors")
         wanted = expected(run, name, site)
         assert found.keys() == wanted.keys() == Toy().model().state_dict().keys()
-        assert all(np.array_equal(found[n], wanted[n]) for n in wanted)
+        for n in wanted:
+            np.testing.assert_allclose(found[n], wanted[n], rtol=0, atol=1e-15 * (name == "per_fedavg"))
 
 
 def test_it_is_what_the_site_evaluates(tmp_path):
@@ -158,6 +164,22 @@ def test_where_nothing_stays_nothing_is_said(tmp_path, capsys):
 
 
 # --- What can't be had
+
+
+def test_a_site_that_never_counted_has_one_where_no_memory_is_needed(tmp_path):
+    run = toys(tmp_path, "per_fedavg", until=(1,), share=0.6)
+    for site in {*SITES} - {*run.counted[0]}:
+        found = load_file(export(run.cfg, run.cfg.simulate_dir, site, tmp_path / site) / "model.safetensors")
+        np.testing.assert_allclose(found["head.weight"], expected(run, "per_fedavg", site)["head.weight"])
+
+
+def test_data_for_the_global_model_is_refused(tmp_path, monkeypatch):
+    run = toys(tmp_path, "per_fedavg", until=(1,))
+    folder = str(tmp_path)
+    command(monkeypatch, run, "export", "toy+simulate", "--site", "site1", "--data", folder)
+    refused = CliRunner().invoke(cli, ["export", "toy+simulate", "--data", folder])
+    assert refused.exit_code == 2
+    assert "name the site with --site" in refused.output
 
 
 def test_a_strategy_without_personal_models_says_so(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from fedtrain import strategies
 from fedtrain.arena import Arena
+from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError
 from fedtrain.learning import Context, RoundSums
 from fedtrain.schema import Schema, TensorSpec
@@ -180,6 +181,20 @@ def test_the_state_survives_being_packed_and_unpacked():
 def test_a_mistake_is_a_config_error_that_says_what_to_change(kind, options, message):
     with pytest.raises(ConfigError, match=message):
         build(kind, options)
+
+
+@pytest.mark.parametrize("kind", ["fedsgd", "per_fedavg"])
+@pytest.mark.parametrize(
+    ("options", "train", "key"),
+    [
+        ({}, {"clip_norm": 1.0}, "train.clip_norm"),
+        ({}, {"momentum": 0.9}, "train.optimizer"),
+        ({"local": ("*bn*",)}, {}, "strategy.local"),
+    ],
+)
+def test_a_strategy_that_takes_its_own_steps_refuses_what_it_would_leave_out(kind, options, train, key):
+    with pytest.raises(ConfigError, match=key):
+        build(kind, options).check(TrainConfig(batch_size=0, **train))
 
 
 def test_a_strategy_of_ones_own_lies_beside_the_task(tmp_path, monkeypatch):

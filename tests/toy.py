@@ -81,9 +81,12 @@ def data_of(site: SiteId) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return x, np.sin(x @ random.normal(size=INPUTS)) + 0.5 * (-1) ** number
 
 
-def batches_of(site: SiteId, round: int, size: int = 8, epochs: int = 1) -> list[np.ndarray[Any, Any]]:
+def batches_of(
+    site: SiteId, round: int, size: int = 8, epochs: int = 1, draw: int = 0
+) -> list[np.ndarray[Any, Any]]:
     """Which examples are in each batch of a round: as the engine draws them."""
-    count, order = examples_of(site), torch.Generator().manual_seed(seed_of(SEED, round, site))
+    seed = seed_of(SEED, round, site)
+    count, order = examples_of(site), torch.Generator().manual_seed(seed_of(seed, draw) if draw else seed)
     found = []
     for _ in range(epochs):
         rows = torch.randperm(count, generator=order).numpy() if size and size < count else np.arange(count)

@@ -361,9 +361,11 @@ def runs(config: Config, json: bool) -> None:
               help="Which round; without it, the last.")  # fmt: skip
 @click.option("--site", "name", metavar="NAME",
               help="This site's own model, where the strategy gives each site one.")  # fmt: skip
+@with_data
 def export(
-    config: Config, run: str | None, json: bool, out: Path | None, round_: Any, name: str | None
-) -> None:
+    config: Config, run: str | None, json: bool, out: Path | None, round_: Any, name: str | None,
+    data_dir: Path | None,
+) -> None:  # fmt: skip
     """Write a run's model as safetensors, with a model card."""
     import msgspec
 
@@ -371,6 +373,8 @@ def export(
     from ..tracking.export import export, staying
 
     source = run_dir(config, run)
+    if name is None and data_dir is not None:
+        raise click.UsageError("--data: only a site's own model may need data; name the site with --site.")
     if name is None:
         folder = export(source, out or Path(f"{source.name}-model"), round_)
     else:
@@ -378,7 +382,7 @@ def export(
 
         personal.only_the_newest(round_)
         whose = source.name if source.name.endswith(f"@{name}") else f"{source.name}-{name}"
-        folder = personal.export(config, source, name, out or Path(f"{whose}-model"))
+        folder = personal.export(config, source, name, out or Path(f"{whose}-model"), data_dir=data_dir)
     about = (folder / "model.json").read_bytes()
     if local := msgspec.json.decode(about).get("local"):
         click.echo(staying(source, local), err=True)

@@ -4,7 +4,9 @@ tensors that stay there and what the strategy makes of the site's memory."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -19,8 +21,9 @@ from ..store.ledger import NEWEST, Newest
 from ..store.memory import NEVER, SiteMemory
 from ..tracking.export import write
 from ..training.local import Engine
+from ..training.partition import SimulatedSites
 from ..training.site_training import SiteTraining
-from ..training.task import Task, load_task
+from ..training.task import Task, folder_of, load_task, user_code
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -36,9 +39,17 @@ def site_of(source: Path) -> SiteId | None:
     return source.name.partition("@")[2] or None if not (source / "run.db").exists() else None
 
 
-def export(config: Config, source: Path, site: SiteId, out: Path, task: Task | None = None) -> Path:
-    """Write the site's own model into the folder `out` as a model of a run is written, and return `out`."""
-    tensors, round = personal(config, source, site, task)
+def export(
+    config: Config,
+    source: Path,
+    site: SiteId,
+    out: Path,
+    task: Task | None = None,
+    data_dir: Path | None = None,
+) -> Path:
+    """Write the site's own model into the folder `out` as a model of a run is written, and return `out`.
+    `data_dir`: where the site's data is, on which a strategy may go on from the global model."""
+    tensors, round = personal(config, source, site, task, data_dir)
     about = {
         "run": config.run.name, "round": round, "site": site, "sites": [site], "best": False,
         "strategy": config.strategy.kind, "metrics": {},
@@ -48,7 +59,7 @@ def export(config: Config, source: Path, site: SiteId, out: Path, task: Task | N
 
 
 def personal(
-    config: Config, source: Path, site: SiteId, task: Task | None = None
+    config: Config, source: Path, site: SiteId, task: Task | None = None, data_dir: Path | None = None
 ) -> tuple[dict[str, torch.Tensor], int]:
     """(every tensor by its name, the round): of a simulation's run directory, or of the site's.
 
@@ -62,22 +73,34 @@ def personal(
         )
     beside = source.with_name(f"{source.name}@{site}")
     source = beside if not (source / "memory").exists() and beside.exists() else source
-    task = task or load_task(config.run.task, config.root)
+    task = task or load_task(config.run.task, config.root, data_dir)
     engine = Engine(task, config.train, config.run.seed, shares=strategy.shares)
     first, _ = strategies.beginning(strategy, engine.initial())
-    weights, frozen, round, counted = _in_a_store(source, site) or _at_a_site(source, site, engine, first)
+    remembers = strategies.remembers(strategy)
+    found = _in_a_store(source, site, remembers) or _at_a_site(source, site, engine, first)
+    weights, frozen, round, counted = found
     if difference := first.schema.difference(weights.schema):
         raise StoreError(f"{source} holds another model than the task's and [strategy]'s: {difference}.")
-    if counted == NEVER:
+    if remembers and counted == NEVER:
         raise StoreError(f"{site} has no model of its own yet: none of its updates counted in {source}.")
     engine.freeze(frozen)
-    memory = SiteMemory(source / "memory" / site, durable=False).load(counted).views()
-    local = SiteTraining(engine, site, None, round, weights, memory)
-    found = local.tensors(strategy.personal(local)) | frozen.views()
-    return {name: tensor.cpu() for name, tensor in found.items()}, round
+    memory: Tensors = {}
+    if remembers:
+        memory = SiteMemory(source / "memory" / site, durable=False).load(counted).views()
+    local = SiteTraining(engine, site, partial(_data, config, source, task, site), round, weights, memory)
+    tensors = local.tensors(strategy.personal(local)) | frozen.views()
+    return {name: tensor.cpu() for name, tensor in tensors.items()}, round
 
 
-def _in_a_store(source: Path, site: SiteId) -> tuple[Arena, Arena, int, int] | None:
+def _data(config: Config, source: Path, task: Task, site: SiteId) -> Any:
+    """What the site trains on: of a simulation its part of the pool, where the task has no natural sites."""
+    if source.name == f"{config.run.name}+simulate":
+        return SimulatedSites(task, config.simulate, config.run.seed).data(site)
+    with user_code(folder_of(task), f"data({site!r})"):
+        return task.data(site)
+
+
+def _in_a_store(source: Path, site: SiteId, remembers: bool) -> tuple[Arena, Arena, int, int] | None:
     """(weights, frozen parameters, round, last round that the site counted in) of a simulation."""
     if not (source / "run.db").exists():
         return None
@@ -88,7 +111,7 @@ def _in_a_store(source: Path, site: SiteId) -> tuple[Arena, Arena, int, int] | N
         store.close()
     if last is None:
         raise StoreError(f"{source} has no model yet. Let the run finish its first round.")
-    if not (source / "memory").exists():
+    if remembers and not (source / "memory").exists():
         raise StoreError(
             f"{source} has no memory of {site}: what stays at a site is in {source.name}@{site}, on that "
             f"site's machine. Export it there."

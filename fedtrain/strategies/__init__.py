@@ -39,6 +39,7 @@ from .fedsgd import FedSGD
 from .fedyogi import FedYogi
 from .ifca import Ifca
 from .mimelite import MimeLite
+from .per_fedavg import PerFedAvg
 from .qfedavg import QFedAvg
 from .scaffold import Scaffold
 
@@ -61,6 +62,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "fedyogi": FedYogi,
     "ifca": Ifca,
     "mimelite": MimeLite,
+    "per_fedavg": PerFedAvg,
     "qfedavg": QFedAvg,
     "scaffold": Scaffold,
 }

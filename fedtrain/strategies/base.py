@@ -182,6 +182,15 @@ def check_plain_sgd(kind: str, train: TrainConfig) -> None:
             f"constant rate: leave train.warmup and train.decay out")  # fmt: skip
 
 
+def check_own_steps(strategy: Strategy, train: TrainConfig) -> None:
+    """ConfigError for what a strategy would leave out that steps along Local.gradient by itself."""
+    kind = type(strategy).__name__
+    require(not train.clip_norm, "train.clip_norm", f"{kind} takes its own steps, which nothing clips: leave "
+            f"train.clip_norm out")  # fmt: skip
+    require(not strategy.local, "strategy.local", f"{kind} steps on what is exchanged, so tensors that stay "
+            f"at their site would not be trained: leave strategy.local out")  # fmt: skip
+
+
 def check_parts(strategy: Strategy, tensors: Sequence[ModelTensor]) -> None:
     """ConfigError for a pattern of `local` or `fixed` that does nothing, or where nothing is left to train.
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from ..config import TrainConfig
 from ..config.values import require
 from ..learning import Contribution, Local
+from .base import check_own_steps
 from .fedavg import FedAvg
 
 
@@ -19,6 +20,7 @@ class FedSGD(FedAvg):
 
     def check(self, train: TrainConfig) -> None:
         super().check(train)
+        check_own_steps(self, train)
         whole = not train.batch_size and train.local_epochs == 1 and not train.local_steps
         require(whole, "train.batch_size", "fedsgd takes one step on all examples of a site: set "
                 "train.batch_size = 0, and leave train.local_epochs = 1")  # fmt: skip

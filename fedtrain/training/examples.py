@@ -8,12 +8,14 @@ its own order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
+from ..config import TrainConfig
 from ..errors import TaskError
 from .batches import Batch, examples_in, renamed
 
@@ -157,6 +159,16 @@ def subset(data: Any, indices: Any) -> Any:
     raise TaskError(
         f"data() returned a {type(data).__name__}, which can't be partitioned: return tensors or a Dataset"
     )
+
+
+def in_groups(
+    examples: Examples, config: TrainConfig, order: torch.Generator, here: Callable[[Batch], Batch]
+) -> Iterator[list[Batch]]:
+    """One shuffled pass over the examples: the batches of each optimizer step, moved by `here`."""
+    shuffled = partial(torch.randperm, generator=order)
+    moved = map(here, examples.batches(config.batch_size, config.drop_last, shuffled))
+    while group := list(islice(moved, config.accumulate)):
+        yield group
 
 
 def spans(count: int, size: int, drop_last: bool) -> Iterator[tuple[int, int]]:

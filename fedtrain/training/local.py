@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,7 +31,7 @@ from .engine import (
     groups,
     weighs_items,
 )
-from .examples import Examples, examples_of
+from .examples import Examples, examples_of, in_groups
 from .optimizers import OPTIMIZERS, TorchOptimizer
 from .task import Task, mean_and_weight, user_code
 
@@ -173,16 +172,11 @@ class Engine(Trainable):
 
     def _round(self, steps: Steps, examples: Examples, round: int, given: Sequence[Context]) -> Step:
         """Every optimizer step of it."""
-        config, shuffled = steps.config, partial(torch.randperm, generator=self._order)
+        config = steps.config
         own, ours = self.own_optimizer(list(self._lent), round), OPTIMIZERS[config.optimizer]
         optimizer = ours(config, self.weights) if own is None else TorchOptimizer(own)
         steps.begin(optimizer, given)
-
-        def one_pass() -> Iterator[list[Batch]]:
-            moved = map(self.here, examples.batches(config.batch_size, config.drop_last, shuffled))
-            while group := list(islice(moved, config.accumulate)):
-                yield group
-
+        one_pass = partial(in_groups, examples, config, self._order, self.here)
         seen = steps.round(groups(config, one_pass), examples, round, self.rounds)
         if any(p.grad is not piece for p, piece in self._lent.items()):
             raise TaskError(

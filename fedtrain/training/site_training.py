@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from ..arena import Arena, joined, split_into, subtract
+from ..digest import seed_of
 from ..errors import ConfigError
-from ..learning import Context, Contribution, Correct, Extras, Found, Only, Summed, check_bounds, clipped_to
+from ..learning import (
+    Context,
+    Contribution,
+    Correct,
+    Extras,
+    Found,
+    Group,
+    Only,
+    Summed,
+    check_bounds,
+    clipped_to,
+)
 from ..messages import Metrics, SiteId, Update
-from .examples import Examples, examples_of
+from .engine import Step, groups
+from .examples import Examples, examples_of, in_groups
 from .local import Engine
 from .task import mean_and_weight, user_code
 
@@ -28,7 +41,7 @@ class SiteTraining:
         self,
         engine: Engine,
         site: SiteId,
-        dataset: Any,
+        data: Callable[[], Any],
         round: int,
         weights: Arena,
         memory: Mapping[str, torch.Tensor],
@@ -38,13 +51,14 @@ class SiteTraining:
     ) -> None:
         """
         Args:
+            data: Loads the site's training data, when it is asked for.
             weights: The model, and the entries of the server's state that came with it.
             memory: What the site kept after the last round that it counted in: the strategy's entries, and
                 the tensors that stay here; those that are missing are the task's own.
             out: Receives what is sent; None where nothing is trained.
             summed: See learning.Local.as_summed; None: sums of this run are not exact.
         """
-        self._engine, self._site, self._dataset, self._round = engine, site, dataset, round
+        self._engine, self._site, self._data, self._round = engine, site, data, round
         self._weights, self._out, self._summed = weights.to(engine.device), out, summed
         self.down = self._weights.extras()
         self.memory = {n: t.to(engine.device) for n, t in memory.items() if not n.startswith(OWN)}
@@ -54,6 +68,9 @@ class SiteTraining:
         self.lr = engine.config.lr
         self._examples: float | None = None
         self._written = False  # whether `out` has a delta
+        self._trained = False  # whether the site's examples and loss are those of a training
+        self._stepping = False  # whether the engine holds what a gradient of a step's batches left
+        self._seen = 0.0, 0.0, 0  # by gradients: Σ loss, Σ weight, examples
         self._clipped: dict[str, int] = {}  # coordinates of each vector
         self.metrics: Metrics = {}
 
@@ -66,6 +83,10 @@ class SiteTraining:
         if self._examples is None:
             self._examples = float(self._found_examples.count)
         return self._examples
+
+    @cached_property
+    def _dataset(self) -> Any:
+        return self._data()
 
     @cached_property
     def _found_examples(self) -> Examples:
@@ -98,6 +119,7 @@ class SiteTraining:
             engine.train_only(None)
         loss, weight = seen.total()
         self._examples, self.metrics = examples.count * (weight / seen.examples), {"loss": (loss, weight)}
+        self._trained = True
         self._own.copy_(engine.own)
         return Found(self._delta(start), seen.steps)
 
@@ -111,19 +133,42 @@ class SiteTraining:
                 total, count = total + float(mean) * weight, count + weight
         return total / count if count else 0.0
 
-    def gradient(self, weights: torch.Tensor) -> torch.Tensor:
+    def batches(self, draw: int = 0) -> Iterator[Group]:
         engine = self._engine
-        engine.seed(self._round, self._site, "gradient")
-        self._load(weights, training=True)
+        seed = engine.seed(self._round, self._site)
+        order = torch.Generator().manual_seed(seed_of(seed, draw) if draw else seed)
+        with user_code(engine._folder, f"site {self._site}, round {self._round}"):
+            one_pass = partial(in_groups, self._found_examples, engine.config, order, engine.here)
+            yield from groups(engine.config, one_pass)
+
+    def gradient(self, weights: torch.Tensor, batches: Group | None = None) -> torch.Tensor:
+        engine, step = self._engine, batches is not None
+        if step and self._stepping:  # buffers go on from one step to the next, as in a training
+            split_into(engine.local.trained(), weights.to(engine.device))
+        else:
+            self._load(weights, training=True)
+        if not step:
+            engine.seed(self._round, self._site, "gradient")
+        self._stepping = step
         with user_code(engine._folder, f"site {self._site}, gradient"):
-            batches = [engine.here(batch) for batch in engine.in_order(self._dataset)]
-            seen = engine.backward(batches, 1.0)
-        if not self._written:
-            loss, weight = seen.total()
-            self._examples, self.metrics = float(weight), {"loss": (loss, weight)}
-            engine.gather_buffers()
-            self._delta(weights)
+            seen = engine.backward(batches or [engine.here(b) for b in engine.in_order(self._dataset)], 1.0)
+        if self._out is not None and not self._trained:
+            self._take_down(seen, self._out, step)
         return joined({str(i): t for i, t in enumerate(engine.exchanged_gradients)}).clone()
+
+    def _take_down(self, seen: Step, out: Arena, step: bool) -> None:
+        """What gradients saw, and the buffers that they left, where the site does not train besides."""
+        now, before = seen.total(), self._seen
+        loss, weight, examples = before[0] + now[0], before[1] + now[1], before[2] + seen.examples
+        self._seen, self.metrics = (loss, weight, examples), {"loss": (loss, weight)}
+        self._examples = self._found_examples.count * (weight / examples) if step else now[1]
+        self._engine.gather_buffers()
+        if not self._written:
+            out.data.zero_()
+            self._written = True
+        there, here = self._weights.others(), self._engine.local.others()
+        for dtype, vector in out.others().items():
+            vector.copy_(here[dtype] - there[dtype])
 
     def as_summed(self, name: str, vector: torch.Tensor) -> torch.Tensor:
         if self._summed is None:
@@ -138,7 +183,8 @@ class SiteTraining:
     def found(self, update: Update, steps: int) -> Found:
         """What a training of this site gave that somebody else did, who wrote its delta to `out`."""
         assert self._out is not None, "a site that trains has room for its update"
-        self._examples, self.metrics, self._written = update.num_examples, update.metrics, True
+        self._examples, self.metrics = update.num_examples, update.metrics
+        self._written = self._trained = True
         return Found(joined(self._out.trained()), steps)
 
     def sent(self, contribution: Contribution, extras: Extras) -> tuple[Update, dict[str, torch.Tensor]]:
@@ -163,9 +209,9 @@ class SiteTraining:
         own = {OWN + name: view for name, view in self._own.views().items()}
         return update, {**contribution.memory, **own}
 
-    def evaluate(self, weights: torch.Tensor) -> Metrics:
-        """What the task's evaluate() gives of these weights, with the tensors that stay here."""
-        return self._engine.evaluate(self._dataset, self._with(weights), self._own)
+    def evaluate(self, dataset: Any, weights: torch.Tensor) -> Metrics:
+        """What the task's evaluate() gives of these weights on a dataset, with the tensors that stay here."""
+        return self._engine.evaluate(dataset, self._with(weights), self._own)
 
     def tensors(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The same model by name, without frozen parameters."""
@@ -178,7 +224,7 @@ class SiteTraining:
         return present
 
     def _load(self, start: torch.Tensor | None, *, training: bool) -> None:
-        engine = self._engine
+        engine, self._stepping = self._engine, False
         engine.load(self._weights.model, training=training)
         engine.own.copy_(self._own)
         if start is not None:

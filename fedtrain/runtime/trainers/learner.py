@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Learner:
         if not self._more:
             update = self._engine.train(site, dataset, round, weights, delta)
             return self.finished(update, site, round, weights, out, counted, memory, {})
-        local = self._local(site, dataset, round, weights, memory, delta)
+        local = self._local(site, given(dataset), round, weights, memory, delta)
         update, after = local.sent(self._strategy.train(local), self._extras)
         return self.finished(update, site, round, weights, out, counted, memory, after)
 
@@ -81,7 +81,7 @@ class Learner:
             whole = out.new_empty(len(pairs), schema.nbytes)
             rows = [Arena(schema, row) for row in whole]
         locals_ = [
-            self._local(site, data, round, weights, memory, row)
+            self._local(site, given(data), round, weights, memory, row)
             for (site, data), memory, row in zip(pairs, memories, rows, strict=True)
         ] if self._more else []  # fmt: skip
         updates = stacked.train(pairs, round, weights, whole, [local.memory for local in locals_])
@@ -96,20 +96,23 @@ class Learner:
             )
         return found
 
-    def evaluate(self, site: SiteId, dataset: Any, round: int, weights: Arena, counted: int) -> Metrics:
+    def evaluate(
+        self, site: SiteId, dataset: Any, data: Callable[[], Any], round: int, weights: Arena, counted: int
+    ) -> Metrics:
         """Of the site's own model where it has one, else of the global one; where the data is no site's, with
-        the task's own tensors."""
+        the task's own tensors. `data`: loads what the site trains on."""
         if not self._personal or site in (CENTRAL, SERVER):
             return self._engine.evaluate(dataset, weights, self._engine.first_own)
-        local = self._local(site, dataset, round, weights, self.memory(site, counted), None)
-        return local.evaluate(self._strategy.personal(local))
+        local = self._local(site, data, round, weights, self.memory(site, counted), None)
+        return local.evaluate(dataset, self._strategy.personal(local))
 
     def _local(
-        self, site: SiteId, dataset: Any, round: int, weights: Arena, memory: State, out: Arena | None
-    ) -> SiteTraining:
+        self, site: SiteId, data: Callable[[], Any], round: int, weights: Arena, memory: State,
+        out: Arena | None,
+    ) -> SiteTraining:  # fmt: skip
         own = {name: t for name, t in memory.items() if not name.startswith(UP)}
         summed = grid_of(self._config, self._extras, seed_of(self._engine.run_seed, "summed", round, site))
-        local = SiteTraining(self._engine, site, dataset, round, weights, own, out=out, summed=summed)
+        local = SiteTraining(self._engine, site, data, round, weights, own, out=out, summed=summed)
         if not local.memory:
             local.memory = dict(self._strategy.site_init(local.start))
         return local
@@ -146,3 +149,8 @@ class Learner:
         folder = self._config.simulate_dir if self._simulated else self._config.site_dir(site)
         folder = folder / "memory" / site
         return SiteMemory(folder, durable=not self._simulated, needed=self._must_remember)
+
+
+def given(data: Any) -> Callable[[], Any]:
+    """What loads data that is here already."""
+    return lambda: data

@@ -153,8 +153,8 @@ class Workbench:
     def evaluate(self, site: SiteId, round: int, weights: Arena, counted: int = NEVER) -> Evaluation:
         if self._ranks is not None:
             return Evaluation(metrics=self._ranks.evaluate(site, weights))
-        data = self._load("eval_data", site)
-        return Evaluation(metrics=self._learner.evaluate(site, data, round, weights, counted))
+        data, own = self._load("eval_data", site), partial(self._load, "data", site)
+        return Evaluation(metrics=self._learner.evaluate(site, data, own, round, weights, counted))
 
     def examples(self, site: SiteId) -> float | None:
         from ...training.examples import Stream, examples_of
