@@ -52,6 +52,13 @@ class Population(Names):
         if self.size < 1:
             raise ConfigError(f"Population({self.size}): there must be a site at least.")
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Population) and other.prefix == self.prefix:
+            return self.size == other.size
+        return super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]  # equal to a list, which has none
+
     def __len__(self) -> int:
         return self.size
 

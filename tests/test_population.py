@@ -132,6 +132,13 @@ def test_the_trusted_site_is_in_every_draw_of_a_population(tmp_path):
         assert "site-0000400" in drawn
 
 
+class Store:
+    """Knows who counted."""
+
+    def __init__(self, counted):
+        self.counted = lambda: counted
+
+
 class Asked(Population):
     """Counts the names that it was asked for."""
 
@@ -144,7 +151,7 @@ class Asked(Population):
 
 def test_drawing_a_thousand_of_a_million_makes_a_few_thousand_names(tmp_path):
     cfg, Asked.made = config(tmp_path, fraction=0.001), 0
-    drawn = federated.asked(cfg, build("fedavg", {}), 3, 0, Asked(1_000_000), {})
+    drawn = federated.asked(cfg, build("fedavg", {}), 3, 0, Asked(1_000_000), Store({}))
     assert len({*drawn}) == 1000
     assert Asked.made < 3000
 
@@ -154,8 +161,9 @@ def test_sites_one_by_one_are_asked_in_the_order_that_sorting_all_of_them_gave(t
     counted = {"site-01": 4, "site-03": 0, "site-10": 9}
     for members in (Population(12), ["site-01", "site-03", "site-10"]):
         order = sorted(members, key=lambda site: (counted.get(site, -1), site))
-        found = [federated.asked(cfg, strategy, 9, i, members, counted) for i in range(2 * len(order))]
+        found = [federated.asked(cfg, strategy, 9, i, members, Store(counted)) for i in range(2 * len(order))]
         assert found == [[site] for site in order * 2]
     Asked.made = 0
-    assert federated.asked(cfg, strategy, 3, 0, Asked(1_000_000), {"site-0000001": 2}) == ["site-0000002"]
+    store = Store({"site-0000001": 2})
+    assert federated.asked(cfg, strategy, 3, 0, Asked(1_000_000), store) == ["site-0000002"]
     assert Asked.made < 10

@@ -26,7 +26,7 @@ from ..arena import PATCHES, AnyArena, Arena, ArenaFile, Patch
 from ..errors import Damaged, StoreError
 from ..messages import SiteId
 from ..schema import Schema
-from . import turns
+from . import counted, turns
 from .disk import Warn, explained, silent
 from .folder import RunFolder
 from .spool import damage, is_digest
@@ -46,7 +46,6 @@ CREATE TABLE IF NOT EXISTS plan (
   round INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, sites TEXT NOT NULL, registered INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS sites (name TEXT PRIMARY KEY, examples REAL);
 CREATE TABLE IF NOT EXISTS patches (round INTEGER PRIMARY KEY, digest TEXT NOT NULL, schema TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS counted (round INTEGER PRIMARY KEY, sites BLOB NOT NULL);
 """
 ANEW = "give the new run its own run.name, or (a simulation) start it with --fresh."  # of one that differs
 KEEP = 2  # newest rounds whose weights and plans stay, beside the best one's weights
@@ -94,8 +93,10 @@ class RunStore(RunFolder):
         self, folder: Path, *, read_only: bool = False, durable: bool = True, warn: Warn = silent
     ) -> None:
         """See RunFolder; StoreError where the database was lost, too."""
-        super().__init__(folder, TABLES + turns.TABLES, read_only=read_only, durable=durable, warn=warn)
+        tables = TABLES + counted.TABLE + turns.TABLES
+        super().__init__(folder, tables, read_only=read_only, durable=durable, warn=warn)
         self.turns = turns.Turns(self)
+        self._counted = counted.CountedSites(self.db, read_only=read_only)
         self.evaluating: int | None = None  # a round whose weights are needed until its evaluation is done
         if not read_only:
             try:
@@ -181,17 +182,19 @@ class RunStore(RunFolder):
         weights, packed = prepared or self.prepare(checkpoint)
         state = (packed.digest, packed.schema) if packed is not None else (None, None)
         number = checkpoint.round
-        with self.db.transaction():
-            self.db.put("rounds", number, weights, *state, dict(record), time.time())
-            self.db.change("DELETE FROM plan WHERE round <= ?", (number - KEEP,))
-            if counted := self.counted() | dict.fromkeys(sites, number - 1):
-                self.db.put("counted", number, msgspec.msgpack.encode(counted))
-            self.db.change("DELETE FROM counted WHERE round <= ?", (number - KEEP,))
-            if (patch := checkpoint.patch) is not None:
-                self.db.put("patches", number, patch.digest, patch.schema)
-                most = min(PATCHES, checkpoint.weights.schema.nbytes // max(patch.schema.nbytes, 1))
-                self.db.change("DELETE FROM patches WHERE round <= ?", (number - most,))
-            self.db.change("DELETE FROM buffer")  # all of it is in this version
+        try:
+            with self.db.transaction():
+                self.db.put("rounds", number, weights, *state, dict(record), time.time())
+                self.db.change("DELETE FROM plan WHERE round <= ?", (number - KEEP,))
+                self._counted.add(number, self._buffered() | dict.fromkeys(sites, number - 1), KEEP - 1)
+                if (patch := checkpoint.patch) is not None:
+                    self.db.put("patches", number, patch.digest, patch.schema)
+                    most = min(PATCHES, checkpoint.weights.schema.nbytes // max(patch.schema.nbytes, 1))
+                    self.db.change("DELETE FROM patches WHERE round <= ?", (number - most,))
+                self.db.change("DELETE FROM buffer")  # all of it is in this version
+        except BaseException:
+            self._counted.forget()
+            raise
         self._sweep()
 
     def on_disk(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -258,6 +261,7 @@ class RunStore(RunFolder):
             for table in ("rounds", "evaluations", "plan", "counted", "patches"):
                 self.db.change(f"DELETE FROM {table} WHERE round > ?", (number,))  # noqa: S608 - names of ours
             self.turns.refuse_after(number)
+        self._counted.forget()
 
     def weights(self, number: int) -> ArenaFile:
         """The weights of a committed round that are still kept, left in their file."""
@@ -325,11 +329,13 @@ class RunStore(RunFolder):
         """Keep who is asked; before the first request goes out."""
         self.db.put("plan", plan.round, plan.attempt, plan.sites, plan.registered)
 
-    def counted(self) -> dict[SiteId, int]:
-        """The last round (without rounds: turn) of each site that is in the model, or in the buffer."""
-        row = self.db.one("SELECT sites FROM counted ORDER BY round DESC")
-        found = msgspec.msgpack.decode(row[0], type=dict[SiteId, int]) if row else {}
-        return found | dict(self.db.all("SELECT site, MAX(number) FROM buffer GROUP BY site"))
+    def counted(self, sites: Iterable[SiteId] | None = None) -> dict[SiteId, int]:
+        """The last round (without rounds: turn) in which each of these sites (None: of all) is in the model,
+        or in the buffer; without those that never were."""
+        return self._counted.of(sites) | self._buffered()
+
+    def _buffered(self) -> dict[SiteId, int]:
+        return dict(self.db.all("SELECT site, MAX(number) FROM buffer GROUP BY site"))
 
     def joined(self) -> dict[SiteId, float | None]:
         """Every site that ever joined this run, with the examples it registered."""

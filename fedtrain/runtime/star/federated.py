@@ -28,7 +28,7 @@ from ..journal import AtServer, Evaluators, Journal, Lap, Result, Shown, everyon
 from ..sites import compressed
 from ..threads import in_thread
 from . import checks
-from .answers import Answers, Counted, refuse, rule_of
+from .answers import Answers, refuse, rule_of
 from .central_noise import CentralNoise
 
 
@@ -54,7 +54,7 @@ async def run(
         number = checkpoint.round
         if journal.evaluation_is_due(number):
             sites = evaluate_at(number, await cohort.members(need))
-            counted = journal.store.counted() if has_personal(strategy) else {}
+            counted = journal.store.counted(sites) if has_personal(strategy) else {}
             found = await answers.evaluate(number, sites, checkpoint.weights, counted) if sites else ({}, {})
             metrics, by_site = await shown(*found) if sites else ({}, {})
             journal.keep_evaluation(number, metrics, by_site, await at_server(number, checkpoint.weights))
@@ -95,13 +95,13 @@ async def _train(
     plan, left_out = store.plan(checkpoint.round), dict[SiteId, str]()
     while True:
         if plan is None:
-            sites = asked(config, strategy, checkpoint.round, 0, members, store.counted())
+            sites = asked(config, strategy, checkpoint.round, 0, members, store)
             plan = RoundPlan(checkpoint.round, 0, sites, registered=store.registered(members))
         if store.durable or plan.attempt:  # a simulation draws its first plan again: nobody leaves it
             store.set_plan(plan)
         journal.round_started(plan.round, plan.sites, plan.attempt)
         try:
-            planned = replace(plan, counted=store.counted())
+            planned = replace(plan, counted=store.counted(plan.sites))
             after, record, inside = await federated_round(answers, planned, strategy, checkpoint, seed, noise)
         except (TooFewSites, SecAggError, Diverged) as e:
             journal.round_failed(plan.round, plan.attempt, e)
@@ -118,7 +118,7 @@ async def _train(
             if len(members) < config.strategy.min_sites:
                 store.set_plan(replace(plan, attempt=0))
                 raise
-            sites = asked(config, strategy, plan.round, attempt, members, store.counted())
+            sites = asked(config, strategy, plan.round, attempt, members, store)
             plan = replace(plan, attempt=attempt, sites=sites, registered=store.registered(members))
             continue
         nbytes = after.weights.schema.nbytes
@@ -168,12 +168,12 @@ async def federated_round(
 
 
 def asked(
-    config: Config, strategy: Strategy, number: int, attempt: int, members: Sequence[SiteId], counted: Counted
+    config: Config, strategy: Strategy, number: int, attempt: int, members: Sequence[SiteId], store: RunStore
 ) -> list[SiteId]:
     """The sites of a round: a sample, or the one that waited longest."""
     if not strategy.one_by_one:
         return sample(config, number, attempt, members)
-    turn = attempt % len(members)
+    turn, counted = attempt % len(members), store.counted()
     new = next(islice((site for site in members if site not in counted), turn, None), None)
     if new is not None:
         return [new]
