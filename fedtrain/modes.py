@@ -182,7 +182,8 @@ INSTEAD = {  # key -> the key that replaces it in gossip modes
     "secagg.enabled": "gossip.masks",
     "strategy.round_deadline": "gossip.round_deadline",
 }
-NOTHING = {"secagg.enabled": False}  # values that promise nothing, for keys with another default
+# Values that promise nothing, for keys with another default
+NOTHING: dict[str, tuple[Any, ...]] = {"secagg.enabled": (False,), "simulate.engine": ("auto", "loop")}
 
 
 def keys() -> dict[str, Any]:
@@ -205,7 +206,7 @@ def check(config: Config, *names: str) -> None:
     known, seen = keys(), frozenset[str]().union(*(reads(config, name) for name in names))
     for given, source in config.given.items():
         key, value = _key(given), config.value(given)
-        if key in seen or (key == given and value == NOTHING.get(key, known[key])):
+        if key in seen or (key == given and value in NOTHING.get(key, (known[key],))):
             continue
         if source >= Source.SET or all(_refused(config, mode, key, source) for mode in names):
             raise ConfigError(f"{given} = {value!r} ({source}): {_why(config, names, key)}")

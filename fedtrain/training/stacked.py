@@ -8,9 +8,10 @@ traced once for each shape. Sites of different sizes are padded where that chang
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ from .engine import Backend, Step, Steps
 from .examples import Tensors, examples_of
 from .local import Engine
 from .optimizers import OPTIMIZERS
-from .stacks import DropoutLayer, Group, Padded, Stack, plan_of
+from .stacks import DropoutLayer, Group, Padded, StackedSites, plan_of
 from .task import collate_of, folder_of, user_code
-from .traced import Dropout, traced
+from .traced import Dropout, compiled, traced
 
 CHUNK = 48  # sites at once, at most: three of the blocks over which a mean is folded
 CHUNK_BYTES = 32 << 20  # of their weights, at most
@@ -49,11 +50,13 @@ class Stacked(Backend):
         engine: Engine,
         *,
         own_training: bool = False,
-        samples: Callable[[], Sequence[Any]] | None = None,
+        samples: Callable[[], Iterable[Any]] | None = None,
+        compiled: bool = False,
     ) -> None:
-        """`own_training`: the strategy overrides `train`, which is for one site. `samples`: data of sites on
-        which `padding` is decided, the same in every process of a run; None: the first sites that come."""
-        self.engine, self._samples = engine, samples
+        """`own_training`: the strategy overrides `train`, which is for one site. `samples`: data of sites, of
+        which the first decide on `padding`, the same in every process of a run; None: the first that come.
+        `compiled`: by torch.compile."""
+        self.engine, self._samples, self._compiled = engine, samples, compiled
         self._section, self._folder = _one_section(engine, own_training), folder_of(engine.task)
         trained = [s for s in engine.schema.tensors if s.trained]
         self._names, self._shapes = [f"model.{s.name}" for s in trained], [s.shape for s in trained]
@@ -68,7 +71,7 @@ class Stacked(Backend):
         self._local = torch.zeros(0)  # the weights of all of them
         self._first: torch.Tensor | None = None  # of a round, as all sites have them in its first step
         self.steps: list[int] = []  # that each site took in the last round
-        self._kept: OrderedDict[tuple[SiteId, ...], tuple[list[Any], list[Stack]]] = OrderedDict()
+        self._kept: OrderedDict[tuple[SiteId, ...], tuple[list[Any], list[StackedSites]]] = OrderedDict()
         self._kept_bytes = 0
         self._traces: OrderedDict[Any, Callable[..., Found]] = OrderedDict()
         self._padding: bool | None = None
@@ -105,7 +108,11 @@ class Stacked(Backend):
         return [updates[i] for i in range(len(sites))]
 
     def _chunk(
-        self, stack: Stack, round: int, down: Mapping[str, torch.Tensor], memory: Mapping[str, torch.Tensor]
+        self,
+        stack: StackedSites,
+        round: int,
+        down: Mapping[str, torch.Tensor],
+        memory: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, list[list[float]]]:
         """Each site's delta, an arena's bytes in a row, and its (Σ loss, Σ weight)."""
         engine, section = self.engine, self._section
@@ -124,7 +131,11 @@ class Stacked(Backend):
         return slab, sums.tolist()
 
     def _groups(
-        self, stack: Stack, round: int, given: Callable[..., Context], memory: Mapping[str, torch.Tensor]
+        self,
+        stack: StackedSites,
+        round: int,
+        given: Callable[..., Context],
+        memory: Mapping[str, torch.Tensor],
     ) -> Iterator[Group]:
         """A round's. The sites that take a step are those that `weights` and the correction see in it."""
         active, self._loss.build = 0, stack.like.build
@@ -139,7 +150,7 @@ class Stacked(Backend):
                 self._steps.given = [given(memory=rows)]
             yield group
 
-    def _stacks(self, sites: Sequence[tuple[SiteId, Any]]) -> list[Stack]:
+    def _stacks(self, sites: Sequence[tuple[SiteId, Any]]) -> list[StackedSites]:
         """The sites' data, stacked; kept while the same sites come with the same data."""
         key, data = tuple(name for name, _ in sites), [d for _, d in sites]
         known, stacks = self._kept.pop(key, (None, []))
@@ -147,7 +158,7 @@ class Stacked(Backend):
         if known is None or any(a is not b for a, b in zip(known, data, strict=True)):
             config, device, most = self.engine.config, self.engine.device, len(self._slab)
             stacks = [
-                Stack.of(bucket[at : at + most], config, device)
+                StackedSites.of(bucket[at : at + most], config, device)
                 for bucket in self._buckets(sites)
                 for at in range(0, len(bucket), most)
             ]
@@ -206,7 +217,8 @@ class Stacked(Backend):
         if key not in self._traces:
             with self._refusing():
                 function = partial(self._gradient, single, len(batch.columns), masked)
-                self._traces[key] = traced(function, inputs).forward
+                graph = traced(function, inputs)
+                self._traces[key] = compiled(graph) if self._compiled else graph.forward
                 if len(self._traces) > TRACES:
                     self._traces.popitem(last=False)
         self._traces.move_to_end(key)
@@ -262,9 +274,9 @@ class Stacked(Backend):
     def padding(self, sites: Sequence[tuple[int, str, Tensors]]) -> bool:
         """Whether sites of different sizes are stacked: where a batch's loss is the mean of its examples'."""
         if self._padding is None:
-            samples = None if self._samples is None else [_tensors("", data) for data in self._samples()]
-            samples = samples or [examples for _, _, examples in sites[:PROBED]]
-            self._padding = all(self._is_mean(examples) for examples in samples)
+            given = None if self._samples is None else (_tensors("", data) for data in self._samples())
+            samples = given or (examples for _, _, examples in sites)
+            self._padding = all(self._is_mean(examples) for examples in islice(samples, PROBED))
         return self._padding
 
     def _is_mean(self, examples: Tensors) -> bool:

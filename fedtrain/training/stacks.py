@@ -55,7 +55,7 @@ class _Places(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
+class StackedSites:
     """Sites whose tensors can stand in one, in the order of their rows."""
 
     members: list[int]  # which of the sites
@@ -68,7 +68,7 @@ class Stack:
     @classmethod
     def of(
         cls, bucket: Sequence[tuple[int, str, Tensors]], config: TrainConfig, device: torch.device
-    ) -> Stack:
+    ) -> StackedSites:
         """Of sites in the order of their rows."""
         members, names, examples = map(list, zip(*bucket, strict=True))
         columns = [move(torch.cat(same), device) for same in zip(*(e.columns for e in examples), strict=True)]

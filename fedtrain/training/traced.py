@@ -6,9 +6,11 @@ Of a small model's step most of the time is Python's: autograd's, vmap's and the
 from __future__ import annotations
 
 import operator
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,26 @@ def traced(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[tor
         outputs = function(*inputs)
     graph: fx.GraphModule = recorder.finished(outputs)
     return graph
+
+
+def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
+    """The same graph as machine code of its own (torch.compile), kept for other runs in the user's cache.
+    TaskError where there is no C++ compiler."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedtrain" / "inductor"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    from torch._inductor.exc import InvalidCxxCompiler  # this import takes a second
+
+    function = torch.compile(graph, dynamic=False, fullgraph=True)
+
+    def call(*inputs: torch.Tensor) -> Any:
+        try:
+            return function(*inputs)
+        except Exception as e:
+            if isinstance(e, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(e):
+                raise TaskError("torch.compile needs a C++ compiler, such as g++, which isn't here") from e
+            raise
+
+    return call
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STACKED_SITES = 48  # a batch of the stacked engine; fixed, for bits depend on who is stacked with whom
+STACKED = ("stacked", "compiled")  # engines that train many sites at once
 LOOP_SITES = 50  # a batch of the loop engine, at most
 BATCH_BYTES = 16 << 20  # of deltas in a batch, unless one is larger
 AHEAD = 3  # batches under way for each worker
@@ -63,9 +64,7 @@ class PoolCohort:
         self._trainers = [Supervised(start, trainer) for trainer in trainers]
         self._scratch, self._memory = scratch, memory
         self.description: Description = trainers[0].description
-        self._stacked = config.simulate.engine == "stacked"
-        most, nbytes = STACKED_SITES if self._stacked else LOOP_SITES, self.description.update.nbytes
-        self._batch_sites = max(1, min(most, BATCH_BYTES // max(1, nbytes)))  # at most
+        self._stacked = config.simulate.engine in STACKED
         self.bytes_in = self.bytes_out = 0  # as they would travel in the open
         self._in_the_open = not config.secagg.enabled
         self._held: dict[SiteId, str] = {}  # the model that each site would have
@@ -121,6 +120,22 @@ class PoolCohort:
     @property
     def workers(self) -> int:
         return len(self._trainers)
+
+    async def choose(self, sites: list[SiteId], updates: int) -> msg.Chosen:
+        """The engine by which so many updates are there soonest, and why; these sites are probed."""
+        asked = msg.Choose(sites, -(-updates // self.workers))
+        return await self._trainers[0]._ask(asked)  # type: ignore[no-any-return]  # as the message asks
+
+    async def train_by(self, engine: str) -> None:
+        """Have all trainers train by this engine."""
+        self._stacked = engine in STACKED
+        await asyncio.gather(*(trainer.train_by(engine) for trainer in self._trainers))
+
+    @property
+    def _batch_sites(self) -> int:
+        """At most."""
+        most = STACKED_SITES if self._stacked else LOOP_SITES
+        return max(1, min(most, BATCH_BYTES // max(1, self.description.update.nbytes)))
 
     async def beginning(self, start: Path | None) -> tuple[Arena, Arena]:
         """See Trainer.beginning."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...config import Config
 from ...errors import ConfigError, Damaged, some
-from ...events import Emit, Event, SiteState, UpdateReceived, noticed
+from ...events import Emit, Event, Notice, SiteState, UpdateReceived, noticed
 from ...exchange import Cohort
 from ...fairness import SERVER
 from ...learning import NO_EXTRAS, Extras
@@ -38,6 +39,7 @@ from .simulated_masks import SimulatedMasks
 if TYPE_CHECKING:
     from ...training.task import Task
 
+PROBED_SITES = 48  # spread over all; as many as are trained at once
 TOLD_SITES = 50  # of a round with more, events name only the updates that were refused
 
 
@@ -73,9 +75,10 @@ async def simulate(
             enough_sites(config, about.sites)
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
                 emit = without(emit, UpdateReceived, SiteState)
+            engine: Any = store.meta().get("engine") or await engine_of(config, pool, emit)
             store.begin(
                 about.schema, agreed(config), frozen=about.frozen.schema, run=config.run.name,
-                task_digest=about.task_digest, local=about.local,
+                task_digest=about.task_digest, local=about.local, engine=engine,
             )  # fmt: skip
             if store.latest() is None:
                 initial, frozen = await pool.beginning(start)
@@ -83,6 +86,8 @@ async def simulate(
                 store.commit(Checkpoint(0, *beginning(strategy, initial)), {})
             elif not store.has_frozen(about.frozen.schema):
                 store.keep_frozen((await pool.beginning(None))[1])
+            config = replace(config, simulate=replace(config.simulate, engine=engine))
+            await pool.train_by(engine)
             if debug is not None:
                 pool.debug(debug, Workbench(config, data_dir, simulated=True, task=task))
             if (kept := store.frozen_file()) is not None:
@@ -111,6 +116,24 @@ async def simulate(
         return result
     finally:
         store.close()
+
+
+async def engine_of(config: Config, pool: PoolCohort, emit: Emit) -> str:
+    """The engine of the whole run. "auto": the loop where the task names its sites, for a federation of them
+    is foretold to the last bit, and without rounds; else the one that a probe finds, which is told."""
+    sites, asked = pool.description.sites, config.simulate.engine
+    if asked != "auto":
+        return asked
+    if not pool.description.pooled or config.asynchronous.enabled:
+        return "loop"
+    a_round = max(config.strategy.min_sites, round(config.strategy.fraction * len(sites)))
+    few = min(PROBED_SITES, len(sites))
+    spread = [sites[i * len(sites) // few] for i in range(few)]
+    chosen = await pool.choose(spread, config.run.rounds * a_round)
+    if chosen.reason:
+        equal = "" if chosen.engine == "loop" else "; equal to the loop to rounding"
+        emit(Notice(text=f"simulate.engine: {chosen.engine}, {chosen.reason}{equal}"))
+    return chosen.engine
 
 
 def answers(config: Config, cohort: Cohort, emit: Emit, extras: Extras = NO_EXTRAS) -> Answers:

@@ -67,10 +67,10 @@ def check_config(config: Config) -> None:
             f"strategy.fraction: {config.strategy.fraction} of the sites can't be drawn where there are no "
             f"rounds: every site that is free is asked. Leave it at 1, or set asynchronous.enabled = false."
         )
-    if config.simulate.engine == "stacked":
+    if config.simulate.engine in ("stacked", "compiled"):
         raise ConfigError(
-            "simulate.engine: stacked trains many sites from one model, and asynchronous sites are asked one "
-            'by one. Set it to "loop", or asynchronous.enabled = false.'
+            f"simulate.engine: {config.simulate.engine} trains many sites from one model, and asynchronous "
+            'sites are asked one by one. Set it to "loop", or asynchronous.enabled = false.'
         )
     rule_of(config)
 

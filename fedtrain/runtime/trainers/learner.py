@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...arena import Arena
+from ...arena import Arena, Slab
 from ...config import Config
 from ...digest import seed_of
 from ...errors import ConfigError
@@ -95,6 +95,24 @@ class Learner:
                 self.finished(update, pairs[i][0], round, weights, outs[i], counted[i], memories[i], after)
             )
         return found
+
+    def rehearse(self, site: SiteId, dataset: Any, weights: Arena, out: Arena) -> None:
+        """Train a site as in round 0, and keep nothing of it but what is in `out`."""
+        if self._more:
+            self._strategy.train(self._local(site, given(dataset), 0, weights, {}, out))
+        else:
+            self._engine.train(site, dataset, 0, weights, out)
+
+    def rehearse_many(
+        self, stacked: Stacked, pairs: Sequence[tuple[SiteId, Any]], weights: Arena, out: torch.Tensor
+    ) -> None:
+        """The same for many sites at once."""
+        rows = Slab(weights.schema.model, out).arenas()
+        memories = [
+            self._local(site, given(data), 0, weights, {}, row).memory
+            for (site, data), row in zip(pairs, rows, strict=True) if self._more
+        ]  # fmt: skip
+        stacked.train(pairs, 0, weights, out, memories)
 
     def evaluate(
         self, site: SiteId, dataset: Any, data: Callable[[], Any], round: int, weights: Arena, counted: int

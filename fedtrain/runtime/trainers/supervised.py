@@ -21,6 +21,7 @@ class Supervised(Trains):
         self._start, self._trainer, self._dead = start, trainer, False
         self.description = trainer.description
         self._frozen: ArenaFile | None = None  # of the run
+        self._engine = ""  # by which it trains, where it was told
         self._replacing = asyncio.Lock()  # several requests may find their process dead
 
     @classmethod
@@ -34,6 +35,11 @@ class Supervised(Trains):
     async def freeze(self, frozen: ArenaFile) -> None:
         self._frozen = frozen
         await super().freeze(frozen)
+
+    async def train_by(self, engine: str) -> None:
+        """Have it train by this engine from here on."""
+        self._engine = engine
+        await self._ask(msg.TrainBy(engine))
 
     async def close(self) -> None:
         await self._trainer.close()
@@ -58,6 +64,8 @@ class Supervised(Trains):
             unchanged(self.description, trainer.description)
             if self._frozen is not None:
                 await trainer.freeze(self._frozen)
+            if self._engine:
+                await trainer._ask(msg.TrainBy(self._engine))
         except BaseException:
             await trainer.close()
             raise

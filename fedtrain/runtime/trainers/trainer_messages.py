@@ -121,6 +121,19 @@ class TallyOne(msgspec.Struct, tag=True, array_like=True):
     least: int
 
 
+class Choose(msgspec.Struct, tag=True, array_like=True):
+    """Say which engine has trained so many updates soonest, by training these sites for a moment."""
+
+    sites: list[SiteId]
+    updates: int
+
+
+class TrainBy(msgspec.Struct, tag=True, array_like=True):
+    """Train by this engine from here on."""
+
+    engine: str
+
+
 class Show(msgspec.Struct, tag=True, array_like=True):
     """Derive the task's metrics() from sums over all sites, and from each site's own."""
 
@@ -215,6 +228,11 @@ class Counted(msgspec.Struct, tag=True, array_like=True):
     examples: float | None
 
 
+class Chosen(msgspec.Struct, tag=True, array_like=True):
+    engine: str
+    reason: str
+
+
 class Showing(msgspec.Struct, tag=True, array_like=True):
     metrics: Averages
     by_site: dict[SiteId, Averages]
@@ -230,8 +248,9 @@ class Saved(msgspec.Struct, tag=True, array_like=True):
 
 Command = (
     Initial | Freeze | Apply | Examples | TrainOne | TrainMany | EvaluateMany | Show | ColumnsOf | TallyOne
-)
-Outcome = Description | Failed | Dying | Done | Counted | Saved | Showing | HasColumns
+    | Choose | TrainBy
+)  # fmt: skip
+Outcome = Description | Failed | Dying | Done | Counted | Saved | Showing | HasColumns | Chosen
 
 _encoder = msgspec.msgpack.Encoder()
 outcomes = msgspec.msgpack.Decoder(Outcome)

@@ -25,7 +25,8 @@ from ... import malloc
 from ...config import Config
 from ..processes import signalled_when_parent_ends
 from . import trainer_messages as msg
-from .workbench import MetricsOnly, Workbench
+from .metrics_only import MetricsOnly
+from .workbench import Workbench
 
 # The sections of fedtrain.toml that a trainer needs. None of them says where keys lie.
 SECTIONS = ("run", "train", "strategy", "secagg", "compression", "privacy", "simulate", "parallel")

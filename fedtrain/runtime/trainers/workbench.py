@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...arena import Arena, ArenaFile
 from ...config import Config
-from ...errors import BadUpdate, ConfigError, Forgotten, TaskError
+from ...errors import BadUpdate, Forgotten, TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
 from ...schema import Schema
 from ...store.disk import explained
@@ -30,6 +30,7 @@ from . import trainer_messages as msg
 if TYPE_CHECKING:
     import torch
 
+    from ...training.stacked import Stacked
     from ...training.task import Task
 
 CACHED_SITES = 1024  # the data of so many sites stays loaded, of those used last
@@ -61,15 +62,12 @@ class Workbench:
         from ...training.dp_sgd import PrivateEngine
         from ...training.local import Engine, model_tensors
         from ...training.partition import CENTRAL, SimulatedSites
-        from ...training.stacked import Stacked
         from ...training.task import derives, folder_of, load_task
         from ..star.combinations import check_noise
         from .learner import Learner
 
         check_config(config)
-        private, stack = config.privacy, simulated and config.simulate.engine == "stacked"
-        if private.noise_multiplier and not private.in_sums and stack:
-            raise ConfigError('privacy.noise_multiplier: simulate.engine = "stacked" adds none. Use "loop".')
+        private = config.privacy
         digest = source_digest(config)  # before a line of it runs
         self._config = config
         self._task = task or load_task(config.run.task, config.root, data_dir)
@@ -95,8 +93,8 @@ class Workbench:
             self._engine = Engine(
                 self._task, config.train, config.run.seed, correct, config.run.rounds, strategy.shares
             )
-        own = strategies.overrides(strategy, "train")
-        self._stacked = Stacked(self._engine, own_training=own) if stack else None
+        self._strategy = strategy
+        self._stacked: Stacked | None = None  # where sites are trained many at a time
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
         self._data_bytes = 0
         self._weights: tuple[msg.ModelFile, Arena] | None = None
@@ -121,6 +119,18 @@ class Workbench:
             at_sites = not pooled or strategies.has_personal(strategy)
             self.description.evaluators = names if at_sites else [CENTRAL]
         self.description.derives = derives(self._task)
+        if simulated and config.simulate.engine != "auto":
+            self.train_by(config.simulate.engine)
+
+    def train_by(self, engine: str) -> None:
+        """Train by this engine from here on, as in config.simulate. ConfigError where it can't."""
+        self._stacked = None if engine == "loop" else self._stack(engine)
+
+    def _stack(self, kind: str) -> Stacked:
+        from .engines import stack_of
+
+        samples = partial(map, partial(self._load, "data"), self.description.sites)
+        return stack_of(self._config, self._engine, self._strategy, samples, kind)
 
     def initial(self, *, frozen: bool = False) -> Arena:
         """The weights that a run starts from, equal at all sites; or the frozen parameters."""
@@ -207,6 +217,14 @@ class Workbench:
                 weights = self._at(place)
                 each = zip(sites, counted, strict=True)
                 return msg.Done([self._evaluated(site, round, weights, last) for site, last in each])
+            case msg.Choose(sites, updates):
+                from .engines import Probe
+
+                pairs = [(site, self._load("data", site)) for site in sites]
+                return Probe(self._config, self._learner, self._stack, pairs, self.initial()).choose(updates)
+            case msg.TrainBy(engine):
+                self.train_by(engine)
+                return msg.Saved("")
             case msg.ColumnsOf(site) | msg.TallyOne(site):
                 from .counting import told
 
@@ -278,10 +296,8 @@ class Workbench:
         """Global weights, looked at where they lie; writing to them would not reach the file."""
         if self._weights is None or self._weights[0] != place:
             with open(place.path, "rb") as f:
-                self._weights = (
-                    place,
-                    Arena.wrap(self.description.schema, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)),
-                )
+                mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._weights = place, Arena.wrap(self.description.schema, mapped)
         return self._weights[1]
 
     def _block(self, slab: str, offset: int, sites: int) -> torch.Tensor:
@@ -294,23 +310,6 @@ class Workbench:
                 self._slab = slab, mmap.mmap(f.fileno(), 0)
         flat = torch.frombuffer(self._slab[1], dtype=torch.uint8, offset=offset, count=sites * nbytes)
         return flat.view(sites, nbytes)
-
-
-class MetricsOnly:
-    """The task's metrics() and nothing else, for an aggregator: it has no data and makes no model."""
-
-    def __init__(self, config: Config) -> None:
-        from ...training.task import derives, load_task
-
-        digest = source_digest(config)
-        self._task = load_task(config.run.task, config.root)
-        self.description = msg.Description(Schema(()), digest, derives=derives(self._task))
-
-    def answer(self, command: msg.Command) -> msg.Outcome:
-        from ...training.task import shown
-
-        assert isinstance(command, msg.Show), command
-        return msg.Showing(*shown(self._task, command.total, command.by_site))
 
 
 def _tensor_bytes(data: Any) -> int:
