@@ -405,6 +405,23 @@ def test_the_best_model_is_kept_and_a_run_without_progress_stops_early(tmp_path)
     store.close()
 
 
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_a_round_is_planned_by_the_commit_before_it_unless_an_evaluation_is_between(tmp_path, every):
+    cfg = config(tmp_path, run={"rounds": 5}, evaluate={"every": every})
+    store, plans = RunStore(cfg.run_dir), []
+    keep = store.set_plan
+
+    def noted(plan):
+        plans.append((plan.round, store.db._db.in_transaction))
+        assert (plan.sites, plan.registered) == (list(SITES), len(SITES))
+        keep(plan)
+
+    store.set_plan = noted
+    run(cfg, LocalCohort(handlers()), store=store)
+    assert plans == [(n, n > 0 and (every == 0 or n % every > 0)) for n in range(5)]
+    store.close()
+
+
 @pytest.mark.parametrize("kind", ["fedavg", "fedadam"])
 def test_stopped_after_any_exchange_and_started_again_the_model_is_the_same(tmp_path, kind):
     class Stop(BaseException):

@@ -135,6 +135,39 @@ def test_a_lost_log_of_the_database_takes_no_round_with_it(store, tmp_path, line
     assert lines == []
 
 
+def test_a_lost_log_takes_nothing_that_was_done_after_a_reader_left(store, tmp_path, lines):
+    """While somebody reads, rounds stay in the log; the next one takes them all out of it."""
+    commit(store, 0)
+    reader = RunStore(tmp_path / "run", read_only=True)
+    reader.db._db.execute("BEGIN")
+    assert [r.round for r in reader.rounds()] == [0]
+    commit(store, 1, 2)
+    assert [r.round for r in reader.rounds()] == [0], "as when it began to read"
+    reader.db._db.execute("COMMIT")
+    assert [r.round for r in reader.rounds()] == [0, 1, 2]
+    reader.close()
+    store.set_plan(RoundPlan(2, 0, ["alice"]))
+    shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    for name in ("run.db-wal", "run.db-shm"):
+        (tmp_path / "killed" / name).unlink()
+    killed = RunStore(tmp_path / "killed", warn=lines.append)
+    assert (killed.latest().round, killed.plan(2).sites) == (2, ["alice"])
+    killed.close()
+    assert lines == []
+
+
+def test_the_plan_of_a_round_is_committed_with_the_round_before_it_or_neither_is(store, monkeypatch):
+    commit(store, 0)
+    plan = RoundPlan(1, 0, ["alice", "bob"], registered=2)
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "set_plan", lambda plan: store.db.put("no such table", plan.round))
+        with pytest.raises(StoreError):
+            store.commit(Checkpoint(1, arena(1)), {}, following=plan)
+    assert (store.latest().round, store.plan(1)) == (0, None)
+    store.commit(Checkpoint(1, arena(1)), {}, following=plan)
+    assert (store.latest().round, store.plan(1)) == (1, plan)
+
+
 def test_a_database_that_lost_its_rounds_is_no_new_run(store, tmp_path):
     commit(store, 0, 1)
     store.close()

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..events import Emit, Record
 from ..fairness import SERVER, split, with_server, with_sites
 from ..messages import Metrics, SiteId, averages
-from ..store import Checkpoint, RunStore
+from ..store import Checkpoint, RoundPlan, RunStore
 from ..wire.frames import Bounds
 
 HIDDEN = (
@@ -144,9 +144,10 @@ class Journal:
         record: Record,
         prepared: tuple[str, Arena | None] | None = None,
         inside: Iterable[SiteId] = (),
+        following: RoundPlan | None = None,
     ) -> None:
-        """Make a round the last one, and say so. `prepared`, `inside`: as in RunStore.commit."""
-        self.store.commit(after, record, prepared, inside)
+        """Make a round the last one, and say so. `prepared`, `inside`, `following`: as in RunStore.commit."""
+        self.store.commit(after, record, prepared, inside, following)
         self.emit(events.RoundCommitted(round=after.round, **record))
 
     # --- evaluations

@@ -2,8 +2,8 @@
 
 SQLite finds a page that is no page. It does not find a number that changed in one, nor rows that are gone
 because its log was lost. So there is one row more, the digest of all rows: each transaction brings it up to
-date, and whoever opens the database compares. A transaction is copied from the log into the database before
-the next one begins, so that a log that is lost or damaged takes none with it that was done before.
+date, and whoever opens the database compares. A transaction is copied from the log into the database as it
+ends, so that a log that is lost or damaged takes none with it; where it is durable, the disk has the copy.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Database:
     """Tables with a digest. Every failure is a StoreError that names the file and says what to do."""
 
     def __init__(
-        self, path: Path, tables: str = "", *, read_only: bool = False, sync: str = "FULL", remedy: str
+        self, path: Path, tables: str = "", *, read_only: bool = False, durable: bool = True, remedy: str
     ) -> None:
-        """`tables`: CREATE TABLE IF NOT EXISTS ...; `sync`: SQLite's, as in PRAGMA synchronous; `remedy`:
-        what to do where it is damaged."""
-        self.path, self._remedy = path, remedy
+        """`tables`: CREATE TABLE IF NOT EXISTS ...; `durable`: a transaction waits for the disk, and no power
+        cut takes it back; without, one may damage the file. `remedy`: what to do where it is damaged."""
+        self.path, self._durable, self._remedy = path, durable, remedy
         with self._explained():
             if read_only:
                 self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
@@ -49,9 +49,10 @@ class Database:
             with self._explained():
                 if not read_only:
                     self._db.execute("PRAGMA journal_mode=WAL")
-                    self._db.execute("PRAGMA wal_autocheckpoint=1")
-                    self._db.execute(f"PRAGMA synchronous={sync}")
+                    self._db.execute("PRAGMA wal_autocheckpoint=0")
+                    self._db.execute(f"PRAGMA synchronous={'NORMAL' if durable else 'OFF'}")
                     self._create(tables)
+                    self._copy_log()
                 self._compare()
         except BaseException:
             self._db.close()
@@ -91,11 +92,25 @@ class Database:
             try:
                 yield
                 self._db.execute("COMMIT")
+                self._copy_log()
             except BaseException:
                 with suppress(sqlite3.Error):
                     if self._db.in_transaction:  # a full disk has ended it already
                         self._db.execute("ROLLBACK")
                 raise
+
+    def _copy_log(self) -> None:
+        """Bring what was committed from the log into the database: that waits for the disk, once for each of
+        the two, and SQLite's own wait at the commit would be one more. Where a reader still needs the rows of
+        before, they stay in the log for now; then a change of no meaning waits for the log."""
+        _, logged, copied = self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        if self._durable and copied < logged:
+            (unused,) = self._db.execute("PRAGMA user_version").fetchone()
+            self._db.execute("PRAGMA synchronous=FULL")
+            try:
+                self._db.execute(f"PRAGMA user_version={1 - unused}")
+            finally:
+                self._db.execute("PRAGMA synchronous=NORMAL")
 
     def close(self) -> None:
         with self._explained():

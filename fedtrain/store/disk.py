@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -110,18 +110,26 @@ def lock(folder: Path) -> IO[str]:
 
 def write_whole(path: Path, data: memoryview | bytes, *, durable: bool) -> None:
     """The file appears with all of `data` or not at all, whenever the process dies."""
-    partial = path.with_name(path.name + ".new")
-    with explained(path):
-        with open_for_writing(partial) as f:
+    write_copies((path,), data, durable=durable)
+
+
+def write_copies(paths: Sequence[Path], data: memoryview | bytes, *, durable: bool) -> None:
+    """The same in each of several files of one folder, whose names the disk is waited for once."""
+    partials = [path.with_name(path.name + ".new") for path in paths]
+    for partial, path in zip(partials, paths, strict=True):
+        with explained(path), open_for_writing(partial) as f:
             view, at = memoryview(data), 0
             while at < len(view):
                 at += f.write(view[at : at + WRITE_BYTES])
             f.truncate()
             if durable:
-                os.fsync(f.fileno())
-        partial.replace(path)
-        if durable:
-            sync_folder(path.parent)
+                os.fdatasync(f.fileno())
+    for partial, path in zip(partials, paths, strict=True):
+        with explained(path):
+            partial.replace(path)
+    if durable:
+        with explained(paths[0]):
+            sync_folder(paths[0].parent)
 
 
 def recycle(path: Path) -> None:
@@ -189,8 +197,7 @@ class Kept:
         """On the disk, twice, when this returns."""
         body = msgspec.json.encode(value)
         text = msgspec.json.encode(Sealed(digest_of(body), msgspec.Raw(body)))
-        for path in self._paths:
-            write_whole(path, text, durable=True)
+        write_copies(self._paths, text, durable=True)
 
     def remove(self) -> None:
         """Forget it."""

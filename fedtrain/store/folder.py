@@ -37,8 +37,7 @@ class RunFolder:
         self._lock = None if read_only else lock(folder)
         try:
             self.db = Database(
-                folder / "run.db", tables, read_only=read_only, sync="FULL" if durable else "OFF",
-                remedy=self._remedy,
+                folder / "run.db", tables, read_only=read_only, durable=durable, remedy=self._remedy,
             )  # fmt: skip
         except BaseException:
             if self._lock is not None:

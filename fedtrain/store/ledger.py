@@ -58,13 +58,13 @@ class Ledger:
 
     def _open(self, warn: Warn) -> Database:
         path, remedy = self.folder / DB, "What it knew is worked out again."
-        try:  # a power cut may lose the newest reply: it is then trained again, to the same bits
-            return Database(path, TABLE, sync="NORMAL", remedy=remedy)
+        try:  # a power cut may lose replies: they are then trained again, to the same bits
+            return Database(path, TABLE, durable=False, remedy=remedy)
         except Damaged as e:
             for name in LOG:
                 (self.folder / name).unlink(missing_ok=True)
             warn(f"{e} {set_aside(path)}")
-        return Database(path, TABLE, sync="NORMAL", remedy=remedy)
+        return Database(path, TABLE, durable=False, remedy=remedy)
 
     def get(self, key: str) -> bytes | None:
         """The header of the finished reply, when the bytes it names are still here, and whole."""

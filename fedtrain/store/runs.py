@@ -173,11 +173,12 @@ class RunStore(RunFolder):
         record: Mapping[str, Any],
         prepared: tuple[str, Arena | None] | None = None,
         sites: Iterable[SiteId] = (),
+        following: RoundPlan | None = None,
     ) -> None:
         """Make a round the last one. Before this returns the round before it is; after it, this one.
 
         `prepared` is what `prepare` returned for it, where that was called before; `sites`: whose updates are
-        in it, unless they were in the buffer.
+        in it, unless they were in the buffer; `following`: the plan of the next round, where it is known.
         """
         weights, packed = prepared or self.prepare(checkpoint)
         state = (packed.digest, packed.schema) if packed is not None else (None, None)
@@ -192,6 +193,8 @@ class RunStore(RunFolder):
                     most = min(PATCHES, checkpoint.weights.schema.nbytes // max(patch.schema.nbytes, 1))
                     self.db.change("DELETE FROM patches WHERE round <= ?", (number - most,))
                 self.db.change("DELETE FROM buffer")  # all of it is in this version
+                if following is not None:
+                    self.set_plan(following)
         except BaseException:
             self._counted.forget()
             raise

@@ -95,10 +95,9 @@ async def _train(
     plan, left_out = store.plan(checkpoint.round), dict[SiteId, str]()
     while True:
         if plan is None:
-            sites = asked(config, strategy, checkpoint.round, 0, members, store)
-            plan = RoundPlan(checkpoint.round, 0, sites, registered=store.registered(members))
-        if store.durable or plan.attempt:  # a simulation draws its first plan again: nobody leaves it
-            store.set_plan(plan)
+            plan = first_plan(journal, strategy, checkpoint.round, members)
+            if store.durable:  # a simulation draws its first plan again: nobody leaves it
+                store.set_plan(plan)
         journal.round_started(plan.round, plan.sites, plan.attempt)
         try:
             planned = replace(plan, counted=store.counted(plan.sites))
@@ -120,15 +119,37 @@ async def _train(
                 raise
             sites = asked(config, strategy, plan.round, attempt, members, store)
             plan = replace(plan, attempt=attempt, sites=sites, registered=store.registered(members))
+            store.set_plan(plan)
             continue
         nbytes = after.weights.schema.nbytes
         if config.compression.down:
             after = await in_thread(nbytes, compressed.shortened, config, checkpoint, after)
         prepared = await in_thread(nbytes, store.prepare, after)
-        journal.commit(after, record, prepared, inside)
+        following = await _following(journal, answers.cohort, strategy, after.round)
+        journal.commit(after, record, prepared, inside, following)
         if store.durable:
             store.clear_inbox()
         return at_hand(store, after)
+
+
+async def _following(journal: Journal, cohort: Cohort, strategy: Strategy, number: int) -> RoundPlan | None:
+    """The plan of the round after one that is not committed yet, where it begins at once and depends on
+    nothing in that commit: one write, and one wait for the disk, is for both."""
+    need, must_have = journal.config.strategy.min_sites, rule_of(journal.config).must_have
+    if not journal.store.durable or strategy.one_by_one:
+        return None
+    if journal.evaluation_is_due(number) or journal.reason_to_stop(number):
+        return None
+    members = await cohort.members(0)
+    if len(members) < need or not {*must_have} <= {*members}:
+        return None
+    return first_plan(journal, strategy, number, members)
+
+
+def first_plan(journal: Journal, strategy: Strategy, number: int, members: Sequence[SiteId]) -> RoundPlan:
+    """Who of the members is asked for a round at first."""
+    sites = asked(journal.config, strategy, number, 0, members, journal.store)
+    return RoundPlan(number, 0, sites, registered=journal.store.registered(members))
 
 
 def at_hand(store: RunStore, checkpoint: Checkpoint) -> Checkpoint:
