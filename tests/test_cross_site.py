@@ -4,9 +4,7 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
-from torch.nn import functional as F
 
 import fedtrain
 from fedtrain.arena import Arena
@@ -14,39 +12,23 @@ from fedtrain.cli import cli
 from fedtrain.errors import ConfigError, StoreError
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export
+from tests.wards import SITES, WARDS, measured
 
-SOURCE = """
-import torch
-import fedtrain
-
-class Wards(fedtrain.Task):
-    def model(self):
-        return torch.nn.Linear(3, 2, dtype=torch.float64)
-
-    def sites(self):
-        return ["a", "b", "c"]
-
-    def data(self, site):
-        draw = torch.Generator().manual_seed(ord(site))
-        x = torch.randn(30 + ord(site) % 7, 3, generator=draw, dtype=torch.float64)
-        return x, (x.sum(1) + 0.4 * (ord(site) - 98) > 0).long()
-
+SOURCE = (
+    WARDS
+    + """
+class Tested(Wards):
     def test_data(self, site):
         return tuple(column[:20] for column in self.data(site))
 
-    def loss(self, model, batch):
-        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def evaluate(self, model, batch):
-        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
-
-class Wider(Wards):
+class Wider(Tested):
     def model(self):
         return torch.nn.Linear(3, 4, dtype=torch.float64)
 """
+)
 TOML = """[run]
 name = "r"
-task = "matrix_task:Wards"
+task = "matrix_task:Tested"
 rounds = 3
 seed = 4
 [train]
@@ -56,7 +38,6 @@ workers = 0
 [gossip]
 topology = "star"
 """
-SITES = ["a", "b", "c"]
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +65,7 @@ def evaluated(*arguments, code=0):
 
 
 def cell(model, site):
-    """What a model is worth on a site's test data, by plain torch."""
-    x, y = fedtrain.load_task().test_data(site)
-    with torch.no_grad():
-        scores = model(x)
-    right = np.asarray(scores.argmax(1)) == np.asarray(y)
-    return {"accuracy": right.mean(), "loss": float(F.cross_entropy(scores, y))}
+    return measured(model, *fedtrain.load_task().test_data(site))
 
 
 def check_row(found, row, model):

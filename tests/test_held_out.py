@@ -2,11 +2,8 @@
 
 import asyncio
 
-import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
-from torch.nn import functional as F
 
 import fedtrain
 import fedtrain.api
@@ -21,48 +18,30 @@ from fedtrain.tracking import log
 from tests import inprocess
 from tests.inprocess import InProcess, federation
 from tests.ports import free_port
+from tests.wards import WARDS, measured
 
-SOURCE = """
-import torch
-import fedtrain
-import fedtrain.api
-
-class Wards(fedtrain.Task):
-    def model(self):
-        return torch.nn.Linear(3, 2, dtype=torch.float64)
-
-    def sites(self):
-        return ["a", "b", "c"]
-
-    def data(self, site):
-        draw = torch.Generator().manual_seed(ord(site[0]))
-        x = torch.randn(30 + ord(site[0]) % 7, 3, generator=draw, dtype=torch.float64)
-        return x, (x.sum(1) > 0.3).long()
-
+SOURCE = (
+    WARDS
+    + """
+class Served(Wards):
     def eval_data(self, site):
         if site == "server" and not (self.data_dir / "server").exists():
             raise FileNotFoundError("secret")
         return self.data("b" if site == "server" else site)
 
-    def loss(self, model, batch):
-        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def evaluate(self, model, batch):
-        return {"accuracy": ((model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1]))}
-
-class Pool(Wards):
+class Pool(Served):
     sites = fedtrain.Task.sites
 
-class Clash(Wards):
+class Clash(Served):
     def sites(self):
         return ["a", "b", "server"]
 
-class Derived(Wards):
+class Derived(Served):
     def metrics(self, sums):
         return {"wrong": 1 - sums["accuracy"][0] / sums["accuracy"][1]}
 """
+)
 SETTINGS = {"run": {"name": "r", "rounds": 3, "seed": 4}, "train": {"lr": 0.3}, "evaluate": {"server": True}}
-TASKS = ("Wards", "Pool", "Clash", "Derived")
 
 
 @pytest.fixture
@@ -73,7 +52,7 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "data" / "server").mkdir(parents=True)
     (tmp_path / "fedtrain.toml").write_text("[evaluate]\nserver = true\n")
 
-    def make(task="Wards", **changes):
+    def make(task="Served", **changes):
         table = {name: dict(own) for name, own in SETTINGS.items()}
         table["run"]["task"] = f"ward_task:{task}"
         table |= {"simulate": {"workers": 0}, "network": {"listen": f"127.0.0.1:{free_port()}"}}
@@ -89,13 +68,9 @@ def run_of(config):
 
 
 def by_hand(run):
-    """What the run's last model is worth on the server's data, by plain torch and numpy."""
-    task = fedtrain.load_task(run.config)
-    x, y = task.eval_data("server")
-    with torch.no_grad():
-        scores = run.model()(x)
-    right = np.asarray(scores.argmax(1)) == np.asarray(y)
-    return {"server/accuracy": right.mean(), "server/loss": float(F.cross_entropy(scores, y))}
+    """What the run's last model is worth on the server's data, by plain torch."""
+    x, y = fedtrain.load_task(run.config).eval_data("server")
+    return {f"server/{name}": value for name, value in measured(run.model(), x, y).items()}
 
 
 @pytest.mark.parametrize("masks", [True, False], ids=["masks", "open"])
@@ -170,7 +145,7 @@ def inline(monkeypatch):
 
 
 @pytest.mark.parametrize("masks", [True, False], ids=["masks", "open"])
-@pytest.mark.parametrize("task", ["Wards", "Derived"])
+@pytest.mark.parametrize("task", ["Served", "Derived"])
 def test_an_aggregator_evaluates_its_own_data_as_the_simulation_does(project, monkeypatch, masks, task):
     config = project(task, secagg={"enabled": masks}, evaluate={"server": True, "metric": "loss"})
     simulated = run_of(config)
@@ -225,7 +200,7 @@ def test_a_folder_of_data_that_nobody_would_read_is_refused(project, tmp_path):
     inprocess.certify(config, [])
     inprocess.begin(config)
     (tmp_path / "fedtrain.toml").write_text(
-        '[run]\nname = "r"\ntask = "ward_task:Wards"\nrounds = 3\nseed = 4\n[train]\nlr = 0.3\n'
+        '[run]\nname = "r"\ntask = "ward_task:Served"\nrounds = 3\nseed = 4\n[train]\nlr = 0.3\n'
     )
     found = CliRunner().invoke(cli, ["aggregator", "--data", "data"])
     assert found.exit_code == 1
