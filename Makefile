@@ -35,6 +35,8 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/footprint.py
 	$(BIN)/python benchmarks/privacy.py
+	$(BIN)/python benchmarks/robustness.py --seeds 1 --hostile 3
+	$(BIN)/python benchmarks/learning.py --small
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

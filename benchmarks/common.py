@@ -30,10 +30,7 @@ def begin(args: argparse.Namespace) -> None:
     global as_json
     as_json = args.json
     machine = machine_line()
-    if as_json:
-        print(json.dumps({"machine": machine}), flush=True)
-    else:
-        print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    say({"machine": machine} if as_json else machine)
 
 
 def machine_line() -> dict[str, object]:
@@ -57,6 +54,12 @@ def _cpu() -> str:
     return next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
     )
+
+
+def say(fields: dict[str, object]) -> None:
+    """A line that is no figure."""
+    text = json.dumps(fields) if as_json else ", ".join(f"{key} {value}" for key, value in fields.items())
+    print(text, flush=True)
 
 
 def emit(bench: str, case: str, metric: str, value: float, unit: str) -> None:

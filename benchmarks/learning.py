@@ -11,15 +11,16 @@ options; seeds from 1 on are measured. A seed decides the deal, the weights and 
     worst_decile         mean accuracy of the two worst sites, over the same rounds
     rounds_to_target     mean of the first rounds whose accuracy is the target's; `reached` says by how many
 
-fedbn, fedper, fedrep, ditto and ifca are judged by each site's own model on the site's own test data, and so
-is `alone`: a site's training without the others. fedavg's figures mean the same, with one model for all. A
-round of cyclic is ten sites, one after the other; one of fedsgd is one step on all data of ten sites.
+fedbn, fedper, fedrep, per_fedavg, ditto and ifca are judged by each site's own model on the site's own test
+data, and so is `alone`: a site's training without the others. fedavg's figures mean the same, with one model
+for all. A round of cyclic is ten sites, one after the other; one of fedsgd is one step on all data of ten
+sites.
 
 Every finished run is a line of --out; a run that is there is not repeated, so a stopped benchmark goes on,
 and several at once may write one file.
 
-    python benchmarks/learning.py [--json] [--out FILE] [--full] [--case NAME] [--method NAME] [--seeds 3]
-                                  [--markdown FILE] [--png FILE]
+    python benchmarks/learning.py [--json] [--out FILE] [--full | --small] [--case NAME] [--method NAME]
+                                  [--seeds 5] [--markdown FILE] [--png FILE]
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ PERSONAL: dict[str, list[Options]] = {
     "fedbn": [{}],
     "fedper": [{"local": ["head.*"]}],
     "fedrep": [{"local": ["head.*"], "head_epochs": 2}],
+    "per_fedavg": [{"alpha": 0.01}, {"alpha": 0.1}],
     "ditto": [{"penalty": 0.1}, {"penalty": 1.0}],
     "ifca": [{"spread": 0.1}, {"spread": 0.02}],
     "alone": [{"penalty": 0.0}],  # Ditto's own models without a pull
@@ -120,6 +122,12 @@ def cases(full: bool) -> dict[str, Case]:
     if full:
         found = [replace(case, rounds=50, scale="full") for case in found]
     return {case.name: case for case in found}
+
+
+# Seconds of all methods, to see that they run; its figures say nothing.
+SMALL = Case(
+    "roles", lambda seed: Roles(400), 0.1, rate=1.0, rounds=2, batch_size=8, local_epochs=1, scale="small"
+)
 
 
 @dataclass(frozen=True)
@@ -348,19 +356,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser = common.arguments(__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="finished runs, a line each; what is there is not repeated")
     parser.add_argument("--full", action="store_true", help="all data, a CNN, 50 rounds, 5 seeds: days")
+    parser.add_argument("--small", action="store_true", help="to see that all methods run: seconds")
     parser.add_argument("--case", action="append", choices=cases(False), help="may be repeated")
     parser.add_argument("--method", action="append", choices=METHODS, help="may be repeated")
-    parser.add_argument("--seeds", type=_seeds, help="3, or 5 of --full")
-    parser.add_argument("--rounds", type=int, help="15, or 50 of --full")
+    parser.add_argument("--seeds", type=_seeds, help="5, or 1 of --small")
+    parser.add_argument("--rounds", type=int, help="15, 50 of --full, 2 of --small")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args(arguments)
     common.begin(args)
     torch.set_num_threads(1)
-    chosen = [case for name, case in cases(args.full).items() if name in (args.case or [name])]
+    known = {SMALL.name: SMALL} if args.small else cases(args.full)
+    chosen = [case for name, case in known.items() if name in (args.case or [name])]
     if args.rounds:
         chosen = [replace(case, rounds=args.rounds) for case in chosen]
-    seeds = args.seeds or (5 if args.full else 3)
+    seeds = args.seeds or (1 if args.small else 5)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args.out or Path(folder) / "runs.jsonl", Path(folder) / "runs")
         findings = measure(bench, chosen, args.method or list(METHODS), seeds)

@@ -1,170 +1,183 @@
-"""How many sites a second a simulation trains: a digits MLP of 4,810 parameters, 100 sites in every round,
-and a small CNN, whose sites take tens of milliseconds each, 24 of them.
+"""How many sites a second a simulation trains, beside a plain loop and, with --beside, other frameworks.
 
-    python benchmarks/simulate.py [--json] [--case NAME]
+    python benchmarks/simulate.py [--json] [--beside] [--case NAME] [--engine NAME]
 
-Rounds go through all that a real run has: checks, the float64 fold, a committed checkpoint each round.
-`speedup_2_over_1` is drawn from runs that take turns, since the machine may change its pace. Beside it
-`machine_2_over_1`: how much more two processes train here than one when each only trains, with nobody to
-report to. No pool can do better than that.
+Rounds go through all that a real run has: checks, the float64 fold, a committed checkpoint each round. All
+that is compared takes turns of a second, as the machine may change its pace; figures are medians over the
+turns, ratios the medians of each turn's ratio. Set-up and the first round are timed apart.
+
+    updates_per_s       sites trained a second, 2 workers
+    over_thread         / those of one thread of a plain torch loop, peers/plain_torch.py
+    over_plain2         / those of two processes of that loop, which exchange nothing
+    gemm_fraction       floating-point operations a second / those of a product of large matrices on all
+                        cores. Counted are matrix products and convolutions forward and backward, of the
+                        examples that there are (torch's FlopCounterMode): no padding, nothing by element
+    speedup_2_over_1    / those of 1 worker; `machine_2_over_1`: two processes of the plain loop / one
+    first_round_s       from the call to the first commit: processes, torch, data, the choice of an engine
+    over_NAME           / those of a peer: pfl1 and pfl2 (ranks), flwr, jax
+    difference_NAME     from its model to ours after the first round, the largest, as a part of the largest
+                        change that ours made
+
+Peers have the same sites, batches, learning rate and initial weights, ready-made, and neither check nor
+commit anything. Each lives in a virtual environment of its own, made by pip under --cache; one that can't be
+installed or fails is told of, with the reason.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import statistics
+import sys
 import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import common
-
-from fedtrain.config import Config
-from fedtrain.events import Event
-from fedtrain.runtime.simulations.pool import PoolCohort
-from fedtrain.runtime.simulations.simulation import simulate
-from fedtrain.runtime.trainers.trainer import Trains
-from fedtrain.store.memory import NEVER
-
-TASK = """
-from importlib.util import find_spec
-from pathlib import Path
-
 import numpy as np
-import torch
-from torch import nn
-from torch.nn import functional as F
+from peers.participants import PEERS, Absent, Participant
+from peers.work import Array, Work
+from simulation_cases import CASES, Case, flops, work_of
 
-import fedtrain
-
-
-class Digits(fedtrain.Task):
-    def model(self):
-        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-    def data(self, site):
-        path = Path(find_spec("sklearn").origin).parent / "datasets" / "data" / "digits.csv.gz"
-        rows = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float32))
-        return rows[:, :64] / 16, rows[:, 64].long()
-
-    def loss(self, model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
+TURN_S = 1.0
+WARM_S = 0.5  # after the first round, not measured
+GEMM_FLOPS = 2 * 1024**3  # of a round of peers/gemm.py
+PLAIN_COMMAND = [sys.executable, "-m", "peers.plain_torch"]
+OURS, OURS_1, PLAIN, PLAIN_2, GEMM = "fedtrain", "fedtrain-1", "plain", "plain2", "gemm"
 
 
-class Pictures(Digits):
-    def model(self):
-        return nn.Sequential(
-            nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
-        )
+class Table:
+    """Everyone's rounds a second, turn by turn."""
 
-    def data(self, site):
-        draw, count = torch.Generator().manual_seed(0), 24 * 128
-        return torch.randn(count, 1, 28, 28, generator=draw), torch.randint(10, (count,), generator=draw)
-"""
+    def __init__(self, case: Case, work: Work, folder: Path, cache: Path) -> None:
+        self.case, self.work, self.folder = case, work, folder
+        self.rates: dict[str, list[float]] = {}
+        self.first_rounds_s: list[float] = []
+        self.absent: dict[str, str] = {}
+        self.told = ""  # by our last run: the engine and why
+        self._starts: dict[str, Callable[[], Participant]] = {
+            PLAIN: lambda: self._script(PLAIN, PLAIN_COMMAND),
+            PLAIN_2: lambda: self._script(PLAIN, PLAIN_COMMAND, 2),
+            GEMM: lambda: self._script(GEMM, [sys.executable, "-m", "peers.gemm"]),
+        }
+        for name in case.peers:
+            self._starts[name] = lambda name=name: self._script(name, PEERS[name].command(cache))
+        self.at_work: dict[str, Participant] = {}
+
+    def _ours(self, name: str, workers: int) -> Participant:
+        settings = json.dumps(self.case.settings(self.folder, workers))
+        return self._script(name, [sys.executable, "-m", "simulation_by_turns"], also=[settings])
+
+    def _script(
+        self, name: str, command: list[str], beside: int = 1, also: Sequence[str] = ()
+    ) -> Participant:
+        return Participant([*command, name, str(self.work.path), *also], beside)
+
+    def begin(self, stack: ExitStack) -> None:
+        """Start all but ours, which begin anew in each turn, so that their first rounds are known."""
+        for name, start in self._starts.items():
+            with self._may_fail(name):
+                participant = stack.enter_context(closing(start()))
+                participant.first_round()
+                self.at_work[name] = participant
+
+    def turn(self) -> None:
+        for name, workers in ((OURS, 2), (OURS_1, 1)):
+            with closing(self._ours(name, workers)) as ours:
+                first_s = ours.first_round()
+                self._measure(name, ours)
+                if name == OURS:
+                    self.first_rounds_s.append(first_s)
+                    self.told = ours.errors().strip()
+        for name, participant in [*self.at_work.items()]:
+            with self._may_fail(name):
+                self._measure(name, participant)
+
+    def _measure(self, name: str, participant: Participant) -> None:
+        participant.turn(WARM_S)
+        self.rates.setdefault(name, []).append(participant.turn(TURN_S))
+
+    @contextmanager
+    def _may_fail(self, name: str) -> Iterator[None]:
+        """A peer that fails takes part no longer; the plain loop has to work."""
+        try:
+            yield
+        except Absent as why:
+            if name not in PEERS:
+                raise
+            self.absent[name] = str(why)
+            self.at_work.pop(name, None)
+
+    def updates_per_s(self, name: str) -> float:
+        return statistics.median(self.rates[name]) * self.work.sizes.shape[1]
+
+    def ratio(self, name: str, other: str) -> float:
+        pairs = zip(self.rates[name], self.rates[other], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    def difference(self, name: str) -> float:
+        """Between the model of a peer and ours after the first round, as a part of what ours changed."""
+        ours, theirs = (np.load(self.folder / f"{each}.npy") for each in (OURS, name))
+        before: Array = np.concatenate([np.ravel(w) for w in self.work.weights])
+        return float(np.abs(theirs - ours).max() / np.abs(ours - before).max())
+
+    def tell(self) -> None:
+        def emit(metric: str, value: float, unit: str = "×") -> None:
+            common.emit("simulate", self.case.name, metric, value, unit)
+
+        emit("updates_per_s", self.updates_per_s(OURS), "updates/s")
+        emit("updates_per_s_1_worker", self.updates_per_s(OURS_1), "updates/s")
+        emit("over_thread", self.ratio(OURS, PLAIN))
+        emit("over_plain2", self.ratio(OURS, PLAIN_2))
+        of_a_round = flops(self.work) * self.work.sizes.shape[1]
+        emit("gemm_fraction", self.ratio(OURS, GEMM) * of_a_round / GEMM_FLOPS, "")
+        emit("gemm_flops", statistics.median(self.rates[GEMM]) * GEMM_FLOPS / 1e9, "GFLOP/s")
+        emit("speedup_2_over_1", self.ratio(OURS, OURS_1))
+        emit("machine_2_over_1", self.ratio(PLAIN_2, PLAIN))
+        emit("first_round_s", statistics.median(self.first_rounds_s), "s")
+        for name in (PLAIN, *(name for name in self.case.peers if name in self.at_work)):
+            emit(f"{name}_updates_per_s", self.updates_per_s(name), "updates/s")
+            if name in PEERS:
+                emit(f"over_{name}", self.ratio(OURS, name))
+            emit(f"difference_{name}", self.difference(name), "")
+        if self.told:
+            common.say({"case": self.case.name, "told": self.told})
+        for name, why in self.absent.items():
+            common.say({"case": self.case.name, "absent": name, "reason": why})
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    task: str
-    engine: str
-    sites: int
-    rounds: int
-    at_once: int  # sites in a request, where a trainer is timed alone
-
-    def settings(self, folder: Path, workers: int, secure: bool = False) -> Config:
-        return Config.of(
-            {
-                "run": {"task": f"benchmark_task:{self.task}", "rounds": self.rounds, "seed": 1},
-                "train": {"batch_size": 32, "lr": 0.1},
-                "evaluate": {"every": 0},
-                "secagg": {"enabled": secure},
-                "simulate": {"sites": self.sites, "workers": workers, "engine": self.engine},
-            },
-            folder,
-        )
-
-
-CASES = (
-    Case("digits-mlp5k", "Digits", "stacked", sites=100, rounds=100, at_once=48),
-    Case("digits-mlp5k-loop", "Digits", "loop", sites=100, rounds=100, at_once=50),
-    Case("cnn-46k-loop", "Pictures", "loop", sites=24, rounds=12, at_once=4),
-)
-
-
-@dataclass(frozen=True)
-class Timing:
-    first_round_s: float  # from the call until a round is committed: processes, torch, data, all of it
-    updates_per_s: float  # of the rounds after it
-
-
-def run(case: Case, folder: Path, workers: int, secure: bool = False) -> Timing:
-    committed: list[float] = []
-
-    def emit(event: Event) -> None:
-        kind, fields = event.kind, event.fields()
-        if kind == "round_committed":
-            assert fields["sites"] == case.sites, fields
-            committed.append(time.perf_counter())
-
-    began = time.perf_counter()
-    asyncio.run(simulate(case.settings(folder, workers, secure), emit=emit, fresh=True))
-    updates = case.sites * (case.rounds - 1)
-    return Timing(committed[0] - began, updates / (committed[-1] - committed[0]))
-
-
-async def alone(case: Case, folder: Path, workers: int, requests: int = 60) -> float:
-    """Sites a second that so many trainers train side by side when nobody looks at what they found."""
-    async with await PoolCohort.start(case.settings(folder, workers), workers, folder) as pool:
-        weights = pool._publish(await pool.initial())
-        sites = pool.description.sites[: case.at_once]
-
-        async def busy(trainer: Trains, requests: int) -> None:
-            offset, block = pool._memory.take(len(sites) * weights.schema.nbytes)
-            for number in range(requests):
-                await trainer.train_many(
-                    sites, number, weights, pool._memory.slab, offset, [NEVER] * len(sites)
-                )
-            del block
-
-        await asyncio.gather(*(busy(trainer, 10) for trainer in pool._trainers))
-        began = time.perf_counter()
-        await asyncio.gather(*(busy(trainer, requests) for trainer in pool._trainers))
-        return workers * requests * len(sites) / (time.perf_counter() - began)
+def measure(case: Case, cache: Path, repeat: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        table = Table(case, work_of(case, folder), folder, cache)
+        with ExitStack() as stack:
+            table.begin(stack)
+            for _ in range(repeat):
+                table.turn()
+        table.tell()
 
 
 def main() -> None:
     parser = common.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=[case.name for case in CASES], action="append")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--case", choices=[case.name for case in CASES], action="append", help="may be repeated"
+    )
+    parser.add_argument("--beside", action="store_true", help="measure other frameworks too")
+    parser.add_argument("--peer", choices=PEERS, action="append", help="with --beside: only these")
+    parser.add_argument("--engine", help="in place of each case's simulate.engine")
+    parser.add_argument("--repeat", type=int, default=5, help="turns of each")
+    parser.add_argument(
+        "--cache", type=Path, default=Path.home() / ".cache" / "fedtrain-benchmarks",
+        help="where peers' environments are made and kept",
+    )  # fmt: skip
     args = parser.parse_args()
     common.begin(args)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "benchmark_task.py").write_text(TASK)
-        for case in CASES:
-            if args.case and case.name not in args.case:
-                continue
-            timings: dict[int, list[Timing]] = {1: [], 2: []}
-            machine = []
-            for _ in range(args.repeat):
-                for workers, found in timings.items():
-                    found.append(run(case, folder, workers))
-                one, two = (asyncio.run(alone(case, folder, workers)) for workers in (1, 2))
-                machine.append(two / one)
-            rates = {w: statistics.median(t.updates_per_s for t in found) for w, found in timings.items()}
-            ratios = [b.updates_per_s / a.updates_per_s for a, b in zip(*timings.values(), strict=True)]
-            first = statistics.median(t.first_round_s for t in timings[2])
-            common.emit("simulate", case.name, "updates_per_s", rates[2], "updates/s")
-            common.emit("simulate", case.name, "updates_per_s_1_worker", rates[1], "updates/s")
-            common.emit("simulate", case.name, "speedup_2_over_1", statistics.median(ratios), "×")
-            common.emit("simulate", case.name, "machine_2_over_1", statistics.median(machine), "×")
-            common.emit("simulate", case.name, "first_round_s", first, "s")
-            secure = [run(case, folder, 2, secure=True).updates_per_s for _ in range(args.repeat)]
-            rate = statistics.median(secure)
-            common.emit("simulate", f"{case.name}-secure", "updates_per_s", rate, "updates/s")
+    for case in CASES:
+        if args.case and case.name not in args.case:
+            continue
+        peers = tuple(p for p in case.peers if args.beside and p in (args.peer or PEERS))
+        measure(replace(case, peers=peers, engine=args.engine or case.engine), args.cache, args.repeat)
 
 
 if __name__ == "__main__":
