@@ -186,9 +186,9 @@ class Toys:
             journal = Journal(cfg, store, events)
             commit = journal.commit
 
-            def committed(after: Any, record: Any, prepared: Any, sites: Any) -> None:
+            def committed(after: Any, record: Any, prepared: Any, sites: Any, *more: Any) -> None:
                 self.counted.append(sorted(sites))
-                commit(after, record, prepared, sites)
+                commit(after, record, prepared, sites, *more)
 
             journal.commit = committed  # type: ignore[method-assign]  # to see whose updates are in
             cohort = Losing(pool, self._share)
