@@ -23,6 +23,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import common
 from deployed_round import SITES, Idle, project
@@ -77,7 +78,7 @@ def measured(paces_s: dict[str, float], versions: int, sets: tuple[str, ...]) ->
     with tempfile.TemporaryDirectory() as folder:
         project(Path(folder), PARAMETERS, versions)
         options = [word for item in sets for word in ("--set", item)]
-        processes = [
+        processes: list[subprocess.Popen[Any]] = [
             subprocess.Popen(
                 [sys.executable, "-m", "fedtrain", "aggregator", "--json", *options],
                 cwd=folder, stdout=subprocess.PIPE, text=True,
@@ -88,6 +89,7 @@ def measured(paces_s: dict[str, float], versions: int, sets: tuple[str, ...]) ->
             ),
         ]  # fmt: skip
         try:
+            assert processes[0].stdout is not None
             events = [json.loads(line) for line in processes[0].stdout]
             assert [process.wait(60) for process in processes] == [0] * len(processes)
         finally:

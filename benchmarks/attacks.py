@@ -35,7 +35,8 @@ def gaussian(honest: Array, own: Array, draw: np.random.Generator) -> Array:
     """White noise, ten times as long as an honest update."""
     noise = draw.standard_normal(own.shape)
     length = 10 * np.linalg.norm(honest, axis=1).mean()
-    return noise * length / np.linalg.norm(noise, axis=1, keepdims=True)
+    scaled: Array = noise * length / np.linalg.norm(noise, axis=1, keepdims=True)
+    return scaled
 
 
 def inner_product(epsilon: float) -> Forge:

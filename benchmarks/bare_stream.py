@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -77,12 +77,12 @@ class BareStream:
 async def server(certs: Path, nbytes: int) -> None:
     payload = memoryview(os.urandom(min(nbytes, 64 << 20)))
 
-    async def down(request: bytes, context: object):
+    async def down(request: bytes, context: object) -> AsyncIterator[bytes]:
         for at in range(0, nbytes, CHUNK_BYTES):
             start, length = at % max(len(payload) - CHUNK_BYTES, 1), min(CHUNK_BYTES, nbytes - at)
             yield bytes(payload[start : start + length])
 
-    async def up(chunks, context: object) -> bytes:
+    async def up(chunks: AsyncIterator[bytes], context: object) -> bytes:
         return b"%d" % sum([len(chunk) async for chunk in chunks])
 
     listening = grpc.aio.server(options=channel_options(60))
@@ -103,7 +103,7 @@ async def client(certs: Path, name: str, port: int, nbytes: int) -> None:
     payload = memoryview(os.urandom(min(nbytes, 64 << 20) + CHUNK_BYTES))
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
 
-        async def chunks():
+        async def chunks() -> AsyncIterator[bytes]:
             for at in range(0, nbytes, CHUNK_BYTES):
                 start = at % (len(payload) - CHUNK_BYTES)
                 yield bytes(payload[start : start + min(CHUNK_BYTES, nbytes - at)])

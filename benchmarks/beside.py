@@ -102,7 +102,7 @@ def p2pfl_peer(me: int, numel: int, peers: int, rounds: int, barrier: Any, share
 
     seconds: list[float] = []
 
-    class Vector(P2PFLModel):  # type: ignore[misc]  # no types
+    class Vector(P2PFLModel):
         def get_parameters(self) -> list[np.ndarray]:
             return [self.model["x"]]
 
@@ -114,7 +114,7 @@ def p2pfl_peer(me: int, numel: int, peers: int, rounds: int, barrier: Any, share
         def get_framework(self) -> str:
             return "pytorch"
 
-    class Draws(Learner):  # type: ignore[misc]  # no types
+    class Draws(Learner):
         began: float | None = None
         round = 0
 

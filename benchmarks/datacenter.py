@@ -87,7 +87,7 @@ os._exit(0)
 """
 
 
-def config_of(folder: Path, case: str) -> dict[str, object]:
+def config_of(folder: Path, case: str) -> dict[str, dict[str, object]]:
     return {
         "run": {"task": f"task:{CASES[case]}", "name": case, "rounds": 1, "seed": 1},
         "train": {"batch_size": BATCH, "optimizer": "adamw", "lr": 0.001, "local_steps": 1, "device": "cpu"},
@@ -286,7 +286,8 @@ def start_s(folder: Path, case: str, *, bare: bool) -> float:
         return float(out.split("first step")[1].split()[0]) - began
     arguments = ["-m", "fedtrain", "datacenter", "--json", "--set", "parallel.log_every=1"]
     out, began = launch(folder, *arguments, "--set", f"run.name=start-{time.time_ns()}")
-    return next(json.loads(line)["time"] for line in out.splitlines() if '"kind":"step"' in line) - began
+    steps = (json.loads(line) for line in out.splitlines() if '"kind":"step"' in line)
+    return float(next(steps)["time"]) - began
 
 
 def main() -> None:

@@ -140,7 +140,8 @@ def deployed(numel: int, rounds: int, secure: bool, *, timed: bool = False) -> d
             with BareStream(root / "certs", SITES, 4 * numel) as bare:
                 turns.follow(bare.once)
         finally:
-            for process in (*sites, aggregator):
+            processes: list[subprocess.Popen[Any]] = [*sites, aggregator]
+            for process in processes:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
@@ -191,7 +192,7 @@ class Turns:
     @contextmanager
     def _stopped(self) -> Iterator[float]:
         """No process of the federation runs inside the with block; since when, in seconds since 1970."""
-        everybody = (self._aggregator, *self._sites)
+        everybody: list[subprocess.Popen[Any]] = [self._aggregator, *self._sites]
         for process in everybody:
             process.send_signal(signal.SIGSTOP)
         try:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import distribution
+from pathlib import Path
 
 import common
 from packaging.requirements import Requirement
@@ -34,8 +35,8 @@ def needed(name: str) -> set[str]:
 
 
 def size_mb(name: str) -> float:
-    files = (file.locate() for file in distribution(name).files or [])
-    return sum(path.stat().st_size for path in files if path.is_file()) / 1e6
+    files = (Path(file.locate()) for file in distribution(name).files or [])
+    return float(sum(path.stat().st_size for path in files if path.is_file()) / 1e6)
 
 
 def median_ms(*command: str) -> float:

@@ -105,15 +105,15 @@ class Bench:
 
     def _recorder(self, course: Course, folder: Path) -> Any:
         def emit(event: Event) -> None:
-            kind, event = event.kind, event.fields()
+            kind, fields = event.kind, event.fields()
             if kind == "evaluated":
-                course.accuracy.append(event["metrics"]["accuracy"])
+                course.accuracy.append(fields["metrics"]["accuracy"])
             elif kind == "round_committed":
                 before = course.nbytes[-1] if course.nbytes else 0.0
-                course.nbytes.append(before + (event["bytes_in"] + event["bytes_out"]) / len(self.peers))
-                course.disagreement.append(event["metrics"].get("disagreement", 0.0))
-                if "disagreement" in event["metrics"] and event["round"] % EVERY == 0:
-                    course.worst[event["round"]] = self._worst(folder, event["round"])
+                course.nbytes.append(before + (fields["bytes_in"] + fields["bytes_out"]) / len(self.peers))
+                course.disagreement.append(fields["metrics"].get("disagreement", 0.0))
+                if "disagreement" in fields["metrics"] and fields["round"] % EVERY == 0:
+                    course.worst[fields["round"]] = self._worst(folder, fields["round"])
 
         return emit
 

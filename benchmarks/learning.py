@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -216,7 +217,7 @@ def interval(values: list[float]) -> float:
     """Half of the 95 % interval of the mean, by Student's t; infinite for one value."""
     if len(values) < 2:
         return float("inf")
-    return STUDENT[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
+    return STUDENT[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)

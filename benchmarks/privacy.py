@@ -60,6 +60,8 @@ class Linear(Digits):
 class Canaries(Digits):
     """A fifth of the examples have random labels; so have those that are held out and never seen."""
 
+    y: torch.Tensor  # of Digits
+
     def __init__(self) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(7)
@@ -167,7 +169,7 @@ def membership(args: argparse.Namespace) -> None:
     plain = {"train": {"batch_size": 0, "local_epochs": 60, "lr": 1.0}}
     noise = of_sites(args.epsilon, rounds, "discrete_gaussian")
     shared = {"where": "sum", "clip": 1.0, "delta": DELTA, "noise_multiplier": noise}
-    found = {
+    found: dict[str, tuple[int, dict[str, Any]]] = {
         "none": (rounds, plain | OPEN),
         "sum": (rounds, plain | MASKS | {"privacy": shared}),
         "example": of_examples(args.epsilon, 40, 1.0),

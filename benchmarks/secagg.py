@@ -26,8 +26,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import common
 import numpy as np
@@ -51,14 +52,14 @@ from fedtrain.secagg.masking import (
     exhaust,
     galois_mode,
 )
-from fedtrain.secagg.messages import Advertise, Mask, Terms
+from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Terms, Unmask
 from fedtrain.secagg.server import masked_sum
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.wire import codec
 
 BLOCKS = 50  # of keystream in one trial of its rate
 MODEL = hashlib.sha256(b"the weights that all have").digest()
-RUN = {"federation": "bench", "run": "secagg"}
+RUN: Any = {"federation": "bench", "run": "secagg"}
 METRICS = ("accuracy", "loss")
 
 
@@ -69,7 +70,7 @@ class Case:
     sites: int
     dropout: float  # of the sites, after their shares were dealt: the costliest moment
     finder: bool = False  # neighbours as secagg/graph.py finds them, against 10 % corrupt and 10 % lost
-    ring_bits: int = 32
+    ring_bits: Literal[16, 32, 64] = 32
 
     @property
     def policy(self) -> Policy:
@@ -109,6 +110,7 @@ class Site:
         self.fingerprint = pki.fingerprint(signer.certificate)
         self.values = np.random.default_rng(list(name.encode())).standard_normal(case.params, np.float32)
         self.values *= 0.01
+        assert case.encoding.schema is not None
         delta = Arena.wrap(case.encoding.schema, padded(self.values, case.encoding.schema.nbytes))
         self.update = Update(delta=delta, num_examples=50.0, metrics=dict.fromkeys(METRICS, (20.0, 50.0)))
         self.own = Encoded(case.encoding, self.update, rounding_seed("bench", name), parallel=parallel)
@@ -127,8 +129,9 @@ class Site:
         began = clock()
         if isinstance(request, Advertise):
             self.spent_s = self.signatures_s = self.counting_s = self.sent_bytes = 0.0
-            reply = self.client.begin(request, MODEL, self.own)
+            reply: Reply = self.client.begin(request, MODEL, self.own)
         else:
+            assert isinstance(request, Share | Mask | Agree | Unmask), request
             reply = self.client.answer(request)
         done = clock()
         self.spent_s += done - began
@@ -187,6 +190,7 @@ def run(case: Case, rounds: int, parallel: Parallel, folder: Path) -> list[Timin
             mean = case.encoding.decode(total.vector, len(total.sites), total.names, parallel)
             spent = clock() - began
             assert mean.metrics["loss"] == (20.0 * len(there), 50.0 * len(there))
+            assert mean.delta is not None
             return mean.delta.views()["w"].numpy(), spent
 
         mean, whole = asyncio.run(once())
@@ -261,7 +265,7 @@ def measure(threads: int, parallel: Parallel) -> Rates:
             exhaust(mine)
 
     stream_s, mask_s = (
-        min(fastest(lambda work=work: all_of(work)) for work in works)
+        min(fastest(partial(all_of, work)) for work in works)
         for works in ([streaming(counter_mode), streaming(galois_mode)], [adding])
     )
     pair, public = X25519PrivateKey.generate(), X25519PrivateKey.generate().public_key()

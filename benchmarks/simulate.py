@@ -32,6 +32,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import common
@@ -62,12 +63,15 @@ class Table:
             GEMM: lambda: self._script(GEMM, [sys.executable, "-m", "peers.gemm"]),
         }
         for name in case.peers:
-            self._starts[name] = lambda name=name: self._script(name, PEERS[name].command(cache))
+            self._starts[name] = partial(self._peer, name, cache)
         self.at_work: dict[str, Participant] = {}
 
     def _ours(self, name: str, workers: int) -> Participant:
         settings = json.dumps(self.case.settings(self.folder, workers))
         return self._script(name, [sys.executable, "-m", "simulation_by_turns"], also=[settings])
+
+    def _peer(self, name: str, cache: Path) -> Participant:
+        return self._script(name, PEERS[name].command(cache))
 
     def _script(
         self, name: str, command: list[str], beside: int = 1, also: Sequence[str] = ()
@@ -110,7 +114,7 @@ class Table:
             self.at_work.pop(name, None)
 
     def updates_per_s(self, name: str) -> float:
-        return statistics.median(self.rates[name]) * self.work.sizes.shape[1]
+        return float(statistics.median(self.rates[name]) * self.work.sizes.shape[1])
 
     def ratio(self, name: str, other: str) -> float:
         pairs = zip(self.rates[name], self.rates[other], strict=True)

@@ -142,7 +142,7 @@ def in_order(number: int, site: str, size: int, batch_size: int) -> Array:
 def flops(work: Work) -> float:
     """Of an update, on average: the matrix products and convolutions of its forward and backward passes."""
     x, y = torch.from_numpy(work.x[:16]), torch.from_numpy(work.y[:16])
-    counter: Any = FlopCounterMode(display=False)  # type: ignore[no-untyped-call]
+    counter: Any = FlopCounterMode(display=False)
     ignore = warnings.catch_warnings(action="ignore")  # of Intel's GPUs
     with ignore, torch.backends.mkldnn.flags(enabled=False), counter:  # for an LSTM by products
         loss: Any = F.cross_entropy(MODELS[work.model]()(x), y)

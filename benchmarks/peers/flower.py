@@ -46,7 +46,8 @@ def train(message: Message, context: Context) -> Message:
     optimizer, batches = torch.optim.SGD(model.parameters(), lr), sites[context.node_config["partition-id"]]
     for x, y in batches:
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        loss: Any = F.cross_entropy(model(x), y)
+        loss.backward()
         optimizer.step()
     examples = MetricRecord({"num-examples": sum(len(y) for _, y in batches)})
     arrays = ArrayRecord(model.state_dict())
