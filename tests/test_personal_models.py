@@ -13,12 +13,13 @@ from fedtrain.arena import Arena
 from fedtrain.cli import cli
 from fedtrain.errors import ConfigError, StoreError
 from fedtrain.results import Run
+from fedtrain.runtime.evaluation import evaluate
 from fedtrain.runtime.personal import export
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
 from tests.inprocess import certify, federation, serve_site, simulated, with_port  # noqa: F401
 from tests.references import loss_and_gradient
-from tests.toy import SITES, Toy, Toys, config, data_of
+from tests.toy import SITES, Toy, Toys, config, data_of, examples_of
 
 KINDS = {
     "fedbn": ("fedavg", {"local": ["norm.*"]}),
@@ -141,20 +142,73 @@ def test_export_says_which_tensors_stay_at_the_sites(tmp_path, monkeypatch):
     ).read_text()  # fmt: skip
 
 
-@pytest.mark.parametrize("of", ["run", "export"])
-def test_evaluate_and_model_take_the_tasks_own_values_and_say_so(tmp_path, monkeypatch, capsys, of):
+def test_evaluate_of_an_export_and_model_take_the_tasks_own_values_and_say_so(tmp_path, monkeypatch, capsys):
     run = toys(tmp_path)
-    source = "toy+simulate"
-    if of == "export":
-        command(monkeypatch, run, "export", source, "-o", "out")
-        source = "out"
-    said = command(monkeypatch, run, "evaluate", source)
+    command(monkeypatch, run, "export", "toy+simulate", "-o", "out")
+    said = command(monkeypatch, run, "evaluate", "out")
     assert "does not have head.weight: they stay at the sites." in said
     assert "The task's own initial values take their place." in said
     model = Run(run.cfg.simulate_dir, run.cfg).model()
     assert LACKS in capsys.readouterr().err
     assert torch.equal(model.head.weight, Toy().model().head.weight)
     assert torch.equal(model.body.weight.data, run.last.weights.load().views()["body.weight"])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_evaluate_of_a_simulation_measures_each_sites_own_model_on_its_own_data(tmp_path, name):
+    run = toys(tmp_path, name, until=(2,), share=0.6)
+    found = evaluate(run.cfg, run.cfg.simulate_dir)
+    counted, losses = {site for sites in run.counted for site in sites}, []
+    assert 0 < len(counted) < len(SITES) == len(found.by_site)
+    assert found.own_models
+    for site in SITES:
+        losses.append(loss_and_gradient(flat_model(run, name, site, site in counted), *data_of(site))[0])
+        assert found.by_site[site]["loss"] == pytest.approx(losses[-1], abs=1e-12)
+    sizes = [examples_of(site) for site in SITES]
+    assert found.metrics["loss"] == pytest.approx(np.average(losses, weights=sizes), abs=1e-12)
+    one = evaluate(run.cfg, run.cfg.simulate_dir, site="site1")
+    assert one.by_site == {"site1": found.by_site["site1"]}
+
+
+def flat_model(run, name, site, counted):
+    """The 18 coordinates of a site's model; of one that never counted those of the global one."""
+    if counted or name == "per_fedavg":
+        views = expected(run, name, site)
+    else:
+        last = run.last.weights.load()
+        views = {n: v.numpy() for n, v in last.views().items() if n not in last.extras()}
+        views = {n: v.detach().numpy() for n, v in Toy().model().state_dict().items()} | views
+    return np.concatenate([views[n].ravel() for n in ("body.weight", "norm.weight", "head.weight")])
+
+
+def test_the_command_says_that_it_measured_each_sites_own_model(tmp_path, monkeypatch):
+    run = toys(tmp_path)
+    said = command(monkeypatch, run, "evaluate", "toy+simulate")
+    assert "each site's own model, on the site's own data:" in said
+    assert "initial values" not in said
+    with pytest.raises(ConfigError, match="a site keeps its newest model only"):
+        evaluate(run.cfg, run.cfg.simulate_dir, round=1)
+    with pytest.raises(ConfigError, match=r"--site: 'site9' is not one of site0"):
+        evaluate(run.cfg, run.cfg.simulate_dir, site="site9")
+
+
+def test_of_a_pool_each_site_is_measured_on_its_part_of_the_test_data(tmp_path, monkeypatch):
+    """Which is dealt as its evaluation data are: where both are alike, so is what is found."""
+    (tmp_path / "p").mkdir()
+    cfg = config(tmp_path / "p", "ditto", {"fraction": 1.0}, run={"rounds": 2}, evaluate={"every": 1},
+                 simulate={"sites": 4, "partition": "quantity:2"})  # fmt: skip
+    (tmp_path / "p" / "toy_task.py").write_text(
+        "from tests.test_personal import Pooled\n"
+        "class Toy(Pooled):\n"
+        "    def test_data(self, site):\n"
+        "        return self.eval_data(site)\n"
+    )
+    last = simulated(cfg, monkeypatch).of("evaluated")[-1]
+    found = evaluate(cfg, cfg.simulate_dir)
+    assert found.data == "test_data"
+    assert len(found.by_site) == 4
+    assert found.by_site == last["by_site"]
+    assert found.metrics["loss"] == last["metrics"]["loss"]
 
 
 def test_where_nothing_stays_nothing_is_said(tmp_path, capsys):

@@ -109,6 +109,8 @@ def print_evaluation(found: EvaluationReport, source: Path) -> None:
     from ..tracking.live import number
 
     tell_split(found.data)
+    if found.own_models:
+        click.echo("each site's own model, on the site's own data:")
     names = averaged(found.metrics)
     rows = [(site, *(number(own.get(each)) for each in names)) for site, own in found.by_site.items()]
     if len(rows) > 1:

@@ -7,7 +7,7 @@ simulation. Nothing is sent: a federation's model is evaluated at each site, fro
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from .. import __version__
-from ..config import Config
+from .. import __version__, strategies
+from ..config import Config, one_of
 from ..fairness import with_sites
-from ..messages import SiteId, summed
+from ..messages import Metrics, SiteId, summed
 from ..schema import Schema, unique_tensors
 from ..tracking.export import EvaluationReport, completed, filled, keep_evaluated, model_of
 from ..training.engine import build_model
 from ..training.local import Engine
 from ..training.partition import SimulatedSites
 from ..training.task import Task, folder_of, load_task, shown, test_split, user_code
-from .personal import only_the_newest, personal
+from .personal import OwnModels, only_the_newest, personal, simulated
 
 
 def evaluate(
@@ -39,21 +39,48 @@ def evaluate(
     task: Task | None = None,
 ) -> EvaluationReport:
     """The model of `source`, a run directory (of its last round, or of `round`) or an export, on the test
-    data of one site or of all. What is found is written down there, and in the model card.
+    data of one site or of all; of a simulation in which sites have models of their own each of these, on its
+    site's part. What is found is written down there, and in the model card.
 
     `task`: the one that run.task names, where a program has made it already."""
-    tensors, about = model_of(source, round)
     task = task or load_task(config.run.task, config.root, data_dir)
+    strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+    if simulated(source) and strategies.has_personal(strategy):
+        only_the_newest(round)
+        return _own_models(config, source, site, task)
+    tensors, about = model_of(source, round)
     engine = Engine(task, config.train, config.run.seed)
     tensors = completed(source, tensors, about, engine.initial().views())
     weights, frozen = filled(source, tensors, engine.schema, engine.frozen.schema)
     engine.freeze(frozen)
     found = {name: engine.evaluate(each, weights) for name, each in test_sets(config, task, site).items()}
+    return _reported(config, source, task, about, found)
+
+
+def _own_models(config: Config, source: Path, site: SiteId | None, task: Task) -> EvaluationReport:
+    """Of a simulation's sites, or of one; no model card is of these models."""
+    sites = SimulatedSites(task, config.simulate, config.run.seed, finished=True)
+    if site is not None:
+        one_of("--site", site, sites.names)
+    names = sites.names if site is None else [site]
+    models, whole = OwnModels(config, source, names[0], task), sites.eval_data() if sites.natural else {}
+    found = {
+        name: models.evaluate(name, whole[name] if sites.natural else sites.eval_set(name)) for name in names
+    }
+    about = {"run": source.name, "round": models.round, "weights_digest": None}
+    return _reported(config, source, task, about, found, own_models=True)
+
+
+def _reported(
+    config: Config, source: Path, task: Task, about: Mapping[str, Any], found: dict[SiteId, Metrics],
+    own_models: bool = False,
+) -> EvaluationReport:  # fmt: skip
+    """What was found at each site, with what it says over sites; it is written down beside the model."""
     metrics, by_site = shown(task, summed(found), found)
     evaluated = EvaluationReport(
         run=about["run"], round=about["round"], weights_digest=about["weights_digest"],
         data=test_split(task), metrics=with_sites(metrics, by_site, config.evaluate.lower),
-        by_site={name: {**own} for name, own in by_site.items()}, fedtrain=__version__,
+        by_site={name: {**own} for name, own in by_site.items()}, fedtrain=__version__, own_models=own_models,
     )  # fmt: skip
     keep_evaluated(source, evaluated)
     return evaluated
@@ -62,7 +89,7 @@ def evaluate(
 def test_sets(config: Config, task: Task, site: SiteId | None) -> dict[SiteId, Any]:
     """The test data of one site; of all (None), each natural site's or that of the one pool as "central"."""
     if site is None:
-        return SimulatedSites(task, config.simulate, config.run.seed).test_data()
+        return SimulatedSites(task, config.simulate, config.run.seed, finished=True).eval_data()
     with user_code(folder_of(task), f"test_data({site!r})"):
         return {site: task.test_data(site)}
 

@@ -15,7 +15,7 @@ from .. import strategies
 from ..arena import Arena, ArenaFile
 from ..config import Config
 from ..errors import ConfigError, StoreError
-from ..messages import SiteId
+from ..messages import Metrics, SiteId
 from ..store import RunStore
 from ..store.ledger import NEWEST, Newest
 from ..store.memory import NEVER, SiteMemory
@@ -26,6 +26,8 @@ from ..training.site_training import SiteTraining
 from ..training.task import Task, folder_of, load_task, user_code
 
 Tensors = Mapping[str, torch.Tensor]
+# (weights, frozen parameters, round, the last round that each site counted in, of those that did)
+Present = tuple[Arena, Arena, int, Mapping[SiteId, int]]
 
 
 def only_the_newest(round: object) -> None:
@@ -73,35 +75,68 @@ def personal(
         )
     beside = source.with_name(f"{source.name}@{site}")
     source = beside if not (source / "memory").exists() and beside.exists() else source
-    task = task or load_task(config.run.task, config.root, data_dir)
-    engine = Engine(task, config.train, config.run.seed, shares=strategy.shares)
-    first, _ = strategies.beginning(strategy, engine.initial())
-    remembers = strategies.remembers(strategy)
-    found = _in_a_store(source, site, remembers) or _at_a_site(source, site, engine, first)
-    weights, frozen, round, counted = found
-    if difference := first.schema.difference(weights.schema):
-        raise StoreError(f"{source} holds another model than the task's and [strategy]'s: {difference}.")
-    if remembers and counted == NEVER:
-        raise StoreError(f"{site} has no model of its own yet: none of its updates counted in {source}.")
-    engine.freeze(frozen)
-    memory: Tensors = {}
-    if remembers:
-        memory = SiteMemory(source / "memory" / site, durable=False).load(counted).views()
-    local = SiteTraining(engine, site, partial(_data, config, source, task, site), round, weights, memory)
-    tensors = local.tensors(strategy.personal(local)) | frozen.views()
-    return {name: tensor.cpu() for name, tensor in tensors.items()}, round
+    models = OwnModels(config, source, site, task or load_task(config.run.task, config.root, data_dir))
+    return models.tensors(site), models.round
+
+
+class OwnModels:
+    """The sites' own models of a simulation, by its run directory, or that of the one site whose it is."""
+
+    def __init__(self, config: Config, source: Path, site: SiteId, task: Task) -> None:
+        """`site`: whose memory has to be here, where sites have one."""
+        self._config, self._source, self._task = config, source, task
+        self._strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+        self._remembers = strategies.remembers(self._strategy)
+        self._engine = Engine(task, config.train, config.run.seed, shares=self._strategy.shares)
+        first, _ = strategies.beginning(self._strategy, self._engine.initial())
+        found = _in_a_store(source, site, self._remembers) or _at_a_site(source, site, self._engine, first)
+        self._weights, self._frozen, self.round, self._counted = found
+        if difference := first.schema.difference(self._weights.schema):
+            raise StoreError(f"{source} holds another model than the task's and [strategy]'s: {difference}.")
+        self._engine.freeze(self._frozen)
+
+    def tensors(self, site: SiteId) -> dict[str, torch.Tensor]:
+        """Every tensor of the site's model by its name. StoreError where it never counted and has to."""
+        if self._remembers and site not in self._counted:
+            raise StoreError(
+                f"{site} has no model of its own yet: none of its updates counted in {self._source}."
+            )
+        local = self._at(site)
+        found = local.tensors(self._strategy.personal(local)) | self._frozen.views()
+        return {name: tensor.cpu() for name, tensor in found.items()}
+
+    def evaluate(self, site: SiteId, dataset: Any) -> Metrics:
+        """What the task's evaluate() gives of the site's model; one that never counted has a new site's."""
+        local = self._at(site)
+        return local.evaluate(dataset, self._strategy.personal(local))
+
+    def _at(self, site: SiteId) -> SiteTraining:
+        memory: Tensors = {}
+        if self._remembers and site in self._counted:
+            folder = SiteMemory(self._source / "memory" / site, durable=False)
+            memory = folder.load(self._counted[site]).views()
+        data = partial(_data, self._config, self._source, self._task, site)
+        local = SiteTraining(self._engine, site, data, self.round, self._weights, memory)
+        if not local.memory:
+            local.memory = dict(self._strategy.site_init(local.start))
+        return local
+
+
+def simulated(source: Path) -> bool:
+    """Whether it is the run directory of a simulation, in which all sites' memories are."""
+    return source.name.endswith("+simulate") and (source / "run.db").exists()
 
 
 def _data(config: Config, source: Path, task: Task, site: SiteId) -> Any:
     """What the site trains on: of a simulation its part of the pool, where the task has no natural sites."""
-    if source.name == f"{config.run.name}+simulate":
+    if simulated(source):
         return SimulatedSites(task, config.simulate, config.run.seed).data(site)
     with user_code(folder_of(task), f"data({site!r})"):
         return task.data(site)
 
 
-def _in_a_store(source: Path, site: SiteId, remembers: bool) -> tuple[Arena, Arena, int, int] | None:
-    """(weights, frozen parameters, round, last round that the site counted in) of a simulation."""
+def _in_a_store(source: Path, site: SiteId, remembers: bool) -> Present | None:
+    """That of a simulation."""
     if not (source / "run.db").exists():
         return None
     store = RunStore(source, read_only=True)
@@ -116,11 +151,11 @@ def _in_a_store(source: Path, site: SiteId, remembers: bool) -> tuple[Arena, Are
             f"{source} has no memory of {site}: what stays at a site is in {source.name}@{site}, on that "
             f"site's machine. Export it there."
         )
-    return last.weights.load(), frozen, last.round, counted.get(site, NEVER)
+    return last.weights.load(), frozen, last.round, counted
 
 
-def _at_a_site(source: Path, site: SiteId, engine: Engine, first: Arena) -> tuple[Arena, Arena, int, int]:
-    """The same at the site itself, of the newest model that the site was sent."""
+def _at_a_site(source: Path, site: SiteId, engine: Engine, first: Arena) -> Present:
+    """That at the site itself, of the newest model that the site was sent."""
     try:
         newest = msgspec.json.decode((source / NEWEST).read_bytes(), type=Newest)
     except FileNotFoundError:
@@ -139,4 +174,5 @@ def _at_a_site(source: Path, site: SiteId, engine: Engine, first: Arena) -> tupl
     frozen = engine.initial(frozen=True)
     if newest.frozen != engine.frozen.digest:
         frozen = load(newest.frozen, frozen)
-    return load(newest.weights, first), frozen, newest.round, newest.counted
+    counted = {} if newest.counted == NEVER else {site: newest.counted}
+    return load(newest.weights, first), frozen, newest.round, counted

@@ -43,6 +43,7 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Averages
     by_site: dict[str, Averages]
     fedtrain: str  # version
+    own_models: bool = False  # each site's own model was measured, on the site's own data
 
 
 def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None) -> Path:

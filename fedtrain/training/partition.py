@@ -23,7 +23,7 @@ from ..digest import seed_of
 from ..errors import ConfigError, TaskError
 from ..population import Population
 from .drawn import Drawn
-from .task import Task, folder_of, user_code
+from .task import Task, folder_of, test_split, user_code
 
 if TYPE_CHECKING:
     import numpy as np
@@ -199,8 +199,11 @@ class SimulatedSites:
     For a task without sites(), data() is called once, for the first site, and its result is the pool.
     """
 
-    def __init__(self, task: Task, simulate: SimulateConfig, seed: int) -> None:
+    def __init__(self, task: Task, simulate: SimulateConfig, seed: int, *, finished: bool = False) -> None:
+        """`finished`: the model is, so that it is evaluated on the test data."""
         self.task, self.simulate, self.seed = task, simulate, seed
+        own = type(task).eval_data is not Task.eval_data
+        self.split = test_split(task) if finished else "eval_data" if own else "data"
         with user_code(folder_of(task), "sites()"):
             natural = task.sites()
         if natural is not None and not natural:
@@ -225,9 +228,12 @@ class SimulatedSites:
 
     def eval_data(self) -> dict[str, Any]:
         """The data to evaluate on: each natural site's own set, or the pool's single set as "central"."""
-        if not self.natural and type(self.task).eval_data is Task.eval_data:
+        if not self.natural and self.split == "data":
             return {CENTRAL: self.pool}
-        return self._sets("eval_data")
+        sites = self.names if self.natural else self.names[:1]
+        with user_code(folder_of(self.task), f"{self.split}()"):
+            found = {site: getattr(self.task, self.split)(site) for site in sites}
+        return found if self.natural else {CENTRAL: found[sites[0]]}
 
     def eval_set(self, site: str) -> Any:
         """What is evaluated under this name: a natural site's own set, the pool's as "central", or a site's
@@ -236,7 +242,7 @@ class SimulatedSites:
             return self.eval_data()[site]
         from .examples import subset
 
-        if type(self.task).eval_data is Task.eval_data:
+        if self.split == "data":
             part = self.part(site)
         elif self._drawn is not None:
             part = self._drawn.alike(site, self._eval_codes)
@@ -265,17 +271,6 @@ class SimulatedSites:
         order = np.argsort(np.concatenate([known, new]), kind="stable")
         values = np.concatenate([known, new])[order]
         return order[np.searchsorted(values, others)].astype(np.int64)
-
-    def test_data(self) -> dict[str, Any]:
-        """The data on which a finished model is measured, in the form of `eval_data`."""
-        own = type(self.task).test_data is not Task.test_data
-        return self._sets("test_data") if own else self.eval_data()
-
-    def _sets(self, which: str) -> dict[str, Any]:
-        sites = self.names if self.natural else self.names[:1]
-        with user_code(folder_of(self.task), f"{which}()"):
-            found = {site: getattr(self.task, which)(site) for site in sites}
-        return found if self.natural else {CENTRAL: found[sites[0]]}
 
     def part(self, site: str) -> Indices:
         """The site's indices in the pool, for a task without natural sites."""
