@@ -3,7 +3,7 @@
     python benchmarks/simulate.py [--json] [--beside] [--case NAME] [--engine NAME]
 
 Rounds go through all that a real run has: checks, the float64 fold, a committed checkpoint each round. All
-that is compared takes turns of a second, as the machine may change its pace; figures are medians over the
+that is compared takes turns (--seconds 1), as the machine may change its pace; figures are medians over the
 turns, ratios the medians of each turn's ratio. Set-up and the first round are timed apart.
 
     updates_per_s       sites trained a second, 2 workers
@@ -41,8 +41,6 @@ from peers.participants import PEERS, Absent, Participant
 from peers.work import Array, Work
 from simulation_cases import CASES, Case, flops, work_of
 
-TURN_S = 1.0
-WARM_S = 0.5  # after the first round, not measured
 GEMM_FLOPS = 2 * 1024**3  # of a round of peers/gemm.py
 PLAIN_COMMAND = [sys.executable, "-m", "peers.plain_torch"]
 OURS, OURS_1, PLAIN, PLAIN_2, GEMM = "fedtrain", "fedtrain-1", "plain", "plain2", "gemm"
@@ -51,8 +49,8 @@ OURS, OURS_1, PLAIN, PLAIN_2, GEMM = "fedtrain", "fedtrain-1", "plain", "plain2"
 class Table:
     """Everyone's rounds a second, turn by turn."""
 
-    def __init__(self, case: Case, work: Work, folder: Path, cache: Path) -> None:
-        self.case, self.work, self.folder = case, work, folder
+    def __init__(self, case: Case, work: Work, folder: Path, cache: Path, turn_s: float) -> None:
+        self.case, self.work, self.folder, self.turn_s = case, work, folder, turn_s
         self.rates: dict[str, list[float]] = {}
         self.first_rounds_s: list[float] = []
         self.absent: dict[str, str] = {}
@@ -99,8 +97,8 @@ class Table:
                 self._measure(name, participant)
 
     def _measure(self, name: str, participant: Participant) -> None:
-        participant.turn(WARM_S)
-        self.rates.setdefault(name, []).append(participant.turn(TURN_S))
+        participant.turn(self.turn_s / 2)  # to get warm
+        self.rates.setdefault(name, []).append(participant.turn(self.turn_s))
 
     @contextmanager
     def _may_fail(self, name: str) -> Iterator[None]:
@@ -151,10 +149,10 @@ class Table:
             common.say({"case": self.case.name, "absent": name, "reason": why})
 
 
-def measure(case: Case, cache: Path, repeat: int) -> None:
+def measure(case: Case, cache: Path, repeat: int, turn_s: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        table = Table(case, work_of(case, folder), folder, cache)
+        table = Table(case, work_of(case, folder), folder, cache, turn_s)
         with ExitStack() as stack:
             table.begin(stack)
             for _ in range(repeat):
@@ -171,6 +169,7 @@ def main() -> None:
     parser.add_argument("--peer", choices=PEERS, action="append", help="with --beside: only these")
     parser.add_argument("--engine", help="in place of each case's simulate.engine")
     parser.add_argument("--repeat", type=int, default=5, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
     parser.add_argument(
         "--cache", type=Path, default=Path.home() / ".cache" / "fedtrain-benchmarks",
         help="where peers' environments are made and kept",
@@ -181,7 +180,8 @@ def main() -> None:
         if args.case and case.name not in args.case:
             continue
         peers = tuple(p for p in case.peers if args.beside and p in (args.peer or PEERS))
-        measure(replace(case, peers=peers, engine=args.engine or case.engine), args.cache, args.repeat)
+        case = replace(case, peers=peers, engine=args.engine or case.engine)
+        measure(case, args.cache, args.repeat, args.seconds)
 
 
 if __name__ == "__main__":
