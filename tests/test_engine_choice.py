@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fedtrain.config import Config
-from fedtrain.errors import ConfigError, TaskError
+from fedtrain.errors import ConfigError
 from fedtrain.runtime.simulations import simulation
 from fedtrain.runtime.trainers import engines
 from fedtrain.runtime.trainers.engines import Probe
@@ -28,6 +28,9 @@ class Dying(Pool):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().data(site)
 """
+
+
+MISSING = ConfigError("there is no g++. Use another")
 
 
 @pytest.fixture
@@ -78,9 +81,7 @@ def chosen(folder, updates, **options):
         ({"loop": 100, "stacked": 20, "ready": 1.0}, 20_000, "stacked", "the loop 100"),
         ({"loop": 100, "stacked": 20, "compiled": 10}, 10_000_000, "compiled", "10 µs an update, stacked 20"),
         ({"loop": 100, "stacked": 20, "compiled": 19}, 10_000_000, "stacked", "compiled 19"),
-        (
-            {"loop": 100, "stacked": 20, "compiled": TaskError("no g++")}, 10_000_000, "stacked", "no g++",
-        ),
+        ({"loop": 100, "stacked": 20, "compiled": MISSING}, 10_000_000, "stacked", "no g++"),
     ],
 )  # fmt: skip
 def test_a_probe_takes_the_engine_that_is_done_first(folder, monkeypatch, times, updates, engine, why):

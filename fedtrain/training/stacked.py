@@ -22,7 +22,7 @@ from ..arena import Arena, Slab
 from ..digest import seed_of
 from ..errors import ConfigError, TaskError
 from ..learning import Context
-from ..messages import SiteId, Update
+from ..messages import Metrics, SiteId, Update
 from ..schema import Section
 from .batches import Batch
 from .engine import Backend, Step, Steps
@@ -38,21 +38,16 @@ CHUNK_BYTES = 32 << 20  # of their weights, at most
 STACKED_BYTES = 256 << 20  # of stacked data that is kept for the next round
 TRACES = 64  # that are kept: of the shapes used last
 PROBED = 8  # sites whose first batches say whether a loss is a mean over examples
-
-Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of a batch: gradient [rows, n], loss, weight [rows]
+Memory = Mapping[str, torch.Tensor]
 
 
 class Stacked(Backend):
     """An engine's sites, many at a time. Make it once: it keeps what does not change from round to round."""
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        own_training: bool = False,
-        samples: Callable[[], Iterable[Any]] | None = None,
-        compiled: bool = False,
-    ) -> None:
+        self, engine: Engine, *, own_training: bool = False,
+        samples: Callable[[], Iterable[Any]] | None = None, compiled: bool = False,
+    ) -> None:  # fmt: skip
         """`own_training`: the strategy overrides `train`, which is for one site. `samples`: data of sites, of
         which the first decide on `padding`, the same in every process of a run; None: the first that come.
         `compiled`: by torch.compile."""
@@ -63,8 +58,8 @@ class Stacked(Backend):
         self._sizes = [s.numel for s in trained]
         self._loss = _Loss(engine)
         at_once = max(1, min(CHUNK, CHUNK_BYTES // max(1, engine.schema.nbytes)))
-        # Arenas of the sites at work; what isn't trained is zero there, and stays so.
-        self._slab = torch.zeros(at_once, engine.schema.nbytes, dtype=torch.uint8, device=engine.device)
+        like = engine.local.flat(self._section)
+        self._slab = like.new_empty(at_once, self._section.trained)  # the weights of the sites at work
         self._steps = Steps(self, engine.config, engine.correct)
         self.weights: list[torch.Tensor] = []  # [sites, n], of those that still train
         self.gradients: list[torch.Tensor] = []
@@ -73,69 +68,57 @@ class Stacked(Backend):
         self.steps: list[int] = []  # that each site took in the last round
         self._kept: OrderedDict[tuple[SiteId, ...], tuple[list[Any], list[StackedSites]]] = OrderedDict()
         self._kept_bytes = 0
-        self._traces: OrderedDict[Any, Callable[..., Found]] = OrderedDict()
+        self._traces: OrderedDict[Any, Callable[..., Sequence[torch.Tensor]]] = OrderedDict()
         self._padding: bool | None = None
         self._layers: list[DropoutLayer] | None = None
 
     def train(
-        self,
-        sites: Sequence[tuple[SiteId, Any]],
-        round: int,
-        weights: Arena,
-        outs: torch.Tensor,
-        memories: Sequence[Mapping[str, torch.Tensor]] = (),
-    ) -> list[Update]:
+        self, sites: Sequence[tuple[SiteId, Any]], round: int, weights: Arena, outs: torch.Tensor,
+        memories: Sequence[Memory] = (),
+    ) -> list[Update]:  # fmt: skip
         """As Engine.train for each (site, data), in their order; `outs` is uint8 [sites, bytes of an update],
         of which a model is the beginning. `memories`: each site's, for the strategy's correction."""
         engine, nbytes = self.engine, self.engine.schema.nbytes
         engine.load(weights.model, training=True)
-        deltas = Slab(engine.schema, outs[:, :nbytes]).arenas()
+        slab = Slab(engine.schema, outs[:, :nbytes])
+        deltas, rows = slab.arenas(), slab.flat(self._section)[:, : self._section.trained]
+        outs[:, : self._section.offset].zero_()  # and what is not trained at all
+        outs[:, self._section.offset + rows.shape[1] * rows.itemsize : nbytes].zero_()
         updates: dict[int, Update] = {}
         self.steps = [0] * len(sites)
         down = weights.extras()
         for stack in self._stacks(sites):
-            rows = [memories[i] for i in stack.members] if memories else []
-            memory = {name: torch.stack([row[name] for row in rows]) for name in (rows[0] if rows else ())}
-            slab, sums = self._chunk(stack, round, down, memory)
+            own = [memories[i] for i in stack.members] if memories else []
+            memory = {name: torch.stack([each[name] for each in own]) for name in (own[0] if own else ())}
+            first, sums = self._chunk(stack, round, down, memory)
             for start, stop, to in stack.runs:  # many times cheaper than by index
-                outs[to : to + stop - start, :nbytes].copy_(slab[start:stop])
+                difference(self._local[start:stop], first, rows[to : to + stop - start])
             for row, (i, (loss, weight)) in enumerate(zip(stack.members, sums, strict=True)):
                 self.steps[i] = stack.steps[row]
                 num_examples = stack.counts[row] * (weight / stack.seen[row])
-                updates[i] = Update(
-                    delta=deltas[i], num_examples=num_examples, metrics={"loss": (loss, weight)}
-                )
+                metrics: Metrics = {"loss": (loss, weight)}
+                updates[i] = Update(delta=deltas[i], num_examples=num_examples, metrics=metrics)
         return [updates[i] for i in range(len(sites))]
 
     def _chunk(
-        self,
-        stack: StackedSites,
-        round: int,
-        down: Mapping[str, torch.Tensor],
-        memory: Mapping[str, torch.Tensor],
+        self, stack: StackedSites, round: int, down: Memory, memory: Memory
     ) -> tuple[torch.Tensor, list[list[float]]]:
-        """Each site's delta, an arena's bytes in a row, and its (Σ loss, Σ weight)."""
-        engine, section = self.engine, self._section
-        start = engine.local.flat(section)[: section.trained]  # [n]
-        slab = self._slab[: len(stack.names)]
-        local = slab[:, section.offset : section.offset + section.nbytes].view(start.dtype)
-        self._local = local = local[:, : section.trained].copy_(start)  # [sites, n]
-        self.weights, self._first = [local], start
+        """Train the sites' weights, `_local`. Returns the first ones, [n], and each site's (Σ loss,
+        Σ weight)."""
+        engine = self.engine
+        start = engine.local.flat(self._section)[: self._section.trained]
+        self._local = self._slab[: len(stack.names)].copy_(start)  # [sites, n]
+        self.weights, self._first = [*self._parts(self._local)], start
         self._steps.begin(OPTIMIZERS[engine.config.optimizer](engine.config, self.weights))
         groups = self._groups(stack, round, partial(Context, start, down, lr=engine.config.lr), memory)
         seen = self._steps.round(groups, stack.like, round, engine.rounds)
         sums = torch.zeros(len(stack.names), 2, dtype=torch.float64, device=engine.device)
         for loss, weight in zip(seen.losses, seen.weights, strict=True):
             sums[: len(loss)] += torch.stack((loss.double() * weight, weight.double()), 1)
-        local.sub_(start)
-        return slab, sums.tolist()
+        return start, sums.tolist()
 
     def _groups(
-        self,
-        stack: StackedSites,
-        round: int,
-        given: Callable[..., Context],
-        memory: Mapping[str, torch.Tensor],
+        self, stack: StackedSites, round: int, given: Callable[..., Context], memory: Memory
     ) -> Iterator[Group]:
         """A round's. The sites that take a step are those that `weights` and the correction see in it."""
         active, self._loss.build = 0, stack.like.build
@@ -145,7 +128,7 @@ class Stacked(Backend):
         for group in stack.groups(partial(seed_of, self.engine.run_seed, round), self._layers):
             if group.active != active:
                 active = group.active
-                self.weights = [self._local[:active]]
+                self.weights = [*self._parts(self._local[:active])]
                 rows = {name: values[:active] for name, values in memory.items()}
                 self._steps.given = [given(memory=rows)]
             yield group
@@ -195,20 +178,22 @@ class Stacked(Backend):
         """See Backend. Each loss hangs on its own row of the weights alone, so one backward pass through the
         stacked kernels gives all gradients."""
         single, active = len(group.batches) == 1, group.active
-        found = [self._found(single, batch) for batch in group.batches]
-        losses, weights = ([part[i][:active] for part in found] for i in (1, 2))
-        gradient = found[0][0]
-        for other, _, _ in found[1:]:
-            gradient += other
+        losses, weights, *slopes = zip(*(self._found(single, b, active) for b in group.batches), strict=True)
         self._first = None
         total = weights[0] if single else torch.stack(weights).sum(0)
         if self._loss.weighs and not bool(total.all()):
             raise refusal("a batch without weight is skipped, at its own site only")
-        self.gradients = [gradient[:active] if single else gradient[:active].div_(total[:, None])]
-        return Step(losses, weights, active)
+        found = [s[0] if single else torch.stack(s).sum(0).div_(total[:, None]) for s in slopes]
+        self.gradients = [torch.cat(found, 1)] if self.engine.correct else found
+        return Step([*losses], [*weights], active)
 
-    def _found(self, single: bool, batch: Padded) -> Found:
-        """Of the objective: a batch's mean loss where it is the `single` one of a step, else its sum."""
+    def _parts(self, weights: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Of [sites, n], what an optimizer steps on: the parameters, or all at once for a correction."""
+        return [weights] if self.engine.correct else torch.split(weights, self._sizes, 1)
+
+    def _found(self, single: bool, batch: Padded, active: int) -> Sequence[torch.Tensor]:
+        """Of a batch, the mean loss [sites], weight [sites], and gradient of each parameter [sites, size]: of
+        the mean where the batch is the `single` one of a step, else of the sum."""
         rows, masked = len(batch.columns[0]), batch.mask is not None
         # All sites have the same weights at first: expanded, they are not copied to be multiplied with.
         weights = self._local[:rows] if self._first is None else self._first.expand(rows, -1)
@@ -218,16 +203,16 @@ class Stacked(Backend):
             with self._refusing():
                 function = partial(self._gradient, single, len(batch.columns), masked)
                 graph = traced(function, inputs)
-                self._traces[key] = compiled(graph) if self._compiled else graph.forward
+                self._traces[key] = compiled(graph, inputs) if self._compiled else graph.forward
                 if len(self._traces) > TRACES:
                     self._traces.popitem(last=False)
         self._traces.move_to_end(key)
-        with torch.no_grad():
-            return self._traces[key](*inputs)
+        with torch.no_grad(), user_code(self._folder, "in a stack of sites"):
+            return [each[:active] for each in self._traces[key](*inputs)]
 
     def _gradient(
         self, single: bool, columns: int, masked: bool, weights: torch.Tensor, *inputs: torch.Tensor
-    ) -> Found:
+    ) -> Sequence[torch.Tensor]:
         rows, mask = len(weights), inputs[-1] if masked else None
         noise = inputs[columns : len(inputs) - masked]
         pieces = [
@@ -240,10 +225,7 @@ class Stacked(Backend):
             mean, weight = vmap(self._padded)(pieces, inputs[:columns], noise, mask)
         objective = mean if single else mean * weight
         slopes = torch.autograd.grad(objective.sum(), pieces, materialize_grads=True)
-        gradient = weights.new_empty(weights.shape)
-        for room, slope in zip(torch.split(gradient, self._sizes, 1), slopes, strict=True):
-            room.view(slope.shape).copy_(slope)
-        return gradient, mean.detach(), weight.detach()
+        return mean.detach(), weight.detach(), *(slope.flatten(1) for slope in slopes)
 
     def _alone(
         self, pieces: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], noise: Sequence[torch.Tensor]
@@ -256,12 +238,9 @@ class Stacked(Backend):
         return found
 
     def _padded(
-        self,
-        pieces: Sequence[torch.Tensor],
-        columns: Sequence[torch.Tensor],
-        noise: Sequence[torch.Tensor],
-        mask: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, pieces: Sequence[torch.Tensor], columns: Sequence[torch.Tensor],
+        noise: Sequence[torch.Tensor], mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """The same of the real examples: each is a batch of its own, and their losses are averaged."""
         apart = [c.unsqueeze(1) for c in columns], [n.unsqueeze(1) for n in noise]
         mean, weight = vmap(self._alone, in_dims=(None, 0, 0))(pieces, *apart)
@@ -330,6 +309,14 @@ class _Loss(nn.Module):
             return loss, torch.full_like(loss, len(columns[0])).detach()
         weight = torch.as_tensor(found[1], device=loss.device).to(loss.dtype).detach()
         return loss / torch.where(weight == 0, 1.0, weight), weight
+
+
+def difference(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = a - b, on whatever device each of them lies."""
+    if out.device == a.device:
+        torch.sub(a, b, out=out)
+    else:
+        out.copy_(a - b)
 
 
 def _one_section(engine: Engine, own_training: bool) -> Section:

@@ -212,11 +212,9 @@ def plan_of(config: TrainConfig, size: int) -> list[list[Span]]:
 
 
 def draw(
-    dropouts: Sequence[DropoutLayer],
-    generators: Sequence[torch.Generator],
-    places: _Places,
+    dropouts: Sequence[DropoutLayer], generators: Sequence[torch.Generator], places: _Places,
     device: torch.device,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """What each dropout layer multiplies with: at each site the draws that it would make alone."""
     shape: Any = places.order.shape
     noise = [torch.zeros(*shape, *layer.shape, dtype=layer.dtype) for layer in dropouts]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import operator
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +20,40 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ..errors import TaskError
+from ..errors import ConfigError, TaskError
 
-SAME_VALUES = {torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.expand.default}
+aten = torch.ops.aten
+VIEWS = {aten.detach.default, aten.view.default, aten._unsafe_view.default, aten.expand.default}
 
 
 def traced(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """`function` as a graph of its kernels, for inputs of these shapes and strides. What is no tensor, and
     tensors that are no input, are as they were when it was traced. TaskError where it changes such a tensor,
     or draws random numbers that torch doesn't know of."""
-    with _no_draws(), Recorder(inputs) as recorder:
+    before = _drawn()
+    with Recorder(inputs) as recorder:
         outputs = function(*inputs)
+    if before != _drawn():
+        raise TaskError("the loss draws from random or from numpy.random")
     graph: fx.GraphModule = recorder.finished(outputs)
     return graph
 
 
-def compiled(graph: fx.GraphModule) -> Callable[..., Any]:
-    """The same graph as machine code of its own (torch.compile), kept for other runs in the user's cache.
-    TaskError where there is no C++ compiler."""
+def compiled(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """The same graph as machine code of its own (torch.compile), which is kept in the user's cache for other
+    runs. ConfigError where torch can't compile it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedtrain" / "inductor"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    from torch._inductor.exc import InvalidCxxCompiler  # this import takes a second
-
     function = torch.compile(graph, dynamic=False, fullgraph=True)
-
-    def call(*inputs: torch.Tensor) -> Any:
-        try:
-            return function(*inputs)
-        except Exception as e:
-            if isinstance(e, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(e):
-                raise TaskError("torch.compile needs a C++ compiler, such as g++, which isn't here") from e
-            raise
-
-    return call
+    try:
+        function(*inputs)
+    except Exception as e:
+        missing = "InvalidCxxCompiler" in f"{type(e).__name__} {e}"
+        why = "there is no C++ compiler, such as g++" if missing else f"it raised {type(e).__name__}"
+        raise ConfigError(
+            f'simulate.engine = "compiled" needs torch.compile, and {why}. Use simulate.engine = "stacked".'
+        ) from e
+    return function
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and id(args[0]) not in self._nodes:
             raise TaskError("the loss changes a tensor that outlives it, a buffer say")
         result = func(*args, **kwargs)
-        if func in SAME_VALUES and _alike(args[0], result):
+        if func in VIEWS and _alike(args[0], result):
             self._name(result, self._node(args[0]))
             return result
         node = self._graph.call_function(func, *tree_map(self._node, (tuple(args), kwargs)))
@@ -89,6 +89,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def _name(self, tensor: Any, node: Any) -> None:
         if isinstance(tensor, torch.Tensor):
             self._nodes[id(tensor)] = node
+            node.meta["dtype"] = tensor.dtype
             self._alive.append(tensor)
 
     def _node(self, argument: Any) -> Any:
@@ -103,24 +104,45 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def finished(self, outputs: Sequence[torch.Tensor]) -> fx.GraphModule:
         self._graph.output(tuple(map(self._node, outputs)))
+        if not any(node.op == "call_function" and node.is_impure() for node in self._graph.nodes):
+            simplify(self._graph)
         self._graph.eliminate_dead_code()
         return fx.GraphModule(self._others, self._graph)
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Leave out what is computed twice, products with 1, and transposes of products; nothing in the graph
+    changes a tensor in place."""
+    known: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        first = known.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        of = node.args[0]
+        if first is not node:
+            node.replace_all_uses_with(first)
+        elif (
+            node.target is aten.mul.Scalar
+            and node.args[1] == 1
+            and of.meta.get("dtype") is node.meta["dtype"]
+        ):
+            node.replace_all_uses_with(of)
+        elif node.target is aten.transpose.int and node.args[1:] == (1, 2) and _is_product(of):
+            with graph.inserting_before(node):  # (ab)' = b'a', which comes as it is wanted
+                flipped = [graph.call_function(node.target, (each, 1, 2)) for each in reversed(of.args)]
+                node.replace_all_uses_with(graph.call_function(of.target, tuple(flipped)))
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target is aten.bmm.default and len(node.users) == 1
 
 
 def _alike(before: torch.Tensor, after: torch.Tensor) -> bool:
     return before.shape == after.shape and before.stride() == after.stride() and before.dtype == after.dtype
 
 
-@contextmanager
-def _no_draws() -> Iterator[None]:
-    """TaskError where the block draws from Python's or numpy's generator: a graph would not."""
-    before = _drawn()
-    yield
-    if before != _drawn():
-        raise TaskError("the loss draws from random or from numpy.random")
-
-
 def _drawn() -> object:
+    """What changes when somebody draws from Python's or numpy's generator, which no graph would do."""
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict)
     return random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()

@@ -80,8 +80,8 @@ class Probe:
         try:
             compiled = self._stack("compiled")
             ready_s = self._stacked(compiled) * len(self._pairs)
-        except (ConfigError, TaskError) as e:
-            return Chosen("stacked", f"{told}; {e}")
+        except ConfigError as e:
+            return Chosen("stacked", f"{told}; " + str(e).partition(". Use ")[0])
         compiled_us = round(1e6 * min(self._stacked(compiled) for _ in range(2)))
         if GAIN * compiled_us * updates + 1e6 * ready_s < stacked_us * updates:
             return Chosen("compiled", f"{compiled_us} µs an update, stacked {told}")
