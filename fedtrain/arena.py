@@ -21,6 +21,7 @@ import msgspec
 
 from .digest import Digest, digest_of
 from .errors import BadUpdate
+from .malloc import blocks
 from .schema import ITEM_BYTES, Schema, Section, TensorSpec, unique_tensors
 
 if TYPE_CHECKING:
@@ -94,14 +95,14 @@ class Arena(AnyArena):
     def zeros(cls, schema: Schema, device: str = "cpu") -> Arena:
         import torch
 
+        if device == "cpu" and blocks.most:
+            return cls(schema, blocks.tensor(schema.nbytes).zero_())
         return cls(schema, torch.zeros(schema.nbytes, dtype=torch.uint8, device=device))
 
     @classmethod
     def empty(cls, schema: Schema) -> Arena:
         """One to be written whole: its numbers may be anything. The padding is zero, as everywhere."""
-        import torch
-
-        data, end = torch.empty(schema.nbytes, dtype=torch.uint8), 0
+        data, end = blocks.tensor(schema.nbytes), 0
         for section in schema.sections:
             data[end : section.offset].zero_()
             end = section.offset + section.nbytes
@@ -314,9 +315,7 @@ class ArenaFile(AnyArena):
         return view
 
     def load(self) -> Arena:
-        import torch
-
-        data = torch.empty(self.schema.nbytes, dtype=torch.uint8)
+        data = blocks.tensor(self.schema.nbytes)
         with self.path.open("rb", buffering=0) as f:
             view, got = data.numpy().data, 0
             while got < len(view) and (n := f.readinto(view[got:])):

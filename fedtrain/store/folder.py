@@ -73,7 +73,8 @@ class RunFolder:
     def put_blob(self, arena: AnyArena) -> str:
         """The digest of an arena that lies among the blobs when this returns."""
         if not self._models.has(arena.digest, arena.schema.nbytes):
-            self._models.put(arena.digest, arena.load().payload, durable=self.durable)
+            whole = arena.load() if isinstance(arena, ArenaFile) else arena
+            self._models.put(arena.digest, whole.payload, durable=self.durable)
         return arena.digest
 
     # --- the run's frozen parameters

@@ -60,7 +60,7 @@ async def serve(
     `start`: whose last model a new run begins with, a run directory or an export; None: the task's own.
     `data_dir`: where the task finds eval_data("server"), with evaluate.server; None: in the project's data.
     """
-    keep_freed()
+    keep_freed(models=2)  # the mean, and the model that it makes
     compressed.check_config(config)
     if config.privacy.in_sums:
         privacy.check_config(config)
