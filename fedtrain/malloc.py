@@ -42,21 +42,17 @@ class Blocks:
             return torch.empty(nbytes, dtype=torch.uint8)
         import numpy as np
 
-        block = self._taken(nbytes)
-        if block is None:
-            block = mmap.mmap(-1, nbytes)
-            block.madvise(mmap.MADV_HUGEPAGE)
-        lent = np.frombuffer(block, np.uint8)
-        # the tensor, and whatever looks at its memory, keeps `lent`
+        block = self._taken(nbytes) or mmap.mmap(-1, nbytes)
+        block.madvise(mmap.MADV_HUGEPAGE)
+        lent = np.frombuffer(block, np.uint8)  # the tensor, and all that looks at its memory, keeps it
         weakref.finalize(lent, self._give_back, block).atexit = False
         return torch.from_numpy(lent)
 
     def _taken(self, nbytes: int) -> mmap.mmap | None:
-        for block in list(self._free):
-            if len(block) == nbytes:
-                with suppress(ValueError):  # another thread took it
-                    self._free.remove(block)
-                    return block
+        for block in [block for block in self._free if len(block) == nbytes]:
+            with suppress(ValueError):  # another thread took it
+                self._free.remove(block)
+                return block
         return None
 
     def _give_back(self, block: mmap.mmap) -> None:

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -28,6 +28,7 @@ NETWORK = {
 COPY = ".copy"  # after the name of a Kept value's other file
 FREE = "free"  # a folder's recycled file
 WRITE_BYTES = 8 << 20  # per write call, so that a signal or another thread gets its turn
+KEPT_BYTES = 4096  # a Kept value's file is filled up with blanks to a multiple of this
 DAMAGED, DAMAGED_KEPT = ".damaged", 2  # what a damaged file is renamed to, and how many stay in a folder
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -110,26 +111,31 @@ def lock(folder: Path) -> IO[str]:
 
 def write_whole(path: Path, data: memoryview | bytes, *, durable: bool) -> None:
     """The file appears with all of `data` or not at all, whenever the process dies."""
-    write_copies((path,), data, durable=durable)
-
-
-def write_copies(paths: Sequence[Path], data: memoryview | bytes, *, durable: bool) -> None:
-    """The same in each of several files of one folder, whose names the disk is waited for once."""
-    partials = [path.with_name(path.name + ".new") for path in paths]
-    for partial, path in zip(partials, paths, strict=True):
-        with explained(path), open_for_writing(partial) as f:
+    partial = path.with_name(path.name + ".new")
+    with explained(path):
+        with open_for_writing(partial) as f:
             view, at = memoryview(data), 0
             while at < len(view):
-                at += f.write(view[at : at + WRITE_BYTES])
+                begun, at = at, at + f.write(view[at : at + WRITE_BYTES])
+                if durable:  # the disk begins to write this while the next is copied: half the wait
+                    os.posix_fadvise(f.fileno(), begun, at - begun, os.POSIX_FADV_DONTNEED)
             f.truncate()
             if durable:
                 os.fdatasync(f.fileno())
-    for partial, path in zip(partials, paths, strict=True):
-        with explained(path):
-            partial.replace(path)
-    if durable:
-        with explained(paths[0]):
-            sync_folder(paths[0].parent)
+        partial.replace(path)
+        if durable:
+            sync_folder(path.parent)
+
+
+def write_over(path: Path, data: bytes) -> None:
+    """On the disk when this returns. A file of this length is written over where it is, so that the disk's
+    journal is not waited for; a power cut meanwhile may damage it."""
+    with explained(path):
+        if not path.exists() or path.stat().st_size != len(data):
+            return write_whole(path, data, durable=True)
+        with open(os.open(path, os.O_WRONLY), "wb", buffering=0) as f:
+            f.write(data)
+            os.fdatasync(f.fileno())
 
 
 def recycle(path: Path) -> None:
@@ -168,7 +174,7 @@ class Sealed(msgspec.Struct, frozen=True):
 
 
 class Kept:
-    """The file `path` and its copy. One of them may be lost or damaged."""
+    """The file `path` and its copy, written one after the other. One of them may be lost or damaged."""
 
     def __init__(self, path: Path, type: Any, remedy: str, warn: Warn = silent) -> None:
         """`type`: of the value, as msgspec reads it from JSON; `remedy`: what to do when both are damaged."""
@@ -197,7 +203,8 @@ class Kept:
         """On the disk, twice, when this returns."""
         body = msgspec.json.encode(value)
         text = msgspec.json.encode(Sealed(digest_of(body), msgspec.Raw(body)))
-        write_copies(self._paths, text, durable=True)
+        for path in self._paths:
+            write_over(path, text.ljust(-(-len(text) // KEPT_BYTES) * KEPT_BYTES))
 
     def remove(self) -> None:
         """Forget it."""

@@ -178,4 +178,5 @@ class Arriving:
 
     def _note_offset(self) -> None:
         self._noted = self.offset
-        self._note.write_text(str(self.offset))
+        with open(os.open(self._note, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0) as note:
+            note.write(b"%20d" % self.offset)  # over the last: ext4 begins to write a file that was emptied

@@ -22,25 +22,12 @@ from ..messages import Found, Reply, Request, SiteId
 from ..schema import Schema
 from ..wire import frames
 from ..wire.codec import decode, encode, fetch_list, known
+from . import streams
 from .grpc import GrpcTransport
 from .star import AggregatorEnd, Pending, SiteSession
-from .streams import (
-    DOWNLOAD,
-    SESSION,
-    UPLOAD,
-    Denied,
-    Files,
-    MessageStream,
-    Transport,
-    chunks,
-    inlined,
-    opened,
-    receive,
-    unpack,
-)
 from .tls import Tls
 
-TRANSPORTS: dict[str, Callable[[Tls, float], Transport]] = {"grpc": GrpcTransport}
+TRANSPORTS: dict[str, Callable[[Tls, float], streams.Transport]] = {"grpc": GrpcTransport}
 HELLO_S = 10.0  # a session that has not said Hello by then is closed
 
 
@@ -49,13 +36,13 @@ class RemoteCohort:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: streams.Transport,
         *,
         listen: str,
         identify: Callable[[bytes], SiteId],
         welcome: Callable[[SiteId, frames.Hello], None],
         admit: Callable[[SiteId, Request, Reply], None],
-        inbox: Callable[[SiteId], Files],
+        inbox: Callable[[SiteId], streams.Files],
         replies: type | Any = Found,
         frozen: AnyArena | None = None,
         schemas: Sequence[Schema] = (),
@@ -85,7 +72,7 @@ class RemoteCohort:
         self.port = 0
 
     async def start(self) -> None:
-        calls = {SESSION: self._session, DOWNLOAD: self._download, UPLOAD: self._upload}
+        calls = dict(zip(streams.CALLS, (self._session, self._download, self._upload), strict=True))
         self.port = await self._transport.listen(self._listen, calls)
 
     async def stop(self, reason: str | None = None, joined: Iterable[SiteId] = ()) -> None:
@@ -127,7 +114,7 @@ class RemoteCohort:
             for site, request in requests.items():
                 if id(request) not in asks:
                     body = encode(request, self._known)
-                    data = inlined(request) if self._inline else b""
+                    data = streams.inlined(request) if self._inline else b""
                     asks[id(request)] = frames.Ask(body=body, data=data)
                 self._end.ask(exchange, site, asks[id(request)], loop.time())
             self._set_timer()
@@ -178,7 +165,7 @@ class RemoteCohort:
         self._transfers.setdefault(site, WeakSet()).add(task)
         return site, task
 
-    async def _session(self, certificate: bytes, stream: MessageStream) -> None:
+    async def _session(self, certificate: bytes, stream: streams.MessageStream) -> None:
         site = self._caller(certificate)
         try:
             async with asyncio.timeout(HELLO_S):
@@ -211,7 +198,7 @@ class RemoteCohort:
             self._end.lose(session, asyncio.get_running_loop().time())
             self._sessions_changed()
 
-    async def _read(self, session: SiteSession, stream: MessageStream) -> None:
+    async def _read(self, session: SiteSession, stream: streams.MessageStream) -> None:
         """What a site says on its own; the end of its stream ends the session."""
         try:
             while (data := await stream.read()) is not None:
@@ -225,19 +212,19 @@ class RemoteCohort:
         finally:
             session.send(None)
 
-    async def _download(self, certificate: bytes, stream: MessageStream) -> None:
+    async def _download(self, certificate: bytes, stream: streams.MessageStream) -> None:
         site, _ = self._transferring(certificate)
         if (first := await stream.read()) is None:
             return
         fetch: frames.Fetch = decode(first, frames.Fetch)
         arena = self._end.named(site, fetch.digest)
         if arena is None or not 0 <= fetch.offset <= arena.schema.nbytes:
-            raise Denied("no request that is open for this site names it")
-        for chunk in chunks(arena, fetch.offset):
+            raise streams.Denied("no request that is open for this site names it")
+        for chunk in streams.chunks(arena, fetch.offset):
             self.bytes_out += len(chunk)
             await stream.write(chunk)
 
-    async def _upload(self, certificate: bytes, stream: MessageStream) -> None:
+    async def _upload(self, certificate: bytes, stream: streams.MessageStream) -> None:
         site, task = self._transferring(certificate)
         stop = task.cancel
         if (first := await stream.read()) is None:  # the site dropped the request as it opened this stream
@@ -250,11 +237,11 @@ class RemoteCohort:
 
         async def bring(reply: Reply) -> None:
             for arena in fetch_list(reply):
-                async with opened(self._inbox(site), arena) as transfer:
+                async with streams.opened(self._inbox(site), arena) as transfer:
                     await stream.write(encode(frames.Resume(digest=arena.digest, offset=transfer.offset)))
                     begun = transfer.offset
                     try:
-                        arena.path = await receive(stream, transfer)
+                        arena.path = await streams.receive(stream, transfer)
                     finally:
                         self.bytes_in += transfer.offset - begun
 
@@ -263,7 +250,7 @@ class RemoteCohort:
 
     async def _answered(self, session: SiteSession, answer: frames.Answer) -> None:
         async def bring(reply: Reply) -> None:
-            await unpack(self._inbox(session.site), reply, answer.data)
+            await streams.unpack(self._inbox(session.site), reply, answer.data)
             self.bytes_in += len(answer.data)
 
         taken = await self._take(session.site, answer, lambda: None, bring)

@@ -18,25 +18,8 @@ from ..messages import Reply, Request
 from ..schema import Schema
 from ..wire import frames
 from ..wire.codec import arenas, decode, encode, fetch_list, known
-from . import star
+from . import star, streams
 from .star import SiteEnd, backoff
-from .streams import (
-    DOWNLOAD,
-    SESSION,
-    UPLOAD,
-    Connection,
-    Denied,
-    Files,
-    MessageStream,
-    Transport,
-    chunks,
-    finished,
-    fits,
-    inlined,
-    opened,
-    receive,
-    unpack,
-)
 
 Answer = Callable[[Request], Awaitable[Reply]]
 
@@ -46,11 +29,11 @@ class SiteLink:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: streams.Transport,
         *,
         address: str,
         target: str,
-        inbox: Files,
+        inbox: streams.Files,
         requests: type | Any,
         emit: Emit,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -111,7 +94,10 @@ class SiteLink:
     async def _session(self, hello: frames.Hello) -> str:
         self._outbox = asyncio.Queue()
         self._outbox.put_nowait(encode(hello))
-        async with self._transport.connect(self._address, self._target) as call, call(SESSION) as stream:
+        async with (
+            self._transport.connect(self._address, self._target) as call,
+            call(streams.SESSION) as stream,
+        ):
             writing = asyncio.create_task(self._write(stream))
             try:
                 while self._end.finished is None:
@@ -132,7 +118,7 @@ class SiteLink:
                     self._work.cancel()
                 self._work = self._working_on = None
 
-    async def _leave(self, stream: MessageStream) -> None:
+    async def _leave(self, stream: streams.MessageStream) -> None:
         """Say that we know, and go when the aggregator has read it: it would wait for us otherwise."""
         self._outbox.put_nowait(encode(frames.Leaving()))
         with suppress(TimeoutError, ConnectError):
@@ -140,12 +126,12 @@ class SiteLink:
                 while await stream.read() is not None:
                     pass
 
-    async def _write(self, stream: MessageStream) -> None:
+    async def _write(self, stream: streams.MessageStream) -> None:
         with suppress(ConnectError):  # whoever reads learns of it too
             while True:
                 await stream.write(await self._outbox.get())
 
-    def _follow(self, call: Connection) -> None:
+    def _follow(self, call: streams.Connection) -> None:
         """Work on what is asked for now, and on nothing else."""
         request = self._end.request
         if request is self._working_on:
@@ -164,7 +150,7 @@ class SiteLink:
             self._error = error
             self._session_task.cancel()
 
-    async def _reply(self, call: Connection, request: Request, data: bytes) -> None:
+    async def _reply(self, call: streams.Connection, request: Request, data: bytes) -> None:
         """Fetch what the request names, unless its bytes came with it; do it, bring the reply; what breaks on
         the way is tried again.
 
@@ -175,13 +161,13 @@ class SiteLink:
                 if self._frozen is not None:
                     await self._fetch(call, self._frozen)
                 if data:
-                    await unpack(self._inbox, request, data)
+                    await streams.unpack(self._inbox, request, data)
                 else:
                     for arena in fetch_list(request):
                         await self._fetch(call, arena)
                 await self._offer(call, request, await self._answer(request))
                 return
-            except Denied as e:
+            except streams.Denied as e:
                 self._emit(Notice(text=f"{request.id}: {e}"))
                 return
             except (ConnectError, Broken):
@@ -191,7 +177,7 @@ class SiteLink:
                 data = b""
             await self._sleep(pause_s * (0.5 + self._jitter()))
 
-    async def _fetch(self, call: Connection, arena: ArenaFile) -> None:
+    async def _fetch(self, call: streams.Connection, arena: ArenaFile) -> None:
         """Bring an arena here: by patches from one that is here already, where those lead to it, or whole."""
         if arena.patches and self._patched and not self._inbox.has(arena.digest, arena.schema.nbytes):
             patches = patches_to(arena, lambda base: self._inbox.has(base, arena.schema.nbytes))
@@ -203,28 +189,28 @@ class SiteLink:
                     break
         await self._download(call, arena)
 
-    async def _download(self, call: Connection, arena: ArenaFile) -> None:
-        async with opened(self._inbox, arena) as transfer:
+    async def _download(self, call: streams.Connection, arena: ArenaFile) -> None:
+        async with streams.opened(self._inbox, arena) as transfer:
             if transfer.whole:
-                arena.path = await finished(transfer)
+                arena.path = await streams.finished(transfer)
                 return
-            async with call(DOWNLOAD) as stream:
+            async with call(streams.DOWNLOAD) as stream:
                 await stream.write(encode(frames.Fetch(digest=arena.digest, offset=transfer.offset)))
-                arena.path = await receive(stream, transfer)
+                arena.path = await streams.receive(stream, transfer)
 
-    async def _offer(self, call: Connection, request: Request, reply: Reply) -> None:
+    async def _offer(self, call: streams.Connection, request: Request, reply: Reply) -> None:
         body = encode(reply, self._end.known)
-        if fits(reply):
-            answer = frames.Answer(id=request.id, body=body, data=inlined(reply))
+        if streams.fits(reply):
+            answer = frames.Answer(id=request.id, body=body, data=streams.inlined(reply))
             self._outbox.put_nowait(encode(answer))
             return
         offered = {arena.digest: arena for arena in arenas(reply)}
-        async with call(UPLOAD) as stream:
+        async with call(streams.UPLOAD) as stream:
             await stream.write(encode(frames.Offer(id=request.id, body=body)))
             while (data := await stream.read()) is not None:
                 match decode(data, frames.UploadAnswer):
                     case frames.Resume(digest=digest, offset=offset):
-                        for chunk in chunks(offered[digest], offset):
+                        for chunk in streams.chunks(offered[digest], offset):
                             await stream.write(chunk)
                     case frames.Refused(reason=reason):
                         self._emit(UpdateRefused(site="here", round=None, reason=reason))

@@ -14,7 +14,7 @@ from ..messages import Message
 from ..wire.codec import arenas, fetch_list
 from ..wire.frames import CHUNK_BYTES, INLINE_BYTES
 
-SESSION, DOWNLOAD, UPLOAD = "Session", "Download", "Upload"  # the calls of a site
+CALLS = SESSION, DOWNLOAD, UPLOAD = "Session", "Download", "Upload"  # of a site
 SMALL_BYTES = 1 << 20  # a file of so many is read and digested in less time than a hop to a thread takes
 
 

@@ -13,26 +13,18 @@ from ...learning import NO_EXTRAS, Extras, check_bounds
 from ...messages import Evaluation, Failure, Reply, SiteId, Train, Update
 from ...pki import Revoked, Signer
 from ...questions import Describe
+from ...secagg import messages as msg
 from ...secagg.client import NEVER, Advertisement, Client, Summand
 from ...secagg.encoding import Encoded
 from ...secagg.masking import Parallel, RingVector, serial
-from ...secagg.messages import (
-    Advertise,
-    AdvertiseEvaluation,
-    AdvertiseTally,
-    Agree,
-    Keys,
-    Mask,
-    Share,
-    Unmask,
-)
 from ...secagg.noise import DiscreteGaussian
 from ...secagg.roster import Verifies
 from ...store import Ledger
 from ..star.secure_terms import bounds, encoding_of, noise_of, policy, round_seed, scale_of
 
 NoiseKey = Callable[[int, str], bytes]  # (round, what the noise is for) -> 16 bytes, the same for the same
-REQUESTS = Advertise | AdvertiseEvaluation | AdvertiseTally | Describe | Share | Mask | Agree | Unmask
+Step = msg.Share | msg.Mask | msg.Agree | msg.Unmask  # 1 to 4 of a sum
+REQUESTS = msg.Advertise | msg.AdvertiseEvaluation | msg.AdvertiseTally | Describe | Step
 
 
 class SecureSite:
@@ -69,34 +61,34 @@ class SecureSite:
                 verify=verifier.verify, parallel=parallel, opened=opened.get(kind.__name__, NEVER),
                 keep=None if sums is None else partial(sums.keep_sum, kind.__name__),
             )
-            for kind in (Advertise, AdvertiseEvaluation, AdvertiseTally)
+            for kind in (msg.Advertise, msg.AdvertiseEvaluation, msg.AdvertiseTally)
         }  # each keeps to one sum a round  # fmt: skip
-        self._client = self._clients[Advertise]
+        self._client = self._clients[msg.Advertise]
         self._at_work = threading.Lock()
 
-    def offer(self, request: Advertisement, model: bytes, result: Update | Evaluation) -> Keys | Failure:
+    def offer(self, request: Advertisement, model: bytes, result: Update | Evaluation) -> msg.Keys | Failure:
         """Step 0, with the result of work on `model` (hash_of) at hand: keys for a session under these terms,
         or why not."""
         with self._at_work:
             return self._offer(request, model, result)
 
-    def answer(self, request: Share | Mask | Agree | Unmask) -> Reply:
+    def answer(self, request: Step) -> Reply:
         """Steps 1 to 4."""
         with self._at_work:
             if why := self._refusal(request):
                 return Failure(reason=f"{self._site} refuses: {why}")
             return self._client.answer(request)
 
-    def _refusal(self, request: Share | Mask | Agree | Unmask) -> str:
+    def _refusal(self, request: Step) -> str:
         """Why not to go on with a sum: statistics over other sites than before would tell what differs."""
-        statistics = self._clients[AdvertiseTally]
-        if self._client is statistics and isinstance(request, Agree) and statistics.opened:
+        statistics = self._clients[msg.AdvertiseTally]
+        if self._client is statistics and isinstance(request, msg.Agree) and statistics.opened:
             over = statistics.opened[0][1]
             if request.sites != over:
                 return f"statistics over {len(over)} sites were unmasked here, and others are asked for now"
         return ""
 
-    def _offer(self, request: Advertisement, model: bytes, result: Update | Evaluation) -> Keys | Failure:
+    def _offer(self, request: Advertisement, model: bytes, result: Update | Evaluation) -> msg.Keys | Failure:
         try:
             if self._revoked is not None:
                 self._revoked.reload()

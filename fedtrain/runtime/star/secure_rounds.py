@@ -25,24 +25,9 @@ from ...fairness import split
 from ...learning import NO_EXTRAS, Extras
 from ...messages import MAX_SUMS, Failure, Metrics, Reply, Request, SiteId, Update, averages
 from ...schema import Schema
+from ...secagg import messages as msg
 from ...secagg.encoding import Encoding, Total
 from ...secagg.masking import Parallel, serial
-from ...secagg.messages import (
-    MAX_NAMES,
-    NONCE_BYTES,
-    Advertise,
-    AdvertiseEvaluation,
-    Agree,
-    Agreed,
-    Keys,
-    Mask,
-    Masked,
-    Share,
-    Shares,
-    Terms,
-    Unmask,
-    Unmasked,
-)
 from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
@@ -53,7 +38,7 @@ from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of
 if TYPE_CHECKING:
     import torch
 
-REPLIES = Keys | Shares | Masked | Agreed | Unmasked | Failure
+REPLIES = msg.Keys | msg.Shares | msg.Masked | msg.Agreed | msg.Unmasked | Failure
 
 
 def groups_of(
@@ -101,12 +86,12 @@ def tell_failed(emit: Emit, plan: RoundPlan, error: BaseException) -> None:
 
 def admit(request: Request, reply: Reply, longest: int) -> None:
     """BadUpdate unless the reply is of the step that was asked, of at most `longest` ring elements."""
-    due = {Share: Shares, Mask: Masked, Agree: Agreed, Unmask: Unmasked}.get(type(request), Keys)
+    due = {msg.Share: msg.Shares, msg.Mask: msg.Masked, msg.Agree: msg.Agreed, msg.Unmask: msg.Unmasked}
     if isinstance(reply, Failure):
         return
-    if not isinstance(reply, due):
+    if not isinstance(reply, due.get(type(request), msg.Keys)):
         raise BadUpdate(f"{type(reply).__name__} does not answer {type(request).__name__}")
-    if isinstance(reply, Masked) and reply.vector.schema.numel > longest:
+    if isinstance(reply, msg.Masked) and reply.vector.schema.numel > longest:
         raise BadUpdate(f"a masked vector of {reply.vector.schema.numel} values, at most {longest} are due")
 
 
@@ -126,7 +111,7 @@ def longest_vector(config: Config, schema: Schema, extras: Extras = NO_EXTRAS) -
     smallest = replace(fixed_point(config, SITES), value_bits=4)  # has the most limbs
     points = (smallest,) * len(extras.up)
     return (
-        Encoding(smallest, extras.update(schema), extras=extras, points=points).numel([""] * MAX_NAMES)
+        Encoding(smallest, extras.update(schema), extras=extras, points=points).numel([""] * msg.MAX_NAMES)
         + smallest.limbs * MAX_SUMS
     )
 
@@ -173,7 +158,7 @@ class UnderMasks:
             self._round, self._opened = plan.round, []
         groups, alone = groups_of(self._config, plan, self._opened), self._config.secagg.groups == 1
         sums = await asyncio.gather(
-            *(self._sum(plan, sites, weights, Advertise, plan.counted) for sites in groups),
+            *(self._sum(plan, sites, weights, msg.Advertise, plan.counted) for sites in groups),
             return_exceptions=True,
         )
         for error in sums:
@@ -197,7 +182,7 @@ class UnderMasks:
         for attempt in range(self._config.strategy.attempts):
             plan = RoundPlan(number, attempt, list(sites))
             try:
-                total, _ = await self._sum(plan, plan.sites, weights, AdvertiseEvaluation, counted)
+                total, _ = await self._sum(plan, plan.sites, weights, msg.AdvertiseEvaluation, counted)
             except (TooFewSites, SecAggError) as e:
                 self._emit(Notice(text=f"round {number}, evaluation, attempt {attempt + 1}: {e}"))
                 failed = e.failed if isinstance(e, Unfinished) else {}
@@ -211,13 +196,13 @@ class UnderMasks:
         plan: RoundPlan,
         sites: Sequence[SiteId],
         weights: AnyArena,
-        ask: type[Advertise | AdvertiseEvaluation],
+        ask: type[msg.Advertise | msg.AdvertiseEvaluation],
         counted: Counted,
     ) -> tuple[Total, Sequence[SiteId]]:
         """One session about a model: its sum, and the sites in it."""
-        training = ask is Advertise
+        training = ask is msg.Advertise
 
-        def requests(terms: Terms) -> Mapping[SiteId, Request]:
+        def requests(terms: msg.Terms) -> Mapping[SiteId, Request]:
             id = terms.request_id("train" if training else "evaluate")
             return {
                 site: ask(
@@ -236,7 +221,7 @@ class UnderMasks:
         sites: Sequence[SiteId],
         schema: Schema | None,
         model: bytes,
-        requests: Callable[[Terms], Mapping[SiteId, Request]],
+        requests: Callable[[msg.Terms], Mapping[SiteId, Request]],
         settle: Callable[[RoundPlan, Sequence[SiteId]], None] | None,
         *,
         whole: bool = False,
@@ -302,11 +287,11 @@ class UnderMasks:
             raise TooFewSites("secure sum", len(found), self._policy.min_sites)
         return {site: found[site] for site in sites if site in found}
 
-    def _terms(self, plan: RoundPlan, cohort: dict[SiteId, bytes], encoding: Encoding) -> Terms:
+    def _terms(self, plan: RoundPlan, cohort: dict[SiteId, bytes], encoding: Encoding) -> msg.Terms:
         (quorum, threshold, degree), point = self._policy.graph(len(cohort)), encoding.point
-        return Terms(
+        return msg.Terms(
             federation=self._policy.federation, run=self._policy.run, round=plan.round, attempt=plan.attempt,
-            nonce=secrets.token_bytes(NONCE_BYTES), cohort=cohort, quorum=quorum,
+            nonce=secrets.token_bytes(msg.NONCE_BYTES), cohort=cohort, quorum=quorum,
             threshold=threshold, degree=degree, ring_bits=self._config.secagg.ring_bits,
             value_bits=point.value_bits, clip=point.clip, max_weight=point.max_weight, length=encoding.length,
             privacy=self._policy.privacy,
