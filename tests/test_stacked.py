@@ -231,6 +231,15 @@ class Normed(Small):
         return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
 
 
+class Recurrent(Small):
+    def model(self):
+        return nn.ModuleList([nn.LSTM(2, 4, batch_first=True), nn.Linear(4, 3)]).double()
+
+    def loss(self, model, batch):
+        lstm, head = model
+        return F.cross_entropy(head(lstm(batch[0].view(-1, 3, 2))[0][:, -1]), batch[1])
+
+
 class Transposed(Small):
     def loss(self, model, batch):
         return F.cross_entropy(F.dropout(model(batch[0]).T, 0.3).T, batch[1])
@@ -283,6 +292,7 @@ class Weightless(Tokens):
         (Normed(), CONFIG, "buffers"),
         (Own(), CONFIG, "its own optimizer"),
         (Transposed(), CONFIG, "dropout layer's first dimension"),
+        (Recurrent(), CONFIG, "in loss.*LSTM"),
         (Noisy(), CONFIG, "RuntimeError in .*Random numbers"),
         (Mixing(), CONFIG, "numpy.random"),
         (Counting(), CONFIG, "a tensor that outlives it"),

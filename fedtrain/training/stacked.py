@@ -57,7 +57,9 @@ class Stacked(Backend):
         self._names, self._shapes = [f"model.{s.name}" for s in trained], [s.shape for s in trained]
         self._sizes = [s.numel for s in trained]
         self._loss = _Loss(engine)
-        at_once = max(1, min(CHUNK, CHUNK_BYTES // max(1, engine.schema.nbytes)))
+        gpu = engine.device.type == "cuda"
+        room = torch.cuda.mem_get_info(engine.device)[0] // 16 if gpu else CHUNK_BYTES
+        at_once = max(1, min(CHUNK, room // max(1, engine.schema.nbytes)))
         like = engine.local.flat(self._section)
         self._slab = like.new_empty(at_once, self._section.trained)  # the weights of the sites at work
         self._steps = Steps(self, engine.config, engine.correct)

@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -118,22 +118,19 @@ def simplify(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         first = known.setdefault(repr((node.target, node.args, node.kwargs)), node)
-        of = node.args[0]
+        target, of = node.target, cast(Any, node.args[0] if node.args else None)
         if first is not node:
             node.replace_all_uses_with(first)
-        elif (
-            node.target is aten.mul.Scalar
-            and node.args[1] == 1
-            and of.meta.get("dtype") is node.meta["dtype"]
-        ):
+        elif target is aten.mul.Scalar and node.args[1] == 1 and of.meta["dtype"] is node.meta["dtype"]:
             node.replace_all_uses_with(of)
-        elif node.target is aten.transpose.int and node.args[1:] == (1, 2) and _is_product(of):
+        elif target is aten.transpose.int and node.args[1:] == (1, 2) and _only_product(of):
             with graph.inserting_before(node):  # (ab)' = b'a', which comes as it is wanted
-                flipped = [graph.call_function(node.target, (each, 1, 2)) for each in reversed(of.args)]
+                flipped = [graph.call_function(target, (each, 1, 2)) for each in reversed(of.args)]
                 node.replace_all_uses_with(graph.call_function(of.target, tuple(flipped)))
 
 
-def _is_product(node: fx.Node) -> bool:
+def _only_product(node: fx.Node) -> bool:
+    """Whether it is a product that nothing else is made from."""
     return node.target is aten.bmm.default and len(node.users) == 1
 
 
