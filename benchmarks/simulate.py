@@ -154,9 +154,13 @@ def measure(case: Case, cache: Path, repeat: int, turn_s: float) -> None:
         folder = Path(name)
         table = Table(case, work_of(case, folder), folder, cache, turn_s)
         with ExitStack() as stack:
-            table.begin(stack)
-            for _ in range(repeat):
-                table.turn()
+            try:
+                table.begin(stack)
+                for _ in range(repeat):
+                    table.turn()
+            except Absent as why:  # compiled, and there is no compiler
+                common.say({"case": case.name, "failed": str(why)})
+                return
         table.tell()
 
 
