@@ -7,6 +7,7 @@ people do: round 3 is the third. tracking/ writes events to the run directory, f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict, get_args
 
 import msgspec
@@ -211,6 +212,24 @@ Emit = Callable[[Event], None]  # what is told of each event
 
 def silent(event: Event) -> None:
     """An Emit that nobody hears."""
+
+
+@dataclass(frozen=True)
+class Without:
+    """An Emit that nobody hears of events of these kinds."""
+
+    emit: Emit
+    kinds: tuple[type[Event], ...]
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, self.kinds):
+            self.emit(event)
+
+
+def heard(emit: Emit, kind: type[Event]) -> bool:
+    """Whether somebody may hear of events of this kind: ten thousand a second would cost as much as the
+    training that they tell of."""
+    return not (isinstance(emit, Without) and issubclass(kind, emit.kinds))
 
 
 def noticed(emit: Emit) -> Callable[[str], None]:

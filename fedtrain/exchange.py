@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from .messages import Reply, Request, SiteId
+from .messages import Folded, Reply, Request, SiteId, Train
 
 
 class Cohort(Protocol):
@@ -43,6 +43,20 @@ class Cohort(Protocol):
 
     def tell(self, site: SiteId, line: str) -> None:
         """One line for the people at a site: why its update was refused, say. Best effort."""
+
+
+@runtime_checkable
+class Folds(Protocol):
+    """A cohort whose sites' updates may be summed where they are trained, as those of a simulation are."""
+
+    def fold(
+        self, requests: Mapping[SiteId, Train], summands: int = 0
+    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
+        """Send each site its request; yield what comes in the order of the requests: of sites that are whole
+        blocks of the mean one Folded, and else the single reply of one site.
+
+        `summands`: the sites of the sum under masks' arithmetic; 0: sums are those of the open.
+        """
 
 
 class CohortWrapper:

@@ -5,9 +5,12 @@ An arena in a message travels as bytes with a digest, after the message's header
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any
 
 import msgspec
 
@@ -68,6 +71,61 @@ class Failure(Message, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class Folded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """What many sites found, their updates summed where they were trained.
+
+    A column has one number for each site that was asked, in their order: 0 for a site whose update is not in
+    the sums, and for one that has no such metric.
+    """
+
+    updates: int  # that the sites gave, those among them that were refused
+    refused: dict[int, str] = {}  # the place of a site among those asked -> why its update is not in the sums
+    num_examples: list[float]
+    weights: list[float] = []  # in the mean, where the strategy has weights of its own; []: num_examples
+    norms: list[float] = []  # of the deltas; [] where nobody looked
+    metrics: dict[str, tuple[list[float], list[float]]] = {}  # name -> (sums, counts)
+    scalars: dict[str, list[float]] = {}  # numbers of the strategy's, by name
+    clipped: dict[int, int] = {}  # the place of a site -> how many values it clipped, where it clipped any
+    # In the open float64 [blocks, numbers of a block], see aggregation.BlockSum; else a vector in the ring.
+    sums: memoryview = memoryview(b"")
+
+    @property
+    def counts(self) -> list[float]:
+        """The weights in the mean."""
+        return self.weights or self.num_examples
+
+    def metrics_at(self, place: int) -> Metrics:
+        """Those of one site."""
+        return {name: (values[place], counts[place]) for name, (values, counts) in self.metrics.items()}
+
+    @classmethod
+    def of(
+        cls, updates: Sequence[Update | None], given: int, refused: dict[int, str], norms: list[float],
+        sums: memoryview,
+    ) -> Folded:  # fmt: skip
+        """Of these sites' updates, of so many `given`; None: one that is refused, or was not given."""
+        good = [update for update in updates if update is not None]
+        own = any(update.weight is not None for update in good)
+
+        def column(number: Callable[[Update], Any]) -> list[float]:
+            return [0.0 if update is None else number(update) for update in updates]
+
+        def metric(name: str, part: int) -> list[float]:
+            return column(lambda update: update.metrics.get(name, (0.0, 0.0))[part])
+
+        def scalar(name: str) -> list[float]:
+            return column(lambda update: update.scalars[name])
+
+        names = dict.fromkeys(name for update in good for name in update.metrics)
+        return cls(
+            updates=given, refused=refused, num_examples=column(lambda update: update.num_examples),
+            weights=column(lambda update: update.counts) if own else [], norms=norms,
+            metrics={name: (metric(name, 0), metric(name, 1)) for name in names},
+            scalars={name: scalar(name) for name in (good[0].scalars if good else ())},
+            clipped={i: u.clipped for i, u in enumerate(updates) if u is not None and u.clipped}, sums=sums,
+        )  # fmt: skip
+
+
 Reply = Message  # whatever answers a request
 Found = Update | Evaluation | Failure  # what training and evaluation are answered with
 
@@ -88,6 +146,14 @@ def add_metrics(total: Metrics, more: Metrics) -> None:
             )
         else:
             total[name] = have + value, before + count
+
+
+def add_columns(total: Metrics, columns: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+    """As add_metrics for one site after the other, of metrics as Folded has them."""
+    for name, (values, counts) in columns.items():
+        have, before = total.get(name, (0.0, 0.0))
+        assert not isinstance(have, list), "several numbers are not folded"
+        total[name] = reduce(operator.add, values, have), reduce(operator.add, counts, before)
 
 
 def _size(value: Sum) -> str:

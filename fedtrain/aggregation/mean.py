@@ -70,11 +70,15 @@ class BlockSum:
             scratch = self._scratch[: stop - start]
             _fold(total, delta.chunk(section, start, stop), 1.0 if section.extra else weight, scratch)
 
+    def settle(self) -> None:
+        """Add the rows that wait for others of their slab."""
+        if self._rows:
+            self._fold_rows()
+
     @property
     def sum(self) -> torch.Tensor:
         """The sum so far, [length(schema)]: the sections that are summed, one after the other. A view."""
-        if self._rows:
-            self._fold_rows()
+        self.settle()
         return self._sum
 
     def clear(self) -> None:

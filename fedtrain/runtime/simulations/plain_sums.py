@@ -21,7 +21,8 @@ from ...secagg.fixedpoint import ONE, SCALAR_LIMIT
 from ...store import RoundPlan
 from ..sites.privacy import simulated_sum_key
 from ..star import checks
-from ..star.answers import NOBODY, Aggregate, Counted, evaluations, tell_clipped, train_requests
+from ..star.answers import NOBODY, Counted, evaluations, tell_clipped, train_requests
+from ..star.gathered import Aggregate
 from ..star.secure_rounds import groups_of, one_of_groups, tell_failed
 from ..star.secure_terms import check_config, encoding_of, noise_of, policy, round_seed, scale_of
 

@@ -9,39 +9,47 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import msgspec
+
+from ...aggregation.mean import BLOCK
 from ...arena import AnyArena, Arena, ArenaFile, Slab, patches_to
 from ...config import Config
-from ...errors import ConfigError, FedtrainError, TaskError, nearest, some
+from ...errors import ConfigError, TaskError, nearest, some
+from ...exchange import in_order
 from ...fairness import SERVER
-from ...messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
+from ...messages import Evaluate, Evaluation, Failure, Folded, Metrics, Reply, Request, SiteId, Train, Update
 from ...store.memory import NEVER
 from ..journal import Averages, plain
 from ..threads import while_torch_loads
 from ..trainers import trainer_messages as msg
+from ..trainers.folding import sites_at_once
 from ..trainers.supervised import Supervised
-from ..trainers.trainer import Trainer, Trains, print_traceback
+from ..trainers.trainer import Trainer, Trains
 from ..trainers.trainer_messages import Description, Failed
 from ..trainers.workbench import Workbench
+from .local_trainer import ONE_AT_A_TIME, LocalTrainer
+from .partial_sums import bytes_of
 from .shared_memory import SharedMemory
+from .shares import Share, folded, singly
 
 if TYPE_CHECKING:
     from ...training.task import Task
 
 T = TypeVar("T")
-STACKED_SITES = 48  # a batch of the stacked engine; fixed, for bits depend on who is stacked with whom
 STACKED = ("stacked", "compiled")  # engines that train many sites at once
-LOOP_SITES = 50  # a batch of the loop engine, at most
-BATCH_BYTES = 16 << 20  # of deltas in a batch, unless one is larger
-AHEAD = 3  # batches under way for each worker
+Cut = Callable[..., list[Share]]  # shares.folded or shares.singly
+AT_A_TIME = 2  # shares that a worker is given: the next one waits when it is done
+UNDER_WAY = 4  # shares for each worker that are held, or asked for, before the first of them is used
 MANY = 1000  # sites, among which no name is looked for that is like another
-ONE_AT_A_TIME = threading.Lock()  # for what trains in this process, which has one set of random generators
 
 
 class PoolCohort:
@@ -65,6 +73,7 @@ class PoolCohort:
         self._scratch, self._memory = scratch, memory
         self.description: Description = trainers[0].description
         self._stacked = config.simulate.engine in STACKED
+        self._site_s: float | None = None  # that a site's part in a folded round took, of one worker
         self.bytes_in = self.bytes_out = 0  # as they would travel in the open
         self._in_the_open = not config.secagg.enabled
         self._held: dict[SiteId, str] = {}  # the model that each site would have
@@ -131,12 +140,6 @@ class PoolCohort:
         self._stacked = engine in STACKED
         await asyncio.gather(*(trainer.train_by(engine) for trainer in self._trainers))
 
-    @property
-    def _batch_sites(self) -> int:
-        """At most."""
-        most = STACKED_SITES if self._stacked else LOOP_SITES
-        return max(1, min(most, BATCH_BYTES // max(1, self.description.update.nbytes)))
-
     async def beginning(self, start: Path | None) -> tuple[Arena, Arena]:
         """See Trainer.beginning."""
         return await self._trainers[0].beginning(start, self._scratch)
@@ -174,6 +177,32 @@ class PoolCohort:
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
+        async with aclosing(self._replies(requests, singly)) as replies:
+            async for (site,), reply in replies:
+                assert not isinstance(reply, Folded), "single updates are asked for"
+                yield site, reply
+
+    async def fold(
+        self, requests: Mapping[SiteId, Train], summands: int = 0
+    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
+        """See exchange.Folds. Where a site is debugged, and so the first, all updates come one by one."""
+        if self._debugged is not None:
+            async with aclosing(in_order(self.exchange(requests, 0), list(requests))) as singles:
+                async for site, reply in singles:
+                    yield (site,), reply
+            return
+        block_bytes = bytes_of(self.description.update, BLOCK, summands)
+        cut, began = partial(folded, block_bytes=block_bytes, site_s=self._site_s), time.perf_counter()
+        async with aclosing(self._replies(requests, cut, summands)) as replies:
+            async for sites, found in replies:
+                yield sites, found
+        self._site_s = (time.perf_counter() - began) * len(self._trainers) / max(1, len(requests))
+
+    async def _replies(
+        self, requests: Mapping[SiteId, Request], cut: Cut, summands: int = 0
+    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
+        """What comes of the shares, in their order. A few are asked for at a time, so that memory does not
+        grow with the sites, and the next one of whoever is done first."""
         if not requests:
             return
         request = next(iter(requests.values()))
@@ -181,26 +210,37 @@ class PoolCohort:
         assert all(r.id == request.id for r in requests.values()), "a simulation asks all its sites the same"
         counted = {site: r.counted for site, r in requests.items() if isinstance(r, Train | Evaluate)}
         weights = self._publish(request.weights)
-        waiting, number = deque(self._batches(list(requests))), request.round
-        under_way: deque[tuple[list[SiteId], asyncio.Task[list[Reply]]]] = deque()
+        waiting, number, workers = (
+            deque(self._shared(cut, list(requests))),
+            request.round,
+            len(self._trainers),
+        )
+        under_way, busy = deque[tuple[Share, asyncio.Task[Any]]](), asyncio.Semaphore(AT_A_TIME * workers)
 
-        def work(sites: list[SiteId]) -> Coroutine[Any, Any, list[Reply]]:
-            last = [counted[site] for site in sites]
-            if isinstance(request, Evaluate):
-                return self._evaluate(sites, number, weights, last)
-            return self._train(sites, number, weights, last)
+        async def work(share: Share) -> Folded | list[Reply]:
+            last = [counted[site] for site in share.sites]
+            async with busy:
+                if isinstance(request, Evaluate):
+                    return await self._evaluate(share.sites, number, weights, last)
+                if share.folded:
+                    return await self._fold(share.sites, number, weights, last, summands)
+                return await self._train(share.sites, number, weights, last)
 
         try:
             while waiting or under_way:
-                while waiting and len(under_way) < AHEAD * len(self._trainers):
-                    sites = waiting.popleft()
-                    under_way.append((sites, asyncio.create_task(work(sites))))
-                sites, task = under_way[0]
-                replies = await task
+                while waiting and len(under_way) < UNDER_WAY * workers:
+                    share = waiting.popleft()
+                    under_way.append((share, asyncio.create_task(work(share))))
+                share, task = under_way[0]
+                found = await task
                 under_way.popleft()
-                for site, reply in zip(sites, replies, strict=True):
-                    self._count(site, request, reply)
-                    yield site, reply
+                if isinstance(found, Folded):
+                    self._count(share.sites, request, found.updates)
+                    yield share.sites, found
+                    continue
+                for site, reply in zip(share.sites, found, strict=True):
+                    self._count((site,), request, int(isinstance(reply, Update)))
+                    yield (site,), reply
         except (asyncio.CancelledError, TaskError, ConfigError):  # the whole run stops
             for _, task in under_way:
                 task.cancel()
@@ -208,28 +248,28 @@ class PoolCohort:
         finally:  # whoever wants no more replies leaves no trainer that still reads these weights
             await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
 
-    def _count(self, site: SiteId, request: Train | Evaluate, reply: Reply) -> None:
-        if self._in_the_open:
-            weights = request.weights
-            if (held := self._held.get(site, self._known)) != weights.digest:
-                patches = patches_to(weights, lambda base: base == held)
+    def _count(self, sites: Sequence[SiteId], request: Train | Evaluate, updates: int) -> None:
+        """Count the bytes that these sites would have got and sent."""
+        if not self._in_the_open:
+            return
+        weights = request.weights
+        for held, times in Counter(self._held.get(site, self._known) for site in sites).items():
+            if held != weights.digest:
+                patches = patches_to(weights, held.__eq__)
                 sent = [patch.arena for patch in patches] or [weights]
-                self.bytes_out += sum(arena.schema.nbytes for arena in sent)
-                self._held[site] = weights.digest
-            if isinstance(reply, Update):
-                self.bytes_in += reply.delta.schema.nbytes
+                self.bytes_out += times * sum(arena.schema.nbytes for arena in sent)
+        self._held.update(dict.fromkeys(sites, weights.digest))
+        self.bytes_in += updates * self.description.update.nbytes
 
-    def _batches(self, sites: list[SiteId]) -> list[list[SiteId]]:
-        """In order; a debugged site is the first, alone. The loop engine's are made small enough that every
-        worker gets some."""
-        size = self._batch_sites
+    def _shared(self, cut: Cut, sites: list[SiteId]) -> list[Share]:
+        """The sites' shares. A debugged site is the first, alone."""
         if self._debugged is not None and self._debugged[0] in sites:
-            alone = [self._debugged[0]]
-            rest = [site for site in sites if site not in alone]
-            return [alone, *(self._batches(rest) if rest else [])]
-        if not self._stacked:
-            size = min(size, -(-len(sites) // (AHEAD * len(self._trainers))))
-        return [sites[at : at + size] for at in range(0, len(sites), size)]
+            alone = Share([self._debugged[0]])
+            rest = [site for site in sites if site not in alone.sites]
+            return [alone, *(self._shared(cut, rest) if rest else [])]
+        nbytes = self.description.update.nbytes
+        at_once = sites_at_once(self._stacked, nbytes)
+        return cut(sites, len(self._trainers), at_once, nbytes, stacked=self._stacked)
 
     def _publish(self, weights: AnyArena) -> ArenaFile:
         """Put the global weights where every trainer can map them, once for each new model."""
@@ -245,9 +285,8 @@ class PoolCohort:
     ) -> list[Reply]:
         import torch
 
-        schema = self.description.update
-        offset, block = self._memory.take(self._batch_sites * schema.nbytes)
-        slab = self._memory.slab
+        schema, slab = self.description.update, self._memory.slab
+        offset, block = self._memory.take(len(sites) * schema.nbytes)
         results = await self._at_a_trainer(
             lambda t: t.train_many(sites, round, weights, slab, offset, counted), sites
         )
@@ -257,6 +296,16 @@ class PoolCohort:
             Failure(reason=r.reason) if isinstance(r, Failed) and r.update else good(r).update(row)
             for r, row in zip(results, rows, strict=True)
         ]
+
+    async def _fold(
+        self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int], summands: int
+    ) -> Folded:
+        offset, block = self._memory.take(bytes_of(self.description.update, len(sites), summands))
+        command = msg.Fold(
+            sites, round, msg.ModelFile.of(weights), counted, summands, str(self._memory.slab), offset
+        )
+        found = await self._at_a_trainer(lambda trainer: trainer.fold(command))
+        return msgspec.structs.replace(good(found), sums=block)
 
     async def _evaluate(
         self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int]
@@ -290,28 +339,6 @@ class PoolCohort:
         if self._debugged is not None and self._debugged[0] in sites:
             return await ask(self._debugged[1])
         return await ask(min(self._trainers, key=lambda trainer: trainer.backlog))
-
-
-class LocalTrainer(Trains):
-    """A trainer in this very process. What is asked of it is answered at once, by the same code."""
-
-    def __init__(self, bench: Workbench) -> None:
-        self._bench, self.description = bench, bench.description
-
-    async def _ask(self, message: msg.Start | msg.Command) -> Any:
-        await asyncio.sleep(0)  # so that a run can be cancelled between batches
-        assert not isinstance(message, msg.Start), message
-        try:
-            with ONE_AT_A_TIME:
-                answer = self._bench.answer(message)
-        except FedtrainError:
-            raise
-        except Exception as e:  # torch and the user's code run in this block
-            raise Failed.of(e).error() from e
-        for failed in answer.results if isinstance(answer, msg.Done) else ():
-            if isinstance(failed, Failed):
-                print_traceback(failed)
-        return answer
 
 
 def good(result: T | Failed) -> T:

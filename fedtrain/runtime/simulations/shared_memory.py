@@ -20,7 +20,7 @@ class SharedMemory:
     def __init__(self) -> None:
         self.fds = _nameless(), _nameless()
         self.weights, self.slab = (Path(f"/dev/fd/{fd}") for fd in self.fds)
-        self._free: list[tuple[int, mmap.mmap]] = []
+        self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}  # by size
         self._end = 0
 
     def close(self) -> None:
@@ -34,18 +34,33 @@ class SharedMemory:
             at += os.pwrite(self.fds[0], payload[at:], at)
         return ArenaFile(weights.schema, self.weights, weights.digest)
 
-    def take(self, block_bytes: int) -> tuple[int, memoryview]:
-        """A block (all are of one size) and where it is in the slab. It is free again when the view, and
-        every tensor made from it, is gone."""
-        if not self._free:
-            size = -(-block_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+    def take(self, nbytes: int) -> tuple[int, memoryview]:
+        """A block and where it is in the slab. It is free again when the view, and every tensor made from it,
+        is gone; what has been used is warm, so that sizes are rounded up to few."""
+        size = max(mmap.ALLOCATIONGRANULARITY, 1 << (nbytes - 1).bit_length())
+        free = self._free.setdefault(size, [])
+        if not free:
             os.ftruncate(self.fds[1], self._end + size)
-            self._free.append((self._end, mmap.mmap(self.fds[1], size, offset=self._end)))
+            free.append((self._end, mmap.mmap(self.fds[1], size, offset=self._end)))
             self._end += size
-        block = self._free.pop()
-        view = memoryview(block[1])[:block_bytes]
-        weakref.finalize(view, self._free.append, block)
+        block = free.pop()
+        view = memoryview(block[1])[:nbytes]
+        weakref.finalize(view, free.append, block)
         return block[0], view
+
+
+class Mapped:
+    """What a trainer sees of the slab, which grows now and then."""
+
+    def __init__(self) -> None:
+        self._slab: tuple[str, mmap.mmap] | None = None
+
+    def bytes_at(self, slab: str, offset: int, nbytes: int) -> memoryview:
+        """These bytes, to be written."""
+        if self._slab is None or self._slab[0] != slab or len(self._slab[1]) < offset + nbytes:
+            with open(slab, "r+b") as f:
+                self._slab = slab, mmap.mmap(f.fileno(), 0)
+        return memoryview(self._slab[1])[offset : offset + nbytes]
 
 
 def _nameless() -> int:

@@ -21,7 +21,8 @@ from ...pki.signing import ECDSA, Signer
 from ...secagg.messages import Advertise, AdvertiseEvaluation
 from ..sites.privacy import simulated_sum_key
 from ..sites.secure_site import SecureSite
-from ..star.answers import NOBODY, Counted, kept
+from ..star.answers import NOBODY, Counted
+from ..star.gathered import kept
 from ..star.secure_rounds import UnderMasks
 from ..star.secure_terms import hash_of
 from ..threads import all_cores

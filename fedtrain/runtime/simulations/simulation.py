@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import Config
 from ...errors import ConfigError, Damaged, some
-from ...events import Emit, Event, Notice, SiteState, UpdateReceived, noticed
+from ...events import Emit, Notice, SiteState, UpdateReceived, Without, noticed
 from ...exchange import Cohort
 from ...fairness import SERVER
 from ...learning import NO_EXTRAS, Extras
@@ -33,7 +33,8 @@ from ..star.in_flight import Clocked
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import Workbench
 from .plain_sums import FixedPointSums
-from .pool import AHEAD, PoolCohort
+from .pool import PoolCohort
+from .shares import AHEAD
 from .simulated_masks import SimulatedMasks
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ async def simulate(
             about = pool.description
             enough_sites(config, about.sites)
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
-                emit = without(emit, UpdateReceived, SiteState)
+                emit = Without(emit, (UpdateReceived, SiteState))
             engine: Any = store.meta().get("engine") or await engine_of(config, pool, emit)
             store.begin(
                 about.schema, agreed(config), frozen=about.frozen.schema, run=config.run.name,
@@ -190,16 +191,6 @@ def server_has_data(config: Config, about: Description) -> bool:
             f"Give that site another name, or leave evaluate.server false."
         )
     return True
-
-
-def without(emit: Emit, *kinds: type[Event]) -> Emit:
-    """Ten thousand events a second would cost as much as the training that they tell of."""
-
-    def emit_others(event: Event) -> None:
-        if not isinstance(event, kinds):
-            emit(event)
-
-    return emit_others
 
 
 def agreed(config: Config) -> dict[str, str]:

@@ -4,28 +4,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-import msgspec
+from typing import Protocol, TypeVar
 
 from ... import aggregation
-from ...aggregation import Known, Rule, WeightedMean, aggregate, weight_of
-from ...arena import AnyArena, Arena, ArenaFile
+from ...aggregation import Rule
+from ...arena import AnyArena
 from ...config import Config
-from ...digest import seed_of
-from ...errors import BadUpdate, ConfigError, SiteMissing, TaskError, TooFewSites, some
-from ...events import Emit, Notice, UpdateReceived, UpdateRefused
-from ...exchange import Cohort, in_order
+from ...errors import BadUpdate, ConfigError, TaskError, some
+from ...events import Emit, Notice, UpdateReceived, UpdateRefused, heard
+from ...exchange import Cohort, Folds, in_order
 from ...learning import NO_EXTRAS, Extras
 from ...messages import (
     Evaluate,
     Evaluation,
     Failure,
+    Folded,
     Metrics,
     Reply,
     SiteId,
@@ -36,32 +31,14 @@ from ...messages import (
     sized_names,
     summed,
 )
-from ...schema import Schema, Section
 from ...store import RoundPlan
-from ..journal import Averages
 from ..threads import in_thread
 from . import checks
-
-if TYPE_CHECKING:
-    import torch
+from .gathered import Aggregate, Gathered
 
 T = TypeVar("T")
 Counted = Mapping[SiteId, int]  # site -> the last round in which an update of its is in the model
 NOBODY: Counted = {}
-
-
-@dataclass(frozen=True)
-class Aggregate:
-    """What the sites of a round found, as one."""
-
-    delta: Arena
-    metrics: Averages
-    sites: Sequence[SiteId]  # whose updates are in it
-    sizes: dict[SiteId, float] = field(default_factory=dict)  # of each update, as in errors.Diverged
-    state: dict[str, torch.Tensor] = field(default_factory=dict)  # what the rule keeps until the next round
-    weight: float = 1.0  # Σ of the updates' weights
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # as in learning.RoundSums
-    scalars: dict[str, float] = field(default_factory=dict)  # Σ of each
 
 
 class Answers(Protocol):
@@ -106,75 +83,64 @@ class InTheOpen:
         self.rule = rule_of(config)
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
-        config, schema = self._config, self._extras.update(weights.schema)
-        requests = train_requests(config, plan, weights)
-        trained: dict[SiteId, Metrics] = {}
-        sizes: dict[SiteId, float] = {}
-        failed: dict[SiteId, str] = {}
-        places = {site: i for i, site in enumerate(plan.sites)}
-        spooled: list[Update] = []
-        mean: WeightedMean | None = None
-        scalars = dict.fromkeys((each.name for each in self._extras.scalars), 0.0)
-        async with aclosing(in_order(self._checked(requests, sizes, failed), plan.sites)) as ordered:
-            async for site, reply in ordered:
-                assert isinstance(reply, Update), reply
-                trained[site] = reply.metrics
-                for name in scalars:
-                    scalars[name] += reply.scalars[name]
-                if isinstance(reply.delta, ArenaFile):
-                    spooled.append(reply)  # folded together below, chunk by chunk, from the disk
-                elif not self.rule.linear:
-                    spooled.append(kept(reply))
-                else:
-                    mean = mean or WeightedMean(schema)
-                    mean.add(reply, places[site])  # in shared memory that is needed again: folded now
-        if len(trained) < config.strategy.min_sites:
-            silent = [site for site in plan.sites if site not in {*trained, *failed}]
-            raise TooFewSites(
-                f"round {plan.round + 1}", len(trained), config.strategy.min_sites, failed, silent
-            )
-        for site in self.rule.must_have:
-            if site not in trained:
-                raise SiteMissing(f"round {plan.round + 1}", site, failed.get(site, ""))
-        extras: Extras = self._extras
-        sums: dict[str, torch.Tensor] = {}
-        at = [places[site] for site in trained]
-        weight = weight_of(spooled, at[: len(spooled)])
-        if mean is None and (
-            not self.rule.linear or extras == msgspec.structs.replace(NO_EXTRAS, scalars=extras.scalars)
-        ):
-            known = known_of(config, plan.round, plan.last, list(trained), at)
-            delta = await asyncio.to_thread(aggregate, self.rule, schema, spooled, known)
+        requests, found = train_requests(self._config, plan, weights), Gathered(plan, weights, self._extras)
+        if self.rule.linear and isinstance(self.cohort, Folds):
+            async with aclosing(self.cohort.fold(requests)) as replies:
+                async for sites, reply in replies:
+                    if isinstance(reply, Folded):
+                        self._tell(sites, reply, found)
+                        found.add_folded(sites, reply)
+                    elif (update := await self._good(sites[0], requests[sites[0]], reply, found)) is not None:
+                        found.add(sites[0], update, linear=True)
         else:
-            if mean is None:
-                mean = WeightedMean(schema)
-                await asyncio.to_thread(deque, map(mean.add, spooled, at), 0)
-            weight, own = mean.weight, extras.max_weight is not None
-            delta = await in_thread(schema.nbytes, mean.result if weight or not own else mean.nothing)
-            sums = named_sums(schema, mean.sums(), extras)
-        state = aggregation.kept(self.rule, delta)
-        return Aggregate(delta, averages(trained), list(trained), sizes, state, weight, sums, scalars)
+            async with aclosing(in_order(self._checked(requests, found), plan.sites)) as ordered:
+                async for site, reply in ordered:
+                    assert isinstance(reply, Update), reply
+                    found.add(site, reply, linear=self.rule.linear)
+        found.check(self._config, self.rule)
+        return await found.aggregate(self._config, self.rule)
 
     async def _checked(
-        self, requests: Mapping[SiteId, Train], sizes: dict[SiteId, float], failed: dict[SiteId, str]
+        self, requests: Mapping[SiteId, Train], found: Gathered
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
-        """The good updates, as they come, and their `sizes`. A bad one is named here, in `failed` and at its
-        site, and the round goes on."""
-        config, cohort, emit = self._config, self.cohort, self._emit
-        replies = cohort.exchange(requests, config.strategy.round_deadline)
+        """The good updates, as they come."""
+        replies = self.cohort.exchange(requests, self._config.strategy.round_deadline)
         async with aclosing(replies):
             async for site, reply in replies:
-                request = requests[site]
-                try:
-                    update, norm = await checked(request, reply, config, self._extras)
-                except BadUpdate as e:
-                    failed[site] = str(e)
-                    refuse(cohort, emit, site, request.round + 1, failed[site])
-                    continue
-                emit(received(request.round + 1, site, update))
-                tell_clipped(emit, request.round + 1, update.clipped, self._extras, site)
-                sizes[site] = norm * update.counts
-                yield site, update
+                if (update := await self._good(site, requests[site], reply, found)) is not None:
+                    yield site, update
+
+    async def _good(self, site: SiteId, request: Train, reply: Reply, found: Gathered) -> Update | None:
+        """The reply when it is an update that can be used. A bad one is named here, in `found` and at its
+        site, and the round goes on."""
+        try:
+            update, norm = await checked(request, reply, self._config, self._extras)
+        except BadUpdate as e:
+            self._refuse(site, str(e), found)
+            return None
+        self._emit(received(request.round + 1, site, update))
+        tell_clipped(self._emit, request.round + 1, update.clipped, self._extras, site)
+        found.sizes[site] = norm * update.counts
+        return update
+
+    def _tell(self, sites: Sequence[SiteId], folded: Folded, found: Gathered) -> None:
+        """Tell of updates that were checked where they were folded, and name the bad ones likewise."""
+        number, told = found.plan.round + 1, sorted({*folded.refused, *folded.clipped})
+        for place in range(len(sites)) if heard(self._emit, UpdateReceived) else told:
+            site = sites[place]
+            if place in folded.refused:
+                self._refuse(site, folded.refused[place], found)
+                continue
+            loss = averages({"": folded.metrics_at(place)}).get("loss")
+            self._emit(UpdateReceived(
+                round=number, site=site, num_examples=folded.num_examples[place], loss=loss,
+                nbytes=found.schema.nbytes,
+            ))  # fmt: skip
+            tell_clipped(self._emit, number, folded.clipped.get(place, 0), self._extras, site)
+
+    def _refuse(self, site: SiteId, reason: str, found: Gathered) -> None:
+        found.failed[site] = reason
+        refuse(self.cohort, self._emit, site, found.plan.round + 1, reason)
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
@@ -246,21 +212,6 @@ async def checked(
     return reply, await in_thread(reply.delta.schema.nbytes, checks.inspect, reply, config.limits, extras)
 
 
-def named_sums(
-    schema: Schema, sums: Mapping[Section, torch.Tensor], extras: Extras
-) -> dict[str, torch.Tensor]:
-    """Sums of sections as a strategy sees them: each of `up`, and of an exact one the sum of deltas."""
-    import torch
-
-    found = {}
-    for each in extras.up:
-        section, start, stop = schema.places[each.name]
-        found[each.name] = sums[section][start:stop]
-    if extras.exact:
-        found["delta"] = torch.cat([sums[s][: s.trained] for s in schema.model.sections if s.trained])
-    return found
-
-
 def evaluated(request: Evaluate, reply: Reply, config: Config) -> Metrics:
     """What a site found; BadUpdate when it found nothing that can be used."""
     checks.answers(request, reply, config.limits)
@@ -310,20 +261,7 @@ def rule_of(config: Config, updates: int | None = None) -> Rule:
     return rule
 
 
-def known_of(
-    config: Config, number: int, last: Arena | None, sites: Sequence[SiteId] = (), places: Sequence[int] = ()
-) -> Known:
-    """What a rule may know of a round; `sites`: whose updates it sees, if they are single ones; `places`:
-    where those sites are in the plan."""
-    return Known(seed_of(config.run.seed, "aggregation", number), sites, last, places)
-
-
 def compares(config: Config) -> str:
     """What of [aggregation] reads updates one by one, for a message."""
     keys = config.aggregation
     return f"aggregation.before = {keys.before}" if keys.before else f'aggregation.rule = "{keys.rule}"'
-
-
-def kept(update: Update) -> Update:
-    """A copy for rules that look at all updates together: shared memory is needed again before that."""
-    return msgspec.structs.replace(update, delta=update.delta.load())

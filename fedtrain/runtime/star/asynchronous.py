@@ -42,12 +42,12 @@ from .answers import (
     checked,
     evaluate_id,
     evaluated,
-    known_of,
     received,
     refuse,
     rule_of,
     train_id,
 )
+from .gathered import known_of
 from .in_flight import InFlight
 
 if TYPE_CHECKING:

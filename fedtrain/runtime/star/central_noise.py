@@ -15,7 +15,7 @@ from ...privacy import Release, refuse_moving_buffers
 from ...store import RunStore
 from ...store.disk import Kept
 from ..sites.spent import FILE, REMEDY, Spent
-from .answers import Aggregate
+from .gathered import Aggregate
 
 WHO: SiteId = "aggregator"  # who gives the models away, in events
 KEPT = "noise.json"

@@ -32,7 +32,8 @@ from ...secagg.roster import Verifies
 from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
 from ...transport.patient import Patient
-from .answers import NOBODY, Aggregate, Counted, check_failures, known_of, rule_of, tell_clipped
+from .answers import NOBODY, Counted, check_failures, rule_of, tell_clipped
+from .gathered import Aggregate, known_of
 from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
 
 if TYPE_CHECKING:

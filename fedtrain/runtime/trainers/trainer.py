@@ -24,7 +24,7 @@ import msgspec
 from ...arena import Arena, ArenaFile
 from ...config import Config
 from ...errors import TaskError
-from ...messages import Evaluation, Metrics, SiteId, Update
+from ...messages import Evaluation, Folded, Metrics, SiteId, Update
 from ...questions import Column, Question
 from ...schema import Schema
 from ...store.memory import NEVER
@@ -97,11 +97,13 @@ class Trains:
         """Train with these frozen parameters from here on, unless they are those of the task's model()."""
         if frozen.digest == self.description.frozen.digest:
             return
-        await self._ask(msg.Freeze(_file_of(frozen)))
+        await self._ask(msg.Freeze(msg.ModelFile.of(frozen)))
 
     async def apply(self, base: ArenaFile, patch: ArenaFile, out: Path) -> str:
         """The digest of the model that a patch makes of another, written to `out`."""
-        saved: msg.Saved = await self._ask(msg.Apply(_file_of(base), _file_of(patch), str(out)))
+        saved: msg.Saved = await self._ask(
+            msg.Apply(msg.ModelFile.of(base), msg.ModelFile.of(patch), str(out))
+        )
         return saved.digest
 
     async def examples(self, site: SiteId) -> float | None:
@@ -113,14 +115,14 @@ class Trains:
         self, site: SiteId, round: int, weights: ArenaFile, out: Path, counted: int = NEVER
     ) -> Update:
         """Local training; the delta is written to `out`, whole or not at all. `counted`: as in Train."""
-        done = await self._ask(msg.TrainOne(site, round, _file_of(weights), str(out), counted))
+        done = await self._ask(msg.TrainOne(site, round, msg.ModelFile.of(weights), str(out), counted))
         result: msg.Trained = _good(done.results[0])
         return result.update(ArenaFile(self.description.update, out, result.digest))
 
     async def evaluate(
         self, site: SiteId, round: int, weights: ArenaFile, counted: int = NEVER
     ) -> Evaluation:
-        done = await self._ask(msg.EvaluateMany([site], round, _file_of(weights), [counted]))
+        done = await self._ask(msg.EvaluateMany([site], round, msg.ModelFile.of(weights), [counted]))
         return Evaluation(metrics=_good(done.results[0]).metrics)
 
     async def columns(self, site: SiteId) -> tuple[Column, ...]:
@@ -137,13 +139,19 @@ class Trains:
         self, sites: list[SiteId], round: int, weights: ArenaFile, slab: Path, offset: int, counted: list[int]
     ) -> list[msg.Trained | msg.Failed]:
         """Local training of several sites; their deltas are written into the slab, one after the other."""
-        done = await self._ask(msg.TrainMany(sites, round, _file_of(weights), str(slab), offset, counted))
+        done = await self._ask(
+            msg.TrainMany(sites, round, msg.ModelFile.of(weights), str(slab), offset, counted)
+        )
         return done.results  # type: ignore[no-any-return]  # as the message asks
+
+    async def fold(self, command: msg.Fold) -> Folded | msg.Failed:
+        """Local training of several sites, whose updates are summed. Failed when it ends the run."""
+        return await self._ask(command)  # type: ignore[no-any-return]  # as the message asks
 
     async def evaluate_many(
         self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int]
     ) -> list[msg.Measured | msg.Failed]:
-        done = await self._ask(msg.EvaluateMany(sites, round, _file_of(weights), counted))
+        done = await self._ask(msg.EvaluateMany(sites, round, msg.ModelFile.of(weights), counted))
         return done.results  # type: ignore[no-any-return]  # as the message asks
 
     async def shown(
@@ -340,7 +348,3 @@ def _good(result: Any) -> Any:
     if isinstance(result, msg.Failed):
         raise TaskError(result.reason)
     return result
-
-
-def _file_of(weights: ArenaFile) -> msg.ModelFile:
-    return msg.ModelFile(str(weights.path), weights.digest)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ...arena import AnyArena, Frozen
+from ...arena import AnyArena, ArenaFile, Frozen
 from ...errors import (
     BadUpdate,
     ConfigError,
@@ -20,7 +20,7 @@ from ...errors import (
     story_of,
 )
 from ...learning import NO_EXTRAS, Extras
-from ...messages import Metrics, SiteId, Update
+from ...messages import Folded, Metrics, SiteId, Update
 from ...population import Population
 from ...questions import Column, Question
 from ...schema import Schema
@@ -35,6 +35,10 @@ class ModelFile(msgspec.Struct, array_like=True):
 
     path: str
     digest: str
+
+    @classmethod
+    def of(cls, model: ArenaFile) -> ModelFile:
+        return cls(str(model.path), model.digest)
 
 
 # --- commands
@@ -96,6 +100,19 @@ class TrainMany(msgspec.Struct, tag=True, array_like=True):
     slab: str  # the path of the shared memory
     offset: int  # bytes; where the first update begins
     counted: list[int]  # of each site, as in messages.Train
+
+
+class Fold(msgspec.Struct, tag=True, array_like=True):
+    """Train several sites, which are whole blocks of the mean, and sum what they found: see
+    messages.Folded."""
+
+    sites: list[SiteId]
+    round: int
+    weights: ModelFile
+    counted: list[int]  # of each site, as in messages.Train
+    summands: int = 0  # as in exchange.Folds
+    slab: str = ""  # the path of shared memory for the sums; "": they are sent with the answer
+    offset: int = 0  # bytes; where they begin
 
 
 class EvaluateMany(msgspec.Struct, tag=True, array_like=True):
@@ -247,10 +264,10 @@ class Saved(msgspec.Struct, tag=True, array_like=True):
 
 
 Command = (
-    Initial | Freeze | Apply | Examples | TrainOne | TrainMany | EvaluateMany | Show | ColumnsOf | TallyOne
-    | Choose | TrainBy
+    Initial | Freeze | Apply | Examples | TrainOne | TrainMany | Fold | EvaluateMany | Show | ColumnsOf
+    | TallyOne | Choose | TrainBy
 )  # fmt: skip
-Outcome = Description | Failed | Dying | Done | Counted | Saved | Showing | HasColumns | Chosen
+Outcome = Description | Failed | Dying | Done | Folded | Counted | Saved | Showing | HasColumns | Chosen
 
 _encoder = msgspec.msgpack.Encoder()
 outcomes = msgspec.msgpack.Decoder(Outcome)

@@ -29,7 +29,7 @@ from .metrics_only import MetricsOnly
 from .workbench import Workbench
 
 # The sections of fedtrain.toml that a trainer needs. None of them says where keys lie.
-SECTIONS = ("run", "train", "strategy", "secagg", "compression", "privacy", "simulate", "parallel")
+SECTIONS = ("run", "train", "strategy", "secagg", "compression", "privacy", "limits", "simulate", "parallel")
 
 
 def start_message(config: Config, data_dir: Path | None, *, simulated: bool, metrics_only: bool) -> msg.Start:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...arena import Arena, ArenaFile
+from ...arena import Arena, ArenaFile, Slab
 from ...config import Config
 from ...errors import BadUpdate, Forgotten, TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
@@ -23,13 +23,14 @@ from ...schema import Schema
 from ...store.disk import explained
 from ...store.memory import NEVER
 from ..journal import Averages
+from ..simulations.partial_sums import bytes_of
+from ..simulations.shared_memory import Mapped
 from ..sites import compressed
 from ..sites.privacy import check_config, streams_of
 from . import trainer_messages as msg
+from .folding import Folding
 
 if TYPE_CHECKING:
-    import torch
-
     from ...training.stacked import Stacked
     from ...training.task import Task
 
@@ -98,7 +99,7 @@ class Workbench:
         self._data: OrderedDict[tuple[str, SiteId], tuple[Any, int]] = OrderedDict()
         self._data_bytes = 0
         self._weights: tuple[msg.ModelFile, Arena] | None = None
-        self._slab: tuple[str, mmap.mmap] | None = None
+        self._mapped = Mapped()
         engine = self._ranks or self._engine
         goes, kept = engine.schema, list[str]()
         if self._ranks is None:
@@ -119,6 +120,7 @@ class Workbench:
             at_sites = not pooled or strategies.has_personal(strategy)
             self.description.evaluators = names if at_sites else [CENTRAL]
         self.description.derives = derives(self._task)
+        self._folding = Folding(config, self.description, self._train_sites)
         if simulated and config.simulate.engine != "auto":
             self.train_by(config.simulate.engine)
 
@@ -208,11 +210,13 @@ class Workbench:
                     update = self.train(site, round, weights, arena, counted)
                     return msg.Done([msg.Trained.of(update, arena.digest)])
             case msg.TrainMany(sites, round, place, slab, offset, counted):
-                return msg.Done(
-                    self._train_many(
-                        sites, round, self._at(place), self._block(slab, offset, len(sites)), counted
-                    )
-                )
+                rows = self._rows(slab, offset, len(sites))
+                found = self._train_sites(sites, round, self._at(place), rows, counted)
+                return msg.Done([r if isinstance(r, msg.Failed) else msg.Trained.of(r) for r in found])
+            case msg.Fold(sites, _, place, _, summands, slab, offset):
+                nbytes = bytes_of(self.description.update, len(sites), summands)
+                room = self._mapped.bytes_at(slab, offset, nbytes) if slab else memoryview(bytearray(nbytes))
+                return self._folding.fold(command, self._at(place), room, stacked=self._stacked is not None)
             case msg.EvaluateMany(sites, round, place, counted):
                 weights = self._at(place)
                 each = zip(sites, counted, strict=True)
@@ -232,36 +236,34 @@ class Workbench:
             case msg.Show(total, by_site):
                 return msg.Showing(*self.shown(total, by_site))
 
-    def _train_many(
-        self, sites: list[SiteId], round: int, weights: Arena, deltas: torch.Tensor, counted: list[int]
-    ) -> list[msg.Trained | msg.Failed]:
-        """`deltas` is uint8 [sites, bytes of an update as it travels]."""
-        outs = [Arena(self.description.update, deltas[i]) for i in range(len(sites))]
+    def _train_sites(
+        self, sites: list[SiteId], round: int, weights: Arena, slab: Slab, counted: list[int]
+    ) -> list[Update | msg.Failed]:
+        """A folding.TrainSites."""
+        rows = slab.arenas()
         if self._stacked is None:
-            each = zip(sites, outs, counted, strict=True)
-            return [self._trained(site, round, weights, out, last) for site, out, last in each]
+            each = zip(sites, rows, counted, strict=True)
+            return [self._trained(site, round, weights, row, last) for site, row, last in each]
         try:
             pairs = [(site, self._load("data", site)) for site in sites]
-            updates = self._learner.train_many(self._stacked, pairs, round, weights, deltas, outs, counted)
+            return [*self._learner.train_many(self._stacked, pairs, round, weights, slab.data, rows, counted)]
         except (TaskError, BadUpdate, Forgotten) as e:
             if len(sites) == 1:
                 return [msg.Failed.of(e)]
             # One by one, so that only those fail whose fault it is.
             alone = [
-                self._train_many([site], round, weights, deltas[i : i + 1], counted[i : i + 1])
-                for i, site in enumerate(sites)
+                self._train_sites([site], round, weights, Slab(slab.schema, slab.data[i : i + 1]), [last])
+                for i, (site, last) in enumerate(zip(sites, counted, strict=True))
             ]
             return [result for results in alone for result in results]
-        return [msg.Trained.of(update) for update in updates]
 
     def _trained(
         self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int
-    ) -> msg.Trained | msg.Failed:
+    ) -> Update | msg.Failed:
         try:
-            update = self.train(site, round, weights, out, counted)
+            return self.train(site, round, weights, out, counted)
         except (TaskError, BadUpdate, Forgotten) as e:
             return msg.Failed.of(e)
-        return msg.Trained.of(update)
 
     def _evaluated(self, site: SiteId, round: int, weights: Arena, counted: int) -> msg.Measured | msg.Failed:
         try:
@@ -300,16 +302,13 @@ class Workbench:
                 self._weights = place, Arena.wrap(self.description.schema, mapped)
         return self._weights[1]
 
-    def _block(self, slab: str, offset: int, sites: int) -> torch.Tensor:
-        """uint8 [sites, bytes of an update as it travels] of a slab, which grows now and then."""
+    def _rows(self, slab: str, offset: int, sites: int) -> Slab:
+        """Updates as they travel, in shared memory."""
         import torch
 
-        nbytes = self.description.update.nbytes
-        if self._slab is None or self._slab[0] != slab or len(self._slab[1]) < offset + sites * nbytes:
-            with open(slab, "r+b") as f:
-                self._slab = slab, mmap.mmap(f.fileno(), 0)
-        flat = torch.frombuffer(self._slab[1], dtype=torch.uint8, offset=offset, count=sites * nbytes)
-        return flat.view(sites, nbytes)
+        schema = self.description.update
+        flat = torch.frombuffer(self._mapped.bytes_at(slab, offset, sites * schema.nbytes), dtype=torch.uint8)
+        return Slab(schema, flat.view(sites, schema.nbytes))
 
 
 def _tensor_bytes(data: Any) -> int:

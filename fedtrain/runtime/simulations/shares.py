@@ -1,0 +1,55 @@
+"""Who of a simulation's workers trains which sites of a round. No bit depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...aggregation.mean import BLOCK
+from ...messages import SiteId
+
+AHEAD = 3  # shares for each worker, where each site's update comes by itself
+SHARE_S = 0.005  # a share that takes so long costs next to nothing to ask for
+BATCH_SITES, BATCH_BYTES = 50, 16 << 20  # of a share whose updates come one by one, at most
+FOLDED_BYTES = 64 << 20  # of the sums of a share, at most, unless one block has more
+
+
+@dataclass(frozen=True)
+class Share:
+    """Sites that a worker is given at once."""
+
+    sites: list[SiteId]
+    folded: bool = False  # whole blocks, whose sums come; else each site's update
+
+
+def singly(sites: Sequence[SiteId], workers: int, at_once: int, nbytes: int, *, stacked: bool) -> list[Share]:
+    """Shares whose updates, each of so many bytes, come one by one: small enough that every worker gets some.
+    Sites that are `stacked` are trained in fixed numbers, `at_once`."""
+    size = at_once
+    if not stacked:
+        most = min(BATCH_SITES, BATCH_BYTES // max(1, nbytes))
+        size = max(1, min(most, -(-len(sites) // (AHEAD * workers))))
+    return [Share(list(sites[at : at + size])) for at in range(0, len(sites), size)]
+
+
+def folded(
+    sites: Sequence[SiteId], workers: int, at_once: int, nbytes: int, block_bytes: int, site_s: float | None,
+    *, stacked: bool,
+) -> list[Share]:  # fmt: skip
+    """Shares of whole blocks, and of single updates where blocks would leave workers without work for long.
+
+    `site_s`: how long a site takes, as far as it is known. Where a block is done sooner than it is worth to
+    talk of, there are as few shares as keep all workers busy.
+    """
+    unit = max(at_once, BLOCK)
+    most = max(1, FOLDED_BYTES // max(1, block_bytes * unit // BLOCK))  # units of a share
+    units = -(-len(sites) // unit)
+    if not stacked and (site_s is None or site_s * unit > SHARE_S):
+        even = len(sites) // unit // workers * workers
+        shares = [Share(list(sites[i * unit : (i + 1) * unit]), folded=True) for i in range(even)]
+        return shares + singly(sites[even * unit :], workers, at_once, nbytes, stacked=stacked)
+    each = 1 if site_s is None else max(1, int(site_s * len(sites) / workers / SHARE_S))  # shares of a worker
+    count = min(units, max(each * workers, -(-units // most)))
+    cuts = [min(len(sites), unit * round(len(sites) * i / count / unit)) for i in range(count)]
+    ends = [*cuts[1:], len(sites)]
+    return [Share(list(sites[a:b]), folded=True) for a, b in zip(cuts, ends, strict=True) if a < b]

@@ -1,0 +1,78 @@
+"""Sites that a simulation's trainer trains, checks and sums, so that one answer is that of many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...aggregation.mean import BLOCK
+from ...arena import Arena, Slab
+from ...config import Config
+from ...errors import BadUpdate, SecAggError
+from ...messages import Folded, SiteId, Update
+from ..simulations.partial_sums import sums_of
+from . import trainer_messages as msg
+
+if TYPE_CHECKING:
+    import torch
+
+STACKED_SITES = 48  # that the stacked engine trains at once, at most: whole blocks; see sites_at_once
+STACKED_BYTES = 16 << 20  # of their deltas
+CACHED_BYTES = 1 << 20  # of deltas that are summed while they are still in a core's cache
+
+# (sites, round, weights, deltas, counted) -> each site's update, its delta in a row of `deltas`
+TrainSites = Callable[[list[SiteId], int, Arena, Slab, list[int]], list[Update | msg.Failed]]
+
+
+def sites_at_once(stacked: bool, nbytes: int) -> int:
+    """How many sites are trained before their deltas, each of so many bytes, are summed: a part of a block,
+    or whole blocks. The stacked engine's last bits depend on it, so that it depends on nothing else."""
+    most = (STACKED_BYTES if stacked else CACHED_BYTES) // max(1, nbytes)
+    if stacked and most >= STACKED_SITES:
+        return STACKED_SITES
+    return 1 << (max(1, min(most, BLOCK)).bit_length() - 1)
+
+
+class Folding:
+    """Trains sites and sums what they found. Make it once: its memory stays warm."""
+
+    def __init__(self, config: Config, about: msg.Description, train_sites: TrainSites) -> None:
+        self._config, self._about, self._train_sites = config, about, train_sites
+        self._rows: torch.Tensor | None = None
+
+    def fold(
+        self, command: msg.Fold, weights: Arena, sums: memoryview, *, stacked: bool
+    ) -> Folded | msg.Failed:
+        """The sums are written to `sums`. Failed when the task failed at a site, which ends the run."""
+        import torch
+
+        about, count = self._about, len(command.sites)
+        at_once = sites_at_once(stacked, about.update.nbytes)
+        if self._rows is None or len(self._rows) < at_once:
+            self._rows = torch.empty(at_once, about.update.nbytes, dtype=torch.uint8)
+        into = sums_of(self._config, about.extras, command.round, weights, count, command.summands, sums)
+        found: list[Update | None] = []
+        norms, refused, given = [0.0] * count, dict[int, str](), 0
+        for start in range(0, count, at_once):
+            some = slice(start, min(start + at_once, count))
+            slab = Slab(about.update, self._rows[: some.stop - start])
+            results = self._train_sites(
+                command.sites[some], command.round, weights, slab, command.counted[some]
+            )
+            for place, result in enumerate(results, start):
+                update: Update | None = None
+                if isinstance(result, msg.Failed):
+                    if not result.update:
+                        return result
+                    refused[place] = result.reason
+                else:
+                    given += 1
+                    try:
+                        norms[place] = into.add(place, command.sites[place], result)
+                        update = result
+                    except (BadUpdate, SecAggError) as e:
+                        refused[place] = str(e)
+                found.append(update)
+            into.settle()
+        into.finish()
+        return Folded.of(found, given, refused, norms, memoryview(b"") if command.slab else sums)
