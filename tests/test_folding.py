@@ -136,6 +136,10 @@ CASES = {
     "stacked": {"task": "Plain", "engine": "stacked"},
     "stacked, refused": {"task": "Plain(bad='site020')", "engine": "stacked"},
     "a sample": {"fraction": 0.6},
+    "masks' arithmetic": {"secagg": True},
+    "a refused site, masks' arithmetic": {"task": "Many(bad='site020')", "secagg": True},
+    "scaffold, masks' arithmetic": {"kind": "scaffold", "secagg": True},
+    "stacked qfedavg, masks' arithmetic": {"kind": "qfedavg", "task": "Plain", "secagg": True},
 }
 
 

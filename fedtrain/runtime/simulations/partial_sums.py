@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
+
+import numpy as np
 
 from ...aggregation.mean import BLOCK, BlockSum, length
 from ...arena import Arena
 from ...config import Config
-from ...learning import Extras
-from ...messages import SiteId, Train, Update
+from ...errors import SecAggError
+from ...learning import NO_EXTRAS, Extras
+from ...messages import Folded, Metrics, SiteId, Train, Update
 from ...schema import Schema
+from ...secagg.encoding import StackedUpdate, Total
+from ...secagg.fixedpoint import ONE, SCALAR_LIMIT
+from ...secagg.masking import RingVector
+from ..sites.privacy import simulated_sum_key
 from ..star import checks
+from ..star.secure_terms import encoding_of, noise_of, round_seed, scale_of
+from ..trainers.trainer_messages import Description, Fold
 
 
 class PartialSum(Protocol):
@@ -27,30 +37,30 @@ class PartialSum(Protocol):
         """Write the sums to the memory that was given for them."""
 
 
-def sums_of(
-    config: Config, extras: Extras, round: int, weights: Arena, sites: int, summands: int, memory: memoryview
-) -> PartialSum:
-    """Of so many sites, in `memory` of bytes_of; `summands`: as in exchange.Folds."""
-    assert not summands
-    return BlockSums(config, extras, round, weights, memory)
+def sums_of(config: Config, extras: Extras, command: Fold, weights: Arena, memory: memoryview) -> PartialSum:
+    """Those of the command's sites, in `memory` of `bytes_of` bytes."""
+    kind = RingSum if command.summands else BlockSums
+    return kind(config, extras, command, weights, memory)
 
 
-def bytes_of(update: Schema, sites: int, summands: int) -> int:
-    """Of the sums of so many sites with updates of this schema."""
-    assert not summands
-    return -(-sites // BLOCK) * length(update) * 8
+def bytes_of(config: Config, about: Description, sites: int, summands: int) -> int:
+    """Of the sums of so many sites; `summands`: as in exchange.Folds."""
+    if not summands:
+        return -(-sites // BLOCK) * length(about.update) * 8
+    encoding = encoding_of(config, 0, summands, about.update.model, about.extras)
+    return encoding.length * encoding.point.dtype.itemsize
 
 
 class BlockSums:
     """The sum of each block, as aggregation.WeightedMean adds them: float64 [blocks, numbers of a block]."""
 
     def __init__(
-        self, config: Config, extras: Extras, round: int, weights: Arena, memory: memoryview
+        self, config: Config, extras: Extras, command: Fold, weights: Arena, memory: memoryview
     ) -> None:
         import torch
 
         self._limits, self._extras = config.limits, extras
-        self._request = Train(id="", round=round, weights=weights)
+        self._request = Train(id="", round=command.round, weights=weights)
         schema = extras.update(weights.schema)
         self._block, self._number = BlockSum(schema), 0
         self._sums = torch.frombuffer(memory, dtype=torch.float64).view(-1, length(schema))
@@ -74,3 +84,109 @@ class BlockSums:
             self._sums[at].copy_(self._block.sum)
             self._block.clear()
         self._number = number
+
+
+class RingSum:
+    """The sum under masks' arithmetic, one vector in the ring."""
+
+    def __init__(
+        self, config: Config, extras: Extras, command: Fold, weights: Arena, memory: memoryview
+    ) -> None:
+        self._limits, self._extras, self._memory = config.limits, extras, memory
+        self._request = Train(id="", round=command.round, weights=weights)
+        self._sum = PlainSum(config, command.round, weights.schema.model, command.summands, extras)
+
+    def add(self, place: int, site: SiteId, update: Update) -> float:
+        checks.answers(self._request, update, self._limits, self._extras)
+        self._sum.add(site, update)
+        return 0.0
+
+    def settle(self) -> None:
+        self._sum.settle()
+
+    def finish(self) -> None:
+        np.frombuffer(self._memory, self._sum.ring.dtype)[:] = self._sum.ring
+
+
+class PlainSum:
+    """Σ of encoded updates, in the open."""
+
+    def __init__(
+        self, config: Config, number: int, schema: Schema, sites: int, extras: Extras = NO_EXTRAS
+    ) -> None:
+        """Of a round's updates of a model of this schema, of at most so many sites."""
+        self._config, self._number = config, number
+        self._encoding = encoding_of(config, number, sites, schema, extras)
+        self._noise = noise_of(config, schema, sites)
+        self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
+        self._room = np.empty_like(self._sum)
+        self._rows: list[StackedUpdate] = []  # of one slab, not summed yet
+        self._metrics: Exact = {}
+        self.nbytes, self.sites = self._sum.nbytes, 0
+
+    def add(self, site: SiteId, update: Update) -> None:
+        """With the site's noise, where sums have noise. SecAggError or BadUpdate for one that can't be in a
+        sum; then it is not."""
+        config, number = self._config, self._number
+        scale, seed = scale_of(config, update), round_seed(config, number, site)
+        if not self._encoding.stacks(update.delta):
+            self._encoding.encode(update, (), seed, self._room, scale=scale)
+            add_exactly(self._metrics, update.metrics)  # raises for what no scalar holds
+            self._sum += self._room
+        else:
+            row = self._encoding.row(update, seed, scale)
+            add_exactly(self._metrics, update.metrics)
+            if self._rows and self._rows[0].delta.slab is not row.delta.slab:
+                self.settle()
+            self._rows.append(row)
+            if row.delta.last:
+                self.settle()
+        self.sites += 1
+        if self._noise is not None:
+            self._noise.add_to(self._sum, simulated_sum_key(config, site, number))
+
+    def add_folded(self, folded: Folded) -> None:
+        """Add what several sites found."""
+        self._sum += np.frombuffer(folded.sums, self._sum.dtype)
+        for name, columns in folded.metrics.items():
+            have, _ = self._metrics.get(name, ([0, 0], False))
+            more = [sum(round(value * ONE) for value in column) for column in columns]
+            self._metrics[name] = [a + b for a, b in zip(have, more, strict=True)], False
+        self.sites += len(folded.num_examples) - len(folded.refused)
+
+    def settle(self) -> None:
+        """Add the rows that wait for others of their slab."""
+        rows, self._rows = self._rows, []
+        if rows:
+            self._encoding.add_rows(rows, self._sum)
+
+    @property
+    def ring(self) -> RingVector:
+        """The sum so far, without metrics."""
+        self.settle()
+        return self._sum
+
+    def total(self) -> Total:
+        return replace(self._encoding.decode(self.ring, self.sites, ()), metrics=scaled_down(self._metrics))
+
+
+Exact = dict[str, tuple[list[int], bool]]  # name -> (sums and count, in whole 2^-20; whether of several sums)
+
+
+def add_exactly(sums: Exact, metrics: Metrics) -> None:
+    """Each metric's sums and count. SecAggError for one too large; adds nothing."""
+    given = {n: [*(v if isinstance(v, list) else [v]), count] for n, (v, count) in metrics.items()}
+    for name, values in given.items():
+        if not all(abs(value) <= SCALAR_LIMIT for value in values):
+            raise SecAggError(f"the sum or count of {name} is not finite, or beyond ±{SCALAR_LIMIT:.3g}")
+    for name, values in given.items():
+        have, several = sums.get(name, ([0] * len(values), isinstance(metrics[name][0], list)))
+        sums[name] = [h + round(v * ONE) for h, v in zip(have, values, strict=True)], several
+
+
+def scaled_down(sums: Exact) -> Metrics:
+    found: Metrics = {}
+    for name, (values, several) in sums.items():
+        *totals, count = (value / ONE for value in values)
+        found[name] = totals if several else totals[0], count
+    return found

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-
-import numpy as np
 
 from ...arena import AnyArena
 from ...config import Config
 from ...errors import BadUpdate, SecAggError, TooFewSites
-from ...events import Emit, Notice, UpdateReceived, UpdateRefused
-from ...exchange import Cohort
+from ...events import Emit, Notice, UpdateReceived, UpdateRefused, heard
+from ...exchange import Cohort, Folds
 from ...learning import NO_EXTRAS, Extras
-from ...messages import Metrics, SiteId, Update
-from ...schema import Schema
-from ...secagg.encoding import StackedUpdate, Total
-from ...secagg.fixedpoint import ONE, SCALAR_LIMIT
+from ...messages import Folded, Metrics, Reply, SiteId, Train, Update
 from ...store import RoundPlan
-from ..sites.privacy import simulated_sum_key
 from ..star import checks
 from ..star.answers import NOBODY, Counted, evaluations, tell_clipped, train_requests
 from ..star.gathered import Aggregate
 from ..star.secure_rounds import groups_of, one_of_groups, tell_failed
-from ..star.secure_terms import check_config, encoding_of, noise_of, policy, round_seed, scale_of
+from ..star.secure_terms import check_config, policy
+from .partial_sums import Exact, PlainSum, add_exactly, scaled_down
 
 
 class FixedPointSums:
@@ -36,39 +30,63 @@ class FixedPointSums:
         self._policy = policy(config, "", extras)
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
-        groups = groups_of(self._config, plan)
-        schema, extras = weights.schema.model, self._extras
-        sums = [PlainSum(self._config, plan.round, schema, len(sites), extras) for sites in groups]
+        config, groups, schema = self._config, groups_of(self._config, plan), weights.schema.model
+        sums = [PlainSum(config, plan.round, schema, len(sites), self._extras) for sites in groups]
         sum_of = {site: each for each, sites in zip(sums, groups, strict=True) for site in sites}
-        requests, inside = train_requests(self._config, plan, weights), list[SiteId]()
-        failed: dict[SiteId, str] = {}
-        replies = self.cohort.exchange(requests, self._config.strategy.round_deadline)
+        requests, inside, failed = train_requests(config, plan, weights), list[SiteId](), dict[SiteId, str]()
+        replies = self._replies(requests, len(plan.sites) if len(groups) == 1 else 0)
         async with aclosing(replies):
-            async for site, reply in replies:
-                try:
-                    checks.answers(requests[site], reply, self._config.limits, self._extras)
-                    assert isinstance(reply, Update), reply
-                    seed = round_seed(self._config, plan.round, site)
-                    sum_of[site].add(reply, seed, simulated_sum_key(self._config, site, plan.round))
-                except (BadUpdate, SecAggError) as e:
-                    self._emit(UpdateRefused(round=plan.round + 1, site=site, reason=str(e)))
-                    failed[site] = str(e)
-                    continue
-                inside.append(site)
-                self._emit(UpdateReceived(round=plan.round + 1, site=site, nbytes=sum_of[site].nbytes))
+            async for sites, reply in replies:
+                sum_of_these, refused = sum_of[sites[0]], dict[int, str]()
+                if isinstance(reply, Folded):
+                    sum_of_these.add_folded(reply)
+                    refused = reply.refused
+                else:
+                    try:
+                        checks.answers(requests[sites[0]], reply, config.limits, self._extras)
+                        assert isinstance(reply, Update), reply
+                        sum_of_these.add(sites[0], reply)
+                    except (BadUpdate, SecAggError) as e:
+                        refused = {0: str(e)}
+                inside += self._tell(plan.round + 1, sites, refused, sum_of_these.nbytes)
+                failed |= {sites[place]: reason for place, reason in refused.items()}
         enough = list[PlainSum]()
-        for one, sites in zip(sums, groups, strict=True):
-            if one.sites >= (quorum := self._quorum(len(sites))):
+        for one, group in zip(sums, groups, strict=True):
+            if one.sites >= (quorum := self._quorum(len(group))):
                 enough.append(one)
             elif len(sums) > 1:
                 tell_failed(self._emit, plan, TooFewSites("secure sum", one.sites, quorum))
         good, inside = inside, [site for site in inside if sum_of[site] in enough]
-        if not enough or len(inside) < self._config.strategy.min_sites:
-            need = max(self._config.strategy.min_sites, self._quorum(len(groups[0])) if not enough else 0)
+        if not enough or len(inside) < config.strategy.min_sites:
+            need = max(config.strategy.min_sites, self._quorum(len(groups[0])) if not enough else 0)
             raise TooFewSites(f"round {plan.round + 1}", len(inside or good), need, failed)
         totals = [each.total() for each in enough]
         tell_clipped(self._emit, plan.round + 1, sum(total.clipped for total in totals), self._extras)
-        return one_of_groups(self._config, plan, weights.schema.model, totals, inside)
+        return one_of_groups(config, plan, schema, totals, inside)
+
+    async def _replies(
+        self, requests: Mapping[SiteId, Train], summands: int
+    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
+        """What the sites answer, folded where they are the `summands` of one sum and the cohort folds."""
+        if summands and isinstance(self.cohort, Folds):
+            async with aclosing(self.cohort.fold(requests, summands)) as folded:
+                async for sites, found in folded:
+                    yield sites, found
+            return
+        async with aclosing(self.cohort.exchange(requests, self._config.strategy.round_deadline)) as replies:
+            async for site, reply in replies:
+                yield (site,), reply
+
+    def _tell(
+        self, number: int, sites: Sequence[SiteId], refused: Mapping[int, str], nbytes: int
+    ) -> list[SiteId]:
+        """Tell of what came, and return whose updates are in the sum."""
+        for place in range(len(sites)) if heard(self._emit, UpdateReceived) else sorted(refused):
+            if place in refused:
+                self._emit(UpdateRefused(round=number, site=sites[place], reason=refused[place]))
+            else:
+                self._emit(UpdateReceived(round=number, site=sites[place], nbytes=nbytes))
+        return [site for place, site in enumerate(sites) if place not in refused]
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
@@ -84,76 +102,9 @@ class FixedPointSums:
         return self._policy.graph(sites)[0]
 
 
-class PlainSum:
-    """Σ of encoded updates, in the open."""
-
-    def __init__(
-        self, config: Config, number: int, schema: Schema, sites: int, extras: Extras = NO_EXTRAS
-    ) -> None:
-        """Of a round's updates of a model of this schema, of at most so many sites."""
-        self._config, self._encoding = config, encoding_of(config, number, sites, schema, extras)
-        self._noise = noise_of(config, schema, sites)
-        self._sum = np.zeros(self._encoding.length, self._encoding.point.dtype)
-        self._room = np.empty_like(self._sum)
-        self._rows: list[StackedUpdate] = []  # of one slab, not summed yet
-        self._metrics: Exact = {}
-        self.nbytes, self.sites = self._sum.nbytes, 0
-
-    def add(self, update: Update, seed: bytes, key: bytes) -> None:
-        """With noise of this `key`, where sums have noise. SecAggError or BadUpdate for one that can't be in
-        a sum; then it is not."""
-        scale = scale_of(self._config, update)
-        if not self._encoding.stacks(update.delta):
-            self._encoding.encode(update, (), seed, self._room, scale=scale)
-            add_exactly(self._metrics, update.metrics)  # raises for what no scalar holds
-            self._sum += self._room
-        else:
-            row = self._encoding.row(update, seed, scale)
-            add_exactly(self._metrics, update.metrics)
-            if self._rows and self._rows[0].delta.slab is not row.delta.slab:
-                self._add_rows()
-            self._rows.append(row)
-            if row.delta.last:
-                self._add_rows()
-        self.sites += 1
-        if self._noise is not None:
-            self._noise.add_to(self._sum, key)
-
-    def _add_rows(self) -> None:
-        rows, self._rows = self._rows, []
-        if rows:
-            self._encoding.add_rows(rows, self._sum)
-
-    def total(self) -> Total:
-        self._add_rows()
-        return replace(self._encoding.decode(self._sum, self.sites, ()), metrics=scaled_down(self._metrics))
-
-
 def exact_sums(all_metrics: Iterable[Metrics]) -> Metrics:
     """Sums over sites as scalars in a masked vector add up: exactly, in steps of 2^-20."""
     sums: Exact = {}
     for metrics in all_metrics:
         add_exactly(sums, metrics)
     return scaled_down(sums)
-
-
-Exact = dict[str, tuple[list[int], bool]]  # name -> (sums and count, in whole 2^-20; whether of several sums)
-
-
-def add_exactly(sums: Exact, metrics: Metrics) -> None:
-    """Each metric's sums and count. SecAggError for one too large; adds nothing."""
-    given = {n: [*(v if isinstance(v, list) else [v]), count] for n, (v, count) in metrics.items()}
-    for name, values in given.items():
-        if not all(abs(value) <= SCALAR_LIMIT for value in values):
-            raise SecAggError(f"the sum or count of {name} is not finite, or beyond ±{SCALAR_LIMIT:.3g}")
-    for name, values in given.items():
-        have, several = sums.get(name, ([0] * len(values), isinstance(metrics[name][0], list)))
-        sums[name] = [h + round(v * ONE) for h, v in zip(have, values, strict=True)], several
-
-
-def scaled_down(sums: Exact) -> Metrics:
-    found: Metrics = {}
-    for name, (values, several) in sums.items():
-        *totals, count = (value / ONE for value in values)
-        found[name] = totals if several else totals[0], count
-    return found

@@ -70,7 +70,7 @@ class PoolCohort:
     ) -> None:
         """`start` makes another trainer, in the place of one that died."""
         self._trainers = [Supervised(start, trainer) for trainer in trainers]
-        self._scratch, self._memory = scratch, memory
+        self._config, self._scratch, self._memory = config, scratch, memory
         self.description: Description = trainers[0].description
         self._stacked = config.simulate.engine in STACKED
         self._site_s: float | None = None  # that a site's part in a folded round took, of one worker
@@ -191,7 +191,7 @@ class PoolCohort:
                 async for site, reply in singles:
                     yield (site,), reply
             return
-        block_bytes = bytes_of(self.description.update, BLOCK, summands)
+        block_bytes = bytes_of(self._config, self.description, BLOCK, summands)
         cut, began = partial(folded, block_bytes=block_bytes, site_s=self._site_s), time.perf_counter()
         async with aclosing(self._replies(requests, cut, summands)) as replies:
             async for sites, found in replies:
@@ -300,7 +300,8 @@ class PoolCohort:
     async def _fold(
         self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int], summands: int
     ) -> Folded:
-        offset, block = self._memory.take(bytes_of(self.description.update, len(sites), summands))
+        nbytes = bytes_of(self._config, self.description, len(sites), summands)
+        offset, block = self._memory.take(nbytes)
         command = msg.Fold(
             sites, round, msg.ModelFile.of(weights), counted, summands, str(self._memory.slab), offset
         )

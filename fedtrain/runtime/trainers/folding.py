@@ -50,7 +50,7 @@ class Folding:
         at_once = sites_at_once(stacked, about.update.nbytes)
         if self._rows is None or len(self._rows) < at_once:
             self._rows = torch.empty(at_once, about.update.nbytes, dtype=torch.uint8)
-        into = sums_of(self._config, about.extras, command.round, weights, count, command.summands, sums)
+        into = sums_of(self._config, about.extras, command, weights, sums)
         found: list[Update | None] = []
         norms, refused, given = [0.0] * count, dict[int, str](), 0
         for start in range(0, count, at_once):

@@ -214,7 +214,7 @@ class Workbench:
                 found = self._train_sites(sites, round, self._at(place), rows, counted)
                 return msg.Done([r if isinstance(r, msg.Failed) else msg.Trained.of(r) for r in found])
             case msg.Fold(sites, _, place, _, summands, slab, offset):
-                nbytes = bytes_of(self.description.update, len(sites), summands)
+                nbytes = bytes_of(self._config, self.description, len(sites), summands)
                 room = self._mapped.bytes_at(slab, offset, nbytes) if slab else memoryview(bytearray(nbytes))
                 return self._folding.fold(command, self._at(place), room, stacked=self._stacked is not None)
             case msg.EvaluateMany(sites, round, place, counted):
