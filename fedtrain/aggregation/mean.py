@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from ..arena import Arena, Row, narrow_into
+from ..arena import Arena, Row, Slab, narrow_into
 from ..errors import RoundError
 from ..messages import Update
 from ..schema import Schema, Section, chunks
@@ -60,20 +60,39 @@ class BlockSum:
         """Add the next update: at once, or together with the following rows when it is a row of a slab."""
         delta, weight = update.delta, update.counts
         if self._rows and not (isinstance(delta, Row) and delta.follows(self._rows[-1].delta)):
-            self._fold_rows()
+            self.settle()
         if isinstance(delta, Row):
             self._rows.append(update)
             if delta.last:
-                self._fold_rows()
+                self.settle()
             return
         for section, start, stop, total in self._parts:
             scratch = self._scratch[: stop - start]
             _fold(total, delta.chunk(section, start, stop), 1.0 if section.extra else weight, scratch)
 
+    def add_rows(self, slab: Slab, first: int, counts: Sequence[float]) -> None:
+        """Add consecutive rows of a slab, from the `first` on, with these weights: the bits of one by one,
+        with the products of many rows computed at once."""
+        import torch
+
+        own = torch.tensor(counts, dtype=torch.float64)[:, None]
+        for section, start, stop, total in self._parts:
+            weights = torch.ones_like(own) if section.extra else own
+            deltas = slab.flat(section)[first : first + len(counts), start:stop]
+            at_once = max(1, PRODUCTS // (stop - start))
+            products = self._scratch[: at_once * (stop - start)].view(at_once, -1)
+            for at in range(0, len(counts), at_once):
+                some = deltas[at : at + at_once]
+                for product in products[: len(some)].copy_(some).mul_(weights[at : at + at_once]).unbind():
+                    total.add_(product)
+
     def settle(self) -> None:
         """Add the rows that wait for others of their slab."""
-        if self._rows:
-            self._fold_rows()
+        rows, self._rows = self._rows, []
+        if rows:
+            first = rows[0].delta
+            assert isinstance(first, Row), first
+            self.add_rows(first.slab, first.index, [update.counts for update in rows])
 
     @property
     def sum(self) -> torch.Tensor:
@@ -85,24 +104,6 @@ class BlockSum:
         """Begin the next block."""
         self._rows = []
         self._sum.zero_()
-
-    def _fold_rows(self) -> None:
-        """Add the pending rows: the bits of one by one, with the products of many rows computed at once."""
-        import torch
-
-        rows, self._rows = self._rows, []
-        first = rows[0].delta
-        assert isinstance(first, Row), first
-        counts = torch.tensor([u.counts for u in rows], dtype=torch.float64)[:, None]
-        for section, start, stop, total in self._parts:
-            weights = torch.ones_like(counts) if section.extra else counts
-            deltas = first.slab.flat(section)[first.index : first.index + len(rows), start:stop]
-            at_once = max(1, PRODUCTS // (stop - start))
-            products = self._scratch[: at_once * (stop - start)].view(at_once, -1)
-            for at in range(0, len(rows), at_once):
-                some = deltas[at : at + at_once]
-                for product in products[: len(some)].copy_(some).mul_(weights[at : at + at_once]).unbind():
-                    total.add_(product)
 
 
 class WeightedMean:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -67,13 +68,19 @@ def build(cls: type[T], table: object, where: str) -> T:
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: expected a table [{where}], got {table!r}")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # cls is always a dataclass
-    types = get_type_hints(cls)
+    types = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     for key in table:
         refuse_unknown(key, known, "key", f"{where}.")
     for name, f in known.items():
         if name not in table and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(f"{where}.{name}: is required")
     return cls(**{key: _convert(value, types[key], f"{where}.{key}") for key, value in table.items()})
+
+
+@cache
+def _hints(cls: Hashable) -> dict[str, Any]:
+    """Field -> type, kept: a round builds its rule anew."""
+    return get_type_hints(cls)
 
 
 def refuse_unknown(name: str, known: Iterable[str], what: str, where: str = "") -> None:

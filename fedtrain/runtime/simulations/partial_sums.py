@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from ...aggregation.mean import BLOCK, BlockSum, length
-from ...arena import Arena
+from ...arena import Arena, Row
 from ...config import Config
-from ...errors import SecAggError
+from ...errors import BadUpdate, SecAggError
 from ...learning import NO_EXTRAS, Extras
 from ...messages import Folded, Metrics, SiteId, Train, Update
 from ...schema import Schema
@@ -26,12 +27,11 @@ from ..trainers.trainer_messages import Description, Fold
 class PartialSum(Protocol):
     """What some of a round's updates are added to."""
 
-    def add(self, place: int, site: SiteId, update: Update) -> float:
-        """Add the update of the site at this place of all, after those before; its norm, where it is looked
-        at. BadUpdate or SecAggError for one that can't be in the sum; then it is not."""
-
-    def settle(self) -> None:
-        """Sum all that was added: the memory of the deltas is needed again."""
+    def add(
+        self, first: int, sites: Sequence[SiteId], updates: Sequence[Update | None]
+    ) -> tuple[list[float], dict[int, str]]:
+        """Add the updates of these sites, the `first` of which is at this place of all; None: there is none.
+        Returns their norms, where they are looked at, and why which place's can't be in the sum."""
 
     def finish(self) -> None:
         """Write the sums to the memory that was given for them."""
@@ -61,19 +61,42 @@ class BlockSums:
 
         self._limits, self._extras = config.limits, extras
         self._request = Train(id="", round=command.round, weights=weights)
-        schema = extras.update(weights.schema)
-        self._block, self._number = BlockSum(schema), 0
-        self._sums = torch.frombuffer(memory, dtype=torch.float64).view(-1, length(schema))
+        self._schema = extras.update(weights.schema)
+        self._block, self._number = BlockSum(self._schema), 0
+        self._sums = torch.frombuffer(memory, dtype=torch.float64).view(-1, length(self._schema))
 
-    def add(self, place: int, site: SiteId, update: Update) -> float:
-        checks.answers(self._request, update, self._limits, self._extras)
-        norm = checks.inspect(update, self._limits, self._extras)
-        self._write(place // BLOCK)
-        self._block.add(update)
-        return norm
+    def add(
+        self, first: int, sites: Sequence[SiteId], updates: Sequence[Update | None]
+    ) -> tuple[list[float], dict[int, str]]:
+        plain = self._extras == NO_EXTRAS
+        if plain and (norms := checks.norms_of(updates, self._schema, self._limits)):
+            self._add_all(first, [update for update in updates if update is not None])
+            return norms, {}
+        norms, refused = [0.0] * len(updates), dict[int, str]()
+        for at, update in enumerate(updates):
+            if update is None:
+                continue
+            try:
+                checks.answers(self._request, update, self._limits, self._extras)
+                norms[at] = checks.inspect(update, self._limits, self._extras)
+            except BadUpdate as e:
+                refused[first + at] = str(e)
+            else:
+                self._write((first + at) // BLOCK)
+                self._block.add(update)
+        self._block.settle()  # the memory of the deltas is needed again
+        return norms, refused
 
-    def settle(self) -> None:
-        self._block.settle()
+    def _add_all(self, first: int, updates: Sequence[Update]) -> None:
+        """Add all the rows of a slab."""
+        assert isinstance(updates[0].delta, Row), updates[0]
+        slab, counts, start = updates[0].delta.slab, [update.counts for update in updates], 0
+        while start < len(counts):
+            number = (first + start) // BLOCK
+            stop = min(len(counts), (number + 1) * BLOCK - first)
+            self._write(number)
+            self._block.add_rows(slab, start, counts[start:stop])
+            start = stop
 
     def finish(self) -> None:
         self._write(len(self._sums))
@@ -96,13 +119,19 @@ class RingSum:
         self._request = Train(id="", round=command.round, weights=weights)
         self._sum = PlainSum(config, command.round, weights.schema.model, command.summands, extras)
 
-    def add(self, place: int, site: SiteId, update: Update) -> float:
-        checks.answers(self._request, update, self._limits, self._extras)
-        self._sum.add(site, update)
-        return 0.0
-
-    def settle(self) -> None:
-        self._sum.settle()
+    def add(
+        self, first: int, sites: Sequence[SiteId], updates: Sequence[Update | None]
+    ) -> tuple[list[float], dict[int, str]]:
+        refused = dict[int, str]()
+        for place, (site, update) in enumerate(zip(sites, updates, strict=True), first):
+            if update is not None:
+                try:
+                    checks.answers(self._request, update, self._limits, self._extras)
+                    self._sum.add(site, update)
+                except (BadUpdate, SecAggError) as e:
+                    refused[place] = str(e)
+        self._sum.settle()  # the memory of the deltas is needed again
+        return [0.0] * len(sites), refused
 
     def finish(self) -> None:
         np.frombuffer(self._memory, self._sum.ring.dtype)[:] = self._sum.ring

@@ -8,7 +8,7 @@ model that a round has made of the updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...arena import AnyArena, Row
@@ -86,6 +86,32 @@ def inspect(update: Update, limits: LimitsConfig, extras: Extras = NO_EXTRAS) ->
             if len(part) and not bool(part.abs().max() <= bound):  # compared in the dtype, as sites clip
                 raise BadUpdate(f"a value of its {name} is beyond the strategy's bound of {bound:g}")
     return norm
+
+
+def norms_of(updates: Sequence[Update | None], schema: Schema, limits: LimitsConfig) -> list[float]:
+    """The norms of the updates when they are all the rows of a slab, and `answers` and `inspect` surely pass
+    each of them; [] when they have to be asked. `schema`: of an update, without vectors of a strategy."""
+    slab = updates[0].delta.slab if updates[0] and isinstance(updates[0].delta, Row) else None
+    names = updates[0].metrics.keys() if updates[0] else ()
+    if slab is None or slab.rows != len(updates) or schema.difference(slab.schema):
+        return []
+    if len(names) > MAX_METRICS or not all(len(name) <= 64 and name.isprintable() for name in names):
+        return []
+    for place, update in enumerate(updates):
+        if update is None or not isinstance(update.delta, Row) or update.weight is not None:
+            return []
+        delta, metrics = update.delta, update.metrics
+        if delta.slab is not slab or delta.index != place or metrics.keys() != names or update.scalars:
+            return []
+        if update.clipped or not 0 < update.num_examples <= limits.max_examples:
+            return []
+        for total, count in metrics.values():
+            if isinstance(total, list) or not 0 <= count < math.inf:
+                return []
+            if not abs(total) <= LARGEST_METRIC * max(count, 1.0):
+                return []
+    most = 0.999 * limits.max_norm if limits.max_norm else math.inf
+    return slab.norms if all(norm < most for norm in slab.norms) else []
 
 
 def _norm(update: Update, limits: LimitsConfig) -> float:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ...aggregation.mean import BLOCK
 from ...arena import Arena, Slab
 from ...config import Config
-from ...errors import BadUpdate, SecAggError
 from ...messages import Folded, SiteId, Update
 from ..simulations.partial_sums import sums_of
 from . import trainer_messages as msg
@@ -59,20 +58,15 @@ class Folding:
             results = self._train_sites(
                 command.sites[some], command.round, weights, slab, command.counted[some]
             )
+            updates = [result if isinstance(result, Update) else None for result in results]
             for place, result in enumerate(results, start):
-                update: Update | None = None
                 if isinstance(result, msg.Failed):
                     if not result.update:
                         return result
                     refused[place] = result.reason
-                else:
-                    given += 1
-                    try:
-                        norms[place] = into.add(place, command.sites[place], result)
-                        update = result
-                    except (BadUpdate, SecAggError) as e:
-                        refused[place] = str(e)
-                found.append(update)
-            into.settle()
+            norms[some], bad = into.add(start, command.sites[some], updates)
+            refused |= bad
+            given += sum(update is not None for update in updates)
+            found += [None if place in refused else u for place, u in enumerate(updates, start)]
         into.finish()
         return Folded.of(found, given, refused, norms, memoryview(b"") if command.slab else sums)
