@@ -215,7 +215,7 @@ def silent(event: Event) -> None:
 
 
 @dataclass(frozen=True)
-class Without:
+class Muted:
     """An Emit that nobody hears of events of these kinds."""
 
     emit: Emit
@@ -229,7 +229,7 @@ class Without:
 def heard(emit: Emit, kind: type[Event]) -> bool:
     """Whether somebody may hear of events of this kind: ten thousand a second would cost as much as the
     training that they tell of."""
-    return not (isinstance(emit, Without) and issubclass(kind, emit.kinds))
+    return not (isinstance(emit, Muted) and issubclass(kind, emit.kinds))
 
 
 def noticed(emit: Emit) -> Callable[[str], None]:

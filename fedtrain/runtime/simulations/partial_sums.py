@@ -21,7 +21,7 @@ from ...secagg.masking import RingVector
 from ..sites.privacy import simulated_sum_key
 from ..star import checks
 from ..star.secure_terms import encoding_of, noise_of, round_seed, scale_of
-from ..trainers.trainer_messages import Description, Fold
+from ..trainers.trainer_messages import Description, FoldMany
 
 
 class PartialSum(Protocol):
@@ -37,9 +37,11 @@ class PartialSum(Protocol):
         """Write the sums to the memory that was given for them."""
 
 
-def sums_of(config: Config, extras: Extras, command: Fold, weights: Arena, memory: memoryview) -> PartialSum:
+def sums_of(
+    config: Config, extras: Extras, command: FoldMany, weights: Arena, memory: memoryview
+) -> PartialSum:
     """Those of the command's sites, in `memory` of `bytes_of` bytes."""
-    kind = RingSum if command.summands else BlockSums
+    kind = FixedPointSum if command.summands else BlockSums
     return kind(config, extras, command, weights, memory)
 
 
@@ -55,7 +57,7 @@ class BlockSums:
     """The sum of each block, as aggregation.WeightedMean adds them: float64 [blocks, numbers of a block]."""
 
     def __init__(
-        self, config: Config, extras: Extras, command: Fold, weights: Arena, memory: memoryview
+        self, config: Config, extras: Extras, command: FoldMany, weights: Arena, memory: memoryview
     ) -> None:
         import torch
 
@@ -109,11 +111,11 @@ class BlockSums:
         self._number = number
 
 
-class RingSum:
+class FixedPointSum:
     """The sum under masks' arithmetic, one vector in the ring."""
 
     def __init__(
-        self, config: Config, extras: Extras, command: Fold, weights: Arena, memory: memoryview
+        self, config: Config, extras: Extras, command: FoldMany, weights: Arena, memory: memoryview
     ) -> None:
         self._limits, self._extras, self._memory = config.limits, extras, memory
         self._request = Train(id="", round=command.round, weights=weights)

@@ -302,7 +302,7 @@ class PoolCohort:
     ) -> Folded:
         nbytes = bytes_of(self._config, self.description, len(sites), summands)
         offset, block = self._memory.take(nbytes)
-        command = msg.Fold(
+        command = msg.FoldMany(
             sites, round, msg.ModelFile.of(weights), counted, summands, str(self._memory.slab), offset
         )
         found = await self._at_a_trainer(lambda trainer: trainer.fold(command))

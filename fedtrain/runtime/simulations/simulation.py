@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import Config
 from ...errors import ConfigError, Damaged, some
-from ...events import Emit, Notice, SiteState, UpdateReceived, Without, noticed
+from ...events import Emit, Muted, Notice, SiteState, UpdateReceived, noticed
 from ...exchange import Cohort
 from ...fairness import SERVER
 from ...learning import NO_EXTRAS, Extras
@@ -75,7 +75,7 @@ async def simulate(
             about = pool.description
             enough_sites(config, about.sites)
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
-                emit = Without(emit, (UpdateReceived, SiteState))
+                emit = Muted(emit, (UpdateReceived, SiteState))
             engine: Any = store.meta().get("engine") or await engine_of(config, pool, emit)
             store.begin(
                 about.schema, agreed(config), frozen=about.frozen.schema, run=config.run.name,
@@ -147,7 +147,7 @@ def answers(config: Config, cohort: Cohort, emit: Emit, extras: Extras = NO_EXTR
 
 
 def cannot_go_back() -> Callable[[str], None]:
-    """Without rounds the next model depends on all that was under way, which no round before it has."""
+    """Muted rounds the next model depends on all that was under way, which no round before it has."""
 
     def stop(line: str) -> None:
         raise Damaged(f"{line} A simulation of asynchronous sites can't go on: start it with --fresh.")

@@ -34,7 +34,7 @@ from ...messages import (
 from ...store import RoundPlan
 from ..threads import in_thread
 from . import checks
-from .gathered import Aggregate, Gathered
+from .gathered import Aggregate, Gathering
 
 T = TypeVar("T")
 Counted = Mapping[SiteId, int]  # site -> the last round in which an update of its is in the model
@@ -83,7 +83,7 @@ class InTheOpen:
         self.rule = rule_of(config)
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
-        requests, found = train_requests(self._config, plan, weights), Gathered(plan, weights, self._extras)
+        requests, found = train_requests(self._config, plan, weights), Gathering(plan, weights, self._extras)
         if self.rule.linear and isinstance(self.cohort, Folds):
             async with aclosing(self.cohort.fold(requests)) as replies:
                 async for sites, reply in replies:
@@ -101,7 +101,7 @@ class InTheOpen:
         return await found.aggregate(self._config, self.rule)
 
     async def _checked(
-        self, requests: Mapping[SiteId, Train], found: Gathered
+        self, requests: Mapping[SiteId, Train], found: Gathering
     ) -> AsyncGenerator[tuple[SiteId, Reply], None]:
         """The good updates, as they come."""
         replies = self.cohort.exchange(requests, self._config.strategy.round_deadline)
@@ -110,7 +110,7 @@ class InTheOpen:
                 if (update := await self._good(site, requests[site], reply, found)) is not None:
                     yield site, update
 
-    async def _good(self, site: SiteId, request: Train, reply: Reply, found: Gathered) -> Update | None:
+    async def _good(self, site: SiteId, request: Train, reply: Reply, found: Gathering) -> Update | None:
         """The reply when it is an update that can be used. A bad one is named here, in `found` and at its
         site, and the round goes on."""
         try:
@@ -123,7 +123,7 @@ class InTheOpen:
         found.sizes[site] = norm * update.counts
         return update
 
-    def _tell(self, sites: Sequence[SiteId], folded: Folded, found: Gathered) -> None:
+    def _tell(self, sites: Sequence[SiteId], folded: Folded, found: Gathering) -> None:
         """Tell of updates that were checked where they were folded, and name the bad ones likewise."""
         number, told = found.plan.round + 1, sorted({*folded.refused, *folded.clipped})
         for place in range(len(sites)) if heard(self._emit, UpdateReceived) else told:
@@ -138,7 +138,7 @@ class InTheOpen:
             ))  # fmt: skip
             tell_clipped(self._emit, number, folded.clipped.get(place, 0), self._extras, site)
 
-    def _refuse(self, site: SiteId, reason: str, found: Gathered) -> None:
+    def _refuse(self, site: SiteId, reason: str, found: Gathering) -> None:
         found.failed[site] = reason
         refuse(self.cohort, self._emit, site, found.plan.round + 1, reason)
 

@@ -44,7 +44,7 @@ class Aggregate:
     scalars: dict[str, float] = field(default_factory=dict)  # Σ of each
 
 
-class Gathered:
+class Gathering:
     """The updates of a round's sites, or sums of them, in the order of the plan."""
 
     def __init__(self, plan: RoundPlan, weights: AnyArena, extras: Extras) -> None:

@@ -40,7 +40,7 @@ class Folding:
         self._rows: torch.Tensor | None = None
 
     def fold(
-        self, command: msg.Fold, weights: Arena, sums: memoryview, *, stacked: bool
+        self, command: msg.FoldMany, weights: Arena, sums: memoryview, *, stacked: bool
     ) -> Folded | msg.Failed:
         """The sums are written to `sums`. Failed when the task failed at a site, which ends the run."""
         import torch

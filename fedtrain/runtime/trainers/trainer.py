@@ -144,7 +144,7 @@ class Trains:
         )
         return done.results  # type: ignore[no-any-return]  # as the message asks
 
-    async def fold(self, command: msg.Fold) -> Folded | msg.Failed:
+    async def fold(self, command: msg.FoldMany) -> Folded | msg.Failed:
         """Local training of several sites, whose updates are summed. Failed when it ends the run."""
         return await self._ask(command)  # type: ignore[no-any-return]  # as the message asks
 

@@ -102,7 +102,7 @@ class TrainMany(msgspec.Struct, tag=True, array_like=True):
     counted: list[int]  # of each site, as in messages.Train
 
 
-class Fold(msgspec.Struct, tag=True, array_like=True):
+class FoldMany(msgspec.Struct, tag=True, array_like=True):
     """Train several sites, which are whole blocks of the mean, and sum what they found: see
     messages.Folded."""
 
@@ -264,7 +264,7 @@ class Saved(msgspec.Struct, tag=True, array_like=True):
 
 
 Command = (
-    Initial | Freeze | Apply | Examples | TrainOne | TrainMany | Fold | EvaluateMany | Show | ColumnsOf
+    Initial | Freeze | Apply | Examples | TrainOne | TrainMany | FoldMany | EvaluateMany | Show | ColumnsOf
     | TallyOne | Choose | TrainBy
 )  # fmt: skip
 Outcome = Description | Failed | Dying | Done | Folded | Counted | Saved | Showing | HasColumns | Chosen

@@ -213,7 +213,7 @@ class Workbench:
                 rows = self._rows(slab, offset, len(sites))
                 found = self._train_sites(sites, round, self._at(place), rows, counted)
                 return msg.Done([r if isinstance(r, msg.Failed) else msg.Trained.of(r) for r in found])
-            case msg.Fold(sites, _, place, _, summands, slab, offset):
+            case msg.FoldMany(sites, _, place, _, summands, slab, offset):
                 nbytes = bytes_of(self._config, self.description, len(sites), summands)
                 room = self._mapped.bytes_at(slab, offset, nbytes) if slab else memoryview(bytearray(nbytes))
                 return self._folding.fold(command, self._at(place), room, stacked=self._stacked is not None)
