@@ -92,6 +92,12 @@ async def simulation(
             "--from: peers begin with the task's own model. Leave --from out, or simulate without "
             "--mode gossip."
         )
+    if mode != "gossip" and config.simulate.on == "torchrun":
+        from .runtime.simulations import on_ranks
+
+        if on_ranks.rank():
+            await asyncio.to_thread(on_ranks.work)
+            return Run(run_dir, config, task)
     with logged(run_dir, on_event) as emit:
         if mode == "gossip":
             from .runtime.simulations import gossip_simulation

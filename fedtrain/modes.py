@@ -48,7 +48,8 @@ MODES: dict[str, Mode] = {
     "gossip": Mode(
         "simulate --mode gossip",
         (*EVERYWHERE, "strategy.kind", "strategy.options", "gossip", "simulate"),
-        but=("gossip.roster", "simulate.workers", "simulate.engine", "privacy.where", "evaluate.server"),
+        but=("gossip.roster", "simulate.workers", "simulate.on", "simulate.engine", "privacy.where",
+             "evaluate.server"),
         keeps=(*GOSSIP, "simulate.engine"),
     ),
     "aggregator": Mode(

@@ -239,8 +239,8 @@ class SimulateConfig(Settings):
     partition: str = "iid"  # how one pool of examples is dealt: iid, dirichlet:0.3, shards:2, quantity:0.5
     examples: Count = 0  # of a site on average, drawn from the pool by each for itself; 0: the pool is dealt
     workers: int | Literal["auto"] = "auto"  # processes; auto: one a core; 0: none, sites train in this one
-    # loop: one by one, a federation's bits; stacked, compiled: many at once; auto: what a probe finds
-    engine: Literal["auto", "loop", "stacked", "compiled"] = "auto"
+    on: Literal["local", "ray", "torchrun"] = "local"  # where workers are: this machine, a Ray cluster, ranks
+    engine: Literal["auto", "loop", "stacked", "compiled"] = "auto"  # how; loop: a federation's bits
     masks: bool = False  # do all of secure aggregation's work as it is done for real; the model is the same
     speeds: Annotated[str, SPEEDS] = "equal"  # how fast asynchronous sites, and peers that never wait, are
 

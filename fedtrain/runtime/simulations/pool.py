@@ -8,7 +8,6 @@ changes a bit of the model.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -29,14 +28,14 @@ from ...fairness import SERVER
 from ...messages import Evaluate, Evaluation, Failure, Folded, Metrics, Reply, Request, SiteId, Train, Update
 from ...store.memory import NEVER
 from ..journal import Averages, plain
-from ..threads import while_torch_loads
 from ..trainers import trainer_messages as msg
 from ..trainers.folding import sites_at_once
-from ..trainers.supervised import Supervised
-from ..trainers.trainer import Trainer, Trains
+from ..trainers.supervised import Supervised, TrainerLost
+from ..trainers.trainer import Trains
 from ..trainers.trainer_messages import Description, Failed
 from ..trainers.workbench import Workbench
-from .local_trainer import ONE_AT_A_TIME, LocalTrainer
+from .launchers import Launcher, launched
+from .local_trainer import LocalTrainer
 from .partial_sums import bytes_of
 from .shared_memory import SharedMemory
 from .shares import Share, folded, singly
@@ -63,13 +62,13 @@ class PoolCohort:
     def __init__(
         self,
         config: Config,
-        trainers: Sequence[Trains],
-        start: Callable[[], Awaitable[Trains]],
+        trainers: Sequence[Supervised],
+        launcher: Launcher,
         scratch: Path,
         memory: SharedMemory,
     ) -> None:
-        """`start` makes another trainer, in the place of one that died."""
-        self._trainers = [Supervised(start, trainer) for trainer in trainers]
+        """`launcher` has started the trainers."""
+        self._trainers, self._launcher = [*trainers], launcher
         self._config, self._scratch, self._memory = config, scratch, memory
         self.description: Description = trainers[0].description
         self._stacked = config.simulate.engine in STACKED
@@ -93,26 +92,12 @@ class PoolCohort:
         """A pool of `workers` processes, or of simulate.workers. Without any the sites train in this process,
         with `task` where it is given, else with the one that run.task names."""
         memory = SharedMemory()
-
-        async def start() -> Trains:
-            if not count:
-                with ONE_AT_A_TIME:  # a model is drawn
-                    return LocalTrainer(Workbench(config, data_dir, simulated=True, task=task))
-            return await Trainer.start(
-                config, data_dir=data_dir, scratch=scratch, simulated=True, pass_fds=memory.fds
-            )
-
-        count = config.simulate.workers if workers is None else workers
-        if count == "auto":
-            count = len(os.sched_getaffinity(0))
-        starting = asyncio.gather(*(start() for _ in range(count or 1)), return_exceptions=True)
-        started = await while_torch_loads(starting)
-        trainers = [t for t in started if isinstance(t, Trains)]
-        if errors := [e for e in started if isinstance(e, BaseException)]:
-            await asyncio.gather(*(trainer.close() for trainer in trainers))
+        try:
+            launcher, trainers = await launched(config, workers, scratch, data_dir, task, memory)
+        except BaseException:
             memory.close()
-            raise errors[0]
-        return cls(config, trainers, start, scratch, memory)
+            raise
+        return cls(config, trainers, launcher, scratch, memory)
 
     async def __aenter__(self) -> Self:
         return self
@@ -124,6 +109,7 @@ class PoolCohort:
 
     async def close(self) -> None:
         await asyncio.gather(*(trainer.close() for trainer in self._trainers))
+        await self._launcher.close()
         self._memory.close()
 
     @property
@@ -339,7 +325,15 @@ class PoolCohort:
         """Ask the least busy one, or the one in this process for a debugged site."""
         if self._debugged is not None and self._debugged[0] in sites:
             return await ask(self._debugged[1])
-        return await ask(min(self._trainers, key=lambda trainer: trainer.backlog))
+        while True:
+            trainer = min(self._trainers, key=lambda trainer: trainer.backlog)
+            try:
+                return await ask(trainer)
+            except TrainerLost:
+                if trainer in self._trainers and len(self._trainers) > 1:
+                    self._trainers.remove(trainer)  # the others do its work, with the same bits
+                elif trainer in self._trainers:
+                    raise
 
 
 def good(result: T | Failed) -> T:

@@ -18,7 +18,7 @@ class SharedMemory:
     """
 
     def __init__(self) -> None:
-        self.fds = _nameless(), _nameless()
+        self.fds = nameless(), nameless()
         self.weights, self.slab = (Path(f"/dev/fd/{fd}") for fd in self.fds)
         self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}  # by size
         self._end = 0
@@ -63,7 +63,7 @@ class Mapped:
         return memoryview(self._slab[1])[offset : offset + nbytes]
 
 
-def _nameless() -> int:
+def nameless() -> int:
     """A file in memory; where the system has no such thing, one on disk that is already unlinked."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fedtrain")

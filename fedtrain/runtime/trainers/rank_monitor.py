@@ -22,6 +22,11 @@ from ..processes import ending, is_stopped
 # (else new ranks may try it again), and whether the user's configuration is at fault.
 GiveUp = Callable[[str, bool, bool], None]
 
+
+def nobody(reason: str, answer: bool, config: bool) -> None:
+    """A GiveUp where there is nobody to tell."""
+
+
 POLL_S = 0.5  # how often each rank is checked for having been stopped
 STOPPED_POLLS = 6  # a rank found stopped so many times in a row ends all
 REPORT_BYTES = 1 << 16  # of a RankFailure: as much as a pipe holds

@@ -12,6 +12,10 @@ from . import trainer_messages as msg
 from .trainer import TRIES, TrainerDied, Trains
 
 
+class TrainerLost(TrainerDied):
+    """The trainer has died, and none can be started in its place."""
+
+
 class Supervised(Trains):
     """A trainer whose process is started again when it dies; TrainerDied when it died TRIES times over one
     request."""
@@ -52,6 +56,8 @@ class Supervised(Trains):
             trainer = self._trainer
             try:
                 return await trainer._ask(message)
+            except TrainerLost:
+                raise
             except TrainerDied:
                 self._dead = self._dead or trainer is self._trainer
                 if not left:

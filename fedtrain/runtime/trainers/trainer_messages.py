@@ -272,9 +272,15 @@ Outcome = Description | Failed | Dying | Done | Folded | Counted | Saved | Showi
 _encoder = msgspec.msgpack.Encoder()
 outcomes = msgspec.msgpack.Decoder(Outcome)
 commands = msgspec.msgpack.Decoder(Command)
+requests = msgspec.msgpack.Decoder(Start | Command)
+
+
+def encoded(message: Start | Command | Outcome) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
 
 
 def framed(message: Start | Command | Outcome) -> bytes:
     """The bytes of a frame."""
-    body = _encoder.encode(message)
+    body = encoded(message)
     return LENGTH.pack(len(body)) + body

@@ -26,6 +26,7 @@ from ...config import Config
 from ..processes import signalled_when_parent_ends
 from . import trainer_messages as msg
 from .metrics_only import MetricsOnly
+from .rank_monitor import GiveUp, nobody
 from .workbench import Workbench
 
 # The sections of fedtrain.toml that a trainer needs. None of them says where keys lie.
@@ -101,13 +102,7 @@ def serve(channel: socket.socket) -> None:
     start = msgspec.msgpack.decode(next(incoming), type=msg.Start)
     gc.disable()  # the modules loaded here stay, and looking for garbage in them takes a seventh of the time
     try:
-        data_dir = Path(start.data_dir) if start.data_dir is not None else None
-        config = Config.of(start.config, start.root)
-        bench: Workbench | MetricsOnly
-        if start.metrics_only:
-            bench = MetricsOnly(config)
-        else:
-            bench = Workbench(config, data_dir, simulated=start.simulated, give_up=give_up)
+        bench = bench_of(start, give_up)
     except Exception as e:  # the user's imports and constructors run in this block
         return send(msg.Failed.of(e))
     gc.freeze()
@@ -119,6 +114,15 @@ def serve(channel: socket.socket) -> None:
         except Exception as e:  # torch and the user's code run in this block, and the process must go on
             answer = msg.Failed.of(e)
         send(answer)
+
+
+def bench_of(start: msg.Start, give_up: GiveUp = nobody) -> Workbench | MetricsOnly:
+    """What a new trainer answers by."""
+    config = Config.of(start.config, start.root)
+    if start.metrics_only:
+        return MetricsOnly(config)
+    data_dir = Path(start.data_dir) if start.data_dir is not None else None
+    return Workbench(config, data_dir, simulated=start.simulated, give_up=give_up)
 
 
 def _end_with(channel: socket.socket) -> None:

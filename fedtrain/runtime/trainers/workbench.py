@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..sites import compressed
 from ..sites.privacy import check_config, streams_of
 from . import trainer_messages as msg
 from .folding import Folding
+from .rank_monitor import GiveUp, nobody
 
 if TYPE_CHECKING:
     from ...training.stacked import Stacked
@@ -55,7 +56,7 @@ class Workbench:
         data_dir: Path | None = None,
         *,
         simulated: bool,
-        give_up: Callable[[str, bool, bool], None] = lambda reason, answer, config: None,
+        give_up: GiveUp = nobody,
         task: Task | None = None,
     ) -> None:
         """`give_up`: see rank_monitor. `task`: that of run.task, where a program has made it already."""

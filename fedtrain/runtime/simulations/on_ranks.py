@@ -1,0 +1,117 @@
+"""Trainers of a simulation as ranks of torchrun or SLURM (simulate.on = "torchrun").
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m fedtrain simulate
+
+Rank 0 runs the simulation and has a trainer process of its own; each other rank is a trainer. They speak over
+a process group (Gloo). When a rank dies, torchrun starts them all again, and the run goes on from its last
+committed round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ConfigError
+from ...training.elastic import meet
+from ...training.mesh import shutdown
+from ..trainers import trainer_messages as msg
+from ..trainers.supervised import TrainerLost
+from .remote import Bytes, Desk, Model, Remote
+
+SILENT_S = 86_400.0  # that a rank may take for its work; the end of its process is noticed at once
+OVER = -1  # where the length of a message would be: none will come
+
+
+def rank() -> int:
+    """Of this process; 0 where torchrun did not start it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def work() -> None:
+    """Be the trainer of this rank, until rank 0 says that the run is over."""
+    meet("gloo", SILENT_S)
+    desk = Desk()
+    while (lengths := _numbers(0, 3))[0] != OVER:
+        message, digest, model = (_receive(0, length) for length in lengths)
+        if digest:
+            desk.hold(bytes(digest).decode(), model)
+        _send(0, *desk.answer(bytes(message)))
+    shutdown()
+
+
+class Ranks:
+    """All ranks but this one, which is rank 0."""
+
+    def __init__(self) -> None:
+        if "WORLD_SIZE" not in os.environ:
+            raise ConfigError(
+                'simulate.on = "torchrun": torchrun has not started this process. Run: torchrun '
+                '--nproc-per-node N -m fedtrain simulate; or set simulate.on = "local".'
+            )
+        meet("gloo", SILENT_S)
+        self.numbers = range(1, dist.get_world_size())
+
+    async def start(self, number: int, start: msg.Start) -> Remote:
+        """The trainer of a rank."""
+        return await Remote.begin(Rank(number), start)
+
+    async def close(self) -> None:
+        """Part from the ranks, which all have been closed."""
+        await asyncio.to_thread(shutdown)
+
+
+class Rank:
+    """The carrier to a rank. A thread of its own has one message after the other answered."""
+
+    def __init__(self, number: int) -> None:
+        self._rank, self._held = number, ""
+        self._thread = ThreadPoolExecutor(1, f"rank {number}")
+
+    async def carry(self, message: bytes, model: Model | None) -> tuple[Bytes, Bytes]:
+        asked = asyncio.get_running_loop().run_in_executor(self._thread, self._carry, message, model)
+        return await asyncio.shield(asked)  # the answer is to be read, whoever waits for it
+
+    def _carry(self, message: bytes, model: Model | None) -> tuple[Bytes, Bytes]:
+        digest, weights = "", b""
+        if model is not None and model[0] != self._held:
+            digest, weights = model[0], model[1]()
+        try:
+            _send(self._rank, message, digest.encode(), weights)
+            self._held = digest or self._held
+            body, written = (_receive(self._rank, length) for length in _numbers(self._rank, 2))
+        except RuntimeError as e:
+            raise TrainerLost(f"rank {self._rank} of torchrun is gone: {str(e).splitlines()[0]}") from e
+        return body, written
+
+    async def close(self) -> None:
+        over = asyncio.get_running_loop().run_in_executor(self._thread, self._leave)
+        await asyncio.shield(over)
+        self._thread.shutdown(wait=False)
+
+    def _leave(self) -> None:
+        dist.send(torch.tensor([OVER, 0, 0]), self._rank)
+
+
+def _send(to: int, *parts: bytes) -> None:
+    dist.send(torch.tensor([len(part) for part in parts]), to)
+    for part in parts:
+        if part:
+            dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), to)
+
+
+def _numbers(source: int, count: int) -> list[int]:
+    found = torch.empty(count, dtype=torch.int64)
+    dist.recv(found, source)
+    return found.tolist()
+
+
+def _receive(source: int, length: int) -> memoryview:
+    found = torch.empty(length, dtype=torch.uint8)
+    if length:
+        dist.recv(found, source)
+    return memoryview(found.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
