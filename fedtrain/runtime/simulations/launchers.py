@@ -16,6 +16,7 @@ from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from ..trainers.trainer_process import start_message
 from ..trainers.workbench import Workbench
+from .gpus import dealt, gpus_here, workers_on
 from .local_trainer import ONE_AT_A_TIME, LocalTrainer
 from .shared_memory import SharedMemory
 
@@ -39,13 +40,14 @@ class OnThisMachine:
     """Processes of this machine, one a core. Where it has GPUs, they are shared out."""
 
     def __init__(self, config: Config, data_dir: Path | None, scratch: Path, memory: SharedMemory) -> None:
-        self.count = len(os.sched_getaffinity(0))
+        cores, self._gpus = len(os.sched_getaffinity(0)), gpus_here(config.train.device)
+        self.count = workers_on(self._gpus, cores) if self._gpus else cores
         self._config, self._data_dir, self._scratch, self._memory = config, data_dir, scratch, memory
 
     async def start(self, number: int) -> Trains:
         return await Trainer.start(
             self._config, data_dir=self._data_dir, scratch=self._scratch, simulated=True,
-            pass_fds=self._memory.fds,
+            pass_fds=self._memory.fds, gpu=dealt(self._gpus, number),
         )  # fmt: skip
 
     async def close(self) -> None:

@@ -21,6 +21,7 @@ from ...training.elastic import meet
 from ...training.mesh import shutdown
 from ..trainers import trainer_messages as msg
 from ..trainers.supervised import TrainerLost
+from .gpus import dealt, gpus_here
 from .remote import Bytes, Desk, Model, Remote
 
 SILENT_S = 86_400.0  # that a rank may take for its work; the end of its process is noticed at once
@@ -32,8 +33,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def work() -> None:
-    """Be the trainer of this rank, until rank 0 says that the run is over."""
+def work(device: str) -> None:
+    """Be the trainer of this rank, until rank 0 says that the run is over. `device`: train.device."""
+    gpu = dealt(gpus_here(device), int(os.environ.get("LOCAL_RANK", "0")))
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     meet("gloo", SILENT_S)
     desk = Desk()
     while (lengths := _numbers(0, 3))[0] != OVER:

@@ -101,9 +101,8 @@ class Trains:
 
     async def apply(self, base: ArenaFile, patch: ArenaFile, out: Path) -> str:
         """The digest of the model that a patch makes of another, written to `out`."""
-        saved: msg.Saved = await self._ask(
-            msg.Apply(msg.ModelFile.of(base), msg.ModelFile.of(patch), str(out))
-        )
+        command = msg.Apply(msg.ModelFile.of(base), msg.ModelFile.of(patch), str(out))
+        saved: msg.Saved = await self._ask(command)
         return saved.digest
 
     async def examples(self, site: SiteId) -> float | None:
@@ -185,16 +184,17 @@ class Trainer(Trains, asyncio.Protocol):
         simulated: bool = False,
         pass_fds: Sequence[int] = (),
         metrics_only: bool = False,
+        gpu: str | None = None,
     ) -> Self:
         """Start a process and have it load the task.
 
         Args:
-            data_dir: The task's data_dir.
             scratch: The folder of its temporary files.
             log: The file that what the task prints goes to; None: the stderr of this process.
             simulated: It has the data of all sites, as [simulate] says, not what data(site) finds.
             pass_fds: File descriptors that it inherits.
             metrics_only: It makes no model and trains nothing.
+            gpu: The only GPU that it sees, as CUDA_VISIBLE_DEVICES names it.
 
         Raises:
             ConfigError, TaskError: It cannot load the task.
@@ -202,7 +202,7 @@ class Trainer(Trains, asyncio.Protocol):
         """
         start = start_message(config, data_dir, simulated=simulated, metrics_only=metrics_only)
         for left in reversed(range(TRIES)):
-            process, channel = await spawn(config, scratch, log, pass_fds)
+            process, channel = await spawn(config, scratch, log, pass_fds, gpu)
             trainer = cls(process, log)
             connected = functools.partial(lambda made: made, trainer)
             await asyncio.get_running_loop().create_connection(connected, sock=channel)

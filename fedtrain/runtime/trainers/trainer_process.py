@@ -41,7 +41,7 @@ def start_message(config: Config, data_dir: Path | None, *, simulated: bool, met
 
 
 async def spawn(
-    config: Config, scratch: Path, log: Path | None, pass_fds: Sequence[int]
+    config: Config, scratch: Path, log: Path | None, pass_fds: Sequence[int], gpu: str | None = None
 ) -> tuple[asyncio.subprocess.Process, socket.socket]:
     """A new process and the socket to it; see Trainer.start."""
     ours, theirs = socket.socketpair()
@@ -50,7 +50,7 @@ async def spawn(
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", __name__, str(theirs.fileno()),
             stdin=subprocess.DEVNULL, stdout=output or 2, stderr=output or 2,
-            pass_fds=(theirs.fileno(), *pass_fds), env=environment(config, scratch),
+            pass_fds=(theirs.fileno(), *pass_fds), env=environment(config, scratch, gpu),
             start_new_session=True,  # Ctrl-C is the parent's to handle, and stop() ends the whole group
         )  # fmt: skip
     finally:
@@ -60,7 +60,7 @@ async def spawn(
     return process, ours
 
 
-def environment(config: Config, scratch: Path) -> dict[str, str]:
+def environment(config: Config, scratch: Path, gpu: str | None = None) -> dict[str, str]:
     """The child's environment: this one, without what names keys, and with this very fedtrain on its path."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("FEDTRAIN_", "GRPC_", "SSLKEYLOGFILE"))}
     here = str(Path(__file__).resolve().parents[3])
@@ -69,6 +69,7 @@ def environment(config: Config, scratch: Path) -> dict[str, str]:
     return ours | {
         "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TMPDIR": str(scratch.resolve()),
         "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
+        **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
         **malloc.ENVIRONMENT,  # new pages for every batch would cost a tenth of the training
     }  # fmt: skip
 

@@ -1,0 +1,36 @@
+"""Which of a machine's GPUs each trainer of a simulation takes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+WORKERS = 4  # of one GPU, at most: small models leave it idle while one process prepares their batches
+WORKER_MIB = 4096  # of its free memory for each of them, at least; a process alone takes 500
+
+
+def gpus_here(device: str) -> dict[str, int]:
+    """The GPUs that trainers may take by train.device, as CUDA_VISIBLE_DEVICES names them, with their free
+    memory in MiB; none where it names one, or where none is here."""
+    if device not in ("auto", "cuda") or (command := shutil.which("nvidia-smi")) is None:
+        return {}
+    asked = [command, "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
+    free: dict[str, int] = {}
+    for line in told.stdout.splitlines() if told.returncode == 0 else ():
+        index, uuid, mib = line.split(", ")
+        free |= {index: int(mib), uuid: int(mib)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name for name in free if name.isdigit()] if visible is None else visible.split(",")
+    return {name: free[name] for name in names if name in free}
+
+
+def workers_on(gpus: dict[str, int], cores: int) -> int:
+    """How many trainers these GPUs and cores keep busy."""
+    return min(cores, sum(max(1, min(WORKERS, free // WORKER_MIB)) for free in gpus.values()))
+
+
+def dealt(gpus: dict[str, int], number: int) -> str | None:
+    """The GPU of trainer `number`; None where there are none."""
+    return [*gpus][number % len(gpus)] if gpus else None

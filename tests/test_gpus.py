@@ -1,0 +1,57 @@
+"""Which trainer of a simulation takes which GPU, by a stand-in for nvidia-smi."""
+
+import pytest
+
+from fedtrain.config import Config
+from fedtrain.runtime.simulations.gpus import dealt, gpus_here, workers_on
+from fedtrain.runtime.trainers.trainer_process import environment
+
+TWO = """#!/bin/sh
+echo "0, GPU-aaaa, 40000"
+echo "1, GPU-bbbb, 9000"
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    def has(script):
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    has(TWO)
+    return has
+
+
+def test_trainers_are_shared_out_over_all_gpus(machine, tmp_path):
+    gpus = gpus_here("auto")
+    assert [dealt(gpus, number) for number in range(5)] == ["0", "1", "0", "1", "0"]
+    seen = environment(Config(), tmp_path, dealt(gpus, 1))["CUDA_VISIBLE_DEVICES"]
+    assert seen == "1"
+
+
+def test_a_gpu_takes_as_many_trainers_as_its_free_memory_and_the_cores_allow(machine):
+    gpus = gpus_here("cuda")
+    assert workers_on(gpus, 64) == 4 + 2
+    assert workers_on(gpus, 3) == 3
+    assert workers_on({"0": 100}, 8) == 1  # it may do, and an error says so if it does not
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"), [("1", ["1"]), ("GPU-bbbb,0", ["GPU-bbbb", "0"]), ("", []), ("7", [])]
+)
+def test_only_gpus_that_this_process_may_see_are_dealt(machine, monkeypatch, visible, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [*gpus_here("auto")] == found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_where_the_device_is_named_nothing_is_dealt(machine, tmp_path, device):
+    assert gpus_here(device) == {}
+    assert "CUDA_VISIBLE_DEVICES" not in environment(Config(), tmp_path, dealt({}, 3))
+
+
+def test_a_driver_that_does_not_answer_is_no_gpu(machine):
+    machine("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+    assert gpus_here("auto") == {}
