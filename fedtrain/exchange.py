@@ -50,7 +50,7 @@ class Folds(Protocol):
     """A cohort whose sites' updates may be summed where they are trained, as those of a simulation are."""
 
     def fold(
-        self, requests: Mapping[SiteId, Train], summands: int = 0
+        self, requests: Mapping[SiteId, Train], deadline_s: float, summands: int = 0
     ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
         """Send each site its request; yield what comes in the order of the requests: of sites that are whole
         blocks of the mean one Folded, and else the single reply of one site.

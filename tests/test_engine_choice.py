@@ -8,7 +8,7 @@ from fedtrain.config import Config
 from fedtrain.errors import ConfigError
 from fedtrain.runtime.simulations import simulation
 from fedtrain.runtime.trainers import engines
-from fedtrain.runtime.trainers.engines import Probe
+from fedtrain.runtime.trainers.engines import EngineTrial
 from fedtrain.runtime.trainers.trainer_messages import Chosen
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.training.stacked import refusal
@@ -51,7 +51,7 @@ def notices(events):
 def probing(monkeypatch, *, loop, stacked, compiled=None, ready=0.0):
     """Probes that are told how many µs an update takes by each engine, the first one `ready` s more."""
     monkeypatch.setattr(engines, "FEW", 0)
-    monkeypatch.setattr(Probe, "_loop", lambda self, sites=0: loop * 1e-6)
+    monkeypatch.setattr(EngineTrial, "_loop", lambda self, sites=0: loop * 1e-6)
     first = set()
 
     def timed(self, engine):
@@ -63,13 +63,13 @@ def probing(monkeypatch, *, loop, stacked, compiled=None, ready=0.0):
             return us * 1e-6 + ready / len(self._pairs)
         return us * 1e-6
 
-    monkeypatch.setattr(Probe, "_stacked", timed)
+    monkeypatch.setattr(EngineTrial, "_stacked", timed)
 
 
 def chosen(folder, updates, **options):
     bench = Workbench(auto(folder, **options), simulated=True)
     pairs = [(site, bench._load("data", site)) for site in bench.description.sites]
-    return Probe(bench._config, bench._learner, bench._stack, pairs, bench.initial()).choose(updates)
+    return EngineTrial(bench._config, bench._learner, bench._stack, pairs, bench.initial()).choose(updates)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_probe_times_the_task_itself_and_leaves_no_trace(folder, monkeypatch):
     monkeypatch.setattr(engines, "FEW", 0)
     bench = Workbench(auto(folder), simulated=True)
     pairs = [(site, bench._load("data", site)) for site in bench.description.sites]
-    probe = Probe(bench._config, bench._learner, bench._stack, pairs, bench.initial())
+    probe = EngineTrial(bench._config, bench._learner, bench._stack, pairs, bench.initial())
     assert probe._loop() > 0
     assert probe._stacked(bench._stack("stacked")) > 0
     assert probe.choose(10_000).engine in ("loop", "stacked")

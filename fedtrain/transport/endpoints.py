@@ -203,7 +203,7 @@ class RemoteCohort:
         try:
             while (data := await stream.read()) is not None:
                 frame: frames.FromSite = decode(data, frames.FromSite)
-                if isinstance(frame, frames.Answer):
+                if isinstance(frame, frames.Answered):
                     await self._answered(session, frame)
                 else:
                     self._end.receive(session, frame)
@@ -248,7 +248,7 @@ class RemoteCohort:
         if answer := await self._take(site, offer, stop, bring):
             await stream.write(encode(answer))
 
-    async def _answered(self, session: SiteSession, answer: frames.Answer) -> None:
+    async def _answered(self, session: SiteSession, answer: frames.Answered) -> None:
         async def bring(reply: Reply) -> None:
             await streams.unpack(self._inbox(session.site), reply, answer.data)
             self.bytes_in += len(answer.data)
@@ -260,7 +260,7 @@ class RemoteCohort:
     async def _take(
         self,
         site: SiteId,
-        offer: frames.Offer | frames.Answer,
+        offer: frames.Offer | frames.Answered,
         stop: Callable[[], object],
         bring: Callable[[Reply], Awaitable[None]],
     ) -> frames.UploadAnswer | None:

@@ -201,7 +201,7 @@ class SiteLink:
     async def _offer(self, call: streams.Connection, request: Request, reply: Reply) -> None:
         body = encode(reply, self._end.known)
         if streams.fits(reply):
-            answer = frames.Answer(id=request.id, body=body, data=streams.inlined(reply))
+            answer = frames.Answered(id=request.id, body=body, data=streams.inlined(reply))
             self._outbox.put_nowait(encode(answer))
             return
         offered = {arena.digest: arena for arena in arenas(reply)}

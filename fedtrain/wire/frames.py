@@ -4,7 +4,7 @@ Each frame is a msgspec struct in MessagePack: typed, checked while it is decode
 A model's bytes follow as raw chunks in a stream of their own, unless they are so few that they fit into the
 frame that names them:
 
-  Session   Hello, Status..., Answer..., Leaving
+  Session   Hello, Status..., Answered..., Leaving
             -> Welcome | Refused, Ask..., Cancel..., Rejected..., Note..., Finished
   Download  Fetch -> chunks                                the model that an Ask names, from any offset
   Upload    Offer, chunks... -> Resume, Stored | Moot | Refused   a reply's header, then the bytes it names
@@ -102,7 +102,7 @@ class Ask(Frame, frozen=True, kw_only=True, tag=True):
     data: bytes = b""  # the bytes of its arenas, one after the other; or they are to be fetched
 
 
-class Answer(Frame, frozen=True, kw_only=True, tag=True):
+class Answered(Frame, frozen=True, kw_only=True, tag=True):
     """A reply with all the bytes that it names."""
 
     id: str  # of the request that this reply answers
@@ -111,7 +111,7 @@ class Answer(Frame, frozen=True, kw_only=True, tag=True):
 
 
 class Rejected(Frame, frozen=True, kw_only=True, tag=True):
-    """The Answer to the request `id` is not used."""
+    """The answer to the request `id` is not used."""
 
     id: str
     reason: str
@@ -164,6 +164,6 @@ class Moot(Frame, frozen=True, kw_only=True, tag=True):
     """The reply is no longer needed: enough sites had answered before."""
 
 
-FromSite = Hello | Status | Answer | Leaving
+FromSite = Hello | Status | Answered | Leaving
 FromAggregator = Welcome | Refused | Ask | Cancel | Rejected | Note | Finished
 UploadAnswer = Resume | Stored | Moot | Refused

@@ -14,7 +14,7 @@ from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Spool
 from fedtrain.transport.streams import unpack
 from fedtrain.wire.codec import UNFETCHED, decode, encode, known
-from fedtrain.wire.frames import INLINE_BYTES, Answer, Ask, FromAggregator, Rejected, Welcome
+from fedtrain.wire.frames import INLINE_BYTES, Answered, Ask, FromAggregator, Rejected, Welcome
 from tests import federation
 from tests.federation import (
     STARS,
@@ -131,7 +131,7 @@ async def session(certs, agg, name="a"):
 
 def answer(request, reply, **fields):
     data = bytes(reply.delta.payload) if isinstance(reply, Update) else b""
-    return Answer(**{"id": request.id, "body": encode(reply), "data": data} | fields)
+    return Answered(**{"id": request.id, "body": encode(reply), "data": data} | fields)
 
 
 UPDATE = Update(delta=random_arena(1000, 1), num_examples=5)

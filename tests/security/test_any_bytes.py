@@ -64,7 +64,7 @@ def only(error: type[FedtrainError], read, valid: bytes, times: int = 400) -> No
             agreed={"train.lr": "0.1"},
         )),
         (frames.FromAggregator, frames.Refused(reason="another task", final=True)),
-        (frames.FromSite, frames.Answer(id="r/0/0/train", body=b"header", data=b"bytes")),
+        (frames.FromSite, frames.Answered(id="r/0/0/train", body=b"header", data=b"bytes")),
         (frames.FromAggregator, frames.Ask(body=b"header", data=b"bytes")),
         (frames.UploadAnswer, frames.Refused(reason="late")),
         (Train | Evaluate, Train(id="r/0/0/train", round=0, weights=WEIGHTS)),

@@ -68,12 +68,13 @@ class FixedPointSums:
         self, requests: Mapping[SiteId, Train], summands: int
     ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
         """What the sites answer, folded where they are the `summands` of one sum and the cohort folds."""
+        deadline_s = self._config.strategy.round_deadline
         if summands and isinstance(self.cohort, Folds):
-            async with aclosing(self.cohort.fold(requests, summands)) as folded:
+            async with aclosing(self.cohort.fold(requests, deadline_s, summands)) as folded:
                 async for sites, found in folded:
                     yield sites, found
             return
-        async with aclosing(self.cohort.exchange(requests, self._config.strategy.round_deadline)) as replies:
+        async with aclosing(self.cohort.exchange(requests, deadline_s)) as replies:
             async for site, reply in replies:
                 yield (site,), reply
 

@@ -169,11 +169,11 @@ class PoolCohort:
                 yield site, reply
 
     async def fold(
-        self, requests: Mapping[SiteId, Train], summands: int = 0
+        self, requests: Mapping[SiteId, Train], deadline_s: float, summands: int = 0
     ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
         """See exchange.Folds. Where a site is debugged, and so the first, all updates come one by one."""
         if self._debugged is not None:
-            async with aclosing(in_order(self.exchange(requests, 0), list(requests))) as singles:
+            async with aclosing(in_order(self.exchange(requests, deadline_s), list(requests))) as singles:
                 async for site, reply in singles:
                     yield (site,), reply
             return

@@ -116,7 +116,7 @@ class Desk:
                     return bench.answer(msg.Initial(str(out), frozen)), out.read_bytes()
             case msg.Freeze():
                 return bench.answer(msg.Freeze(self._place(message.frozen))), b""
-            case msg.Fold():  # the sums are in the answer
+            case msg.FoldMany():  # the sums are in the answer
                 return bench.answer(replace(message, weights=self._place(message.weights), slab="")), b""
             case msg.EvaluateMany():
                 return bench.answer(replace(message, weights=self._place(message.weights))), b""
@@ -139,7 +139,7 @@ def model_of(message: msg.Start | msg.Command) -> msg.ModelFile | None:
     """The model that a message names, if it names one."""
     match message:
         case (
-            msg.Fold(weights=model)
+            msg.FoldMany(weights=model)
             | msg.TrainMany(weights=model)
             | msg.EvaluateMany(weights=model)
             | msg.Freeze(frozen=model)
@@ -151,7 +151,7 @@ def model_of(message: msg.Start | msg.Command) -> msg.ModelFile | None:
 def keep(message: msg.Start | msg.Command, outcome: msg.Outcome, written: Bytes) -> None:
     """Write what was found over there into the room that the message names here."""
     match message:
-        case msg.Fold(slab=slab, offset=offset) if isinstance(outcome, Folded):
+        case msg.FoldMany(slab=slab, offset=offset) if isinstance(outcome, Folded):
             put(slab, offset, outcome.sums)
         case msg.Initial(out):
             Path(out).write_bytes(written)

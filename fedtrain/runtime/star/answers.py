@@ -85,7 +85,7 @@ class InTheOpen:
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         requests, found = train_requests(self._config, plan, weights), Gathering(plan, weights, self._extras)
         if self.rule.linear and isinstance(self.cohort, Folds):
-            async with aclosing(self.cohort.fold(requests)) as replies:
+            async with aclosing(self.cohort.fold(requests, self._config.strategy.round_deadline)) as replies:
                 async for sites, reply in replies:
                     if isinstance(reply, Folded):
                         self._tell(sites, reply, found)

@@ -38,7 +38,7 @@ def stack_of(
     return Stacked(engine, own_training=own, samples=samples, compiled=kind == "compiled")
 
 
-class Probe:
+class EngineTrial:
     """Times the engines on some of a simulation's sites."""
 
     def __init__(

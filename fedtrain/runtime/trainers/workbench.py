@@ -219,14 +219,14 @@ class Workbench:
                 room = self._mapped.bytes_at(slab, offset, nbytes) if slab else memoryview(bytearray(nbytes))
                 return self._folding.fold(command, self._at(place), room, stacked=self._stacked is not None)
             case msg.EvaluateMany(sites, round, place, counted):
-                weights = self._at(place)
                 each = zip(sites, counted, strict=True)
-                return msg.Done([self._evaluated(site, round, weights, last) for site, last in each])
+                return msg.Done([self._evaluated(site, round, self._at(place), last) for site, last in each])
             case msg.Choose(sites, updates):
-                from .engines import Probe
+                from .engines import EngineTrial
 
                 pairs = [(site, self._load("data", site)) for site in sites]
-                return Probe(self._config, self._learner, self._stack, pairs, self.initial()).choose(updates)
+                trial = EngineTrial(self._config, self._learner, self._stack, pairs, self.initial())
+                return trial.choose(updates)
             case msg.TrainBy(engine):
                 self.train_by(engine)
                 return msg.Saved("")
