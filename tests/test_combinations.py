@@ -39,13 +39,13 @@ def check(cfg):
 
 
 @pytest.mark.parametrize(("kind", "says"), SAYS.items())
-def test_buffered_asynchrony_gossip_islands_ranks_and_noise_take_plain_strategies_alone(tmp_path, kind, says):
+def test_buffered_asynchrony_gossip_and_noise_take_plain_strategies_alone(tmp_path, kind, says):
     with pytest.raises(ConfigError, match=f"asynchronous.enabled: {kind} {says}.*enabled = false"):
         check(config(tmp_path, kind, ASYNCHRONOUS))
     private = config(tmp_path, kind, {"privacy": {"clip": 1.0, "noise_multiplier": 1.0}})
     with pytest.raises(ConfigError, match=f"privacy.noise_multiplier: {kind} {says}.*Use another strategy"):
         check_noise(private, build(kind, private.strategy.options))
-    with pytest.raises(ConfigError, match=f"strategy.kind: {kind} steps at the server, and gossip has none"):
+    with pytest.raises(ConfigError, match=f"strategy.kind: {kind} {says}, and peers exchange whole models"):
         algorithm_of(config(tmp_path, kind))
 
 
@@ -62,14 +62,42 @@ def test_gossip_exchanges_whole_models_alone(tmp_path, options, says):
 
 
 @pytest.mark.parametrize("kind", ["scaffold", "fednova", "fedsgd", "fedbn"])
-def test_islands_and_the_ranks_of_a_site_exchange_deltas_alone(tmp_path, kind):
-    islands = config(tmp_path, kind, {"parallel": {"sync": "local"}})
-    mesh = SimpleNamespace(from_first=None)
-    with pytest.raises(ConfigError, match=f"parallel.sync: {kind} .*islands exchange deltas alone"):
-        Datacenter(islands, toy.Toy(), mesh, None, lambda event: None)
+def test_the_ranks_of_a_site_exchange_deltas_alone(tmp_path, kind):
     ranks = config(tmp_path, kind, {"parallel": {"ranks": 2}})
     with pytest.raises(ConfigError, match=f"parallel.ranks: {kind} .*Set it to 1"):
         Workbench(ranks, simulated=False)
+
+
+ISLANDS = {"sync": "local", "carry": False}
+MESH = SimpleNamespace(from_first=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "says"),
+    [
+        ("scaffold", {"carry": True}, r"carry: scaffold keeps a memory.*Set parallel.carry = false"),
+        ("fednova", {"fragments": 2}, r"fragments: fednova .*whole models after whole rounds\. Leave it out"),
+        ("mimelite", {"overlap": 1}, r"overlap: mimelite .*Leave it out"),
+        ("fedbn", {"mix": 0.5}, r"mix: fedbn .*Leave it out"),
+        ("scaffold", {"zero": 3}, r"zero: .*needs the whole model\. Set parallel.zero = 0 or 1, or use a"),
+        (
+            "qfedavg",
+            {"tp": 2},
+            r"tp: .*needs the whole model\. Set parallel.tp = 1, .*such as fedavg, fedprox",
+        ),
+        ("cyclic", {}, r"sync: cyclic asks one site a round, .*islands would wait\. Use a federation"),
+    ],
+)
+def test_islands_that_are_sites_have_whole_models_and_whole_rounds(tmp_path, kind, parallel, says):
+    islands = config(tmp_path, kind, {"parallel": ISLANDS | parallel})
+    with pytest.raises(ConfigError, match=f"parallel.{says}"):
+        Datacenter(islands, toy.Toy(), MESH, None, lambda event: None)
+
+
+def test_islands_check_what_a_formula_assumes(tmp_path):
+    islands = config(tmp_path, "scaffold", {"parallel": ISLANDS, "train": {"momentum": 0.9}})
+    with pytest.raises(ConfigError, match="Scaffold's formula holds for plain SGD"):
+        Datacenter(islands, toy.Toy(), MESH, None, lambda event: None)
 
 
 def test_a_round_of_one_site_is_neither_a_larger_one_nor_masked(tmp_path):

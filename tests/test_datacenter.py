@@ -15,6 +15,7 @@ from fedtrain.config import Config
 from fedtrain.errors import ConfigError, RoundError, StoreError
 from fedtrain.events import silent
 from fedtrain.runtime.datacenters import datacenter
+from fedtrain.runtime.datacenters.islands import sound_step
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from fedtrain.strategies import beginning, build, server_step
@@ -163,9 +164,9 @@ def test_islands_never_move_to_a_model_that_can_not_be_trained_further(kind):
     weights, mean, strategy = Arena.zeros(schema), Arena.zeros(schema), build(kind, {})
     mean.views()["w"].fill_(0.1)
     state = beginning(strategy, weights)[1]
-    new, after = datacenter.sound_step(strategy, weights, state, mean)
+    new, after = sound_step(strategy, weights, state, mean)
     expected, _ = server_step(strategy, weights, state, mean)
     assert new.digest == expected.digest
     mean.views()["w"].fill_(3e38)
     with pytest.raises(RoundError, match=r"the islands' new model is of no use .*lower train\.lr"):
-        datacenter.sound_step(strategy, new, after, mean)
+        sound_step(strategy, new, after, mean)

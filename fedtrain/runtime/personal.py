@@ -4,6 +4,7 @@ tensors that stay there and what the strategy makes of the site's memory."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ class OwnModels:
         if self._remembers and site in self._counted:
             folder = SiteMemory(self._source / "memory" / site, durable=False)
             memory = folder.load(self._counted[site]).views()
-        data = partial(_data, self._config, self._source, self._task, site)
+        data = partial(_data, self._config, self._source, self._task, site, len(self._counted))
         local = SiteTraining(self._engine, site, data, self.round, self._weights, memory)
         if not local.memory:
             local.memory = dict(self._strategy.site_init(local.start))
@@ -127,10 +128,14 @@ def simulated(source: Path) -> bool:
     return source.name.endswith("+simulate") and (source / "run.db").exists()
 
 
-def _data(config: Config, source: Path, task: Task, site: SiteId) -> Any:
-    """What the site trains on: of a simulation its part of the pool, where the task has no natural sites."""
-    if simulated(source):
-        return SimulatedSites(task, config.simulate, config.run.seed).data(site)
+def _data(config: Config, source: Path, task: Task, site: SiteId, islands: int) -> Any:
+    """What the site trains on: in a simulation, and on islands, its part of the pool, where the task has no
+    natural sites."""
+    dealt = config.simulate
+    if in_a_datacenter := source.name.endswith("+datacenter"):
+        dealt = replace(dealt, sites=islands)
+    if simulated(source) or in_a_datacenter:
+        return SimulatedSites(task, dealt, config.run.seed).data(site)
     with user_code(folder_of(task), f"data({site!r})"):
         return task.data(site)
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from ..config import Config
 from ..errors import StoreError
 from .checkpoint_storage import LoadPlanner, Reader, SavePlanner, Writer
 from .manifest import Manifest, check, newest, read_manifest, verify
@@ -77,6 +78,15 @@ class Checkpoints:
         self._failure: StoreError | None = None  # of the last save
         self._pending: tuple[int, Future[Any]] | None = None
         self._stager = Stager() if background else None
+
+    @classmethod
+    def of(cls, config: Config, notice: Callable[[str], None]) -> Checkpoints:
+        """As [checkpoint] says."""
+        c = config.checkpoint
+        return cls(
+            config.checkpoint_dir, every=c.every, keep=c.keep, background=c.background,
+            format="full" if c.format == "full" else "sharded", patience_s=c.patience, notice=notice,
+        )  # fmt: skip
 
     @property
     def rank(self) -> int:

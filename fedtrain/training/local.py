@@ -6,7 +6,7 @@ optimizer steps on one vector per dtype, and the delta is one subtraction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -15,10 +15,11 @@ from torch import nn
 
 from ..arena import Arena, Frozen, subtract
 from ..config import TrainConfig
+from ..digest import seed_of
 from ..errors import TaskError
-from ..learning import Context, Correct, ModelTensor, Only, Share
+from ..learning import Context, Correct, Only
 from ..messages import Metrics, SiteId, Update
-from ..schema import Schema, check_state, is_frozen, unique_tensors
+from ..schema import Schema, unique_tensors
 from .batches import Batch, examples_in
 from .engine import (
     FROZEN_CHANGED,
@@ -34,6 +35,7 @@ from .engine import (
 from .examples import Examples, examples_of, in_groups
 from .optimizers import OPTIMIZERS, TorchOptimizer
 from .task import Task, mean_and_weight, user_code
+from .tensors import Shares, kept_at_a_site
 
 
 class _Buffer(NamedTuple):
@@ -57,7 +59,7 @@ class Engine(Trainable):
         run_seed: int,
         correct: Correct | None = None,
         rounds: int = 1,
-        shares: Callable[[ModelTensor], Share] | None = None,
+        shares: Shares | None = None,
     ) -> None:
         """`rounds`: of the run, over which train.decay goes. `shares`: what becomes of each tensor of the
         model; None: all but frozen parameters are exchanged."""
@@ -106,8 +108,11 @@ class Engine(Trainable):
         return Arena.of(model, frozen=frozen, without=kept_at_a_site(model, self.shares))
 
     @property
-    def exchanged_gradients(self) -> list[torch.Tensor]:
-        """One vector for each float dtype, as the last backward() left them."""
+    def exchanged(self) -> list[torch.Tensor]:  # one vector for each float dtype
+        return self._weights[0]
+
+    @property
+    def exchanged_gradients(self) -> list[torch.Tensor]:  # of these, as the last backward() left them
         return self._gradients[0]
 
     def train_only(self, only: Only | None) -> None:
@@ -154,6 +159,23 @@ class Engine(Trainable):
         self._check_frozen()
         self.gather_buffers()
         return examples, seen
+
+    def dealt(self, dataset: Any) -> Iterator[tuple[Batch, bool]]:  # all examples, and all count
+        return ((self.here(batch), True) for batch in self.in_order(dataset))
+
+    def over_ranks(self, number: float) -> float:  # there is one
+        return number
+
+    def all_batches(self, dataset: Any) -> list[Batch]:
+        """All examples, as one group."""
+        return [*map(self.here, self.in_order(dataset))]
+
+    def step_batches(self, site: SiteId, dataset: Any, round: int, draw: int) -> Iterator[list[Batch]]:
+        """The batches of each local step, see learning.Local."""
+        seed = self.seed(round, site)
+        order = torch.Generator().manual_seed(seed_of(seed, draw) if draw else seed)
+        given = examples_of(dataset, self._collate), self.config, order, self.here
+        yield from groups(self.config, partial(in_groups, *given))
 
     def weighs_items(self, dataset: Any) -> bool:
         """See engine.weighs_items."""
@@ -238,31 +260,3 @@ class Engine(Trainable):
         kept = all(tensors[name].data_ptr() == view.data_ptr() for name, view in views.items())
         if not kept or checksum(self._frozen.data.view(torch.int64)) != self._frozen_sum:
             raise TaskError(FROZEN_CHANGED)
-
-
-def kept_at_a_site(model: nn.Module, shares: Callable[[ModelTensor], Share] | None) -> set[str]:
-    """Names of the tensors that stay at their site. Parameters that are to be fixed are frozen here."""
-    if shares is None:
-        return set()
-    check_state(model)
-    own, tensors = set(), unique_tensors(model)
-    for tensor in model_tensors(model):
-        share = shares(tensor)
-        if share == "local" and tensor.kind != "frozen":
-            own.add(tensor.name)
-        elif share == "fixed" and tensor.kind == "trained":
-            tensors[tensor.name].requires_grad_(False)
-    return own
-
-
-def model_tensors(model: nn.Module) -> Iterator[ModelTensor]:
-    """The tensors of a model, each once, as a strategy is asked about them."""
-    owners = {
-        id(tensor): type(module).__name__
-        for module in model.modules()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    }
-    for name, t in unique_tensors(model).items():
-        kind: Any = "frozen" if is_frozen(t) else "trained" if t.requires_grad else "buffer"
-        yield ModelTensor(name, tuple(t.shape), kind, owners[id(t)])

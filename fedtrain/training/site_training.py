@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..arena import Arena, joined, split_into, subtract
-from ..digest import seed_of
+from ..config import TrainConfig
 from ..errors import ConfigError
 from ..learning import (
     Context,
@@ -26,12 +28,59 @@ from ..learning import (
     clipped_to,
 )
 from ..messages import Metrics, SiteId, Update
-from .engine import Step, groups
-from .examples import Examples, examples_of, in_groups
-from .local import Engine
-from .task import mean_and_weight, user_code
+from .batches import Batch
+from .engine import Step
+from .examples import Examples, examples_of
+from .task import Task, collate_of, folder_of, mean_and_weight, user_code
 
 OWN = "local/"  # in a site's memory, before the names of the model's tensors that stay there
+
+
+class SiteEngine(Protocol):
+    """What trains the model of a site: local.Engine, or the ranks of an island together."""
+
+    task: Task
+    config: TrainConfig
+    device: torch.device
+    model: nn.Module
+    local: Arena  # of the model's own tensors, those that are exchanged
+    own: Arena  # and those that stay here
+    first_own: Arena  # as the task's model() has them
+
+    @property
+    def exchanged(self) -> Sequence[torch.Tensor]:
+        """The pieces whose gradients a correction sees one by one, in the order of a vector of learning."""
+
+    @property
+    def exchanged_gradients(self) -> Sequence[torch.Tensor]:
+        """Their gradients, 1-D, as the last backward() left them."""
+
+    def own_optimizer(self, parameters: list[nn.Parameter], round: int) -> torch.optim.Optimizer | None: ...
+    def seed(self, *purpose: object) -> int: ...
+    def load(self, weights: Arena, *, training: bool) -> None: ...
+    def gather_buffers(self) -> None: ...
+    def train_only(self, only: Only | None) -> None: ...
+    def steps(
+        self, site: SiteId, dataset: Any, round: int, given: Sequence[Context] = (),
+        correct: Correct | None = None, config: TrainConfig | None = None,
+    ) -> tuple[Examples, Step]: ...  # fmt: skip
+
+    def step_batches(self, site: SiteId, dataset: Any, round: int, draw: int) -> Iterator[Group]:
+        """The batches of each local step, see learning.Local."""
+
+    def all_batches(self, dataset: Any) -> Group:
+        """All examples, as one group."""
+
+    def backward(self, group: Group, scale: float, doing: str = "") -> Step:
+        """Leave the gradient over a group in the model; what was seen. See engine.Backend."""
+
+    def dealt(self, dataset: Any) -> Iterator[tuple[Batch, bool]]:
+        """All examples in batches, on the device, as far as they are this rank's; whether they count."""
+
+    def over_ranks(self, number: float) -> float:
+        """Summed over all that train this site."""
+
+    def evaluate(self, dataset: Any, weights: Arena, own: Arena | None = None) -> Metrics: ...
 
 
 class SiteTraining:
@@ -39,7 +88,7 @@ class SiteTraining:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: SiteEngine,
         site: SiteId,
         data: Callable[[], Any],
         round: int,
@@ -90,7 +139,7 @@ class SiteTraining:
 
     @cached_property
     def _found_examples(self) -> Examples:
-        return examples_of(self._dataset, self._engine._collate)
+        return examples_of(self._dataset, collate_of(self._engine.task))
 
     # --- learning.Local
 
@@ -126,20 +175,17 @@ class SiteTraining:
     def loss(self, weights: torch.Tensor) -> float:
         self._load(weights, training=False)
         engine, total, count = self._engine, 0.0, 0.0
-        with user_code(engine._folder, f"site {self._site}, loss"), torch.no_grad():
-            for batch in engine.in_order(self._dataset):
-                here = engine.here(batch)
-                mean, weight = mean_and_weight(engine.task.loss(engine.model, here), here)
-                total, count = total + float(mean) * weight, count + weight
+        with self._user_code("loss"), torch.no_grad():
+            for batch, counts in engine.dealt(self._dataset):
+                mean, weight = mean_and_weight(engine.task.loss(engine.model, batch), batch)
+                if counts:
+                    total, count = total + float(mean) * weight, count + weight
+        total, count = engine.over_ranks(total), engine.over_ranks(count)
         return total / count if count else 0.0
 
     def batches(self, draw: int = 0) -> Iterator[Group]:
-        engine = self._engine
-        seed = engine.seed(self._round, self._site)
-        order = torch.Generator().manual_seed(seed_of(seed, draw) if draw else seed)
-        with user_code(engine._folder, f"site {self._site}, round {self._round}"):
-            one_pass = partial(in_groups, self._found_examples, engine.config, order, engine.here)
-            yield from groups(engine.config, one_pass)
+        with self._user_code(f"round {self._round}"):
+            yield from self._engine.step_batches(self._site, self._dataset, self._round, draw)
 
     def gradient(self, weights: torch.Tensor, batches: Group | None = None) -> torch.Tensor:
         engine, step = self._engine, batches is not None
@@ -150,8 +196,8 @@ class SiteTraining:
         if not step:
             engine.seed(self._round, self._site, "gradient")
         self._stepping = step
-        with user_code(engine._folder, f"site {self._site}, gradient"):
-            seen = engine.backward(batches or [engine.here(b) for b in engine.in_order(self._dataset)], 1.0)
+        with self._user_code("gradient"):
+            seen = engine.backward(batches or engine.all_batches(self._dataset), 1.0)
         if self._out is not None and not self._trained:
             self._take_down(seen, self._out, step)
         return joined({str(i): t for i, t in enumerate(engine.exchanged_gradients)}).clone()
@@ -234,18 +280,25 @@ class SiteTraining:
         """What the correction of each dtype's gradient sees."""
         if only == "local":
             return []
-        sizes = [len(vector) for vector in self._weights.trained().values()]
-        if len(sizes) == 1:
+        shapes = [piece.shape for piece in self._engine.exchanged]
+        if len(shapes) == 1 and len(shapes[0]) == 1:
             return [Context(self.start, self.down, self.memory, self.lr)]
+        total = sum(shape.numel() for shape in shapes)
 
-        def cut(tensors: Mapping[str, torch.Tensor], at: int, to: int) -> dict[str, torch.Tensor]:
-            return {n: t[at:to] if t.numel() == sum(sizes) else t for n, t in tensors.items()}
+        def cut(vector: torch.Tensor, at: int, shape: torch.Size) -> torch.Tensor:
+            return vector[at : at + shape.numel()].view(shape)
 
-        ends = list(accumulate(sizes))
+        def parts(of: Mapping[str, torch.Tensor], at: int, shape: torch.Size) -> dict[str, torch.Tensor]:
+            return {n: cut(t, at, shape) if t.numel() == total else t for n, t in of.items()}
+
+        starts = accumulate((shape.numel() for shape in shapes), initial=0)
         return [
-            Context(self.start[at:to], cut(self.down, at, to), cut(self.memory, at, to), self.lr)
-            for at, to in zip([0, *ends], ends, strict=False)
+            Context(cut(self.start, *here), parts(self.down, *here), parts(self.memory, *here), self.lr)
+            for here in zip(starts, shapes, strict=False)
         ]
+
+    def _user_code(self, doing: str) -> AbstractContextManager[None]:
+        return user_code(folder_of(self._engine.task), f"site {self._site}, {doing}")
 
     def _delta(self, start: torch.Tensor | None) -> torch.Tensor:
         """How far the engine's weights are from `start`; buffers are written to `out`."""

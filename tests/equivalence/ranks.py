@@ -58,7 +58,7 @@ def run_case(config: Config, events: list[dict[str, Any]], device: torch.device)
     emit = silent if store is None else lambda event: events.append({"kind": event.kind, **event.fields()})
     room = Datacenter(config, task, mesh, store, emit)
     if store is not None:
-        store.begin(room.engine.schema, {}, frozen=room.engine.frozen, run=config.run.name, task_digest="")
+        store.begin(room.schema, {}, frozen=room.engine.frozen, run=config.run.name, task_digest="")
     room.run(None)
     if store is None:
         return {}

@@ -10,35 +10,33 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
-from ... import strategies
-from ...arena import Arena
 from ...config import Config
-from ...errors import ConfigError, RoundError
+from ...errors import ConfigError
 from ...events import Emit, Notice, Record, noticed
 from ...messages import summed
 from ...store import Checkpoint, RunStore
-from ...strategies import Strategy, build, corrects, server_step
+from ...strategies import build, corrects
 from ...tracking.export import beginning
 from ...training.elastic import Leave, Left, shares_store
-from ...training.engine import over, steps_in_round
+from ...training.engine import Step, over, steps_in_round
 from ...training.mesh import Mesh, Sizes, joined
 from ...training.optimizers import schedule
 from ...training.parallel.data import Dealt, data_of, pool_of, sites_of
 from ...training.parallel.engine import MeshEngine
 from ...training.parallel.outer import Outer
-from ...training.parallel.state import State
+from ...training.parallel.state import State, no_optimizer
 from ...training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
 from ..journal import Averages, Journal, Lap, Result
-from ..star.checks import flaw
-from ..star.combinations import check_plain
+from ..star.combinations import beyond, check_islands
+from ..star.federated import central_noise
+from .islands import IslandSites, outer_of
 from .meter import Meter
 
 if TYPE_CHECKING:
@@ -82,23 +80,10 @@ def run(
             room = Datacenter(config, task, mesh, store, emit, leave)
             if store is not None:
                 store.begin(
-                    room.engine.schema, agreed(config), frozen=room.engine.frozen, run=config.run.name,
-                    task_digest=digest,
+                    room.schema, agreed(config), frozen=room.engine.frozen, run=config.run.name,
+                    task_digest=digest, local=sorted(room.engine.kept),
                 )  # fmt: skip
             return room.run(start)
-
-
-def sound_step(
-    strategy: Strategy, weights: Arena, state: dict[str, torch.Tensor], mean: Arena
-) -> tuple[Arena, dict[str, torch.Tensor]]:
-    """What islands move to by the mean of what they moved. RoundError where that could not be trained on."""
-    new, after = server_step(strategy, weights, state, mean)
-    if problem := flaw(new, after):
-        raise RoundError(
-            f"the islands' new model is of no use and is not kept: {problem}. Training diverges: lower "
-            f"train.lr or the strategy's server_lr, or set train.clip_norm."
-        )
-    return new, after
 
 
 class Datacenter:
@@ -120,8 +105,9 @@ class Datacenter:
         self.islands = config.parallel.sync == "local"
         strategy = build(config.strategy.kind, config.strategy.options, config.root) if self.islands else None
         if strategy is not None:
-            check_plain(config, strategy, "parallel.sync", "islands exchange deltas alone. Use a federation "
-                        "(fedtrain simulate, aggregator), or another strategy")  # fmt: skip
+            check_islands(config, strategy)
+            strategy.check(config.train)
+        as_sites = strategy is not None and bool(beyond(strategy))
         self.correct = strategy.correct if strategy is not None and corrects(strategy) else None
         self.afresh = self.islands and not config.parallel.carry
         # An interrupted round is begun again, for where it began is not checkpointed.
@@ -132,14 +118,25 @@ class Datacenter:
             everything, config.train, config.run.seed, self.name, mesh.data_rank, mesh.data_ranks,
             collate_of(task),
         )  # fmt: skip
-        self.engine = MeshEngine(task, config, mesh, example=self.data.example(), correct=self.correct)
+        self.engine = MeshEngine(
+            task, config, mesh, example=self.data.example(), correct=None if as_sites else self.correct,
+            shares=strategy.shares if strategy is not None and as_sites else None,
+        )  # fmt: skip
         self.engine.steps.factor = schedule(config.train, self._steps_in_all())
         steps = self._steps_in_a_round()
         self.in_step = not self.islands or (mesh.alike(steps or 0) and steps is not None)
-        self.outer = None if strategy is None else self._outer(strategy)
+        self.outer: Outer | None = None
+        self.methods: IslandSites | None = None  # where islands are the sites of a strategy
+        if strategy is not None and as_sites:
+            noise = central_noise(self.journal, strategy) if store is not None else None
+            self.methods = IslandSites(config, strategy, self.engine, self.sites, everything, noise, emit)
+        elif strategy is not None:
+            self.outer = outer_of(config, strategy, self.engine, self.data.examples, self._meet)
+        self.between = self.outer or self.methods  # what islands share
+        self.schema = self.engine.schema if self.methods is None else self.methods.weights.schema
         self.state = State(
-            self.engine.parts, self.engine.optimizer, self.data,
-            self.outer, mesh.island if self.islands else None, self.engine.steps.scale,
+            self.engine.parts, self.engine.optimizer if self.methods is None else no_optimizer(), self.data,
+            self.between, mesh.island if self.islands else None, self.engine.steps.scale,
         )  # fmt: skip
 
     def run(self, start: Path | None) -> Result:
@@ -158,7 +155,7 @@ class Datacenter:
         metrics = self._evaluate_if_due()
         while (reason := self.journal.reason_to_stop(state.round)) is None:
             self.journal.round_started(state.round)
-            record = self._round()
+            record = self._round() if self.methods is None else self._round_of_sites(self.methods)
             with self.leave.during("commit"):
                 self._commit(record)
             metrics = self._evaluate_if_due()
@@ -209,6 +206,27 @@ class Datacenter:
             self._save_if_due()
         return lap.record({"loss": meter.loss_of_round()}, self._sites())
 
+    def _round_of_sites(self, methods: IslandSites) -> Record:
+        """The same where islands are sites: each trains as the strategy says."""
+        lap, state, meter = Lap(), self.state, Meter(self.engine, self.config, self.emit)
+
+        def watch(take: Callable[[], Step]) -> Step:
+            with self.leave.during("step"):
+                step = take()
+            state.step += 1
+            meter.add(step, state.step, state.round + 1)
+            if self.leave.asked():
+                self._go()
+            return step
+
+        methods.train(state.round, watch)
+        self._meet()
+        found = methods.exchange(state.round)
+        state.step = max(state.step, state.begun + 1)  # a gradient alone is a step, too
+        state.round, state.begun = state.round + 1, state.step
+        self.checkpoints.save(self._number(), state)
+        return lap.record(found, self._sites())
+
     def _round_is_over(self) -> bool:
         train, state = self.config.train, self.state
         before = 0 if self.afresh or train.local_steps else state.round * train.local_epochs
@@ -220,16 +238,6 @@ class Datacenter:
     def _steps_in_all(self) -> int | None:
         steps = self._steps_in_a_round()
         return None if steps is None else steps * self.config.run.rounds
-
-    def _outer(self, strategy: Strategy) -> Outer:
-        parallel = self.config.parallel
-        return Outer(
-            self.engine, self.mesh,
-            lambda weights, state, mean: sound_step(strategy, weights, state, mean),
-            lambda weights: strategies.beginning(strategy, weights)[1],
-            size=lambda: self.data.examples.count,
-            fragments=parallel.fragments, overlap=parallel.overlap, mix=parallel.mix, meet=self._meet,
-        )  # fmt: skip
 
     def _meet(self) -> None:
         """Before islands wait for each other: where one takes more steps than another, all wait here for the
@@ -259,8 +267,8 @@ class Datacenter:
             weights, frozen = beginning(source, engine.schema, engine.frozen)
         engine.install(weights)
         engine.install(frozen, frozen=True)
-        if self.outer is not None:
-            self.outer.begin_anew()
+        if self.between is not None:
+            self.between.begin_anew()
 
     # --- checkpoints
 
@@ -269,16 +277,7 @@ class Datacenter:
         """Made when first asked for: what they need of torch takes as long to load as torch itself."""
         from ...training.checkpoint import Checkpoints
 
-        config = self.config.checkpoint
-        return Checkpoints(
-            self.config.checkpoint_dir,
-            every=config.every,
-            keep=config.keep,
-            background=config.background,
-            format="full" if config.format == "full" else "sharded",
-            patience_s=config.patience,
-            notice=lambda line: self.emit(Notice(text=line)),
-        )
+        return Checkpoints.of(self.config, lambda line: self.emit(Notice(text=line)))
 
     def _some_checkpoint(self) -> bool:
         """Whether there may be one: a folder is looked into, a bucket is asked."""
@@ -311,9 +310,10 @@ class Datacenter:
 
     def _commit(self, record: Record) -> None:
         with self._common_model():
-            weights = self.engine.gather()
+            weights = self.engine.gather() if self.methods is None else self.methods.gather()
         if self.store is not None and weights is not None:
-            self.journal.commit(Checkpoint(self.state.round, weights), record)
+            inside = self.methods.names if self.methods is not None else ()
+            self.journal.commit(Checkpoint(self.state.round, weights), record, inside=inside)
 
     def _evaluate_if_due(self) -> Averages:
         """On all ranks together, between two rounds: what the round's model is worth; empty if that is not to
@@ -321,8 +321,12 @@ class Datacenter:
         if self.state.step != self.state.begun or not self.journal.evaluation_is_due(self.state.round):
             return {}
         with self.leave.during("evaluation"):
-            with self._common_model():
-                found = {name: self.engine.evaluate(data) for name, data in self.sites.eval_data().items()}
+            if self.methods is not None and self.methods.personal:
+                found = self.methods.evaluate(self.state.round)
+            else:
+                with self._common_model():
+                    sets = self.sites.eval_data().items()
+                    found = {name: self.engine.evaluate(data) for name, data in sets}
             metrics, each = shown(self.engine.task, summed(found), found)
             return self.journal.keep_evaluation(self.state.round, metrics, each)
 
@@ -330,7 +334,7 @@ class Datacenter:
         return self.mesh.islands if self.islands else 0
 
     def _common_model(self) -> AbstractContextManager[None]:
-        return self.outer.shared() if self.outer is not None else nullcontext()
+        return self.between.shared() if self.between is not None else nullcontext()
 
 
 # --- the run directory

@@ -17,20 +17,23 @@ from ...topology import Topology
 from ..star.combinations import check_plain
 
 AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
+_AVERAGE = " or ".join(AVERAGE_ONLY)
 
 
 def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
     """The algorithm and the graph of [gossip]; ConfigError where they don't go together."""
     gossip = config.gossip
-    if config.strategy.kind not in AVERAGE_ONLY:
+    strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
+    plain = config.strategy.kind in AVERAGE_ONLY
+    check_plain(
+        config, strategy, "strategy" if plain else "strategy.kind", "peers exchange whole models alone. "
+        f"{'Leave that out' if plain else f'Use {_AVERAGE}'}, or use a federation",
+    )  # fmt: skip
+    if not plain:
         raise ConfigError(
             f"strategy.kind: {config.strategy.kind} steps at the server, and gossip has none. "
-            f'Use {" or ".join(AVERAGE_ONLY)}; gossip.algorithm = "diloco" has momentum.'
+            f'Use {_AVERAGE}; gossip.algorithm = "diloco" has momentum.'
         )
-    strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
-    check_plain(
-        config, strategy, "strategy", "peers exchange whole models alone. Leave that out, or use a federation"
-    )
     compressor = None
     if gossip.algorithm == "choco":
         if gossip.compressor.startswith("error_feedback"):

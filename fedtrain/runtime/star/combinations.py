@@ -47,6 +47,46 @@ def check_strategy(config: Config, strategy: Strategy) -> None:
         )
 
 
+def check_islands(config: Config, strategy: Strategy) -> None:
+    """ConfigError for a strategy that is more than a step and a correction, where islands are no sites."""
+    if not (reasons := beyond(strategy)):
+        return
+    parallel, why = config.parallel, f"{config.strategy.kind} {reasons[0]}"
+    if strategy.one_by_one:
+        raise ConfigError(
+            f"parallel.sync: {why}, while all other islands would wait. Use a federation (fedtrain simulate, "
+            f"aggregator), or another strategy."
+        )
+    if parallel.carry:
+        raise ConfigError(
+            f"parallel.carry: {why}, so its islands begin each round as sites do, with a new optimizer and "
+            f"order. Set parallel.carry = false."
+        )
+    streamed = ("fragments", 1), ("overlap", 0), ("mix", 0.0)
+    for key in (name for name, off in streamed if getattr(parallel, name) != off):
+        raise ConfigError(
+            f"parallel.{key}: {why}, and its sums are of whole models after whole rounds. Leave it out."
+        )
+    cut = [key for key in ("tp", "pp", "cp") if getattr(parallel, key) > 1]
+    if parallel.zero >= 2 or cut:
+        key = cut[0] if cut else "zero"
+        raise ConfigError(
+            f"parallel.{key}: {why}, so each rank of an island needs the whole model. Set "
+            f"parallel.{key} = {1 if cut else '0 or 1'}, or use a strategy whose islands exchange deltas "
+            f"alone, such as fedavg, fedprox or diloco."
+        )
+
+
+def check_optimizer(config: Config, own: object) -> None:
+    """ConfigError where the task has an optimizer of its `own`; for a strategy whose formula holds for plain
+    SGD."""
+    if own:
+        raise ConfigError(
+            f"strategy.kind: {config.strategy.kind}'s formula holds for the optimizer of [train]: leave "
+            f"out the task's optimizer()."
+        )
+
+
 def check_noise(config: Config, strategy: Strategy) -> None:
     """ConfigError where something of a site's data would leave it without noise."""
     if config.privacy.noise_multiplier:

@@ -11,7 +11,6 @@ import torch
 from ...arena import Arena, Slab
 from ...config import Config
 from ...digest import seed_of
-from ...errors import ConfigError
 from ...fairness import SERVER
 from ...learning import Extras
 from ...messages import Metrics, SiteId, Update
@@ -23,6 +22,7 @@ from ...training.site_training import SiteTraining
 from ...training.stacked import Stacked
 from ..sites.compressed import UP, UpEncoder
 from ..sites.privacy import noised
+from ..star.combinations import check_optimizer
 from ..star.secure_terms import grid_of
 
 State = Mapping[str, torch.Tensor]
@@ -37,11 +37,8 @@ class Learner:
     ) -> None:  # fmt: skip
         """`engine`: None where others train, and give what they found to `finished`."""
         has_own = engine is not None and bool(engine.own.schema.tensors)
-        if engine and strategy.plain_sgd and engine.own_optimizer([*engine.model.parameters()], 0):
-            raise ConfigError(
-                f"strategy.kind: {config.strategy.kind}'s formula holds for the optimizer of [train]: leave "
-                f"out the task's optimizer()."
-            )
+        if engine is not None and strategy.plain_sgd:
+            check_optimizer(config, engine.own_optimizer([*engine.model.parameters()], 0))
         self._config, self._strategy, self._extras = config, strategy, extras
         self._encoder, self._simulated = encoder, simulated
         if engine is not None:

@@ -62,9 +62,10 @@ class Workbench:
         """`give_up`: see rank_monitor. `task`: that of run.task, where a program has made it already."""
         from ... import strategies
         from ...training.dp_sgd import PrivateEngine
-        from ...training.local import Engine, model_tensors
+        from ...training.local import Engine
         from ...training.partition import CENTRAL, SimulatedSites
         from ...training.task import derives, folder_of, load_task
+        from ...training.tensors import model_tensors
         from ..star.combinations import check_noise
         from .learner import Learner
 

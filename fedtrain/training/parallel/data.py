@@ -57,10 +57,11 @@ class Dealt:
         size = min(self.train.batch_size or self.examples.count, self.examples.count)
         return self.examples.take(torch.arange(size // self.ranks))
 
-    def begin(self, round: int) -> None:
-        """From here on in the order that a site of this name has in this round, whether of one process or
-        of several."""
-        seed = seed_of(self.run_seed, round, self.name)
+    def begin(self, round: int, draw: int = 0) -> None:
+        """From here on in the order that a site of this name has in this round, in this `draw` of it (see
+        learning.Local), whether of one process or of several."""
+        first = seed_of(self.run_seed, round, self.name)
+        seed = seed_of(first, draw) if draw else first
         generator, count = torch.Generator().manual_seed(seed), self.examples.count
         self._feed = self._deal(seed, lambda _: torch.randperm(count, generator=generator), resumes=False)
 

@@ -29,6 +29,7 @@ from ..mesh import Mesh, is_dtensor
 from ..optimizers import TorchOptimizer, of_parameters
 from ..sampler import share_of
 from ..task import Task, mean_and_weight, user_code
+from ..tensors import Shares, kept_at_a_site
 from .context import Gathered, context_parallel, part_of
 from .data import Dealt, Share
 from .families import plan_of
@@ -42,12 +43,13 @@ if TYPE_CHECKING:
 
 
 class MeshEngine(Trainable, ShardedModel):
-    """One model over the ranks of a mesh. Made, and called, alike on every rank."""
+    """One model over the ranks of a mesh. Made, and called, alike on every rank. Steps move `trained`."""
 
     def __init__(
-        self, task: Task, config: Config, mesh: Mesh, *, example: Batch = None, correct: Correct | None = None
-    ) -> None:
-        """`example`: any batch, for pp."""
+        self, task: Task, config: Config, mesh: Mesh, *, example: Batch = None,
+        correct: Correct | None = None, shares: Shares | None = None,
+    ) -> None:  # fmt: skip
+        """`example`: any batch, for pp. `shares`: as of local.Engine."""
         Trainable.__init__(self, task, config.train, config.run.seed, mesh.device)
         self.mesh, self.parallel = mesh, config.parallel
         if self.parallel.zero >= 2:
@@ -58,7 +60,8 @@ class MeshEngine(Trainable, ShardedModel):
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
         self._pipeline: Pipeline | None = None
         model = build_model(task, self.run_seed, mesh.device)
-        schema, frozen = Schema.of(model), Schema.of(model, frozen=True)
+        self.kept = kept_at_a_site(model, shares)  # names of tensors that no gather() has
+        schema, frozen = Schema.of(model, without=self.kept), Schema.of(model, frozen=True)
         if not mesh.alike(digest_of_model(model)):
             raise TaskError(
                 "model() builds other weights on one rank than on another. It may draw from torch's, numpy's "
@@ -71,8 +74,8 @@ class MeshEngine(Trainable, ShardedModel):
         for part in self.parts:
             part.train()
         tensors = [t for part in self.parts for t in unique_tensors(part).values()]
-        self._parameters = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
-        self._cut = mesh.sizes.pp > 1 or any(pieces(p) > 1 for p in self._parameters)
+        self.trained = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
+        self._cut = mesh.sizes.pp > 1 or any(pieces(p) > 1 for p in self.trained)
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.steps = Steps(self, config.train, correct, self.parallel.nonfinite)
         self._renew(0)
@@ -120,7 +123,7 @@ class MeshEngine(Trainable, ShardedModel):
     # --- one step, see Backend
 
     def backward(self, group: Sequence[Share], scale: float, doing: str = "") -> Step:
-        batches = [(self._present(batch), batch is not None and examples_in(batch) > 0) for batch, _ in group]
+        batches = [(self.present(batch), batch is not None and examples_in(batch) > 0) for batch, _ in group]
         total = sum(n for _, n in group)
         found: dict[tuple[int, int], tuple[torch.Tensor, float]] = {}  # (batch, where in it) -> mean, weight
         whole, late = float(total), self._pipeline is not None  # late: gradients are divided by it afterwards
@@ -160,15 +163,15 @@ class MeshEngine(Trainable, ShardedModel):
 
     def _collect(self, factor: float) -> None:
         """The gradients, times the factor; 0 of what no loss asked for."""
-        for p in self._parameters:
+        for p in self.trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif is_dtensor(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]  # a DTensor
                 # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
-        self.gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        self.gradients = [local(p.grad) for p in self.trained if p.grad is not None]
         if self.steps.correct is not None:  # each time anew: in its first forward FSDP lays pieces out anew
-            self.weights = [local(p.detach()) for p in self._parameters]
+            self.weights = [local(p.detach()) for p in self.trained]
         if factor != 1.0 and self.gradients:
             torch._foreach_mul_(self.gradients, factor)
 
@@ -178,7 +181,7 @@ class MeshEngine(Trainable, ShardedModel):
         mesh = self.mesh
         island = math.prod(getattr(mesh.sizes, axis) for axis in mesh.axes("pp"))
         owned: dict[int, list[torch.Tensor]] = {}  # how many ranks' sums a piece will be in -> pieces
-        for p, gradient in zip(self._parameters, self.gradients, strict=True):
+        for p, gradient in zip(self.trained, self.gradients, strict=True):
             owned.setdefault(island // pieces(p) if self._cut else 1, []).append(gradient)
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for copies, gradients in owned.items():
@@ -198,9 +201,12 @@ class MeshEngine(Trainable, ShardedModel):
         each = torch.tensor(weight, dtype=torch.float64, device=self.mesh.device)
         return float(self.mesh.sum(each, axes))
 
-    def train(self, data: Dealt, round: int, rounds: int) -> Step:
-        """All steps of a site's round, with an optimizer of its own: as a site of one process takes them."""
+    def train(self, data: Dealt, round: int, rounds: int, given: Sequence[Context] | None = None) -> Step:
+        """All steps of a site's round, with an optimizer of its own: as a site of one process takes them.
+        `given`: what a correction sees; None: where the round began, and nothing more."""
         self.begin_round(round, afresh=True)
+        if given is not None:
+            self.steps.given = given
         data.begin(round)
         self.seed(round, data.name, *([data.rank] if data.rank else []))  # the first draws as a site of one
         doing = f"site {data.name}, round {round}"
@@ -214,16 +220,14 @@ class MeshEngine(Trainable, ShardedModel):
         if afresh:
             self._renew(round)
         if self.steps.correct is not None:
-            self.steps.given = [
-                Context(local(p.detach()).clone(), lr=self.config.lr) for p in self._parameters
-            ]
+            self.steps.given = [Context(local(p.detach()).clone(), lr=self.config.lr) for p in self.trained]
 
     def _renew(self, round: int) -> None:
         """The optimizer: the task's, or as [train] says; its state shared among ranks, or on a disk, as
         [parallel] does."""
         shared_by = self.mesh.group(self.mesh.averaging_axes) if self.parallel.zero == 1 else None
-        own = self.own_optimizer(self._parameters, round)
-        self.optimizer = of_parameters(own, self._parameters, self.config, shared_by)
+        own = self.own_optimizer(self.trained, round)
+        self.optimizer = of_parameters(own, self.trained, self.config, shared_by)
         if self.parallel.offload in ("disk", "nvme"):
             from .offload import Resting, disk_of
 
@@ -246,7 +250,7 @@ class MeshEngine(Trainable, ShardedModel):
         with context_parallel(self.parts[0], self.plan, self.mesh, length):
             yield mine
 
-    def _present(self, batch: Batch | None) -> Batch:
+    def present(self, batch: Batch | None) -> Batch:
         """On the device; a batch of before where this rank has none, for its forward pass is a collective."""
         if batch is not None:
             self._stand_in = self.here(batch)
@@ -275,17 +279,17 @@ class MeshEngine(Trainable, ShardedModel):
 
     # --- evaluation
 
-    def evaluate(self, dataset: Any) -> Metrics:
+    def evaluate(self, dataset: Any, *, apart: bool = False) -> Metrics:
         """Σ over the whole dataset of what the task's evaluate() gives; the same on every rank. It is of the
-        model that gather() would give."""
+        model that gather() would give. `apart`: each island has a model and a dataset of its own."""
         self.seed("evaluate")
-        self._share_buffers()
+        self.share_buffers()
         for part in self.parts:
             part.eval()
-        mine = self.measured(self._dealt(dataset))
+        mine = self.measured(self.dealt(dataset, apart=apart))
         for part in self.parts:
             part.train()
-        return self._over_all_ranks(mine) or {"loss": (0.0, 0.0)}
+        return self._over_all_ranks(mine, apart) or {"loss": (0.0, 0.0)}
 
     def measure(self, batch: Batch) -> Metrics:
         if self._pipeline is not None:
@@ -296,7 +300,7 @@ class MeshEngine(Trainable, ShardedModel):
             return metrics
         return self.metrics(self.parts[0], batch)
 
-    def _share_buffers(self) -> None:
+    def share_buffers(self) -> None:
         """Running statistics, BatchNorm's say, are each rank's own; those of the first are committed."""
         group = self.mesh.group(self.mesh.axes("pp"))
         if group is None:
@@ -306,11 +310,13 @@ class MeshEngine(Trainable, ShardedModel):
                 if not isinstance(tensor, nn.Parameter):
                     dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
 
-    def _dealt(self, dataset: Any) -> Iterator[tuple[Batch, bool]]:
-        """(batch, whether it counts): as many on every rank, for a forward pass may be a collective."""
+    def dealt(self, dataset: Any, *, apart: bool = False) -> Iterator[tuple[Batch, bool]]:
+        """(batch, whether it counts): as many on every rank, for a forward pass may be a collective. `apart`:
+        among the ranks of this island."""
         sizes, at = self.mesh.sizes, self.mesh.at
-        ranks = sizes.dp * sizes.cp
-        rank = (at["dp_replicate"] * sizes.dp_shard + at["dp_shard"]) * sizes.cp + at["cp"]
+        whole = sizes.dp, at["dp_replicate"] * sizes.dp_shard + at["dp_shard"]
+        ranks, rank = (self.mesh.data_ranks, self.mesh.data_rank) if apart else whole
+        ranks, rank = ranks * sizes.cp, rank * sizes.cp + at["cp"]
         examples, size = examples_of(dataset, self._collate), self.config.eval_batch_size
         if isinstance(examples, Stream):
             for batch in self.in_order(dataset):
@@ -322,9 +328,10 @@ class MeshEngine(Trainable, ShardedModel):
             mine = torch.arange(start + low, start + high) if high > low else torch.arange(1)
             yield examples.take(mine), high > low
 
-    def _over_all_ranks(self, mine: Metrics) -> Metrics:
-        if not dist.is_initialized():
+    def _over_all_ranks(self, mine: Metrics, apart: bool) -> Metrics:
+        group = self.mesh.group(self.mesh.axes()) if apart else None
+        if not dist.is_initialized() or (apart and group is None):
             return mine
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine if self.mesh.at["tp"] == 0 else {})
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine if self.mesh.at["tp"] == 0 else {}, group=group)
         return summed({f"{rank:09d}": metrics for rank, metrics in enumerate(everyone)})

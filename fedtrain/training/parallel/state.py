@@ -41,7 +41,7 @@ class IslandsState(Protocol):
         """By names that hold in any mesh; they change in place."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, of this island."""
+        """Plain numbers, and tensors that change in place, of this island."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
@@ -148,6 +148,11 @@ class State:
                         slot.zero_()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def no_optimizer() -> torch.optim.Optimizer:
+    """One without state, for a run whose rounds each make their own."""
+    return torch.optim.SGD([torch.zeros(1)], lr=0.0)
 
 
 def _copy(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
