@@ -12,9 +12,13 @@ import torch
 
 from fedtrain.arena import Arena
 from fedtrain.config import Config
+from fedtrain.digest import digest_of
 from fedtrain.errors import ConfigError
 from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.runtime.trainers.workbench import Workbench
+from fedtrain.store.database import Database
+from fedtrain.store.memories import INDEX, STATES
+from fedtrain.store.memory import NEVER
 from fedtrain.transport.endpoints import RemoteCohort
 from tests import toy
 from tests.inprocess import certify, federation, final, simulated, with_port
@@ -63,9 +67,18 @@ def config(folder, kind, *sections, **more):
     return Config.of(with_port(found), folder)
 
 
-def remembered(folder):
-    """The files of a site's memory, which are named by round and content."""
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+def remembered(folder, site):
+    """The states that a site has in a run's folder, by round and content, as its own files are named."""
+    memory = folder / "memory"
+    if not (folder / "run.db").exists():
+        return {path.name for path in (memory / site).iterdir()} if memory.exists() else set()
+    if not memory.exists():
+        return set()
+    db = Database(memory / INDEX, read_only=True, remedy="", shared=True)
+    rows = db.all("SELECT round, place, nbytes FROM states WHERE site = ? AND round > ?", (site, NEVER))
+    db.close()
+    data = (memory / STATES).read_bytes()
+    return {f"{number}-{digest_of(data[at : at + nbytes])}" for number, at, nbytes in rows}
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +99,8 @@ def test_over_mutual_tls_as_in_a_simulation(tmp_path, certs, kind, sums):
         alike = simulated(cfg, pytest.MonkeyPatch())
         assert final(cfg.run_dir).digest == final(cfg.simulate_dir).digest
         for site in SITES:
-            found = remembered(cfg.site_dir(site) / "memory" / site)
-            assert found == remembered(cfg.simulate_dir / "memory" / site)
+            found = remembered(cfg.site_dir(site), site)
+            assert found == remembered(cfg.simulate_dir, site)
             assert bool(found) == (kind in REMEMBER)
         evaluated = [e["metrics"] for e in events.of("evaluated")]
         assert len(evaluated) == 4
@@ -137,8 +150,7 @@ def test_a_stack_refuses_a_strategy_whose_sites_it_would_train_otherwise(tmp_pat
 
 def bits(cfg):
     """The model, and the names of what sites remember, which say what is in it."""
-    memories = {path.name: remembered(path) for path in (cfg.simulate_dir / "memory").glob("*")}
-    return final(cfg.simulate_dir).digest, memories
+    return final(cfg.simulate_dir).digest, {site: remembered(cfg.simulate_dir, site) for site in SITES}
 
 
 @pytest.mark.parametrize("kind", ["scaffold", "ditto", "fedbn", "per_fedavg"])

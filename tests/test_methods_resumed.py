@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from fedtrain.runtime.journal import Journal
-from fedtrain.store import RunStore
+from fedtrain.store import RunStore, memories
+from fedtrain.store.database import Database
+from fedtrain.store.memories import Memories
 from fedtrain.store.memory import SiteMemory
 from tests import processes, toy
 from tests.inprocess import federation, simulated
@@ -29,8 +31,10 @@ from tests.test_methods_everywhere import (  # noqa: F401  # fixtures
 
 LOST = SITES[3]
 MOMENTS = {
-    "as a site's memory is written": (SiteMemory, "keep", 9, True),
-    "when a site's memory is written": (SiteMemory, "keep", 9, False),
+    "as a site's memory is written": (Memories, "keep", 9, True),
+    "when a site's memory is written": (Memories, "keep", 9, False),
+    "as a place for it is chosen": (Memories, "_place", 9, False),
+    "as it is on the disk and not in the index": (memories, "_digest", 13, False),
     "before the commit": (Journal, "commit", 3, True),
     "after the commit": (Journal, "commit", 3, False),
 }
@@ -84,6 +88,17 @@ def test_killed_around_a_commit_a_run_ends_with_the_bits_of_an_undisturbed_one(t
 
 
 def lose(folder, how):
+    """What LOST remembers, in its own folder or in a simulation's."""
+    if (index := folder.parent / memories.INDEX).exists():
+        db = Database(index, remedy="", shared=True)
+        if how == "removed":
+            db.change("DELETE FROM states WHERE site = ?", (LOST,))
+        with (folder.parent / memories.STATES).open("r+b") as f:
+            for place, nbytes in db.all("SELECT place, nbytes FROM states WHERE site = ?", (LOST,)):
+                f.seek(place + nbytes - 1)
+                f.write(b"?")
+        db.close()
+        return
     if how == "removed":
         shutil.rmtree(folder)
     for path in folder.glob("*"):

@@ -8,7 +8,7 @@ import pytest
 from fedtrain.errors import ConfigError
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
-from fedtrain.store.memory import SiteMemory
+from fedtrain.store.memories import Memories
 from tests import toy
 from tests.inprocess import final, simulated
 from tests.references import BODY, HEAD, NORM, loss_and_gradient
@@ -51,7 +51,7 @@ def personal(cfg, kind, site, counted, trained_on):
         return shared
     memory = {}
     if site in counted:
-        kept = SiteMemory(cfg.simulate_dir / "memory" / site, durable=False).load(counted[site])
+        kept = Memories(cfg.simulate_dir / "memory", read_only=True).of(site).load(counted[site])
         memory = {name: view.numpy() for name, view in kept.views().items()}
     if kind == "ditto":
         return memory.get("v", shared)

@@ -25,7 +25,7 @@ from fedtrain.runtime.simulations.shared_memory import SharedMemory
 from fedtrain.runtime.simulations.simulation import answers
 from fedtrain.runtime.star import federated
 from fedtrain.store import RunStore
-from fedtrain.store.memory import SiteMemory
+from fedtrain.store.memories import Memories
 from fedtrain.strategies import build
 from tests.inprocess import Events, InProcess, begin
 
@@ -219,5 +219,5 @@ class Toys:
         store.close()
         if site not in counted:
             return {}
-        kept = SiteMemory(self.cfg.simulate_dir / "memory" / site, durable=False).load(counted[site])
+        kept = Memories(self.cfg.simulate_dir / "memory", read_only=True).of(site).load(counted[site])
         return {name: view.numpy() for name, view in kept.views().items()}

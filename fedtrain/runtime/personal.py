@@ -19,6 +19,7 @@ from ..errors import ConfigError, StoreError
 from ..messages import Metrics, SiteId
 from ..store import RunStore
 from ..store.ledger import NEWEST, Newest
+from ..store.memories import Memories, OneMemory
 from ..store.memory import NEVER, SiteMemory
 from ..tracking.export import write
 from ..training.local import Engine
@@ -114,8 +115,7 @@ class OwnModels:
     def _at(self, site: SiteId) -> SiteTraining:
         memory: Tensors = {}
         if self._remembers and site in self._counted:
-            folder = SiteMemory(self._source / "memory" / site, durable=False)
-            memory = folder.load(self._counted[site]).views()
+            memory = _memory(self._source, site).load(self._counted[site]).views()
         data = partial(_data, self._config, self._source, self._task, site, len(self._counted))
         local = SiteTraining(self._engine, site, data, self.round, self._weights, memory)
         if not local.memory:
@@ -138,6 +138,13 @@ def _data(config: Config, source: Path, task: Task, site: SiteId, islands: int) 
         return SimulatedSites(task, dealt, config.run.seed).data(site)
     with user_code(folder_of(task), f"data({site!r})"):
         return task.data(site)
+
+
+def _memory(source: Path, site: SiteId) -> SiteMemory | OneMemory:
+    """A site's states, of a simulation's run directory or of the site's own."""
+    if (source / "run.db").exists():
+        return Memories(source / "memory", read_only=True).of(site)
+    return SiteMemory(source / "memory" / site, durable=False)
 
 
 def _in_a_store(source: Path, site: SiteId, remembers: bool) -> Present | None:

@@ -28,6 +28,7 @@ INSERT INTO seal SELECT zeroblob(16) WHERE NOT EXISTS (SELECT 1 FROM seal);
 DISK = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 IN_USE = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 NOT_OURS = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH}
+ALONE_S, SHARED_S = 5.0, 600.0  # how long another process that writes is waited for
 PRIMARY = 0xFF  # the part of an extended error code that says what kind it is
 
 
@@ -35,16 +36,19 @@ class Database:
     """Tables with a digest. Every failure is a StoreError that names the file and says what to do."""
 
     def __init__(
-        self, path: Path, tables: str = "", *, read_only: bool = False, durable: bool = True, remedy: str
-    ) -> None:
+        self, path: Path, tables: str = "", *, read_only: bool = False, durable: bool = True, remedy: str,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
         """`tables`: CREATE TABLE IF NOT EXISTS ...; `durable`: a transaction waits for the disk, and no power
-        cut takes it back; without, one may damage the file. `remedy`: what to do where it is damaged."""
-        self.path, self._durable, self._remedy = path, durable, remedy
+        cut takes it back; without, one may damage the file. `remedy`: what to do where it is damaged.
+        `shared`: several processes write it at once, and it has no digest: what its rows name has its own."""
+        self.path, self._durable, self._remedy, self._shared = path, durable, remedy, shared
+        wait_s = SHARED_S if shared else ALONE_S
         with self._explained():
             if read_only:
-                self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+                self._db = sqlite3.connect(f"file:{path}?mode=ro", wait_s, uri=True, isolation_level=None)
             else:
-                self._db = sqlite3.connect(path, isolation_level=None)
+                self._db = sqlite3.connect(path, wait_s, isolation_level=None)
         try:
             with self._explained():
                 if not read_only:
@@ -53,7 +57,8 @@ class Database:
                     self._db.execute(f"PRAGMA synchronous={'NORMAL' if durable else 'OFF'}")
                     self._create(tables)
                     self._copy_log()
-                self._compare()
+                if not shared:
+                    self._compare()
         except BaseException:
             self._db.close()
             raise
@@ -119,6 +124,9 @@ class Database:
     # --- the digest
 
     def _create(self, tables: str) -> None:
+        if self._shared:
+            self._db.executescript(f"BEGIN IMMEDIATE;{tables};COMMIT;")
+            return
         there = self._tables()
         if there and "seal" not in there:
             raise Damaged(

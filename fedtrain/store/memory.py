@@ -11,6 +11,7 @@ site's update is in the model, and training begins with the state after that one
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -43,40 +44,57 @@ class SiteMemory:
         if path is None:
             raise Forgotten(
                 f"{name} has no state after round {counted + 1}, the last one in which this site counted. "
-                f"{self._advice}"
+                f"{advice(self._needed)}"
             )
         data = bytearray(path.read_bytes())
         if digest_of(memoryview(data)) != path.name.partition("-")[2]:
-            raise Forgotten(f"{name}/{path.name} is damaged. {self._advice}")
-        (length,) = TAIL.unpack_from(data, len(data) - TAIL.size)
-        schema = msgspec.msgpack.decode(data[-TAIL.size - length : -TAIL.size], type=Schema)
-        return Arena.wrap(schema, data)
+            raise Forgotten(f"{name}/{path.name} is damaged. {advice(self._needed)}")
+        return unpacked(data)
 
     def keep(self, round: int, counted: int, state: Arena) -> None:
         """Write down the state after a round that began with the one after `counted`."""
-        schema = msgspec.msgpack.encode(state.schema)
-        data = b"".join((state.payload, schema, TAIL.pack(len(schema))))
+        data = packed(state)
         path = self._folder / f"{round}-{digest_of(data)}"
         states = self._states()
-        before = max((number for number in states if number < counted), default=NEVER)  # a store may go back
-        for number, old in states.items():
-            if number not in (counted, before) and old != path:
-                old.unlink()
+        for number in needless(states, counted):
+            if states[number] != path:
+                states[number].unlink()
         if not path.exists():
             with explained(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, data, durable=self._durable)
 
-    @property
-    def _advice(self) -> str:
-        if self._needed:
-            return (
-                "Restore the folder from a copy. Without it this site can only join as a new one, under "
-                "another name, or in another run."
-            )
-        return "Restore the folder, or remove it to begin without a state."
-
     def _states(self) -> dict[int, Path]:
         """Round -> file."""
         names = (path.name for path in self._folder.glob("*-*") if path.suffix != ".new")
         return {int(name.partition("-")[0]): self._folder / name for name in names}
+
+
+def packed(state: Arena) -> bytes:
+    """A state as it is kept: its bytes, its schema and the schema's length."""
+    schema = msgspec.msgpack.encode(state.schema)
+    return b"".join((state.payload, schema, TAIL.pack(len(schema))))
+
+
+def unpacked(data: bytearray) -> Arena:
+    """The state that was `packed`, in these very bytes."""
+    (length,) = TAIL.unpack_from(data, len(data) - TAIL.size)
+    schema = msgspec.msgpack.decode(data[-TAIL.size - length : -TAIL.size], type=Schema)
+    return Arena.wrap(schema, data)
+
+
+def needless(rounds: Collection[int], counted: int) -> list[int]:
+    """The rounds whose states may go when one is written that began with the state after `counted`. That of
+    the round before stays too, for the aggregator's store may go back a round."""
+    before = max((number for number in rounds if number < counted), default=NEVER)
+    return [number for number in rounds if number not in (counted, before)]
+
+
+def advice(needed: bool) -> str:
+    """What to do where a state is lost. `needed`: as in SiteMemory."""
+    if needed:
+        return (
+            "Restore the folder from a copy. Without it this site can only join as a new one, under another "
+            "name, or in another run."
+        )
+    return "Restore the folder, or remove it to begin without a state."

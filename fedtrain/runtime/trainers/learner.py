@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from ...digest import seed_of
 from ...fairness import SERVER
 from ...learning import Extras
 from ...messages import Metrics, SiteId, Update
+from ...store.memories import Memories, OneMemory
 from ...store.memory import NEVER, SiteMemory
 from ...strategies import Strategy, overrides
 from ...training.local import Engine
@@ -143,27 +146,36 @@ class Learner:
             update, kept = self._encoder.encode(update, site, round, out, memory)
             after = {**after, **kept}
         if after:
-            self._folder(site).keep(round, counted, Arena.pack(after))
+            self._kept(site).keep(round, counted, Arena.pack(after))
         return update
 
     def memory(self, site: SiteId, counted: int) -> State:
         """What the site kept after the last round that it counted in; {} where it never did."""
         if not self.remembers or counted == NEVER:
             return {}
-        folder = self._folder(site)
-        if folder.empty and not self._must_remember:  # what a compressor left out may be forgotten
+        kept = self._kept(site)
+        if kept.empty and not self._must_remember:  # what a compressor left out may be forgotten
             print(
                 f"{site} has kept nothing of round {counted + 1}, in which it counted: it goes on as a new "
                 f"site would",
                 file=sys.stderr,
             )
             return {}
-        return folder.load(counted).views()
+        return kept.load(counted).views()
 
-    def _folder(self, site: SiteId) -> SiteMemory:
-        folder = self._config.simulate_dir if self._simulated else self._config.site_dir(site)
-        folder = folder / "memory" / site
-        return SiteMemory(folder, durable=not self._simulated, needed=self._must_remember)
+    def _kept(self, site: SiteId) -> SiteMemory | OneMemory:
+        if self._simulated:
+            return self._memories.of(site)
+        folder = self._config.site_dir(site) / "memory" / site
+        return SiteMemory(folder, durable=True, needed=self._must_remember)
+
+    @cached_property
+    def _memories(self) -> Memories:
+        return Memories(self._config.simulate_dir / "memory", needed=self._must_remember)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Write at the end of the block what sites keep in it."""
+        return self._memories.together() if self._simulated and self.remembers else nullcontext()
 
 
 def given(data: Any) -> Callable[[], Any]:

@@ -151,9 +151,7 @@ class Workbench:
             return
         found = frozen.load()
         if found.digest != frozen.digest:
-            raise BadUpdate(
-                f"{frozen.path}, the frozen parameters, is damaged: it is not {frozen.digest[:12]}…"
-            )
+            raise BadUpdate(f"{frozen.path}, the frozen parameters, is damaged: not {frozen.digest[:12]}…")
         (self._ranks or self._engine).freeze(found)
 
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int = NEVER) -> Update:
@@ -188,6 +186,11 @@ class Workbench:
         return shown(self._task, total, by_site)
 
     def answer(self, command: msg.Command) -> msg.Outcome:
+        """Do what is asked. What sites keep of it is written before this returns."""
+        with self._learner.together():
+            return self._answer(command)
+
+    def _answer(self, command: msg.Command) -> msg.Outcome:
         match command:
             case msg.Initial(out, frozen):
                 initial = self.initial(frozen=frozen)
@@ -339,11 +342,8 @@ def new_file(schema: Schema, path: Path) -> Iterator[Arena]:
                 f.truncate(schema.nbytes)
                 if schema.nbytes:  # else a write to the map ends the process when the disk is full
                     os.posix_fallocate(f.fileno(), 0, schema.nbytes)
-            yield (
-                Arena.wrap(schema, mmap.mmap(f.fileno(), schema.nbytes))
-                if schema.nbytes
-                else Arena.zeros(schema)
-            )
+            nbytes = schema.nbytes
+            yield Arena.wrap(schema, mmap.mmap(f.fileno(), nbytes)) if nbytes else Arena.zeros(schema)
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
