@@ -185,6 +185,7 @@ class EvaluateConfig(Settings):
     mode: Literal["auto", "min", "max"] = "auto"  # which metric is better; auto: min for *loss* and *error*
     patience: Count = 0  # evaluations without improvement before the run stops; 0: it does not stop early
     min_delta: Number = 0.0  # difference from which on a better metric counts as an improvement
+    sites: Count = 0  # sites that are drawn for an evaluation, where sites evaluate; 0: all of them
     server: bool = False  # evaluate also on eval_data("server"), at the aggregator, as "server/loss"
 
     def better(self, new: float, old: float | None) -> bool:
@@ -287,9 +288,7 @@ class ParallelConfig(Settings):
     offload_dir: str = ""  # for offload to disk or nvme: a folder on a disk of this machine
     checkpoint_activations: bool = False  # compute activations again in the backward pass, don't keep them
     compile: bool = False  # torch.compile, block by block
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd", "topk"] = (
-        "none"  # how gradients travel at zero = 0
-    )
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd", "topk"] = "none"  # of gradients, at zero = 0
     comm_rank: AtLeastOne = 4  # rank of the matrices that comm_hook = powersgd sends
     comm_fraction: Fraction = 0.01  # part of coordinates that comm_hook = topk sends
     find_unused: bool = False  # some parameters take no part in some losses

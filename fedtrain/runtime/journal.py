@@ -7,6 +7,7 @@ a run itself, from run_started to run_finished, are emitted here and nowhere els
 from __future__ import annotations
 
 import difflib
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Protocol
 from .. import events
 from ..arena import AnyArena, Arena
 from ..config import Config
+from ..digest import seed_of
 from ..errors import ConfigError
 from ..events import Emit, Record
 from ..fairness import SERVER, split, with_server, with_sites
@@ -30,7 +32,7 @@ HIDDEN = (
 )
 NO_SERVER = 'The server evaluates on data of its own, eval_data("server"), with evaluate.server = true. '
 Averages = dict[str, float]
-Evaluators = Callable[[int, Sequence[SiteId]], list[SiteId]]  # who of the members evaluates in a round
+Evaluators = Callable[[int, Sequence[SiteId]], Sequence[SiteId]]  # who of the members evaluates in a round
 # (sums over all sites, each site's own) -> what people are shown of both
 Shown = Callable[[Metrics, Mapping[SiteId, Metrics]], Awaitable[tuple[Averages, dict[SiteId, Averages]]]]
 AtServer = Callable[[int, AnyArena], Awaitable[Averages]]  # (round, model) -> metrics on the server's data
@@ -242,6 +244,24 @@ async def no_data(number: int, weights: AnyArena) -> Averages:
     return {}
 
 
-def everyone(number: int, members: Sequence[SiteId]) -> list[SiteId]:
+def everyone(number: int, members: Sequence[SiteId]) -> Sequence[SiteId]:
     """Evaluators: all members."""
-    return list(members)
+    return members
+
+
+def some_of(config: Config, evaluators: Evaluators) -> Evaluators:
+    """Evaluators: evaluate.sites of these, drawn by (seed, round), or all of them."""
+    few, need = config.evaluate.sites if config.evaluate.every else 0, config.strategy.min_sites
+    if config.secagg.enabled and 0 < few < need:
+        raise ConfigError(
+            f"evaluate.sites: {few}, but a sum under masks is over strategy.min_sites = {need} sites at "
+            f"least. Raise it."
+        )
+
+    def drawn(number: int, members: Sequence[SiteId]) -> Sequence[SiteId]:
+        sites = evaluators(number, members)
+        if not 0 < few < len(sites):
+            return sites
+        return sorted(random.Random(seed_of(config.run.seed, "evaluators", number)).sample(sites, few))
+
+    return drawn

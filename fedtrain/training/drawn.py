@@ -148,7 +148,8 @@ def _chosen(rng: np.random.RandomState, count: int, size: int) -> Indices:
 
     if 2 * size > count:
         return rng.permutation(count)[:size]
-    found = np.unique(rng.randint(count, size=size))
-    while len(found) < size:
-        found = np.unique(np.append(found, rng.randint(count, size=size - len(found))))
+    found = np.sort(rng.randint(count, size=size))
+    while (found[1:] == found[:-1]).any():
+        found = np.unique(found)
+        found = np.sort(np.append(found, rng.randint(count, size=size - len(found))))
     return found

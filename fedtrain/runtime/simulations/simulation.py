@@ -23,7 +23,7 @@ from ...messages import SiteId
 from ...store import Checkpoint, RunStore
 from ...store.disk import lock
 from ...strategies import beginning, build
-from ..journal import Journal, Result, no_data
+from ..journal import Journal, Result, no_data, some_of
 from ..sites import compressed
 from ..sites.spent import Spending
 from ..star import asynchronous, federated
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ...training.task import Task
 
 PROBED_SITES = 48  # spread over all; as many as are trained at once
+EACH = 100_000  # sites, of which a simulation still asks each one
 TOLD_SITES = 50  # of a round with more, events name only the updates that were refused
 
 
@@ -74,6 +75,7 @@ async def simulate(
         async with await PoolCohort.start(config, workers, store.folder, data_dir, task) as pool:
             about = pool.description
             enough_sites(config, about.sites)
+            not_too_many(config, about)
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:
                 emit = Muted(emit, (UpdateReceived, SiteState))
             engine: Any = store.meta().get("engine") or await engine_of(config, pool, emit)
@@ -95,7 +97,7 @@ async def simulate(
                 await pool.freeze(kept)
             if config.compression.down:
                 await pool.keep_initial()
-            evaluators = lambda number, members: [*about.evaluators]
+            evaluators = some_of(config, lambda number, members: about.evaluators)
             at_server = pool.at_server if server_has_data(config, about) else no_data
             cohort: Cohort = pool
             if config.privacy.noise_multiplier:
@@ -173,6 +175,20 @@ def enough_sites(config: Config, sites: Sequence[SiteId]) -> None:
             raise ConfigError(
                 f"aggregation.root: {site!r} is no site of the simulation, which has {some(sites)}."
             )
+
+
+def not_too_many(config: Config, about: Description) -> None:
+    """ConfigError where something would be done at each site of a large population."""
+    if config.asynchronous.enabled and len(about.sites) > EACH:
+        raise ConfigError(
+            f"asynchronous.enabled: all {len(about.sites):,} sites would train at once. Lower simulate.sites "
+            f"to {EACH:,} at most, or go by rounds, with strategy.fraction."
+        )
+    if config.evaluate.every and not config.evaluate.sites and len(about.evaluators) > EACH:
+        raise ConfigError(
+            f"evaluate.sites: 0, and all {len(about.evaluators):,} sites would evaluate each time. Draw some "
+            f"with evaluate.sites = 1000, say, or set evaluate.every = 0."
+        )
 
 
 def server_has_data(config: Config, about: Description) -> bool:

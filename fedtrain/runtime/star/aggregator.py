@@ -24,7 +24,7 @@ from ...strategies import Strategy, beginning, build, extras_of
 from ...transport.endpoints import TRANSPORTS, RemoteCohort
 from ...transport.tls import Tls
 from ...wire.frames import Bounds, Hello
-from ..journal import Averages, Journal, Result, Shown, no_data, plain
+from ..journal import Averages, Journal, Result, Shown, no_data, plain, some_of
 from ..sites import compressed, privacy
 from ..threads import all_cores, while_torch_loads
 from ..trainers.supervised import Supervised, unchanged
@@ -68,7 +68,7 @@ async def serve(
         asynchronous.check_config(config)
     async with listening(config, emit, start, data_dir, training=True) as star:
         async with shown_by_task(config, star.journal.store, star.task_digest, star.own) as shown:
-            evaluators = star.joined.evaluators
+            evaluators = some_of(config, star.joined.evaluators)
             at_server = no_data if star.own is None else star.own.at_server
             if config.asynchronous.enabled:
                 result = await asynchronous.run(

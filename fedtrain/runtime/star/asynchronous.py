@@ -154,7 +154,7 @@ class Loop:
         asks, number = self._asks, self._newest.round
         if self._evaluating is None and self._journal.evaluation_is_due(number):
             if asked := self._evaluate_at(number, members):
-                self._evaluating = Evaluating(number, self._newest.weights, asked, list(asked))
+                self._evaluating = Evaluating(number, self._newest.weights, [*asked], [*asked])
                 self._store.evaluating = number
             else:
                 await self._keep_evaluation(number, self._newest.weights, {}, {})
