@@ -53,6 +53,8 @@ Options = dict[str, Any]
 GLOBAL: dict[str, list[Options]] = {
     "fedavg": [{}],
     "fedprox": [{"mu": 0.01}, {"mu": 0.1}],
+    "adaptive_fedprox": [{"mu": 0.0}, {"mu": 1.0}],
+    "inexact_fedprox": [{"mu": 0.01}, {"mu": 0.1}],
     "fedavgm": [{"momentum": 0.9}, {"momentum": 0.9, "server_lr": 0.3}],
     "diloco": [{"server_lr": 0.7}, {"server_lr": 0.3}],
     "fedadagrad": [{"server_lr": 0.1}, {"server_lr": 0.03}],
@@ -102,6 +104,8 @@ class Case:
         }  # fmt: skip
         if method == "fedsgd":
             settings |= {"train.batch_size": 0, "train.local_epochs": 1}
+        if method == "inexact_fedprox":  # half of the sites make one pass or two
+            settings |= {"train.local_epochs": 2}
         if method == "cyclic":
             settings |= {"run.rounds": DRAWN * self.rounds, "evaluate.every": DRAWN, "strategy.min_sites": 1}
         return settings

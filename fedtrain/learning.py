@@ -137,6 +137,14 @@ class Local(Protocol):
     @property
     def lr(self) -> float: ...
     @property
+    def epochs(self) -> int:
+        """train.local_epochs."""
+
+    @property
+    def seed(self) -> int:
+        """Of what the site draws in this round: the same when the round is repeated."""
+
+    @property
     def examples(self) -> float:
         """How many the site has, in units of the loss's weight; known when it has trained."""
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
 
-from tests.toy import HIDDEN, INPUTS, LR, batches_of, data_of, examples_of, initial
+from fedtrain.digest import seed_of
+from tests.toy import HIDDEN, INPUTS, LR, SEED, batches_of, data_of, examples_of, initial
 
 Vector = np.ndarray[Any, Any]
 Counted = Sequence[Sequence[str]]
@@ -218,3 +220,36 @@ def per_fedavg(counted: Counted, variant: str, alpha: float, delta: float, size:
             models.append(at)
         w = sum(models) / len(models)
     return w
+
+
+def adaptive_fedprox(
+    counted: Counted, mu: float, mu_step: float, patience: int
+) -> tuple[Vector, list[float]]:
+    """Also μ of each round, and of the one after the last."""
+    w, losses, mus, since = initial(), list[float](), [mu], 0
+    for round, sites in enumerate(counted):
+        n = [examples_of(s) for s in sites]
+        losses.append(mean([loss_and_gradient(w, *data_of(s))[0] for s in sites], n))
+        w = mean([sgd(s, round, w, lambda g, at, w=w: g + mus[-1] * (at - w))[0] for s in sites], n)
+        falls = [b < a for a, b in zip(losses[since:-1], losses[since + 1 :], strict=True)]
+        mu = mus[-1]
+        if len(losses) > 1 and losses[-1] > losses[-2]:
+            mu, since = mu + mu_step, len(losses) - 1
+        elif len(falls) >= patience and all(falls[-patience:]):
+            mu, since = max(mu - mu_step, 0.0), len(losses) - 1
+        mus.append(mu)
+    return w, mus
+
+
+def inexact_fedprox(counted: Counted, mu: float, stragglers: float, most: int) -> tuple[Vector, set[int]]:
+    """Also the numbers of passes that were made."""
+    w, made = initial(), set[int]()
+    for round, sites in enumerate(counted):
+        models = []
+        for s in sites:
+            draw = Random(seed_of(SEED, "site", round, s))
+            passes = draw.randint(1, most) if draw.random() < stragglers else most
+            made.add(passes)
+            models.append(sgd(s, round, w, lambda g, at, w=w: g + mu * (at - w), epochs=passes)[0])
+        w = mean(models, [examples_of(s) for s in sites])
+    return w, made

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedtrain.learning import RoundSums
+from fedtrain.strategies import build
 from tests import references
 from tests.references import BODY, HEAD, NORM
 from tests.toy import SITES, Net, NormScale, Toy, Toys, config, data_of, initial
@@ -122,6 +124,36 @@ def test_mimelite(tmp_path, sums):
     close(toys.last.weights.load().extras()["m"], m, 10 * sums[1])
 
 
+def test_adaptive_fedprox(tmp_path, sums):
+    options = {"mu": 0.3, "mu_step": 0.2, "patience": 2, "max_loss": 16.0, "max_examples": 64.0}
+    toys = run(tmp_path, "adaptive_fedprox", options, sums=sums[0])
+    w, mus = references.adaptive_fedprox(toys.counted, 0.3, 0.2, 2)
+    close(toys.weights, w, sums[1])
+    close(toys.last.weights.load().extras()["mu"], mus[-1], 1e-12)
+    moves = np.diff(mus)
+    assert moves.max() > 0, "it rose"
+    assert moves.min() < 0, "and fell"
+
+
+def test_adaptive_fedprox_counts_its_falls_from_the_last_change_and_stops_at_0():
+    strategy = build("adaptive_fedprox", {"mu": 0.15})
+    state, mus = strategy.init(torch.zeros(1)), []
+    for loss in [9, 8, 7, 6, 5, 4, 3, 2, 1, 0.5, 0.4, 0.4, 0.3, 0.5, 0.6]:
+        _, state = strategy.step(torch.zeros(1), state, RoundSums(torch.zeros(1), scalars={"loss": loss}))
+        mus.append(round(float(state["mu"]), 9))
+    assert mus == [0.15] * 5 + [0.05] * 5 + [0.0] * 3 + [0.1, 0.2]
+
+
+@pytest.mark.parametrize("stragglers", [0.0, 0.5, 0.9])
+def test_inexact_fedprox(tmp_path, sums, stragglers):
+    """The partial work of stragglers counts by their examples, as all others' does."""
+    options = {"mu": 0.2, "stragglers": stragglers}
+    toys = run(tmp_path, "inexact_fedprox", options, sums=sums[0], train={"local_epochs": 4})
+    w, made = references.inexact_fedprox(toys.counted, 0.2, stragglers, 4)
+    close(toys.weights, w, sums[1])
+    assert made == ({1, 2, 3, 4} if stragglers else {4})
+
+
 @pytest.mark.parametrize("variant", ["FO", "HF"])
 def test_per_fedavg(tmp_path, sums, variant):
     toys = run(tmp_path, "per_fedavg", {"variant": variant, "alpha": 0.2}, sums=sums[0])
@@ -224,6 +256,7 @@ def test_fedbn_without_norm_layers_is_fedavg(tmp_path, monkeypatch):
         ("ditto", {}),
         ("fedrep", {"local": ["head.*"]}),
         ("ifca", {}),
+        ("adaptive_fedprox", {"patience": 2}),
     ],
 )
 def test_a_run_that_is_stopped_after_each_round_has_the_bits_of_one_that_is_not(tmp_path, kind, options):

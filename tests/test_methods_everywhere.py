@@ -35,6 +35,8 @@ METHODS = {
     "qfedavg": {"max_loss": 4.0, "max_h": 64.0},
     "mimelite": {},
     "per_fedavg": {"alpha": 0.2},
+    "adaptive_fedprox": {"mu": 0.3, "patience": 1, "max_loss": 16.0, "max_examples": 64.0},
+    "inexact_fedprox": {"stragglers": 0.9},
     "fedsgd": {},
     "cyclic": {"min_sites": 1},
 }
@@ -57,9 +59,10 @@ def all_have_joined(monkeypatch):
 
 def config(folder, kind, *sections, **more):
     strategy = {"min_sites": 3, "fraction": 0.75, "attempts": 1, "round_deadline": "60s", **METHODS[kind]}
+    passes = 2 if kind == "inexact_fedprox" else 1
     found = toy.config(
         folder, kind, strategy, run={"rounds": 4, "name": "r"}, evaluate={"every": 1},
-        train={"batch_size": 0 if kind == "fedsgd" else 8},
+        train={"batch_size": 0 if kind == "fedsgd" else 8, "local_epochs": passes},
     ).table()  # fmt: skip
     for section in (*sections, more):
         for name, keys in section.items():
@@ -118,6 +121,7 @@ def test_over_mutual_tls_as_in_a_simulation(tmp_path, certs, kind, sums):
         ("fednova", METHODS["fednova"]),
         ("feddyn", {}),
         ("fedprox", {"mu": 0.5}),
+        ("adaptive_fedprox", METHODS["adaptive_fedprox"]),
         ("qfedavg", METHODS["qfedavg"]),
         ("mimelite", {}),
     ],
@@ -153,7 +157,7 @@ def bits(cfg):
     return final(cfg.simulate_dir).digest, {site: remembered(cfg.simulate_dir, site) for site in SITES}
 
 
-@pytest.mark.parametrize("kind", ["scaffold", "ditto", "fedbn", "per_fedavg"])
+@pytest.mark.parametrize("kind", ["scaffold", "ditto", "fedbn", "per_fedavg", "inexact_fedprox"])
 def test_any_number_of_workers_gives_the_same_bits(tmp_path, kind):
     found = []
     for workers in (1, 3, 8):

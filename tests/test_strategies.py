@@ -112,7 +112,7 @@ def test_fedprox_adds_the_gradient_of_its_proximal_term():
 
 def test_only_a_strategy_with_a_site_half_corrects():
     assert {kind for kind in STRATEGIES if corrects(build(kind, {}))} == {
-        "feddyn", "fedprox", "mimelite", "scaffold",
+        "adaptive_fedprox", "feddyn", "fedprox", "inexact_fedprox", "mimelite", "scaffold",
     }  # fmt: skip
 
 
@@ -195,6 +195,16 @@ def test_a_mistake_is_a_config_error_that_says_what_to_change(kind, options, mes
 def test_a_strategy_that_takes_its_own_steps_refuses_what_it_would_leave_out(kind, options, train, key):
     with pytest.raises(ConfigError, match=key):
         build(kind, options).check(TrainConfig(batch_size=0, **train))
+
+
+@pytest.mark.parametrize(
+    ("train", "key"),
+    [({}, "train.local_epochs"), ({"local_epochs": 3, "local_steps": 5}, "train.local_epochs"),
+     ({"local_epochs": 3, "decay": "cosine"}, "train.decay")],
+)  # fmt: skip
+def test_inexact_fedprox_refuses_a_training_of_which_nobody_can_do_a_part(train, key):
+    with pytest.raises(ConfigError, match=key):
+        build("inexact_fedprox", {}).check(TrainConfig(**train))
 
 
 def test_a_strategy_of_ones_own_lies_beside_the_task(tmp_path, monkeypatch):

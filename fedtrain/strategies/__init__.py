@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import config
 from ..errors import ConfigError
+from .adaptive_fedprox import AdaptiveFedProx
 from .base import (
     Strategy,
     beginning,
@@ -38,6 +39,7 @@ from .fedrep import FedRep
 from .fedsgd import FedSGD
 from .fedyogi import FedYogi
 from .ifca import Ifca
+from .inexact_fedprox import InexactFedProx
 from .mimelite import MimeLite
 from .per_fedavg import PerFedAvg
 from .qfedavg import QFedAvg
@@ -57,6 +59,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "fednova": FedNova,
     "fedper": FedPer,
     "fedprox": FedProx,
+    "adaptive_fedprox": AdaptiveFedProx,
+    "inexact_fedprox": InexactFedProx,
     "fedrep": FedRep,
     "fedsgd": FedSGD,
     "fedyogi": FedYogi,

@@ -114,7 +114,8 @@ class SiteTraining:
         self._own = Arena.zeros(engine.own.schema, str(engine.device))
         for name, view in self._own.views().items():
             view.copy_(memory.get(OWN + name, engine.first_own.views()[name]))
-        self.lr = engine.config.lr
+        self.lr, self.epochs = engine.config.lr, engine.config.local_epochs
+        self.seed = seed_of(engine.run_seed, "site", round, site)
         self._examples: float | None = None
         self._written = False  # whether `out` has a delta
         self._trained = False  # whether the site's examples and loss are those of a training
