@@ -139,6 +139,9 @@ class RoundCommitted(Event, frozen=True, kw_only=True, tag="round_committed"):
     doubted: Mapping[
         SiteId, float
     ] = {}  # the part that counted of models that a robust rule clipped; 0: none
+    clock_s: float | None = None  # of a simulation with a clock of its own: seconds since the run began
+    late: Sequence[SiteId] = []  # by that clock: answered too late, or when the round had closed
+    away: Sequence[SiteId] = []  # by that clock: were asked and not heard of again
 
 
 class Record(TypedDict, total=False):
@@ -152,6 +155,9 @@ class Record(TypedDict, total=False):
     bytes_out: int
     staleness: float
     doubted: Mapping[SiteId, float]
+    clock_s: float
+    late: Sequence[SiteId]
+    away: Sequence[SiteId]
 
 
 class Stepped(Event, frozen=True, kw_only=True, tag="step"):

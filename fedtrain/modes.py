@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .config import Config, Source
+from .config import SITE_MODELS, Config, Source
 from .errors import ConfigError
 
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
@@ -49,7 +49,8 @@ MODES: dict[str, Mode] = {
         "simulate --mode gossip",
         (*EVERYWHERE, "strategy.kind", "strategy.options", "gossip", "simulate"),
         but=("gossip.roster", "simulate.workers", "simulate.on", "simulate.engine", "privacy.where",
-             "evaluate.server", "evaluate.sites"),
+             "evaluate.server", "evaluate.sites",
+             *(f"simulate.{key}" for key in SITE_MODELS if key != "speeds")),
         keeps=(*GOSSIP, "simulate.engine"),
     ),
     "aggregator": Mode(
@@ -131,12 +132,12 @@ ONLY = (
     Only(("simulate.masks",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("simulate",)),
     Only(("asynchronous",), lambda c: c.asynchronous.enabled, "asynchronous.enabled",
          "asynchronous.enabled = true"),
-    Only(("strategy.fraction",), lambda c: not c.asynchronous.enabled,
+    Only(("strategy.fraction", "strategy.enough"), lambda c: not c.asynchronous.enabled,
          "asynchronous.enabled", ROUNDS, FEDERATED),
     Only(("train.warmup", "train.decay"), lambda c: not c.asynchronous.enabled, "asynchronous.enabled",
          ROUNDS, FEDERATED),
-    Only(("simulate.speeds",), lambda c: c.asynchronous.enabled, "asynchronous.enabled",
-         "asynchronous.enabled = true", ("simulate",)),
+    Only(("strategy.enough",), lambda c: c.simulate.timed, "simulate.speeds",
+         "a key that says how long simulated sites take: simulate.speeds, say", ("simulate",)),
     Only(("simulate.speeds",), lambda c: c.gossip.algorithm in NEVER_WAIT, "gossip.algorithm",
          f"gossip.algorithm = {' or '.join(NEVER_WAIT)}, whose peers never wait", ("gossip",)),
     Only(("gossip.round_deadline",), lambda c: c.gossip.algorithm not in NEVER_WAIT, "gossip.algorithm",

@@ -46,7 +46,9 @@ class Run:
     @property
     def history(self) -> list[dict[str, Any]]:
         """A row for each round, with the metrics of its evaluation; opens as a table in pandas."""
-        rows = map(asdict, self.board.history.values())
+        rows = [asdict(row) for row in self.board.history.values()]
+        if all(row["clock_s"] is None for row in rows):
+            rows = [{k: v for k, v in row.items() if k not in ("clock_s", "late", "away")} for row in rows]
         return [
             {"round": r.pop("round"), "training_loss": r.pop("loss"), **r.pop("metrics"), **r} for r in rows
         ]

@@ -18,14 +18,15 @@ from fedtrain.config import AsynchronousConfig, Config, EvaluateConfig, SecAggCo
 from fedtrain.errors import ConfigError, RoundError
 from fedtrain.events import KINDS
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
-from fedtrain.runtime.journal import Journal
+from fedtrain.runtime.journal import Clock, Journal
 from fedtrain.runtime.plan import round_plan
+from fedtrain.runtime.simulations.clock import Clocked, TurnTimes
 from fedtrain.runtime.simulations.simulation import simulate
+from fedtrain.runtime.simulations.site_models import Load, SiteModels
 from fedtrain.runtime.star import asynchronous, federated
 from fedtrain.runtime.star.aggregator import serve
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.runtime.star.combinations import beyond
-from fedtrain.runtime.star.in_flight import Clocked
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import Checkpoint, RunStore, Turn, TurnState
 from fedtrain.strategies import STRATEGIES, beginning, build
@@ -63,16 +64,19 @@ def begun(cfg, kind=RunStore):
     return store, strategy
 
 
+def on_clock(cfg, cohort, sites, ahead, clock=None):
+    times = TurnTimes(SiteModels(cfg, sites), Load(0, 0), {}, cfg.strategy.round_deadline)
+    return Clocked(cfg, cohort, clock or Clock(), times, ahead)
+
+
 def run(cfg, cohort, events=None, clocked=False):
     """Both results: (how it ended, the last version)."""
     store, strategy = begun(cfg)
-    clock = Clocked(cfg, cohort, SITES, ahead=3) if clocked else None
+    now = Clock() if clocked else None
+    asks = on_clock(cfg, cohort, SITES, ahead=3, clock=now) if clocked else None
+    journal = Journal(cfg, store, Events() if events is None else events, clock=now)
     try:
-        result = asyncio.run(
-            asynchronous.run(
-                Journal(cfg, store, Events() if events is None else events), cohort, strategy, asks=clock
-            )
-        )
+        result = asyncio.run(asynchronous.run(journal, cohort, strategy, asks=asks))
         return result, store.latest()
     finally:
         store.close()
@@ -178,7 +182,7 @@ def test_on_a_clock_of_its_own_a_run_is_the_same_however_fast_replies_come(tmp_p
         cfg = config(tmp_path / name, simulate={"speeds": speeds}, run={"rounds": 12})
         store, strategy = begun(cfg)
         cohort = LocalCohort({s: after(d, pull(s)) for s, d in zip(SITES, delays, strict=True)})
-        clock = Clocked(cfg, cohort, SITES, ahead=ahead)
+        clock = on_clock(cfg, cohort, SITES, ahead=ahead)
         asyncio.run(asynchronous.run(Journal(cfg, store, Events()), cohort, strategy, asks=clock))
         digest = store.latest().weights.digest
         store.close()
@@ -515,21 +519,32 @@ class StoppingStore(RunStore):
         self.db.transaction = transaction
 
 
-@pytest.mark.parametrize("speeds", ["equal", "straggler:2"])
-def test_killed_between_any_two_transactions_a_clocked_run_goes_on_to_the_same_bits(tmp_path, speeds):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"speeds": "straggler:2"},
+        {"speeds": "lognormal:1", "dropout": 0.3, "availability": "part:0.6,0.002"},
+    ],
+    ids=["equal", "straggler", "hard"],
+)
+def test_killed_between_any_two_transactions_a_clocked_run_goes_on_to_the_same_bits(tmp_path, keys):
     """No update is counted twice, none is lost and none made up: the model and every site's turn are those of
     the run without the accident."""
 
     def go(folder, dies_before=-1):
-        cfg = config(folder, run={"rounds": 3}, asynchronous={"buffer": 3}, simulate={"speeds": speeds})
+        cfg = config(folder, run={"rounds": 3}, asynchronous={"buffer": 3}, simulate=keys)
         for at in (dies_before, -1):
             store, strategy = begun(cfg, StoppingStore)
             store.count, store.dies_before = 0, at
-            cohort = LocalCohort(handlers())
-            clock = Clocked(cfg, cohort, SITES, ahead=3)
+            cohort, clock = LocalCohort(handlers()), Clock()
+            asks = on_clock(cfg, cohort, SITES, ahead=3, clock=clock)
+            asks.goes_on(store.turns.latest())
+            journal = Journal(cfg, store, Events(), clock=clock)
             try:
-                asyncio.run(asynchronous.run(Journal(cfg, store, Events()), cohort, strategy, asks=clock))
-                return (store.latest().weights.digest, store.turns.latest()), store.count
+                asyncio.run(asynchronous.run(journal, cohort, strategy, asks=asks))
+                clocks = [r.record.get("clock_s") for r in store.rounds()]
+                return (store.latest().weights.digest, store.turns.latest(), clocks), store.count
             except Stop:
                 pass
             finally:
@@ -661,7 +676,7 @@ def test_neither_workers_nor_processes_change_a_bit_of_an_asynchronous_simulatio
     store.begin(initial.schema, plain.agreed(), task_digest="t")
     store.commit(Checkpoint(0, *beginning(strategy, initial)), {})
     cohort = LocalCohort({name: site(name) for name in names})
-    clock = Clocked(plain, cohort, names, ahead=1)
+    clock = on_clock(plain, cohort, names, ahead=1)
     asyncio.run(asynchronous.run(Journal(plain, store, Events()), cohort, strategy, asks=clock))
     assert store.latest().weights.digest == weights.digest
     store.close()

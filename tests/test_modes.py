@@ -215,6 +215,7 @@ VARIANTS = [
             ASYNCHRONOUS | NOISE,
             OPEN | NEVER | STEPS,
             OPEN | SMALL,
+            {"simulate": {"speeds": "straggler:2"}, "strategy": {"enough": 0.9}},
         )
     ),
     *(

@@ -293,11 +293,15 @@ def plan(config: Config, json: bool, sites: int | None, ranks: int | None, data_
         return
     from ..runtime.plan import round_plan
 
-    found = round_plan(config, sites, data_dir)
+    found, compared = round_plan(config, sites, data_dir), []
+    if config.simulate.timed:
+        from ..runtime.simulations.policies import policies
+
+        compared = policies(config, sites, data_dir)
     if json:
         sums = {"aggregator_bytes": found.aggregator_bytes, "run_bytes": found.run_bytes}
-        return print_json({**asdict(found), **sums})
-    print_plan(config, found)
+        return print_json({**asdict(found), **sums, "policies": [asdict(each) for each in compared]})
+    print_plan(config, found, compared)
 
 
 # --- looking at runs

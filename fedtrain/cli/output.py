@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..config import Config
     from ..runtime.cross_site import MatrixReport
     from ..runtime.plan import RoundTraffic
+    from ..runtime.simulations.policies import PolicyPlan
     from ..statistics import Statistics
     from ..tracking.export import EvaluationReport
     from ..tracking.runs import Summary
@@ -26,7 +27,7 @@ GAP, LEAST = "  ", 12  # between columns; characters that a column which makes w
 
 def run_row(s: Summary) -> tuple[str, ...]:
     """A run as a row of RUN_COLUMNS."""
-    from ..tracking.live import averages, number
+    from ..tracking.live import averages, duration, number
 
     best = "" if s.best_round is None else f"{number(s.best_value)} in round {s.best_round}"
     when = time.localtime(s.updated)
@@ -34,6 +35,7 @@ def run_row(s: Summary) -> tuple[str, ...]:
     updated = "" if s.updated is None else time.strftime("%m-%d %H:%M" if this_year else "%Y-%m-%d", when)
     loss = "" if s.loss is None else number(s.loss)
     rounds = f"{s.round}/{s.rounds}" if s.rounds else ""
+    rounds += f" at {duration(s.clock_s)}" if s.clock_s is not None else ""
     return (s.run, s.state, rounds, loss, averages(s.metrics), best, updated)
 
 
@@ -147,8 +149,8 @@ def tell_split(data: str) -> None:
         click.echo(f"The task has no test_data(): this is its {data}(), {SPLITS[data]} data.")
 
 
-def print_plan(config: Config, found: RoundTraffic) -> None:
-    """Print what a round, or a version, of these settings costs."""
+def print_plan(config: Config, found: RoundTraffic, compared: Sequence[PolicyPlan] = ()) -> None:
+    """Print what a round, or a version, of these settings costs, and what simulated sites make of others."""
     how = "under masks" if found.masks else "in the open (secagg.enabled = false)"
     noun, each = "round", f"A round of {found.sites} sites"
     if config.asynchronous.enabled:
@@ -156,7 +158,22 @@ def print_plan(config: Config, found: RoundTraffic) -> None:
     frozen = f", {found.frozen:,} of them frozen" if found.frozen else ""
     click.echo(f"{each}, {how}; {found.parameters:,} parameters{frozen}:")
     columns([(f"  {name}", value) for name, value in plan_lines(found, noun)])
+    if compared:
+        print_policies(compared)
     row_of_the_table(config, "simulate")
+
+
+def print_policies(compared: Sequence[PolicyPlan]) -> None:
+    """Print what rounds and versions take and lose on the simulated sites' clock."""
+    from ..tracking.live import duration, size
+
+    click.echo("By the clock of the simulated sites, without training:")
+    rows = [
+        (f"  {p.policy}", duration(p.round_s), f"{p.updates:.3g}", f"{p.updates_per_hour:,.0f}",
+         f"{p.lost:.0%}", size(p.nbytes))
+        for p in compared
+    ]  # fmt: skip
+    columns([("  POLICY", "A ROUND", "UPDATES", "AN HOUR", "LOST", "BYTES"), *rows])
 
 
 def plan_lines(found: RoundTraffic, noun: str) -> Iterator[tuple[str, str]]:

@@ -11,10 +11,10 @@ from .schema import (
     ParallelConfig,
     PrivacyConfig,
     SecAggConfig,
-    SimulateConfig,
     StrategyConfig,
     TrainConfig,
 )  # fmt: skip
+from .simulated import SITE_MODELS, SimulateConfig, numbers_in
 from .values import (
     UNITS,
     Seconds,
@@ -28,8 +28,8 @@ from .values import (
 )  # fmt: skip
 
 __all__ = [
-    "UNITS", "AsynchronousConfig", "CompressionConfig", "Config", "EvaluateConfig", "GossipConfig",
-    "LimitsConfig", "ParallelConfig", "PrivacyConfig", "SecAggConfig", "Seconds", "SimulateConfig", "Source",
-    "StrategyConfig", "TrainConfig", "build", "check_options", "one_of", "options_in",
-    "options_of", "require", "user_module", "value_of",
+    "SITE_MODELS", "UNITS", "AsynchronousConfig", "CompressionConfig", "Config", "EvaluateConfig",
+    "GossipConfig", "LimitsConfig", "ParallelConfig", "PrivacyConfig", "SecAggConfig", "Seconds",
+    "SimulateConfig", "Source", "StrategyConfig", "TrainConfig", "build", "check_options", "numbers_in",
+    "one_of", "options_in", "options_of", "require", "user_module", "value_of",
 ]  # fmt: skip

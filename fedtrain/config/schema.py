@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from ..fairness import STD, split
 from .load import Source, build, read, refuse_unknown
+from .simulated import SimulateConfig
 from .values import (
     AtLeastOne,
     BelowOne,
@@ -31,14 +32,13 @@ from .values import (
     Positive,
     Seconds,
     Settings,
+    plain,
     require,
 )  # fmt: skip
 
 NAMED = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 NAME = Meta(pattern=NAMED, description="1 to 64 letters, digits, '.', '_' or '-'")
 TASK = Meta(pattern=r".*:.*", description='"module:Class", as in "task:Heart"')
-SPEED = r"equal|(lognormal|straggler):\d+(\.\d+)?"
-SPEEDS = Meta(pattern=SPEED, description='"equal", "lognormal:1" or "straggler:10"')
 PORT = r"([0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 ADDRESS = Meta(pattern=rf"|\[?[^\s/]+\]?:{PORT}", description='"host:port", the port at most 65535')
 FOLDER = Meta(pattern=r"(?!.*://).*|s3://.*", description='a folder, or "s3://bucket/prefix"')
@@ -92,6 +92,7 @@ class StrategyConfig(Settings):
     kind: str = "fedavg"  # a name in strategies.STRATEGIES, or module:Class
     min_sites: AtLeastOne = 3  # valid updates that a round needs
     fraction: Fraction = 1.0  # part of the joined sites that is drawn for a round
+    enough: Fraction = 1.0  # part of the drawn sites whose updates close a round; 1: it waits for all
     round_deadline: Duration = Seconds(600)  # a reply that comes later is left out of the round
     attempts: AtLeastOne = 3  # times that a round is tried before the run stops
     options: dict[str, Any] = field(default_factory=dict)  # the strategy's own keys
@@ -230,25 +231,6 @@ class NetworkConfig(Settings):
     certs: str = "certs"  # folder made by `fedtrain certs`, relative to the configuration file
     heartbeat: Annotated[Seconds, Meta(ge=1)] = Seconds(5)  # time between checks of a quiet connection
     idle: Duration = Seconds(30)  # how long a lost site is waited for in a round, and at the end of the run
-
-
-@dataclass(frozen=True)
-class SimulateConfig(Settings):
-    """A simulation's sites, and the processes that train them."""
-
-    sites: AtLeastOne = 10  # number of sites where the task names none of its own
-    partition: str = "iid"  # how one pool of examples is dealt: iid, dirichlet:0.3, shards:2, quantity:0.5
-    examples: Count = 0  # of a site on average, drawn from the pool by each for itself; 0: the pool is dealt
-    workers: int | Literal["auto"] = "auto"  # processes; auto: one a core; 0: none, sites train in this one
-    on: Literal["local", "ray", "torchrun"] = "local"  # where workers are: this machine, a Ray cluster, ranks
-    engine: Literal["auto", "loop", "stacked", "compiled"] = "auto"  # how; loop: a federation's bits
-    masks: bool = False  # do all of secure aggregation's work as it is done for real; the model is the same
-    speeds: Annotated[str, SPEEDS] = "equal"  # how fast asynchronous sites, and peers that never wait, are
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.workers == "auto" or self.workers >= 0, "simulate.workers",
-                f'{self.workers} must be "auto" (one a core), 0 (none) or more')  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -412,8 +394,7 @@ class Config:
     def table(self) -> dict[str, Any]:
         """Plain values of every section, defaults included, for the run directory."""
         return {
-            name: {k: float(v) if isinstance(v, Seconds) else v for k, v in vars(section).items()}
-            for name, section in self.sections().items()
+            name: {k: plain(v) for k, v in vars(section).items()} for name, section in self.sections().items()
         }
 
     @property

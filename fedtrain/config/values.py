@@ -34,6 +34,17 @@ class Seconds(float):
         return cls(float(match[1]) * UNITS[match[2]])
 
 
+class Amount(str):
+    """A number of each site, or what it is drawn from; in files also as a plain number."""
+
+    __slots__ = ()
+
+
+def plain(value: Any) -> Any:
+    """A setting's value as MessagePack and JSON know it."""
+    return float(value) if isinstance(value, Seconds) else str(value) if isinstance(value, Amount) else value
+
+
 FINITE = Meta(description="a finite number")
 Count = Annotated[int, Meta(ge=0)]
 AtLeastOne = Annotated[int, Meta(ge=1)]

@@ -76,6 +76,19 @@ class Lap:
         return record
 
 
+@dataclass
+class Clock:
+    """A simulation's own clock."""
+
+    now_s: float = 0.0  # since the run began
+    late: Sequence[SiteId] = ()  # of the last round: answered too late, or when it had closed
+    away: Sequence[SiteId] = ()  # of the last round: not heard of again
+
+    def reaches(self, moment_s: float) -> None:
+        """Go on to a moment, unless it is past."""
+        self.now_s = max(self.now_s, moment_s)
+
+
 class Journal:
     """One run as its store has it and as its log tells it."""
 
@@ -85,10 +98,12 @@ class Journal:
         store: RunStore | None,
         emit: Emit,
         common: Callable[[int], int] = lambda number: number,
+        clock: Clock | None = None,
     ) -> None:
         """`store`: None at a site, which commits no round, and at all ranks but the first. `common`: of
-        several processes that decide alike, gives each the number that the one with the store has."""
-        self.config, self.emit = config, emit
+        several processes that decide alike, gives each the number that the one with the store has. `clock`:
+        of a simulation, the clock that its rounds are told by."""
+        self.config, self.emit, self.clock = config, emit, clock
         self.over: str | None = None  # why the run is over, once its model is exported
         self._store, self._common = store, common
 
@@ -117,6 +132,8 @@ class Journal:
         config, store = self.config, self.store
         checkpoint = store.latest()
         assert checkpoint is not None, "the initial model is committed before the first round"
+        if self.clock is not None:
+            self.clock.reaches(store.clock(checkpoint.round))
         mode = "simulate" if store.folder == config.simulate_dir else "federated"
         buffer = config.asynchronous.buffer if config.asynchronous.enabled else 0
         self.start(mode, store.registered(members), checkpoint.round, buffer)
@@ -138,6 +155,8 @@ class Journal:
 
     def round_failed(self, number: int, attempt: int, error: Exception) -> None:
         """Say that an attempt came to nothing, and why."""
+        if self.clock is not None:
+            self.store.set_clock(number, attempt + 1, self.clock.now_s)
         self.emit(events.RoundFailed(round=number + 1, attempt=attempt + 1, reason=str(error)))
 
     def commit(
@@ -149,6 +168,8 @@ class Journal:
         following: RoundPlan | None = None,
     ) -> None:
         """Make a round the last one, and say so. `prepared`, `inside`, `following`: as in RunStore.commit."""
+        if (clock := self.clock) is not None:
+            record = Record(**record, clock_s=clock.now_s, late=clock.late, away=clock.away)
         self.store.commit(after, record, prepared, inside, following)
         self.emit(events.RoundCommitted(round=after.round, **record))
 

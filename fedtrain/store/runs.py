@@ -340,6 +340,25 @@ class RunStore(RunFolder):
     def _buffered(self) -> dict[SiteId, int]:
         return dict(self.db.all("SELECT site, MAX(number) FROM buffer GROUP BY site"))
 
+    def clock(self, number: int) -> float:
+        """Where the clock of a simulation stands, in seconds, when it goes on after `number` rounds, with the
+        attempt that is planned."""
+        plan = self.plan(number)
+        if plan is not None and 0 < plan.attempt <= len(begins := self._begins(number)):
+            return begins[plan.attempt - 1]
+        row = self.db.one("SELECT record FROM rounds WHERE round = ?", (number,))
+        return float(msgspec.json.decode(row[0]).get("clock_s", 0.0)) if row else 0.0
+
+    def set_clock(self, number: int, attempt: int, now_s: float) -> None:
+        """Keep when an attempt at the round after `number` begins; the first is attempt 0."""
+        self.db.put("meta", "clock", (number, [*self._begins(number)[: attempt - 1], now_s]))
+
+    def _begins(self, number: int) -> list[float]:
+        """When each attempt at the round after `number` began, but for the first."""
+        row = self.db.one("SELECT value FROM meta WHERE key = 'clock'")
+        of_round, begins = msgspec.json.decode(row[0], type=tuple[int, list[float]]) if row else (-1, [])
+        return begins if of_round == number else []
+
     def joined(self) -> dict[SiteId, float | None]:
         """Every site that ever joined this run, with the examples it registered."""
         return dict(self.db.all("SELECT name, examples FROM sites ORDER BY name"))

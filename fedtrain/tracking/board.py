@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from .. import events as e
@@ -37,6 +37,9 @@ class RoundRow:
     sites: int
     bytes_in: int
     bytes_out: int
+    clock_s: float | None = None  # of a simulation with a clock of its own
+    late: Sequence[SiteId] = ()
+    away: Sequence[SiteId] = ()
 
 
 @dataclass
@@ -165,8 +168,9 @@ class Board:
     def _commit(self, event: e.RoundCommitted) -> None:
         self.round, self.under_way = event.round, None
         self.history[event.round] = RoundRow(
-            event.round, event.loss, {}, event.seconds, event.sites, event.bytes_in, event.bytes_out
-        )
+            event.round, event.loss, {}, event.seconds, event.sites, event.bytes_in, event.bytes_out,
+            event.clock_s, event.late, event.away,
+        )  # fmt: skip
         for site, site_row in self.sites.items():
             site_row.counted = event.doubted.get(site, 1.0)
         self.trained = {name: value for name, value in event.metrics.items() if name != "loss"}

@@ -69,6 +69,7 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         "updates": row.record.get("sites"),  # how many are in this round
         "metrics": row.metrics or {},
         "training_loss": row.record.get("loss"),
+        **({"clock_s": row.record["clock_s"]} if "clock_s" in row.record else {}),  # of a simulation
         "parameters": weights.schema.numel + frozen.schema.numel,
         "frozen": frozen.schema.numel,  # of them
         "local": meta.get("local", []),  # names of the tensors that stay at their site, and are not here

@@ -174,6 +174,7 @@ def line(event: Event, board: Board) -> str | None:
             parts += [doubts(event.doubted)] if event.doubted else []
             parts += [f"staleness {event.staleness:.2g}"] if event.staleness is not None else []
             parts += [duration(event.seconds)] if event.seconds is not None else []
+            parts += [_clock(event)]
             eta = board.eta_s(event.time)
             parts += [f"ETA {duration(eta)}"] if eta else []
             return "  ".join(p for p in parts if p)
@@ -195,6 +196,14 @@ def line(event: Event, board: Board) -> str | None:
 def _bytes(round: e.RoundCommitted | RoundRow) -> str:
     """What a round moved: of a peer its own, of a simulation all peers'."""
     return f"in {size(round.bytes_in)}, out {size(round.bytes_out)}"
+
+
+def _clock(round: e.RoundCommitted | RoundRow) -> str:
+    """Where a simulation's own clock stands, and how many sites were not in the round by it."""
+    if round.clock_s is None:
+        return ""
+    missed = {"late": len(round.late), "away": len(round.away)}
+    return f"clock {duration(round.clock_s)}" + "".join(f", {n} {how}" for how, n in missed.items() if n)
 
 
 def _step(event: e.Stepped) -> str:
@@ -334,6 +343,7 @@ def _numbers(board: Board) -> str:
     if (row := board.last) is not None:
         parts += [averages({"loss": row.loss, **board.trained})]
         parts += [_bytes(row)] if board.mode in BETWEEN_PEERS else []
+        parts += [_clock(row)]
     if board.metrics:
         parts += ["evaluated: " + averages(board.metrics)]
     if board.best is not None:

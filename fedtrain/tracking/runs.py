@@ -31,6 +31,7 @@ class Summary(msgspec.Struct, frozen=True):
     started: float | None  # seconds since 1970
     updated: float | None
     dir: str
+    clock_s: float | None = None  # of a simulation with a clock of its own: seconds since it began
 
 
 def summaries(runs_dir: Path) -> list[Summary]:
@@ -56,6 +57,7 @@ def _summary(run_dir: Path) -> Summary:
         started=board.started,
         updated=board.updated,
         dir=str(run_dir),
+        clock_s=board.last.clock_s if board.last else None,
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..arena import Arena, joined, split_into, subtract
 from ..config import TrainConfig
+from ..digest import seed_of
 from ..errors import ConfigError
 from ..learning import (
     Context,
@@ -41,6 +42,7 @@ class SiteEngine(Protocol):
 
     task: Task
     config: TrainConfig
+    run_seed: int
     device: torch.device
     model: nn.Module
     local: Arena  # of the model's own tensors, those that are exchanged

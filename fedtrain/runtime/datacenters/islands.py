@@ -37,9 +37,10 @@ from ...training.partition import SimulatedSites
 from ...training.site_training import OWN, SiteTraining
 from ...training.tensors import model_tensors
 from ..journal import Averages
-from ..star.answers import Aggregate, named_sums, tell_clipped
+from ..star.answers import tell_clipped
 from ..star.central_noise import CentralNoise
 from ..star.checks import flaw, inspect
+from ..star.collected import Aggregate, named_sums
 from ..star.combinations import check_optimizer
 from ..star.secure_terms import grid_of
 

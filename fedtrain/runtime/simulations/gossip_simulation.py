@@ -28,10 +28,10 @@ from ..peers.gossip_setup import agreed as agreed_of_peers
 from ..peers.gossip_setup import algorithm_of, check_hearing, of_a_peer
 from ..peers.parcels import trained_part
 from ..sites.spent import Spent
-from ..star.in_flight import paces
 from ..trainers.workbench import Workbench
 from .simulation import agreed as agreed_simulation
 from .simulation import forget
+from .site_models import slowness
 
 if TYPE_CHECKING:
     from ...training.task import Task
@@ -71,7 +71,10 @@ async def simulate(
         if (frozen := store.frozen_file()) is not None:
             bench.freeze(frozen)
         spent = Spent(config, store.folder, emit)
-        pace = dict.fromkeys(about.sites, 1.0) if algorithm.waits else paces(config, about.sites)
+        pace = {
+            name: 1.0 if algorithm.waits else slowness(config, name, last=name == about.sites[-1])
+            for name in about.sites
+        }
         priced = config.privacy.noise_multiplier and config.privacy.unit == "example"  # by how many there are
         fastest = min(about.sites, key=lambda name: (pace[name], (priced and bench.examples(name)) or 0))
         network = LocalNetwork(about.sites)

@@ -39,6 +39,7 @@ from .local_trainer import LocalTrainer
 from .partial_sums import bytes_of
 from .shared_memory import SharedMemory
 from .shares import Share, folded, singly
+from .training_bytes import TrainingBytes
 
 if TYPE_CHECKING:
     from ...training.task import Task
@@ -73,8 +74,9 @@ class PoolCohort:
         self.description: Description = trainers[0].description
         self._stacked = config.simulate.engine in STACKED
         self._site_s: float | None = None  # that a site's part in a folded round took, of one worker
-        self.bytes_in = self.bytes_out = 0  # as they would travel in the open
-        self._in_the_open = not config.secagg.enabled
+        self.bytes_in = self.bytes_out = 0  # as they would travel
+        about = self.description
+        self._wire = TrainingBytes(config, about.schema, about.update, about.extras)
         self._held: dict[SiteId, str] = {}  # the model that each site would have
         self._known = ""  # and the one that it would have from the start
         self._published: ArenaFile | None = None
@@ -151,6 +153,10 @@ class PoolCohort:
             raise ConfigError(f"--debug {site}: there is no such site.{near}")
         self._debugged = site, LocalTrainer(bench)
 
+    async def examples(self, site: SiteId) -> float | None:
+        """See Trainer.examples."""
+        return await self._at_a_trainer(lambda trainer: trainer.examples(site), [site])
+
     async def members(self, at_least: int) -> Sequence[SiteId]:
         return self.description.sites
 
@@ -196,11 +202,8 @@ class PoolCohort:
         assert all(r.id == request.id for r in requests.values()), "a simulation asks all its sites the same"
         counted = {site: r.counted for site, r in requests.items() if isinstance(r, Train | Evaluate)}
         weights = self._publish(request.weights)
-        waiting, number, workers = (
-            deque(self._shared(cut, list(requests))),
-            request.round,
-            len(self._trainers),
-        )
+        number, workers, asked = request.round, len(self._trainers), len(requests)
+        waiting = deque(self._shared(cut, list(requests)))
         under_way, busy = deque[tuple[Share, asyncio.Task[Any]]](), asyncio.Semaphore(AT_A_TIME * workers)
 
         async def work(share: Share) -> Folded | list[Reply]:
@@ -221,11 +224,11 @@ class PoolCohort:
                 found = await task
                 under_way.popleft()
                 if isinstance(found, Folded):
-                    self._count(share.sites, request, found.updates)
+                    self._count(share.sites, request, found.updates, asked)
                     yield share.sites, found
                     continue
                 for site, reply in zip(share.sites, found, strict=True):
-                    self._count((site,), request, int(isinstance(reply, Update)))
+                    self._count((site,), request, int(isinstance(reply, Update)), asked)
                     yield (site,), reply
         except (asyncio.CancelledError, TaskError, ConfigError):  # the whole run stops
             for _, task in under_way:
@@ -234,10 +237,8 @@ class PoolCohort:
         finally:  # whoever wants no more replies leaves no trainer that still reads these weights
             await asyncio.gather(*(task for _, task in under_way), return_exceptions=True)
 
-    def _count(self, sites: Sequence[SiteId], request: Train | Evaluate, updates: int) -> None:
-        """Count the bytes that these sites would have got and sent."""
-        if not self._in_the_open:
-            return
+    def _count(self, sites: Sequence[SiteId], request: Train | Evaluate, updates: int, asked: int) -> None:
+        """Count the bytes that these sites, of all that are asked, would have got and sent."""
         weights = request.weights
         for held, times in Counter(self._held.get(site, self._known) for site in sites).items():
             if held != weights.digest:
@@ -245,7 +246,7 @@ class PoolCohort:
                 sent = [patch.arena for patch in patches] or [weights]
                 self.bytes_out += times * sum(arena.schema.nbytes for arena in sent)
         self._held.update(dict.fromkeys(sites, weights.digest))
-        self.bytes_in += updates * self.description.update.nbytes
+        self.bytes_in += updates * self._wire.vector_bytes(asked)
 
     def _shared(self, cut: Cut, sites: list[SiteId]) -> list[Share]:
         """The sites' shares. A debugged site is the first, alone."""

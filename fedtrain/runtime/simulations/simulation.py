@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config import Config
+from ...config import SITE_MODELS, Config
 from ...errors import ConfigError, Damaged, some
 from ...events import Emit, Muted, Notice, SiteState, UpdateReceived, noticed
 from ...exchange import Cohort
@@ -23,19 +23,20 @@ from ...messages import SiteId
 from ...store import Checkpoint, RunStore
 from ...store.disk import lock
 from ...strategies import beginning, build
-from ..journal import Journal, Result, no_data, some_of
+from ..journal import Clock, Journal, Result, no_data, some_of
 from ..sites import compressed
 from ..sites.spent import Spending
 from ..star import asynchronous, federated
 from ..star.answers import Answers, InTheOpen, rule_of
 from ..star.combinations import check_strategy
-from ..star.in_flight import Clocked
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import Workbench
+from .clock import clocked, on_clock
 from .plain_sums import FixedPointSums
 from .pool import PoolCohort
 from .shares import AHEAD
 from .simulated_masks import SimulatedMasks
+from .traces import traced
 
 if TYPE_CHECKING:
     from ...training.task import Task
@@ -80,8 +81,8 @@ async def simulate(
                 emit = Muted(emit, (UpdateReceived, SiteState))
             engine: Any = store.meta().get("engine") or await engine_of(config, pool, emit)
             store.begin(
-                about.schema, agreed(config), frozen=about.frozen.schema, run=config.run.name,
-                task_digest=about.task_digest, local=about.local, engine=engine,
+                about.schema, agreed(config) | traced(config), frozen=about.frozen.schema,
+                run=config.run.name, task_digest=about.task_digest, local=about.local, engine=engine,
             )  # fmt: skip
             if store.latest() is None:
                 initial, frozen = await pool.beginning(start)
@@ -102,12 +103,16 @@ async def simulate(
             cohort: Cohort = pool
             if config.privacy.noise_multiplier:
                 cohort = Spending(config, cohort, store.folder, emit)
+            clock = Clock() if config.asynchronous.enabled or config.simulate.timed else None
+            journal = Journal(config, store, emit, clock=clock)
+            if clock is not None and not config.asynchronous.enabled:
+                cohort = on_clock(config, clock, about, cohort, pool.examples)
             cohort = compressed.decompressing(config, about.schema, cohort)
-            journal = Journal(config, store, emit)
-            if config.asynchronous.enabled:
-                clock = Clocked(config, cohort, about.sites, ahead=AHEAD * pool.workers)
+            if clock is not None and config.asynchronous.enabled:
+                asks = await clocked(config, clock, about, cohort, pool.examples, ahead=AHEAD * pool.workers)
+                asks.goes_on(store.turns.latest())
                 result = await asynchronous.run(
-                    journal, cohort, strategy, asks=clock, evaluate_at=evaluators, shown=pool.shown,
+                    journal, cohort, strategy, asks=asks, evaluate_at=evaluators, shown=pool.shown,
                     at_server=at_server,
                 )  # fmt: skip
             else:
@@ -213,7 +218,7 @@ def agreed(config: Config) -> dict[str, str]:
     """What must not change between the rounds of one simulation."""
     return config.agreed() | {
         f"simulate.{key}": repr(getattr(config.simulate, key))
-        for key in ("sites", "partition", "examples", "engine", "speeds")
+        for key in ("sites", "partition", "examples", "engine", *SITE_MODELS)
     }
 
 

@@ -35,6 +35,7 @@ from . import asynchronous, checks, federated, secure_rounds, statistics
 from .agreement import agree, bounds_of, differences
 from .answers import Answers, InTheOpen
 from .combinations import check_strategy
+from .enough import closing_early
 from .held_out import HeldOut, held_out
 
 
@@ -123,7 +124,8 @@ async def listening(
         joined = JoinedSites(journal, schema, task_digest, credentials, extras_of(strategy))
         cohort = joined.cohort()
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
-        answers = joined.answers(cohort, openly)
+        early = closing_early if training else lambda config, cohort: cohort
+        answers = joined.answers(early(config, cohort), early(config, openly))
         own = None
         if training:
             own = await stack.enter_async_context(held_out(config, store, task_digest, data_dir))
@@ -172,7 +174,7 @@ class JoinedSites:
             inline=not config.compression.down,
         )  # fmt: skip
 
-    def answers(self, cohort: RemoteCohort, openly: Cohort) -> Answers:
+    def answers(self, cohort: Cohort, openly: Cohort) -> Answers:
         """How the sites' answers become one; `openly` is the cohort whose updates come as they are."""
         if not self._config.secagg.enabled:
             return InTheOpen(self._config, openly, self._emit, self._extras)

@@ -164,7 +164,8 @@ class Loop:
                     id = evaluate_id(self._config, evaluating.number, evaluating.failures[site])
                     asks.send(site, Evaluate(id=id, round=evaluating.number, weights=evaluating.weights))
         free = {site: self._next(site) for site in members if site not in asks.under_way}
-        for site in sorted(free, key=lambda site: free[site] != self._turns.get(site)):  # debts first
+        debts_first = lambda site: (free[site] != self._turns.get(site), asks.begins(site, free[site]))
+        for site in sorted(free, key=debts_first):
             turn = free[site]
             owes = turn == self._turns.get(site)
             if turn.state == TurnState.OWED and (owes or asks.may_begin(site, turn)):

@@ -50,7 +50,7 @@ class Island:
         """`engine`: its model is whole at each rank. `rounds`: of the run, over which train.decay goes."""
         self._engine, self._rounds, self._correct = engine, rounds, correct
         self.task, self.config, self.device = engine.task, engine.config, engine.device
-        self.model = engine.parts[0]
+        self.run_seed, self.model = engine.run_seed, engine.parts[0]
         self.own_optimizer, self.over_ranks = engine.own_optimizer, engine.over_ranks
         self.watch: Watch = lambda take: take()
         tensors = unique_tensors(self.model)
