@@ -40,8 +40,8 @@ from ..journal import Averages
 from ..star.answers import tell_clipped
 from ..star.central_noise import CentralNoise
 from ..star.checks import flaw, inspect
-from ..star.collected import Aggregate, named_sums
 from ..star.combinations import check_optimizer
+from ..star.gathered import Aggregate, named_sums
 from ..star.secure_terms import grid_of
 
 States = dict[str, torch.Tensor]
