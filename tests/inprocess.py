@@ -4,7 +4,8 @@ for the trainers, whose work is done here."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +16,12 @@ from fedtrain.errors import TaskError
 from fedtrain.events import Event
 from fedtrain.pki import init, issue
 from fedtrain.runtime.simulations import simulation
+from fedtrain.runtime.simulations.pool import PoolCohort
+from fedtrain.runtime.simulations.shared_memory import SharedMemory
 from fedtrain.runtime.sites import site
 from fedtrain.runtime.star import aggregator
-from fedtrain.runtime.trainers.trainer import Trainer
+from fedtrain.runtime.trainers.supervised import Supervised
+from fedtrain.runtime.trainers.trainer import Trainer, Trains
 from fedtrain.runtime.trainers.trainer_messages import Failed
 from fedtrain.runtime.trainers.workbench import Workbench, source_digest
 from fedtrain.store import Checkpoint, RunStore
@@ -58,6 +62,29 @@ class InProcess(Trainer):
 
     async def close(self) -> None:
         """There is no process."""
+
+
+class Launcher:
+    """Of a pool whose trainers a test has made. `start` makes another in the place of one that died."""
+
+    def __init__(self, start: Callable[[], Awaitable[Trains]] | None = None) -> None:
+        self._start = start
+
+    async def start(self, number: int) -> Trains:
+        assert self._start is not None, "no trainer dies here"
+        return await self._start()
+
+    async def close(self) -> None:
+        """Nothing was started for all."""
+
+
+def pool_of(
+    config: Config, trainers: Sequence[Trains], scratch: Path,
+    start: Callable[[], Awaitable[Trains]] | None = None,
+) -> PoolCohort:  # fmt: skip
+    launcher = Launcher(start)
+    supervised = [Supervised(partial(launcher.start, i), trainer) for i, trainer in enumerate(trainers)]
+    return PoolCohort(config, supervised, launcher, scratch, SharedMemory())
 
 
 def certify(config: Config, sites: list[str]) -> None:

@@ -22,15 +22,13 @@ from fedtrain.messages import Train, Update
 from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.simulations import shares
 from fedtrain.runtime.simulations.local_trainer import LocalTrainer
-from fedtrain.runtime.simulations.pool import PoolCohort
-from fedtrain.runtime.simulations.shared_memory import SharedMemory
 from fedtrain.runtime.simulations.simulation import answers, simulate
 from fedtrain.runtime.star import federated
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
 from fedtrain.strategies import build
 from fedtrain.transport.memory import LocalCohort
-from tests.inprocess import Events, begin
+from tests.inprocess import Events, begin, pool_of
 
 SITES = [f"site{i:03}" for i in range(3 * BLOCK + 7)]
 ROUNDS = 2
@@ -102,7 +100,7 @@ def trained(cfg, workers, wrap=lambda pool: pool):
 
     async def go():
         trainers = [LocalTrainer(Workbench(cfg, simulated=True)) for _ in range(workers)]
-        pool, store = PoolCohort(cfg, trainers, None, cfg.root, SharedMemory()), RunStore(cfg.run_dir)
+        pool, store = pool_of(cfg, trainers, cfg.root), RunStore(cfg.run_dir)
         asked = answers(cfg, wrap(pool), events, pool.description.extras)
         train = asked.train
 

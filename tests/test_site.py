@@ -11,7 +11,6 @@ from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
-from fedtrain.runtime.simulations.pool import PoolCohort
 from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
 from fedtrain.runtime.sites.secure_site import SecureSite
 from fedtrain.runtime.sites.site import Site
@@ -29,6 +28,7 @@ from fedtrain.runtime.trainers.trainer_messages import (
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, Keys, Terms
 from fedtrain.store import Ledger
+from tests.inprocess import pool_of
 
 SCHEMA = Schema((TensorSpec("w", (64,), "float32", True),))
 ABOUT = Description(SCHEMA, "digest")
@@ -195,7 +195,7 @@ def test_a_simulations_pool_survives_workers_that_die_over_one_batch_twice(tmp_p
     start, begun = supervised(Scripted(KILLED), Scripted())
 
     async def ask():
-        pool = PoolCohort(config_of(tmp_path), [Scripted(KILLED)], start, tmp_path, None)
+        pool = pool_of(config_of(tmp_path), [Scripted(KILLED)], tmp_path, start)
         request = Evaluate(id="e", round=1, weights=WEIGHTS)
         return [reply async for reply in pool.exchange(dict.fromkeys(SITES, request), 1.0)]
 

@@ -16,8 +16,6 @@ from fedtrain.errors import StoreError, TooFewSites
 from fedtrain.exchange import CohortWrapper
 from fedtrain.messages import Train
 from fedtrain.runtime.journal import Journal
-from fedtrain.runtime.simulations.pool import PoolCohort
-from fedtrain.runtime.simulations.shared_memory import SharedMemory
 from fedtrain.runtime.sites import compressed
 from fedtrain.runtime.star import federated
 from fedtrain.runtime.star.answers import InTheOpen
@@ -25,7 +23,7 @@ from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import Checkpoint, RoundPlan, RunStore
 from fedtrain.store.memory import NEVER, SiteMemory
 from fedtrain.strategies import build
-from tests.inprocess import Events, InProcess, begin
+from tests.inprocess import Events, InProcess, begin, pool_of
 from tests.processes import Project
 from tests.test_compressed import SITES, config, one_thread  # noqa: F401  # a fixture
 
@@ -97,10 +95,7 @@ def run(cfg, losing, rounds, scratch):
         mine = Config.of(table, cfg.root)
 
         async def go(mine=mine, store=store, trainer=trainer):
-            async def start():
-                raise AssertionError("no trainer dies here")
-
-            pool = PoolCohort(mine, [trainer], start, scratch, SharedMemory())
+            pool = pool_of(mine, [trainer], scratch)
             events = Events()
             cohort = compressed.decompressing(mine, trainer.description.schema, Losing(pool, losing))
             await federated.run(

@@ -10,7 +10,7 @@ from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import TaskError, TooFewSites, Unfinished
 from fedtrain.messages import Failure, Update
 from fedtrain.runtime.simulations.plain_sums import FixedPointSums
-from fedtrain.runtime.simulations.pool import PoolCohort, good
+from fedtrain.runtime.simulations.pool import good
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.runtime.trainers.trainer import Trainer
 from fedtrain.runtime.trainers.trainer_messages import Failed, Trained
@@ -19,6 +19,7 @@ from fedtrain.store import RoundPlan
 from fedtrain.training.local import Engine
 from fedtrain.training.task import Task
 from fedtrain.transport.memory import LocalCohort
+from tests.inprocess import pool_of
 
 SCHEMA = Schema((TensorSpec("w", (4,), "float32", True),))
 SITES = ["a", "b", "c"]
@@ -130,7 +131,7 @@ def test_in_a_simulation_the_first_task_error_ends_the_run_with_that_error(tmp_p
     async def ask():
         worker = Worker()
         worker.description = Description(SCHEMA, "digest")
-        pool = PoolCohort(config(tmp_path), [worker], None, tmp_path, None)
+        pool = pool_of(config(tmp_path), [worker], tmp_path)
         request = Evaluate(id="e", round=1, weights=ArenaFile(SCHEMA, tmp_path / "weights", "0"))
         return [reply async for reply in pool.exchange(dict.fromkeys(SITES, request), 1.0)]
 

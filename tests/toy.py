@@ -20,14 +20,12 @@ from fedtrain.digest import seed_of
 from fedtrain.exchange import CohortWrapper
 from fedtrain.messages import Request, SiteId, Train
 from fedtrain.runtime.journal import Journal
-from fedtrain.runtime.simulations.pool import PoolCohort
-from fedtrain.runtime.simulations.shared_memory import SharedMemory
 from fedtrain.runtime.simulations.simulation import answers
 from fedtrain.runtime.star import federated
 from fedtrain.store import RunStore
 from fedtrain.store.memories import Memories
 from fedtrain.strategies import build
-from tests.inprocess import Events, InProcess, begin
+from tests.inprocess import Events, InProcess, begin, pool_of
 
 HIDDEN, INPUTS = 3, 4
 SITES = [f"site{i}" for i in range(6)]
@@ -177,11 +175,8 @@ class Toys:
         store, trainer = RunStore(cfg.run_dir), InProcess(cfg, cfg.root, simulated=True)
         prepare(trainer.bench)
 
-        async def start() -> Any:
-            raise AssertionError("no trainer dies here")
-
         try:
-            pool, events = PoolCohort(cfg, [trainer], start, cfg.root, SharedMemory()), self.events
+            pool, events = pool_of(cfg, [trainer], cfg.root), self.events
             strategy = build(cfg.strategy.kind, cfg.strategy.options, cfg.root)
             journal = Journal(cfg, store, events)
             commit = journal.commit
