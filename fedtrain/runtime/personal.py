@@ -141,8 +141,8 @@ def _data(config: Config, source: Path, task: Task, site: SiteId, islands: int) 
 
 
 def _memory(source: Path, site: SiteId) -> SiteMemory | OneMemory:
-    """A site's states, of a simulation's run directory or of the site's own."""
-    if (source / "run.db").exists():
+    """A site's states, of a simulation's run directory, of that of islands, or of the site's own."""
+    if simulated(source):
         return Memories(source / "memory", read_only=True).of(site)
     return SiteMemory(source / "memory" / site, durable=False)
 

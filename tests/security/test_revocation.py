@@ -48,8 +48,9 @@ def test_s06_a_site_revoked_in_the_middle_of_a_round_is_cut_off_and_the_round_en
 
         async with asyncio.timeout(60), watched(certs, tmp_path) as agg:
             port = agg.cohort.port
-            a = asyncio.create_task(link(certs, "a", port, tmp_path).serve(hello(MODEL.schema), echo_plus(1)))
-            b = asyncio.create_task(link(certs, "b", port, tmp_path).serve(hello(MODEL.schema), never))
+            schema, links = MODEL.schema, {name: link(certs, name, port, tmp_path) for name in "ab"}
+            a = asyncio.create_task(links["a"].serve(hello(schema), echo_plus(1), schemas=[schema]))
+            b = asyncio.create_task(links["b"].serve(hello(schema), never, schemas=[schema]))
             assert await agg.cohort.members(2) == ["a", "b"]
             request = Train(id="r/0/0/train", round=0, weights=MODEL)
             round_ = asyncio.create_task(gather(agg.cohort, dict.fromkeys("ab", request), 3600.0))

@@ -9,7 +9,8 @@ from ...aggregation.mean import BLOCK
 from ...arena import Arena, Slab
 from ...config import Config
 from ...messages import Folded, SiteId, Update
-from ..simulations.partial_sums import sums_of
+from ..simulations.partial_sums import bytes_of, sums_of
+from ..simulations.shared_memory import Mapped
 from . import trainer_messages as msg
 
 if TYPE_CHECKING:
@@ -40,12 +41,15 @@ class Folding:
         self._rows: torch.Tensor | None = None
 
     def fold(
-        self, command: msg.FoldMany, weights: Arena, sums: memoryview, *, stacked: bool
+        self, command: msg.FoldMany, weights: Arena, mapped: Mapped, *, stacked: bool
     ) -> Folded | msg.Failed:
-        """The sums are written to `sums`. Failed when the task failed at a site, which ends the run."""
+        """The sums are written to the room in `mapped` that the command names, or sent. Failed when the task
+        failed at a site, which ends the run."""
         import torch
 
-        about, count = self._about, len(command.sites)
+        about, count, room = self._about, len(command.sites), command.slab
+        nbytes = bytes_of(self._config, about, count, command.summands)
+        sums = mapped.bytes_at(room, command.offset, nbytes) if room else memoryview(bytearray(nbytes))
         at_once = sites_at_once(stacked, about.update.nbytes)
         if self._rows is None or len(self._rows) < at_once:
             self._rows = torch.empty(at_once, about.update.nbytes, dtype=torch.uint8)

@@ -23,12 +23,10 @@ from ...schema import Schema
 from ...store.disk import explained
 from ...store.memory import NEVER
 from ..journal import Averages
-from ..simulations.partial_sums import bytes_of
 from ..simulations.shared_memory import Mapped
 from ..sites import compressed
 from ..sites.privacy import check_config, streams_of
 from . import trainer_messages as msg
-from .folding import Folding
 from .rank_monitor import GiveUp, nobody
 
 if TYPE_CHECKING:
@@ -67,6 +65,7 @@ class Workbench:
         from ...training.task import derives, folder_of, load_task
         from ...training.tensors import model_tensors
         from ..star.combinations import check_noise
+        from .folding import Folding
         from .learner import Learner
 
         check_config(config)
@@ -218,10 +217,9 @@ class Workbench:
                 rows = self._rows(slab, offset, len(sites))
                 found = self._train_sites(sites, round, self._at(place), rows, counted)
                 return msg.Done([r if isinstance(r, msg.Failed) else msg.Trained.of(r) for r in found])
-            case msg.FoldMany(sites, _, place, _, summands, slab, offset):
-                nbytes = bytes_of(self._config, self.description, len(sites), summands)
-                room = self._mapped.bytes_at(slab, offset, nbytes) if slab else memoryview(bytearray(nbytes))
-                return self._folding.fold(command, self._at(place), room, stacked=self._stacked is not None)
+            case msg.FoldMany():
+                weights, stacked = self._at(command.weights), self._stacked is not None
+                return self._folding.fold(command, weights, self._mapped, stacked=stacked)
             case msg.EvaluateMany(sites, round, place, counted):
                 each = zip(sites, counted, strict=True)
                 return msg.Done([self._evaluated(site, round, self._at(place), last) for site, last in each])
