@@ -16,7 +16,7 @@ from fedtrain.digest import seed_of
 from fedtrain.runtime.datacenters.datacenter import Datacenter
 from fedtrain.runtime.personal import personal
 from fedtrain.store import RunStore
-from fedtrain.store.memory import SiteMemory
+from fedtrain.store.memories import Memories
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.task import load_task
 from tests import toy
@@ -163,8 +163,9 @@ def compared(folder: Path, task: str, kind: str) -> float:
     name, sites = f"{task}-{kind}", SITES.get(task, THREE)
     far = [furthest(load_file(folder / f"{name}.safetensors"), wanted)]
     for site in sites:
-        memory = SiteMemory(config.simulate_dir / "memory" / site, durable=False)
-        kept = {} if memory.empty else memory.load(counted[site]).views()
+        there = (config.simulate_dir / "memory").exists()
+        memory = Memories(config.simulate_dir / "memory", read_only=True).of(site) if there else None
+        kept = {} if memory is None or memory.empty else memory.load(counted[site]).views()
         found = sorted(folder.glob(f"{name}-{site}-*.safetensors"))
         assert len(found) == (2 if task == "Two" else 1)
         far += [furthest(load_file(path), kept) for path in found]
