@@ -145,7 +145,12 @@ class Alone:
             "evaluate": {"every": 1},
             "checkpoint": {"every": 2, "background": False},
             "strategy": {"kind": "fedadam", "min_sites": 3},
-            "simulate": {"sites": 4, "workers": 1, "masks": self.mode.endswith("masks")},
+            "simulate": {
+                "sites": 4,
+                "workers": 1,
+                "engine": "loop",
+                "masks": self.mode.endswith("masks"),
+            },
             "secagg": {"enabled": "masks" in self.mode},
             "gossip": {"masks": "masks" in self.mode, "topology": "complete"},
         }
@@ -203,6 +208,12 @@ class Pool(LocalCohort):
     @classmethod
     async def start(cls, config, *_):
         return cls(Workbench(config, simulated=True))
+
+    async def train_by(self, engine):
+        assert engine == "loop"
+
+    async def examples(self, site):
+        return self.bench.examples(site)
 
     async def members(self, at_least):
         return self.description.sites

@@ -154,7 +154,7 @@ def answers(config: Config, cohort: Cohort, emit: Emit, extras: Extras = NO_EXTR
 
 
 def cannot_go_back() -> Callable[[str], None]:
-    """Muted rounds the next model depends on all that was under way, which no round before it has."""
+    """Without rounds the next model depends on all that was under way, which no round before it has."""
 
     def stop(line: str) -> None:
         raise Damaged(f"{line} A simulation of asynchronous sites can't go on: start it with --fresh.")
