@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ class RayCluster:
     def __init__(self, gpus: bool) -> None:
         """`gpus`: whether each actor gets a share of one."""
         try:
-            import ray
+            ray: Any = import_module("ray")
         except ImportError:
             raise ConfigError(
                 'simulate.on = "ray" needs Ray: pip install "fedtrain[ray]", on every machine of the cluster.'
             ) from None
-        self._ray = ray
+        self.ray = ray
         self._ours = not ray.is_initialized()
         if self._ours:
             try:
@@ -45,7 +46,7 @@ class RayCluster:
                 raise ConfigError(f'simulate.on = "ray": no cluster answers: {str(e).splitlines()[0]}') from e
         self.living: set[Any] = set()  # the actors that have begun
         self._models: dict[str, Any] = {}  # digest -> what Ray knows it by
-        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray's
+        resources: dict[str, float] = ray.cluster_resources()
         self.cpus, self.gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
         self._share = self.gpus / max(1, self.cpus) if gpus else 0.0
         python = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH", "")]))
@@ -72,7 +73,7 @@ class RayCluster:
             begun = asyncio.wrap_future(actor.begun.remote().future())
             while not begun.done():
                 if len(self.living) + 1 > self._cpus_here() or time.monotonic() > until:
-                    self._ray.kill(actor)
+                    self.ray.kill(actor)
                     raise TrainerLost(
                         f"the Ray cluster has no place for another trainer beside {len(self.living)}"
                     )
@@ -82,13 +83,13 @@ class RayCluster:
 
     def _cpus_here(self) -> int:
         """CPUs of the machines that are there now."""
-        machines: list[dict[str, Any]] = self._ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
+        machines: list[dict[str, Any]] = self.ray.nodes()
         return sum(int(m["Resources"].get("CPU", 0)) for m in machines if m["Alive"])
 
     def end(self, actor: Any) -> None:
         """The actor has no more to do, or is dead."""
         self.living.discard(actor)
-        self._ray.kill(actor)
+        self.ray.kill(actor)
 
     def put(self, model: Model) -> Any:
         """What an actor finds the model by."""
@@ -96,14 +97,14 @@ class RayCluster:
 
         digest, read = model
         if digest not in self._models:
-            self._models[digest] = self._ray.put(np.frombuffer(read(), np.uint8))
+            self._models[digest] = self.ray.put(np.frombuffer(read(), np.uint8))
             while len(self._models) > KEPT:
                 del self._models[next(iter(self._models))]
         return self._models[digest]
 
     def close(self) -> None:
         if self._ours:
-            self._ray.shutdown()
+            self.ray.shutdown()
 
 
 class Actor:
@@ -113,12 +114,10 @@ class Actor:
         self._cluster, self._actor = cluster, actor
 
     async def carry(self, message: bytes, model: Model | None) -> tuple[Bytes, Bytes]:
-        import ray
-
         digest, bytes_of = ("", None) if model is None else (model[0], self._cluster.put(model))
         try:
             body, written = await self._actor.answer_with.remote(message, digest, bytes_of)
-        except ray.exceptions.RayError as e:
+        except self._cluster.ray.exceptions.RayError as e:
             self._cluster.end(self._actor)
             raise TrainerDied(f"a trainer in the Ray cluster died: {str(e).splitlines()[0]}") from e
         return body, memoryview(written)
