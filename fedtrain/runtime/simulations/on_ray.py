@@ -56,9 +56,8 @@ class RayCluster:
         )  # fmt: skip
 
     async def start(self, start: msg.Start) -> Remote:
-        """One more trainer. TrainerLost where the cluster has no place for it."""
+        """One more trainer. TrainerLost where the cluster has no place for it, or can't start it."""
         actor = await self._place()
-        self.living.add(actor)
         try:
             return await Remote.begin(Actor(self, actor), start)
         except BaseException:
@@ -67,19 +66,35 @@ class RayCluster:
 
     async def _place(self) -> Any:
         """An actor that has begun. It may first have been given a machine that was just lost."""
-        until = time.monotonic() + PLACE_S
-        while True:
+        until, last = time.monotonic() + PLACE_S, ""
+        while self._has_room(until):
             actor = self._actor.remote()
             begun = asyncio.wrap_future(actor.begun.remote().future())
-            while not begun.done():
-                if len(self.living) + 1 > self._cpus_here() or time.monotonic() > until:
+            try:
+                while self._has_room(until) and not begun.done():
+                    await asyncio.wait([begun], timeout=LOOK_S)
+                error = begun.exception() if begun.done() else None
+                if begun.done() and error is None:
+                    self.living.add(actor)
+                    return actor
+            finally:
+                if actor not in self.living:
+                    begun.cancel()
                     self.ray.kill(actor)
-                    raise TrainerLost(
-                        f"the Ray cluster has no place for another trainer beside {len(self.living)}"
-                    )
-                await asyncio.wait([begun], timeout=LOOK_S)
-            if begun.exception() is None:
-                return actor
+            if error is not None:
+                last = f": {str(error).strip().splitlines()[-1]}"
+                if not self._was_lost(error):
+                    raise TrainerLost(f"Ray can't start a trainer{last}") from error
+                await asyncio.sleep(LOOK_S)
+        raise TrainerLost(f"the Ray cluster has no place for another trainer beside {len(self.living)}{last}")
+
+    def _was_lost(self, error: BaseException) -> bool:
+        """Whether an actor died with its process or its machine, and the next one may live."""
+        lost = isinstance(error, self.ray.exceptions.RayActorError)
+        return lost and not error.actor_init_failed  # type: ignore[attr-defined]  # of Ray's class
+
+    def _has_room(self, until: float) -> bool:
+        return len(self.living) < self._cpus_here() and time.monotonic() < until
 
     def _cpus_here(self) -> int:
         """CPUs of the machines that are there now."""
