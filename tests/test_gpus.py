@@ -3,6 +3,7 @@
 import pytest
 
 from fedtrain.config import Config
+from fedtrain.runtime.simulations import gpus as of_this_machine
 from fedtrain.runtime.simulations.gpus import dealt, gpus_here, workers_on
 from fedtrain.runtime.trainers.trainer_process import environment
 
@@ -39,7 +40,7 @@ def test_a_gpu_takes_as_many_trainers_as_its_free_memory_and_the_cores_allow(mac
 
 
 @pytest.mark.parametrize(
-    ("visible", "found"), [("1", ["1"]), ("GPU-bbbb,0", ["GPU-bbbb", "0"]), ("", []), ("7", [])]
+    ("visible", "found"), [("1", ["1"]), ("GPU-bbbb, 0 ", ["GPU-bbbb", "0"]), ("", []), ("7", [])]
 )
 def test_only_gpus_that_this_process_may_see_are_dealt(machine, monkeypatch, visible, found):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -52,6 +53,21 @@ def test_where_the_device_is_named_nothing_is_dealt(machine, tmp_path, device):
     assert "CUDA_VISIBLE_DEVICES" not in environment(Config(), tmp_path, dealt({}, 3))
 
 
-def test_a_driver_that_does_not_answer_is_no_gpu(machine):
-    machine("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+@pytest.mark.parametrize(
+    "script",
+    [
+        "#!/bin/sh\necho 'No devices were found'\nexit 6\n",
+        "#!/bin/sh\nexec sleep 60\n",  # hangs
+        "#!/no/such/interpreter\n",
+    ],
+)
+def test_a_driver_that_does_not_answer_is_no_gpu(machine, monkeypatch, script):
+    monkeypatch.setattr(of_this_machine, "ANSWER_S", 0.2)
+    machine(script)
     assert gpus_here("auto") == {}
+
+
+def test_a_gpu_that_does_not_tell_its_free_memory_takes_one_trainer(machine):
+    machine("#!/bin/sh\necho '0, GPU-aaaa, [N/A]'\n")
+    assert gpus_here("auto") == {"0": 0}
+    assert workers_on(gpus_here("auto"), 8) == 1

@@ -7,23 +7,27 @@ import shutil
 import subprocess
 
 WORKERS = 4  # of one GPU, at most: small models leave it idle while one process prepares their batches
+ANSWER_S = 60.0  # for nvidia-smi, which wakes the driver
 WORKER_MIB = 4096  # of its free memory for each of them, at least; a process alone takes 500
 
 
 def gpus_here(device: str) -> dict[str, int]:
     """The GPUs that trainers may take by train.device, as CUDA_VISIBLE_DEVICES names them, with their free
-    memory in MiB; none where it names one, or where none is here."""
+    memory in MiB (0: not known); none where it names one, or where none is here or answers."""
     if device not in ("auto", "cuda") or (command := shutil.which("nvidia-smi")) is None:
         return {}
     asked = [command, "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=ANSWER_S)
+    except (OSError, subprocess.SubprocessError):  # a driver that does not answer has no GPU for anybody
+        return {}
     free: dict[str, int] = {}
-    for line in told.stdout.splitlines() if told.returncode == 0 else ():
+    for line in told.stdout.splitlines():
         index, uuid, mib = line.split(", ")
-        free |= {index: int(mib), uuid: int(mib)}
+        free |= dict.fromkeys((index, uuid), int(mib) if mib.isdigit() else 0)  # [N/A] where RAM is shared
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name for name in free if name.isdigit()] if visible is None else visible.split(",")
-    return {name: free[name] for name in names if name in free}
+    return {name: free[name] for name in map(str.strip, names) if name in free}
 
 
 def workers_on(gpus: dict[str, int], cores: int) -> int:
