@@ -51,6 +51,8 @@ class Idle:
     [
         (Evaluate, 1, own(every=0), "it never evaluates .its own evaluate.every = 0"),
         (AdvertiseEvaluation, 1, own(every=0), "never evaluates"),
+        (Evaluate, 1, own(noise=True), "an evaluation has no noise"),
+        (AdvertiseEvaluation, 1, own(noise=True), "an evaluation has no noise"),
         (Evaluate, 3, own(every=2), "it evaluates every 2 rounds and after round 4 .*, not after round 3"),
         (Evaluate, 5, own(), "not after round 5"),
         (Train, 4, own(), "it trains at most 4 times in this run .its own run.rounds., and this is time 5"),
@@ -112,19 +114,28 @@ def notices(events):
     return [e["text"] for e in events.of("notice")]
 
 
-@pytest.mark.parametrize("masks", [False, True])
+NOISE = {"privacy": {"noise_multiplier": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("masks", "keys", "why"),
+    [
+        (False, NEVER, "a: it never evaluates (its own evaluate.every = 0)"),
+        (False, NOISE, "a: it never evaluates, as an evaluation has no noise, and its own privacy.noise"),
+        (True, NOISE, "a: it never evaluates, as an evaluation has no noise, and its own privacy.noise"),
+    ],
+)
 def test_a_site_that_never_evaluates_is_told_of_at_joining_and_the_others_are_asked(
-    tmp_path, monkeypatch, masks
+    tmp_path, monkeypatch, masks, keys, why
 ):
     """Noise and no evaluation: nothing of its data leaves it in the clear."""
-    private = {"privacy": {"noise_multiplier": 1.0}} | NEVER
     with inline(monkeypatch):
-        events, result = federation(tmp_path, "abcd", {"a": private}, secagg={"enabled": masks})
+        events, result = federation(tmp_path, "abcd", {"a": keys}, secagg={"enabled": masks})
     assert result.rounds == 2
     assert [e["round"] for e in events.of("evaluated")] == [1, 2]
     if not masks:
         assert all(set(e["by_site"]) == {"b", "c", "d"} for e in events.of("evaluated"))
-    assert "a: it never evaluates (its own evaluate.every = 0)" in notices(events)
+    assert [line for line in notices(events) if line.startswith(why)]
     assert events.of("update_refused") == []
     assert {"site": "a"} in [{"site": e["site"]} for e in events.of("update_received")]
 

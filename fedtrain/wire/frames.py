@@ -19,7 +19,7 @@ import msgspec
 
 from ..schema import Schema
 
-PROTOCOL = 5  # the protocol's version, which must be the same at both ends
+PROTOCOL = 6  # the protocol's version, which must be the same at both ends
 CHUNK_BYTES = 1 << 20
 INLINE_BYTES = 64 << 10  # of all arenas of a message together: so many at most are in its frame
 MESSAGE_BYTES = 4 << 20  # no frame or chunk is larger; gRPC refuses it before reading it
@@ -37,6 +37,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int  # run.rounds of the site
     every: int  # evaluate.every of the site
     statistics: bool = False  # stats.allow of the site
+    noise: bool = False  # whether the site's privacy.noise_multiplier is above 0
 
     def training(self, round: int) -> str:
         """The reason why the site does not train in this round (0 first); "" when it does."""
@@ -49,6 +50,11 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         """The reason why the site does not evaluate the model after `number` rounds; "" when it does."""
         if not self.every:
             return "it never evaluates (its own evaluate.every = 0)"
+        if self.noise:
+            return (
+                "it never evaluates, as an evaluation has no noise, and its own privacy.noise_multiplier "
+                "promises noise on all that leaves it"
+            )
         if number > self.rounds or (number % self.every and number < self.rounds):
             return (
                 f"it evaluates every {self.every} rounds and after round {self.rounds} (its own "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ... import __version__
 from ...config import Config
 from ...errors import JoinRefused, SecAggError
@@ -87,11 +89,15 @@ def bounds_of(config: Config) -> Bounds:
     rounds, asynchronous = config.run.rounds, config.asynchronous
     # A version takes asynchronous.buffer updates, which may all be one site's, and has it refused once.
     turns = rounds * (asynchronous.buffer + 1) if asynchronous.enabled else rounds
-    return Bounds(trainings=turns, rounds=rounds, every=config.evaluate.every, statistics=config.stats.allow)
+    return Bounds(
+        trainings=turns, rounds=rounds, every=config.evaluate.every, statistics=config.stats.allow,
+        noise=config.privacy.noise_multiplier > 0,
+    )  # fmt: skip
 
 
 def differences(site: Bounds, run: Bounds) -> list[str]:
     """Where a site lets itself be asked less than this run asks: first why it sits evaluations out."""
-    evaluated = [number for number in range(1, min(run.rounds, 1000) + 1) if not run.evaluation(number)]
+    asked = replace(run, noise=False)  # noise in sums is in the aggregator's file as well, and it asks
+    evaluated = [number for number in range(1, min(run.rounds, 1000) + 1) if not asked.evaluation(number)]
     refused = filter(None, (site.evaluation(number) for number in evaluated))
     return [*list(refused)[:1], *filter(None, [site.training(run.trainings - 1)])]
