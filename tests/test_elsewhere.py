@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 import fedtrain
 from fedtrain.errors import ConfigError
@@ -157,6 +158,32 @@ def test_what_fails_over_there_is_said_here_and_a_site_whose_update_is_of_no_use
     (folder / "fail").touch()
     with pytest.raises(Exception, match="ValueError in pool_task"):
         simulated(on_ray(config), fresh=True)
+
+
+THREADS = """
+class Counting(Pool):
+    def loss(self, model, batch):
+        with open("threads", "a") as f:
+            f.write(f"{torch.get_num_threads()}\\n")
+        return super().loss(model, batch)
+"""
+
+
+def test_sites_train_with_the_threads_of_the_config_here_and_over_there(folder, elsewhere):
+    (folder / "pool_task.py").write_text(TASK + THREADS)
+    config = configured(folder, task="Counting", rounds=2)
+    config = replace(config, train=replace(config.train, threads=3))
+    before = torch.get_num_threads()
+    try:
+        simulated(config, workers=0)
+        here = set((folder / "threads").read_text().split())
+        (folder / "threads").unlink()
+        elsewhere()
+        simulated(on_ray(config), fresh=True)
+        there = set((folder / "threads").read_text().split())
+    finally:
+        torch.set_num_threads(before)
+    assert here == there == {"3"}
 
 
 def test_torchrun_is_asked_for_where_it_has_not_started_the_simulation(folder):

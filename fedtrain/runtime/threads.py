@@ -42,6 +42,19 @@ async def while_torch_loads(starting: Awaitable[T]) -> T:
         await loading
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Have torch work with so many threads inside the with block, in a process that may have others."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class ThreadPool:
     """A secagg.masking.Parallel for work that releases Python's lock: ciphers, signatures, numpy.
 

@@ -26,6 +26,7 @@ from ..journal import Averages
 from ..simulations.shared_memory import Mapped
 from ..sites import compressed
 from ..sites.privacy import check_config, streams_of
+from ..threads import torch_threads
 from . import trainer_messages as msg
 from .rank_monitor import GiveUp, nobody
 
@@ -186,7 +187,7 @@ class Workbench:
 
     def answer(self, command: msg.Command) -> msg.Outcome:
         """Do what is asked. What sites keep of it is written before this returns."""
-        with self._learner.together():
+        with torch_threads(self._config.train.threads), self._learner.together():
             return self._answer(command)
 
     def _answer(self, command: msg.Command) -> msg.Outcome:
