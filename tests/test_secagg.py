@@ -34,6 +34,7 @@ from fedtrain.secagg.messages import (
     seed_commitment,
     statement,
 )
+from fedtrain.secagg.roster import common_names
 from fedtrain.secagg.server import SumSession, fold, leave_out_lonely
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.wire import encode
@@ -184,19 +185,33 @@ def test_sums_at_the_edge_of_the_ring_do_not_wrap(ring_bits, value_bits):
     assert total[:5].tolist() == [5 * q_max, -5 * q_max, 0, 5, -5]
 
 
-def test_each_metric_of_any_site_has_a_place_of_its_own():
-    federation = Federation(3)
-    federation.members["b"].names = ("accuracy", "loss")
+def test_a_metric_of_most_sites_is_summed_and_one_of_few_is_not():
+    """A sum over few would tell what they have, and a site could swell the vector by names of its own."""
+    federation = Federation(5)
+    for site in "abc":
+        federation.members[site].names = ("accuracy", "loss")
+    federation.members["d"].names = ("f1", "loss")
     found = federation.sum()
     assert found.names == ("accuracy", "loss")
-    assert np.array_equal(found.vector, federation.plain("abc", ("accuracy", "loss")))
+    assert found.odd == {"d": {"f1"}}
+    assert np.array_equal(found.vector, federation.plain("abcde", ("accuracy", "loss")))
 
 
-def test_sites_with_too_many_metrics_together_are_told_so():
-    federation = Federation(3)
+@pytest.mark.parametrize(
+    ("sites", "having", "summed"), [(3, 3, True), (3, 2, False), (6, 4, True), (6, 3, False)]
+)
+def test_a_metric_must_be_of_more_than_half_of_the_sites_and_of_three(sites, having, summed):
+    names = {str(i): ("loss", "x") if i < having else ("loss",) for i in range(sites)}
+    assert common_names(names) == (("loss", "x") if summed else ("loss",))
+
+
+def test_sites_that_most_have_too_many_metrics_are_told_so():
+    federation = Federation(5)
     for site, member in federation.members.items():
-        member.names = tuple(f"{site}{i:03}" for i in range(100))
-    with pytest.raises(SecAggError, match="the sites have 300 metrics together, at most 256 are allowed"):
+        member.names = tuple(
+            sorted(f"{other}{i:03}" for other in "abcde" if other != site for i in range(64))
+        )
+    with pytest.raises(SecAggError, match="most sites have 320 metrics, at most 256 are allowed"):
         federation.sum()
 
 

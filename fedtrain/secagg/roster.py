@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Protocol
 
 from ..errors import SecAggError
@@ -24,6 +26,7 @@ from .messages import (
     roster_hash,
 )
 
+FEWEST = 3  # sites that give a metric which is summed: in a sum over two either one is the other's secret
 # (certificate, message, signature) -> (the site's name, its certificate's fingerprint)
 Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]
 
@@ -65,6 +68,31 @@ def check_names(site: SiteId, names: tuple[str, ...]) -> None:
         )
     if (numbers := numbers_in(names) - len(names)) > MAX_SUMS:
         raise SecAggError(f"{site} has metrics of {numbers} numbers, at most {MAX_SUMS} are allowed")
+
+
+def common_names(names: Mapping[SiteId, Collection[str]]) -> tuple[str, ...]:
+    """The metrics that a session sums, sorted: those that more than half of its sites give, and FEWEST at
+    least. No site can make the vector longer by names of its own, or have a sum over itself. SecAggError for
+    more than MAX_NAMES."""
+    given, least = Counter(chain.from_iterable(names.values())), max(FEWEST, len(names) // 2 + 1)
+    found = tuple(sorted(name for name, sites in given.items() if sites >= least))
+    if len(found) > MAX_NAMES:
+        raise SecAggError(f"most sites have {len(found)} metrics, at most {MAX_NAMES} are allowed")
+    return found
+
+
+def check_summed(
+    summed: Collection[str], names: Mapping[SiteId, Collection[str]], mine: Collection[str]
+) -> None:
+    """SecAggError when a metric of all these sites is not summed, or one of this site is that few of them
+    have. `names`: of the sites whose keys this one sees, which are `common_names` of more."""
+    given = Counter(chain.from_iterable(names.values()))
+    if missing := [name for name, sites in given.items() if sites == len(names) and name not in summed]:
+        raise SecAggError(f"{len(missing)} metrics of all sites have no place in the vector")
+    if few := [name for name in mine if name in summed and given[name] < FEWEST]:
+        raise SecAggError(
+            f"the metric {few[0]!r} would be summed over {given[few[0]]} sites: {FEWEST} are the least"
+        )
 
 
 def check_signer(
@@ -155,9 +183,7 @@ class KeyRoster:
         for peer in peers:
             check_fresh(peer, keys[peer], used)
         check_names("the roster", share.names)
-        for name, entry in keys.items():
-            if missing := set(entry.names).difference(share.names):
-                raise SecAggError(f"{len(missing)} of {name}'s metrics have no place in the vector")
+        check_summed(share.names, {name: entry.names for name, entry in keys.items()}, mine.names)
         holders = holders_of(me, sites, terms.degree, seed)
         return cls(me, sites, roster_hash(seed, share.names), keys, peers, holders)
 

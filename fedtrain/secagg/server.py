@@ -21,7 +21,17 @@ from ..messages import Failure, Message, Request, SiteId
 from . import messages as msg
 from .keys import SEALED_BYTES, KeyPair, bytes_of, number_of, pair_mask_key, pair_mask_sign, self_mask_key
 from .masking import BLOCK_BYTES, RINGS, Parallel, add_masks, buffers, exhaust, serial
-from .roster import Verify, check_fresh, check_signed, check_signer, holders_of, peers_of, rosters, unfitting
+from .roster import (
+    Verify,
+    check_fresh,
+    check_signed,
+    check_signer,
+    common_names,
+    holders_of,
+    peers_of,
+    rosters,
+    unfitting,
+)
 from .shamir import Weights
 
 FOLDED = 4  # blocks of a vector that one worker adds: fewer take less time than to wake another worker
@@ -57,6 +67,7 @@ class SecureSum:
     sites: tuple[SiteId, ...]  # U3, sorted
     dropped: dict[SiteId, str]  # site that was asked and is not in the sum -> at which step, and why
     blamed: dict[SiteId, str]  # site that sent what no honest site sends -> what it was; in the sum or not
+    odd: dict[SiteId, set[str]]  # site with metrics that too few have, which are not in the sum -> these
 
 
 async def masked_sum(
@@ -97,10 +108,9 @@ async def masked_sum(
         del keys[site]
     session.need("keys", keys)
     sites = tuple(sorted(keys))
-    names = tuple(sorted({name for entry in keys.values() for name in entry.names}))
-    if len(names) > msg.MAX_NAMES:
-        most = msg.MAX_NAMES
-        raise SecAggError(f"the sites have {len(names)} metrics together, at most {most} are allowed")
+    offered = {site: keys[site].names for site in sites}
+    names = common_names(offered)
+    session.odd = {site: rest for site in sites if (rest := set(offered[site]).difference(names))}
 
     # 1: shares -> U2
     lines = {site: msg.entry_hash(site, keys[site]) for site in sites}
@@ -194,7 +204,7 @@ class MaskedSum:
             raise session.unfinished("good shares to unmask", wanted.fewest(), terms.threshold)
         await session.in_thread(self._take_out, wanted)
         dropped = {site: why for site, why in session.dropped.items() if site not in self.sites}
-        return SecureSum(self.vector, self.names, self.sites, dropped, session.blamed)
+        return SecureSum(self.vector, self.names, self.sites, dropped, session.blamed, session.odd)
 
     def _take_out(self, wanted: Wanted) -> None:
         """Subtract what survivors added: their self masks, and the masks they share with lost sites."""
@@ -227,6 +237,7 @@ class SumSession:
         self.dropped: dict[SiteId, str] = {}
         self.failed: dict[SiteId, str] = {}  # of the dropped sites, those that said why
         self.blamed: dict[SiteId, str] = {}
+        self.odd: dict[SiteId, set[str]] = {}
         self.survivors: tuple[SiteId, ...] = ()  # U3, once a share was asked for
 
     async def ask(

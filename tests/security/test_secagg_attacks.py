@@ -392,6 +392,28 @@ def test_metrics_without_a_place_are_noticed():
     refuses(federation, on(Share, lambda site, request: replace(request, names=())), "have no place")
 
 
+def test_a_site_gives_no_metric_into_a_sum_that_hides_it_among_fewer_than_three():
+    """The aggregator names it, though one other site alone has it."""
+    federation = Federation(5)
+    for site in "ab":
+        federation.members[site].names = ("auc", "loss")
+    refuses(
+        federation, on(Share, lambda site, request: replace(request, names=("auc", "loss"))),
+        "the metric 'auc' would be summed over 2 sites: 3 are the least", "ab",
+    )  # fmt: skip
+
+
+def test_h7_a_site_with_hundreds_of_metrics_of_its_own_stops_no_sum():
+    """256 metrics of its own beside one that all have were more than fit, and nobody was named."""
+    federation = Federation(5)
+    federation.members["c"].names = tuple(sorted(["loss", *(f"foreign{i:03}" for i in range(255))]))
+    federation.members["d"].names = tuple(f"other{i:03}" for i in range(200))
+    found = federation.sum()
+    assert found.names == ("loss",)
+    assert found.sites == tuple("abcde")
+    assert {site: len(names) for site, names in found.odd.items()} == {"c": 255, "d": 200}
+
+
 @pytest.mark.parametrize(
     "names",
     [("loss", "loss"), ("loss", "auc"), ("loss", "x" * 129), ("loss", *(f"x{i:03}" for i in range(256)))],

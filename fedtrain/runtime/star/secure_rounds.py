@@ -153,6 +153,7 @@ class UnderMasks:
         self._verifier, self._parallel = verifier, parallel
         self._callers, self._plans, self._frozen = callers, plans, frozen
         self._round, self._opened = -1, list[Sequence[SiteId]]()  # sites of its sums that may be opened
+        self._odd: dict[SiteId, set[str]] = {}  # metrics that few have, as they were told
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         if self._round != plan.round:
@@ -306,6 +307,16 @@ class UnderMasks:
         self._tell_dropped(number, found.dropped)
         for site in sorted(found.blamed.keys() & set(found.sites)):
             self._emit(Notice(text=f"round {number}: {site} is in the sum, but {found.blamed[site]}"))
+        for site, names in sorted(found.odd.items()):
+            if not names <= self._odd.setdefault(site, set()):
+                self._odd[site] |= names
+                why = (
+                    f"few sites have the metric {min(names)[:80]!r}, and {len(names) - 1} others that it has"
+                )
+                self._emit(Notice(text=f"round {number}: {site}: {why}: they are in no sum"))
+                self.cohort.tell(
+                    site, f"round {number}: {why}: they are in no sum. Let all sites have the same"
+                )
 
     def _tell_dropped(self, number: int, dropped: Mapping[SiteId, str]) -> None:
         for site, reason in sorted(dropped.items()):
