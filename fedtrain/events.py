@@ -107,6 +107,23 @@ class UpdateRefused(Event, frozen=True, kw_only=True, tag="update_refused"):
     reason: str = ""
 
 
+class CohortAsked(Event, frozen=True, kw_only=True, tag="cohort"):
+    """At a site: the sites among which it was asked for a secure sum, and agreed to take part."""
+
+    round: int
+    what: str  # train | evaluate | tell (statistics)
+    cohort: Mapping[SiteId, str]  # name -> SHA-256 of its public key, in hex
+
+
+class Denied(Event, frozen=True, kw_only=True, tag="denied"):
+    """At a site: a rule of its own refused what was asked of it, or kept a result back."""
+
+    rule: str  # the key that says so, as in policy.min_cohort
+    what: str  # the kind of the request
+    reason: str
+    round: int | None = None
+
+
 class PrivacySpent(Event, frozen=True, kw_only=True, tag="privacy_spent"):
     """A site gave away one more noised update: what all of them together tell of its data, at most."""
 
@@ -208,8 +225,8 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
 
 AnyEvent = (
     RunStarted | Waiting | SiteJoined | SiteLost | SiteRefused | RoundStarted | SiteState | UpdateReceived
-    | UpdateRefused | PrivacySpent | RoundFailed | RoundCommitted | Stepped | Evaluated | Best | Notice
-    | RunFinished
+    | UpdateRefused | CohortAsked | Denied | PrivacySpent | RoundFailed | RoundCommitted | Stepped | Evaluated
+    | Best | Notice | RunFinished
 )  # fmt: skip
 KINDS: dict[str, type[Event]] = {str(c.__struct_config__.tag): c for c in get_args(AnyEvent)}
 

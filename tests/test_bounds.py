@@ -9,6 +9,7 @@ from fedtrain.config import Config
 from fedtrain.errors import RoundError, TooFewSites
 from fedtrain.messages import Evaluate, Failure, Train
 from fedtrain.runtime.sites import site
+from fedtrain.runtime.sites.gate import Gate, bounded
 from fedtrain.runtime.star import aggregator
 from fedtrain.runtime.star.agreement import bounds_of
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation
@@ -61,7 +62,9 @@ class Idle:
 )
 def test_a_site_refuses_what_its_own_file_does_not_allow_before_any_work(tmp_path, kind, round, bounds, why):
     ledger = Ledger(tmp_path / "ledger")
-    worker = site.Site("a", SCHEMA, ledger, Idle(), bounds=bounds)
+    gate = Gate()
+    bounded(gate, bounds)
+    worker = site.Site("a", SCHEMA, ledger, Idle(), gate=gate)
     fields = {"terms": None} if kind in (Advertise, AdvertiseEvaluation) else {}
     request = kind(id="x", round=round, weights=Arena.zeros(SCHEMA), **fields)
     reply = asyncio.run(worker.answer(request))

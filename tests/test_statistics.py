@@ -24,6 +24,7 @@ from fedtrain.messages import Evaluation, Failure, summed
 from fedtrain.pki import issue
 from fedtrain.questions import Cells, Column, Describe, Described, Powers, Question, Tally
 from fedtrain.runtime.sites import site
+from fedtrain.runtime.sites.gate import Gate, bounded
 from fedtrain.runtime.sites.statistics import DataStatistics
 from fedtrain.runtime.star import aggregator, statistics
 from fedtrain.statistics import small, survey
@@ -722,7 +723,9 @@ def test_a_site_that_did_not_agree_is_asked_nothing_and_would_refuse(tmp_path):
     unwilling = Config.of(unwilling.table() | {"network": config.table()["network"]}, tmp_path)
     found = asyncio.run(served(config, lambda: fedtrain.aggregate_stats(config), {"b": unwilling}))
     assert found.sites == ["a", "c"]
-    bare = site.Site("b", None, None, None, bounds=site.bounds_of(unwilling))
+    gate = Gate()
+    bounded(gate, site.bounds_of(unwilling))
+    bare = site.Site("b", None, None, None, gate=gate)
     for request in (Describe(id="x"), tally()):
         reply = asyncio.run(bare.answer(request))
         assert reply.reason == "b refuses: it gives no statistics (its own stats.allow = false)"

@@ -1,6 +1,7 @@
 """fedtrain.toml as frozen dataclasses: schema.py has the settings, load.py reads them, values.py checks."""
 
 from .load import Source, build
+from .policy import SitePolicy, keep_policy, policy_from
 from .schema import (
     AsynchronousConfig,
     CompressionConfig,
@@ -30,6 +31,7 @@ from .values import (
 __all__ = [
     "SITE_MODELS", "UNITS", "AsynchronousConfig", "CompressionConfig", "Config", "EvaluateConfig",
     "GossipConfig", "LimitsConfig", "ParallelConfig", "PrivacyConfig", "SecAggConfig", "Seconds",
-    "SimulateConfig", "Source", "StrategyConfig", "TrainConfig", "build", "check_options", "numbers_in",
-    "one_of", "options_in", "options_of", "require", "user_module", "value_of",
+    "SimulateConfig", "SitePolicy", "Source", "StrategyConfig", "TrainConfig", "build", "check_options",
+    "keep_policy", "numbers_in", "one_of", "options_in", "options_of", "policy_from", "require",
+    "user_module", "value_of",
 ]  # fmt: skip

@@ -49,7 +49,7 @@ class Callers:
         return seen is None or not self.revoked(seen[0].serial)
 
     def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
-        """The fingerprints of the latest certificates of those of these sites that have called."""
+        """The fingerprints of the keys of those of these sites that have called."""
         return {site: self._seen[site][1] for site in sites if site in self._seen}
 
     async def watch(self, cut: Callable[[SiteId, str], None], emit: Emit) -> None:

@@ -6,6 +6,7 @@ lie, so they are signed: ECDSA on P-256 with SHA-256, with the key and the certi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from ..errors import CertificateError
@@ -78,7 +80,7 @@ class Verifier:
         self._trusted = lru_cache(maxsize=4096)(self._trust)
 
     def verify(self, certificate: bytes, message: bytes, signature: bytes) -> tuple[SiteId, bytes]:
-        """The signing site's name, and the fingerprint of its certificate. `certificate`: PEM, leaf first.
+        """The signing site's name, and the fingerprint of its key. `certificate`: PEM, leaf first.
 
         CertificateError unless the chain leads to the root within name constraints and dates, the role is
         site, the federation ours, the serial not revoked, and the signature is of this key and this message.
@@ -129,8 +131,10 @@ def _pem(chain: Iterable[x509.Certificate]) -> bytes:
 
 
 def fingerprint(certificate: bytes) -> bytes:
-    """SHA-256 (32 bytes) of the first certificate in PEM bytes, the digest that openssl prints."""
-    return certificates(certificate)[0].fingerprint(hashes.SHA256())
+    """SHA-256 (32 bytes) of the public key in the first certificate in PEM bytes, as DER: a renewed
+    certificate of the same key has the same one."""
+    key = certificates(certificate)[0].public_key()
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
 
 
 # --- Signed claims, which anybody may pass on

@@ -304,7 +304,7 @@ def check_terms(site: Client, asked: Advertisement, sid: bytes) -> None:
     proof = msg.statement("own certificate", sid)
     name, fingerprint = site.verify(site.certificate, proof, site.sign(proof))
     if terms.cohort.get(site.site) != fingerprint or name != site.site:
-        raise SecAggError("the cohort does not have this site with its present certificate")
+        raise SecAggError("the cohort does not have this site with its present key")
     if not site.sid_is_new(sid):
         raise SecAggError("this session was had before")
     last, over = site.opened[0] if site.opened else (-1, ())

@@ -45,7 +45,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     round: int
     attempt: int
     nonce: bytes  # fresh from the aggregator: a session is never had twice
-    cohort: dict[SiteId, bytes]  # who is asked: site -> fingerprint of its certificate, in order of names
+    cohort: dict[SiteId, bytes]  # who is asked: site -> fingerprint of its key, in order of names
     quorum: int  # fewest sites in U1, in U2, in U3 and among those that unmask
     threshold: int  # shares that rebuild a secret
     degree: int = 0  # neighbours of a site that hold its shares and mask with it; 0: all sites

@@ -27,7 +27,7 @@ from .messages import (
 )
 
 FEWEST = 3  # sites that give a metric which is summed: in a sum over two either one is the other's secret
-# (certificate, message, signature) -> (the site's name, its certificate's fingerprint)
+# (certificate, message, signature) -> (the site's name, its key's fingerprint)
 Verify = Callable[[bytes, bytes, bytes], tuple[SiteId, bytes]]
 
 
@@ -35,7 +35,7 @@ class Verifies(Protocol):
     """Checks who signed a message: a pki.Verifier."""
 
     def verify(self, certificate: bytes, message: bytes, signature: bytes, /) -> tuple[SiteId, bytes]:
-        """The name of the site, and its certificate's fingerprint. FedtrainError unless the certificate is
+        """The name of the site, and its key's fingerprint. FedtrainError unless the certificate is
         one of the federation, valid and not revoked, and the signature is by its key over the message."""
 
 
@@ -44,7 +44,7 @@ def check_signed(site: SiteId, entry: Keys, terms: Terms, sid: bytes, verify: Ve
     statement = keys_statement(sid, site, entry)
     name, fingerprint = verify(entry.certificate, statement, entry.signature)
     if name != site or fingerprint != terms.cohort[site]:
-        raise SecAggError(f"{site}'s keys are signed by {name}, or with another certificate than agreed")
+        raise SecAggError(f"{site}'s keys are signed by {name}, or with another key than agreed")
 
 
 def check_fresh(site: SiteId, entry: Keys, used: set[bytes]) -> None:

@@ -145,6 +145,8 @@ class Board:
                 self._end("evaluating")
             case e.Best():
                 self.best = event
+            case e.Denied():
+                self.notices.append(f"denied: {event.reason}")
             case e.Notice():
                 self.notices.append(event.text)
             case e.RunFinished():

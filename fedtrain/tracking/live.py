@@ -164,6 +164,10 @@ def line(event: Event, board: Board) -> str | None:
             return f"{_round(event.round, board)}update from {event.site}: {what}"
         case e.UpdateRefused():
             return f"{_round(event.round, board)}update from {event.site} refused{_because(event.reason)}"
+        case e.CohortAsked():
+            return f"round {event.round}: asked to {event.what} with {', '.join(sorted(event.cohort))}"
+        case e.Denied():
+            return f"denied: {event.reason}"
         case e.RoundFailed():
             return f"{_round(event.round, board)}failed, attempt {event.attempt}{_because(event.reason)}"
         case e.RoundCommitted():

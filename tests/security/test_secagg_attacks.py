@@ -356,7 +356,7 @@ def test_a_site_with_another_certificate_than_agreed_is_refused():
         entry = replace(entry, signature=member.sign(keys_statement(sid, "e", entry)))
         return replace(request, roster={**request.roster, "e": entry})
 
-    refuses(federation, on(Share, change), "with another certificate than agreed", "abcd")
+    refuses(federation, on(Share, change), "with another key than agreed", "abcd")
 
 
 def test_one_certificate_under_two_names_is_refused():
@@ -618,7 +618,7 @@ def test_a_site_with_anothers_certificate_takes_part_in_nothing():
     a.start("with b's certificate")
     cohort = {**federation.terms.cohort, "a": federation.terms.cohort["b"]}
     federation.terms = replace(federation.terms, cohort=cohort)
-    refuses(federation, honestly, "the cohort does not have this site with its present certificate", "a")
+    refuses(federation, honestly, "the cohort does not have this site with its present key", "a")
 
 
 def test_a_cohort_with_another_certificate_for_this_site_is_refused():
@@ -628,9 +628,7 @@ def test_a_cohort_with_another_certificate_for_this_site_is_refused():
         cohort = {**request.terms.cohort, site: bytes(32)}
         return replace(request, terms=replace(request.terms, cohort=cohort))
 
-    refuses(
-        federation, on(Advertise, change), "the cohort does not have this site with its present certificate"
-    )
+    refuses(federation, on(Advertise, change), "the cohort does not have this site with its present key")
 
 
 def test_a_cohort_of_hundreds_in_the_sparsest_graph_is_refused():

@@ -37,13 +37,14 @@ from ...transport.site_link import SiteLink
 from ...transport.tls import Tls
 from ...wire import PROTOCOL, decode, encode
 from ...wire.codec import fetch_list
-from ...wire.frames import Bounds, Hello
+from ...wire.frames import Hello
 from ..journal import Journal
 from ..star.agreement import bounds_of
 from ..star.secure_terms import check_config, hash_of
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
+from .gate import Gate, bounded
 from .secure_site import REQUESTS as SECURE_REQUESTS
 from .secure_site import SecureSite
 from .spent import Spent, SumKeys
@@ -67,17 +68,17 @@ class Site:
         spent: Spent | None = None,
         frozen: Frozen = Frozen(),
         tell: Callable[[str], None] = lambda line: None,
-        bounds: Bounds | None = None,
+        gate: Gate | None = None,
         statistics: DataStatistics | None = None,
         personal: bool = False,
     ) -> None:
         """`say` tells people what goes on, `tell` what went wrong. `frozen`: the frozen parameters of the
-        task's own model(). `bounds`: what is answered at all; None: everything.
+        task's own model(). `gate`: what is answered at all; None: everything.
         `personal`: whether this site has a model of its own.
 
         With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
         """
-        self._secure, self._spent, self._bounds, self._statistics = secure, spent, bounds, statistics
+        self._secure, self._spent, self._gate, self._statistics = secure, spent, gate or Gate(), statistics
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
         self._say, self._tell, self._personal = say, tell, personal
         self._under_way: tuple[str, asyncio.Task[Found]] | None = None
@@ -125,8 +126,13 @@ class Site:
     async def answer(self, request: Request) -> Reply:
         """The reply to a request. The same question again, in another attempt say, gets the same reply; but
         a failure is no reply to another attempt, which has the work done anew."""
-        if why := self._refusal(request):
+        if why := self._gate.refusal(request):
             return Failure(reason=f"{self._name} refuses: {why}")
+        reply = await self._answer(request)
+        why = "" if isinstance(reply, Failure) else self._gate.withheld(request, reply)
+        return Failure(reason=f"{self._name} refuses: {why}") if why else reply
+
+    async def _answer(self, request: Request) -> Reply:
         match request, self._secure:
             case Train() | Evaluate(), None:
                 return await self._result(request, request.weights.digest + self._frozen.digest)
@@ -136,23 +142,14 @@ class Site:
                 result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
                     return result
+                if why := self._gate.withheld(request, result):
+                    return Failure(reason=f"{self._name} refuses: {why}")
                 return await asyncio.to_thread(self._secure.offer, request, model, result)
             case Share() | Mask() | Agree() | Unmask(), SecureSite():
                 return await asyncio.to_thread(self._secure.answer, request)
             case Describe() | Tally(), _ if self._statistics is not None:
                 return await self._statistics.answer(request)
         return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
-
-    def _refusal(self, request: Request) -> str:
-        """What this site's own settings have against a request."""
-        match request, self._bounds:
-            case Train(), Bounds():
-                return self._bounds.training(request.round)
-            case Evaluate(), Bounds():
-                return self._bounds.evaluation(request.round)
-            case Describe() | Tally(), Bounds(statistics=False):
-                return "it gives no statistics (its own stats.allow = false)"
-        return ""
 
     async def _result(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, worked out once; `model` tells its weights from others."""
@@ -321,8 +318,9 @@ async def run(
         if config.secagg.enabled:
             secure = secure_site_of(config, name, credentials, ledger, about.extras, spent)
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
-        tell, bounds = noticed(emit), bounds_of(config)
-        site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, tell, bounds,
+        tell, bounds, gate = noticed(emit), bounds_of(config), Gate(emit)
+        bounded(gate, bounds)
+        site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, tell, gate,
                     statistics, about.personal)  # fmt: skip
         if config.compression.down:
             await site.keep_initial()

@@ -277,7 +277,7 @@ class UnderMasks:
             self._plans.set_plan(replace(plan, sites=list(sites)))
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
-        """The sites that called since this process began, with their certificates' fingerprints. The others
+        """The sites that called since this process began, with their keys' fingerprints. The others
         have the idle time to come; TooFewSites when too few are here then."""
         if not (found := self._callers.fingerprints(sites)).keys() >= set(sites):
             with suppress(TimeoutError):

@@ -1,0 +1,127 @@
+"""The one place where a site decides what it answers: rules with names, each of which may say no.
+
+A rule is one line in `hold`, or where the state is made that it needs:
+
+  gate.asked["policy.rounds"] = lambda request: "why not", or "" for nothing against it
+  gate.given["policy.metrics"] = lambda request, reply: the same, of a result before it leaves
+
+A refused request is answered with a Failure that says the rule's name, so that both ends know it, and is an
+event `denied` here. Rules are asked in their order, before a byte is fetched or worked on; what a rule must
+count, it counts in `given`, which is asked once for each result and each reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ...config import SitePolicy
+from ...errors import some
+from ...events import CohortAsked, Denied, Emit, silent
+from ...messages import Evaluate, Reply, Request, SiteId, Train
+from ...questions import Describe, Tally
+from ...secagg.messages import Advertise, AdvertiseEvaluation, AdvertiseTally, Terms
+from ...wire.frames import Bounds
+
+Asked = Callable[[Request], str]
+Given = Callable[[Request, Reply], str]
+
+
+class Gate:
+    """A site's rules. Without any, everything is answered."""
+
+    def __init__(self, emit: Emit = silent) -> None:
+        self._emit = emit
+        self.asked: dict[str, Asked] = {}
+        self.given: dict[str, Given] = {}
+
+    def refusal(self, request: Request) -> str:
+        """Why this site does not answer a request; "" when it does."""
+        for rule, says in self.asked.items():
+            if why := says(request):
+                return self._denied(rule, why, request)
+        if (terms := terms_of(request)) is not None:
+            cohort = {site: key.hex() for site, key in sorted(terms.cohort.items())}
+            self._emit(CohortAsked(round=number_of(request) or 0, what=what_of(request), cohort=cohort))
+        return ""
+
+    def withheld(self, request: Request, reply: Reply) -> str:
+        """Why a result, or a reply, does not leave this site; "" when it does."""
+        for rule, says in self.given.items():
+            if why := says(request, reply):
+                return self._denied(rule, why, request)
+        return ""
+
+    def _denied(self, rule: str, why: str, request: Request) -> str:
+        why = why if "its own " in why else f"{why} (its own {rule})"
+        self._emit(Denied(rule=rule, what=what_of(request), round=number_of(request), reason=why))
+        return why
+
+
+def terms_of(request: Request) -> Terms | None:
+    """The terms of the secure sum that a request begins; None for any other request."""
+    if isinstance(request, Advertise | AdvertiseEvaluation | AdvertiseTally):
+        return request.terms
+    return None
+
+
+def what_of(request: Request) -> str:
+    """What a request asks for, in a word: train, evaluate, tell (statistics), or a step of a secure sum."""
+    kinds = {Train: "train", Evaluate: "evaluate", Describe: "tell", Tally: "tell"}
+    return next((word for kind, word in kinds.items() if isinstance(request, kind)), type(request).__name__)
+
+
+def number_of(request: Request) -> int | None:
+    """The round of a request, as people count; of an evaluation the number of rounds before it."""
+    round: int | None = getattr(request, "round", None)
+    return round + 1 if round is not None and not isinstance(request, Evaluate) else round
+
+
+def bounded(gate: Gate, bounds: Bounds) -> None:
+    """Hold requests to a site's bounds, which the aggregator was told as the site joined."""
+
+    def statistics(request: Request) -> str:
+        asked = isinstance(request, Describe | Tally) and not bounds.statistics
+        return "it gives no statistics (its own stats.allow = false)" if asked else ""
+
+    gate.asked |= {
+        "run.rounds": lambda r: bounds.training(r.round) if isinstance(r, Train) else "",
+        "evaluate.every": lambda r: bounds.evaluation(r.round) if isinstance(r, Evaluate) else "",
+        "stats.allow": statistics,
+    }
+
+
+def hold(gate: Gate, policy: SitePolicy, me: SiteId) -> None:
+    """Hold what is asked of the site `me`, and what it gives, to its policy."""
+
+    def secure_sums(request: Request) -> str:
+        alone = isinstance(request, Train | Evaluate | Tally) and terms_of(request) is None
+        return "it gives its results into secure sums only" if policy.secure_sums and alone else ""
+
+    def min_cohort(request: Request) -> str:
+        terms = terms_of(request)
+        if terms is None or len(terms.cohort) >= policy.min_cohort:
+            return ""
+        return f"its cohort would have {len(terms.cohort)} sites, and {policy.min_cohort} are the fewest here"
+
+    def pin_members(request: Request) -> str:
+        terms = terms_of(request)
+        if terms is None or not policy.pin_members:
+            return ""
+        keys = {site: key.hex() for site, key in terms.cohort.items() if site != me}
+        strange = [site for site, key in sorted(keys.items()) if policy.members.get(site) != key]
+        return strangers({site: keys[site] for site in strange}) if strange else ""
+
+    gate.asked |= {
+        "policy.secure_sums": secure_sums,
+        "policy.min_cohort": min_cohort,
+        "policy.pin_members": pin_members,
+    }
+
+
+def strangers(keys: Mapping[SiteId, str]) -> str:
+    """Why a cohort with these sites, whose keys are not pinned, is refused, and what to do."""
+    pins = " ".join(f"{site}={key}" for site, key in [*keys.items()][:5])
+    return (
+        f"it has not pinned {some([*keys])} with the keys in its cohort (its own policy.pin_members). If "
+        f"`fedtrain policy` prints these keys there, run here: fedtrain policy pin {pins}"
+    )
