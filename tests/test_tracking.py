@@ -333,6 +333,7 @@ BY_TYPE = {
     float: st.floats(0, 4e9), float | None: st.none() | st.floats(),
     str: st.text(), str | None: st.none() | st.text(), Sequence[str]: st.lists(st.text()),
     Mapping[str, float]: st.dictionaries(st.text(), st.floats(0, 1)),
+    Mapping[str, str]: st.dictionaries(st.text(), st.text(), max_size=3),
     events.Averages: averages,
     Mapping[str, events.Averages]: st.dictionaries(st.text(), averages, max_size=2),
 }  # fmt: skip
