@@ -160,6 +160,32 @@ def test_what_fails_over_there_is_said_here_and_a_site_whose_update_is_of_no_use
         simulated(on_ray(config), fresh=True)
 
 
+class Abroad(remote.Desk):
+    """A desk on another machine."""
+
+    def answer(self, message):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(remote, "this_machine", lambda: "node-7 another-kernel")
+            return super().answer(message)
+
+
+@pytest.mark.parametrize("remembering", ["strategy", "compressor", ""])
+def test_sites_that_remember_something_are_not_trained_on_several_machines(
+    folder, elsewhere, monkeypatch, remembering
+):
+    elsewhere()
+    monkeypatch.setattr(remote, "Desk", Abroad)
+    config = configured(folder, kind="scaffold" if remembering == "strategy" else "fedavg", rounds=1)
+    if remembering == "compressor":
+        config = replace(config, compression=replace(config.compression, up="topk:0.1"))
+    if not remembering:
+        simulated(on_ray(config))
+        return
+    named = 'kind = "scaffold"' if remembering == "strategy" else 'up = "topk:0.1"'
+    with pytest.raises(ConfigError, match=f"{named}.* in a database on .*worker on node-7 can't share"):
+        simulated(on_ray(config))
+
+
 THREADS = """
 class Counting(Pool):
     def loss(self, model, batch):

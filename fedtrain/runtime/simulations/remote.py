@@ -10,6 +10,7 @@ and back.
 from __future__ import annotations
 
 import os
+import platform
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any, Protocol, TypeAlias
 
 from msgspec.structs import replace
 
+from ...config import Config
+from ...errors import ConfigError
 from ...messages import Folded
 from ..trainers import trainer_messages as msg
 from ..trainers.metrics_only import MetricsOnly
@@ -50,7 +53,7 @@ class Remote(Trains):
     async def begin(cls, carrier: Carrier, start: msg.Start) -> Remote:
         """The trainer, which has loaded its task."""
         trainer = cls(carrier)
-        trainer.description = await trainer._ask(start)
+        trainer.description = await trainer._ask(replace(start, machine=this_machine()))
         return trainer
 
     @property
@@ -106,6 +109,7 @@ class Desk:
     def _answer(self, message: msg.Start | msg.Command) -> tuple[msg.Outcome, bytes]:
         if isinstance(message, msg.Start):
             self._bench = bench_of(message)
+            check_memory(message, self._bench.description)
             return self._bench.description, b""
         bench = self._bench
         assert isinstance(bench, Workbench), "Start, of what trains, is the first message"
@@ -133,6 +137,25 @@ class Desk:
     def _place(self, model: msg.ModelFile) -> msg.ModelFile:
         assert self.holds(model.digest), f"model {model.digest} has not come here"
         return msg.ModelFile(f"/dev/fd/{self._model}", model.digest)
+
+
+def this_machine() -> str:
+    """The running kernel, whose processes can share a database, after the name that people have for it."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def check_memory(start: msg.Start, about: msg.Description) -> None:
+    """ConfigError where sites remember something, in a database of another machine than this one."""
+    (home, kernel), (here, ours) = start.machine.split(" "), this_machine().split(" ")
+    if about.remembers and (kernel or home) != (ours or here):
+        config = Config.of(start.config, start.root)
+        raise ConfigError(
+            f'simulate.on = "{config.simulate.on}": with strategy.kind = "{config.strategy.kind}" and '
+            f'compression.up = "{config.compression.up}" sites remember something from one training to the '
+            f"next, in a database on {home}, which the worker on {here} can't share. Have all workers on "
+            f'{home}, or set simulate.on = "local".'
+        )
 
 
 def model_of(message: msg.Start | msg.Command) -> msg.ModelFile | None:

@@ -52,6 +52,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     data_dir: str | None
     simulated: bool
     metrics_only: bool = False
+    machine: str = ""  # of the run directory, where the trainer runs elsewhere; see remote.this_machine
 
 
 class Initial(msgspec.Struct, tag=True, array_like=True):
@@ -177,6 +178,7 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     derives: bool = False  # whether the task has a metrics() of its own
     personal: bool = False  # whether each site has a model of its own
     local: list[str] = []  # names of the model's tensors that stay at their site
+    remembers: bool = False  # whether sites keep something from one training to the next
 
     @property
     def update(self) -> Schema:

@@ -116,6 +116,7 @@ class Workbench:
         )  # fmt: skip
         alone = None if self._ranks is not None else self._engine
         self._learner = Learner(config, strategy, extras, alone, encoder, simulated=simulated)
+        self.description.remembers = self._learner.remembers
         if self._simulated is not None:
             names = self.description.sites = self._simulated.names
             self.description.pooled = pooled = not self._simulated.natural
