@@ -125,13 +125,15 @@ class Denied(Event, frozen=True, kw_only=True, tag="denied"):
 
 
 class PrivacySpent(Event, frozen=True, kw_only=True, tag="privacy_spent"):
-    """A site gave away one more noised update: what all of them together tell of its data, at most."""
+    """A site gave away one more noised update: what all of them together, over its runs, tell of its data at
+    most."""
 
     site: SiteId
     round: int
     releases: int
     epsilon: float
     delta: float
+    unit: str = "site"  # what epsilon is for: all data of a site, or any single example
 
 
 class RoundFailed(Event, frozen=True, kw_only=True, tag="round_failed"):

@@ -185,7 +185,7 @@ class Star:
             mine = secure_site.SecureSite(
                 self.config, name, SimulatedKeys.FEDERATION, self.keys.signer(name), self.keys, sums=ledger,
             )  # fmt: skip
-        spent = Spent(self.config, ledger.folder, self._emit)
+        spent = Spent.of_site(self.config, ledger.folder, self._emit)
         return Site(name, SCHEMA, ledger, Toy(), secure=mine, spent=spent)
 
     def _emit(self, event: Event) -> None:

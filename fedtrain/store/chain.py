@@ -5,20 +5,23 @@ it.
 
 So one file may be lost or damaged, and no line may be changed, left out or put elsewhere. What is missing at
 the end of both files, nothing in them shows: whoever keeps a chain asks somebody else how long it must be.
+Several processes may add to one chain, each in a block of `alone`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..errors import Damaged
-from .disk import COPY, Warn, explained, set_aside, silent, sync_folder, write_whole
+from .disk import COPY, Warn, explained, private_folder, set_aside, silent, sync_folder, write_whole
 
 
 class Chain:
@@ -32,8 +35,30 @@ class Chain:
         """
         self._paths, self._type, self._remedy = (path, path.with_name(path.name + COPY)), type, remedy
         self.values: list[Any] = []
-        self._seal, self._nbytes = b"", 0
-        self._read(warn)
+        self._seal, self._nbytes, self._warn = b"", 0, warn
+        if path.parent.exists():
+            with self.alone():  # what is here now is read
+                pass
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What other processes have added is in `values` from here on, and in the block no other process adds
+        anything. Damaged where what was read before is there no longer."""
+        path, before = self._paths[0], (self.values, self._seal, self._nbytes)
+        with explained(path):
+            private_folder(path.parent)
+            folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            sizes = {path.stat().st_size if path.exists() else 0 for path in self._paths}
+            if sizes != {self._nbytes}:
+                self._read(self._warn)
+                if self.values[: len(before[0])] != before[0]:
+                    self.values, self._seal, self._nbytes = before
+                    raise Damaged(f"{path} has been changed while it was in use. {self._remedy}")
+            yield
+        finally:
+            os.close(folder)
 
     def append(self, value: Any) -> None:
         """On the disk, twice, when this returns."""
@@ -64,6 +89,7 @@ class Chain:
             except msgspec.MsgspecError as error:
                 bad[path] = error
         if not found:
+            self.values, self._seal, self._nbytes = [], b"", 0
             return
         best = max(good, key=lambda path: len(good[path]), default=None)
         if best is None or len(good[best]) < max(map(len, found.values())):

@@ -89,11 +89,23 @@ def set_aside(path: Path) -> str:
     return f"It is {aside.name} now."
 
 
+def private_folder(folder: Path) -> None:
+    """Make the folder, and let nobody else look into it, whatever the umask; also one that was there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def private(path: str | Path, flags: int) -> int:
+    """As the `opener` of open(): a file that it makes is for nobody else, whatever the umask."""
+    return os.open(path, flags, 0o600)
+
+
 def lock(folder: Path) -> IO[str]:
     """Hold the folder for this process until the returned file is closed; a second one is told who has it."""
     with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+")
+        private_folder(folder)
+        file = open(folder / "lock", "a+", opener=private)  # noqa: SIM115  # it is held
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

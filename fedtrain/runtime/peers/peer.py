@@ -116,7 +116,7 @@ async def run(
         files = store.folder / "train"
         files.mkdir(exist_ok=True)
         model = (await trainer.initial(files / "initial")).load()
-        train = _training(trainer, name, files, Spent(config, store.folder, emit), emit)
+        train = _training(trainer, name, files, Spent.of_site(config, store.folder, emit), emit)
         peer = Peer(name, algorithm, model, train, neighbors, sums, config.gossip.clip)
         neighbors.start()  # ready: others count on this peer from here on
         stack.push_async_callback(neighbors.stop)

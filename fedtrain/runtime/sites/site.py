@@ -211,7 +211,7 @@ class Site:
             return await self._trainer.evaluate(self._name, request.round, weights, request.counted)
         self._say("training", request.round + 1)
         if self._spent is not None:
-            self._spent.check(request.counted)
+            await asyncio.to_thread(self._spent.check_next, request.counted)
         out = self._ledger.spare()
         update = await self._trainer.train(self._name, request.round, weights, out, request.counted)
         if self._spent is not None:
@@ -313,7 +313,7 @@ async def run(
             emit(SiteState(site=name, state=state, round=round))
 
         about = trainer.description
-        spent = Spent(config, ledger.folder, emit) if config.privacy.noise_multiplier else None
+        spent = Spent.of_site(config, ledger.folder, emit) if config.privacy.noise_multiplier else None
         secure = None
         if config.secagg.enabled:
             secure = secure_site_of(config, name, credentials, ledger, about.extras, spent)

@@ -1,8 +1,12 @@
-"""The privacy that a site has spent: a ledger of all that it gave away, which is never lowered.
+"""The privacy that a site has spent: a ledger of all that it gave away of its data, which is never lowered.
+
+  runs/@cleveland/releases.jsonl   of one site, over all its runs: a line a release
+  runs/heart@cleveland/released    how many releases there were with the last one of this run
 
 Each release is in the ledger, with the parameters of its noise, before it leaves: a site that is killed and
 trains a round again pays for both. Later settings change the price of later releases only. A ledger that is
-not there any more, or shorter than what others know of this site, stops the site.
+not there any more, or shorter than what others know of this site, stops the site. Simulated sites, and an
+aggregator with noise of its own, keep a ledger in their run's folder.
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,15 +29,16 @@ from ...keystream import KEY_BYTES
 from ...messages import Reply, Request, SiteId, Train, Update
 from ...privacy import Release, epsilon
 from ...store.chain import Chain
-from ...store.disk import COPY, Kept
+from ...store.disk import COPY, Kept, write_whole
 from ...store.memory import NEVER
 from .privacy import release_of
 
 FILE = "releases.jsonl"
+MARK = "released"  # in the folder of a run whose releases are in the site's ledger
 COUNT = "releases"  # what was kept before releases had parameters: how many there were
 KEYS = "noise.json"  # of the newest sums
 REMEMBERED = 4  # of them: what is older is summed no more (secagg.client), and its noise is nobody's concern
-REMEDY = "What was given away must not be forgotten: restore it, or add up the epsilons of two run.names."
+REMEDY = "What was given away must not be forgotten: restore it from a copy."
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -43,25 +49,48 @@ class Given(msgspec.Struct, frozen=True):
     release: Release
     delta: float  # at which its cost was told
     name: str = ""  # of what can be given again without telling more: a vector in a sum
+    run: str = ""  # the name of the run's folder, in the ledger of a site
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most that all releases of a site's data may cost together."""
+
+    epsilon: float
+    delta: float
 
 
 class Spent:
-    """The ledger of what one site has given away in a run."""
+    """The ledger of what was given away: of one run, or of one site's data in all its runs."""
 
-    def __init__(self, config: Config, folder: Path, emit: Emit) -> None:
-        """Damaged for a ledger that can't be read; ConfigError for one whose releases do not protect what
-        [privacy] says now."""
-        self._config, self._emit = config, emit
+    def __init__(
+        self, config: Config, folder: Path, emit: Emit, run: Path | None = None, most: Budget | None = None
+    ) -> None:
+        """`folder` keeps the ledger; `run`: the folder of the site's run, where that is another one.
+
+        Damaged for a ledger that can't be read, or that lacks releases; ConfigError for one whose releases do
+        not protect what [privacy] says now.
+        """
+        self._config, self._emit, self._run, self._most = config, emit, run, most
         self._chain = Chain(folder / FILE, Given, REMEDY, noticed(emit))
-        self._take_over(folder / COUNT)
-        given: list[Given] = self._chain.values
-        self._names = {each.name for each in given if each.name}
-        unprotected = [each for each in given if each.unit == "example"]
+        self._refused: Release | None = None  # what was too dear for the budget
+        self._take_over(run or folder)
+        for mark in () if run is None else run.parent.glob(f"?*{folder.name}/{MARK}"):
+            with suppress(ValueError):  # torn by a power cut
+                if (told := int(mark.read_text())) > self.releases:
+                    why = f"has {self.releases} releases, and {mark.parent.name} told of {told}"
+                    raise Damaged(f"{folder / FILE} {why}. {REMEDY}")
+        unprotected = [each for each in self._own() if each.unit == "example"]
         if config.privacy.noise_multiplier and config.privacy.unit == "site" and unprotected:
             raise ConfigError(
                 f'privacy.unit: "site", but {len(unprotected)} releases of this run protect single examples '
                 f'only ({folder / FILE}). Set it to "example", or use another run.name.'
             )
+
+    @classmethod
+    def of_site(cls, config: Config, run: Path, emit: Emit, most: Budget | None = None) -> Spent:
+        """That of a site's or peer's data, as the run in this folder adds to it."""
+        return cls(config, run.parent / f"@{run.name.rpartition('@')[2]}", emit, run, most)
 
     @property
     def releases(self) -> int:
@@ -75,12 +104,12 @@ class Spent:
 
     @property
     def rounds(self) -> int:
-        """Up to which the ledger goes: the last round of a release, counted from 1."""
-        return 1 + max((each.round for each in self._chain.values), default=NEVER)
+        """Up to which the ledger goes: the last round of a release of this run, counted from 1."""
+        return 1 + max((each.round for each in self._own()), default=NEVER)
 
     @property
     def epsilon(self) -> float:
-        return epsilon([each.release for each in self._chain.values], self.delta)
+        return self._price(self.delta)
 
     def trained(self, site: SiteId, round: int, examples: float) -> None:
         """Count the noised update of a site with so many examples, before it leaves. Without noise there is
@@ -91,39 +120,87 @@ class Spent:
 
     def give(self, who: SiteId, round: int, release: Release, name: str = "", delta: float = 0.0) -> None:
         """Count a release, before it leaves, unless one of this name was counted: a name stands for the very
-        same values. `delta`: at which its cost is told; 0: that of [privacy]."""
-        if name and name in self._names:
-            return
-        privacy = self._config.privacy
-        told = min([delta or privacy.delta, *([self.delta] if self.releases else [])])
-        self._chain.append(Given(round, privacy.unit, release, told, name))
-        self._names.add(name)
-        self._emit(PrivacySpent(
-    site=who, round=round + 1, releases=self.releases, epsilon=self.epsilon, delta=self.delta,
-))  # fmt: skip
+        same values. `delta`: at which its cost is told; 0: that of [privacy]. ConfigError when it costs more
+        than may be spent: then it is not counted, and must not leave."""
+        privacy, run = self._config.privacy, self._run
+        with self._chain.alone():
+            if name and any(each.name == name for each in self._chain.values):
+                return
+            self._afford(release)
+            told = min([delta or privacy.delta, *([self.delta] if self.releases else [])])
+            given = Given(round, privacy.unit, release, told, name, "" if run is None else run.name)
+            self._chain.append(given)
+            if run is not None:
+                write_whole(run / MARK, b"%d" % self.releases, durable=False)
+            spent = PrivacySpent(
+                site=who, round=round + 1, releases=self.releases, epsilon=self._price(told), delta=told,
+                unit="example" if any(each.unit == "example" for each in self._chain.values) else "site",
+            )  # fmt: skip
+        self._emit(spent)
 
     def check(self, counted: int) -> None:
         """Damaged unless the ledger knows of a release of round `counted` or later, which others say is in
         the model (NEVER: none is)."""
-        a_count = any(each.round == NEVER for each in self._chain.values)
+        a_count = any(each.round == NEVER for each in self._own())
         if self._config.privacy.noise_multiplier and counted >= self.rounds and not a_count:
-            last = f"ends at round {self.rounds}" if self.releases else "is empty"
+            last = f"ends at round {self.rounds}" if self._own() else "is empty"
             raise Damaged(
                 f"{FILE} {last}, and an update of this site for round {counted + 1} is in the model: the "
                 f"ledger is not whole, or that update had no noise. {REMEDY}"
             )
 
-    def _take_over(self, count: Path) -> None:
-        """Begin with what was counted before releases had parameters: as far as anybody knows, those of
-        today."""
-        privacy = self._config.privacy
-        if not privacy.noise_multiplier:
+    def check_next(self, counted: int) -> None:
+        """As `check`, before work on an update. ConfigError when the update would cost more than is allowed,
+        as far as its cost is known: of one that protects examples it is not, before one was refused."""
+        self.check(counted)
+        release = self._refused
+        if self._config.privacy.unit == "site":
+            release = release_of(self._config, 1.0)
+        if release is not None:
+            self._afford(release)
+
+    def _own(self) -> list[Given]:
+        """The releases of this run."""
+        name = "" if self._run is None else self._run.name
+        return [each for each in self._chain.values if each.run == name]
+
+    def _price(self, delta: float, *more: Release) -> float:
+        return epsilon([*(each.release for each in self._chain.values), *more], delta)
+
+    def _afford(self, release: Release) -> None:
+        if self._most is None or (cost := self._price(self._most.delta, release)) <= self._most.epsilon:
             return
-        sigma = privacy.noise_multiplier / 2
-        for _ in range(self.releases, max(Kept(count, int, REMEDY).read(), default=0)):
-            self._chain.append(Given(NEVER, "site", Release("gaussian", sigma), privacy.delta))
-        for path in (count, count.with_name(count.name + COPY)):
-            path.unlink(missing_ok=True)
+        self._refused = release
+        raise ConfigError(
+            f"policy.epsilon: with one more release this site's data would have cost epsilon = {cost:.4g} at "
+            f"delta = {self._most.delta:g}, over all its runs, and {self._most.epsilon:g} is the most. Add "
+            f"more noise (privacy.noise_multiplier), or let the site's people raise policy.epsilon."
+        )
+
+    def _take_over(self, run: Path) -> None:
+        """Begin with what was counted before a site had one ledger for all its runs, and before releases had
+        parameters: as far as anybody knows, those of today."""
+        privacy, ledger = self._config.privacy, self._chain
+        site = run.name.rpartition("@")[2]
+        for path in sorted(run.parent.glob(f"?*@{site}/{FILE}")) if self._run is not None else ():
+            with ledger.alone():
+                have = sum(each.run == path.parent.name for each in ledger.values)
+                for each in Chain(path, Given, REMEDY).values[have:]:
+                    ledger.append(msgspec.structs.replace(each, run=path.parent.name))
+            forget(path)
+        if not privacy.noise_multiplier or not (counts := Kept(run / COUNT, int, REMEDY).read()):
+            return
+        with ledger.alone():
+            release, name = Release("gaussian", privacy.noise_multiplier / 2), run.name if self._run else ""
+            for _ in range(len(self._own()), max(counts)):
+                ledger.append(Given(NEVER, "site", release, privacy.delta, run=name))
+        forget(run / COUNT)
+
+
+def forget(path: Path) -> None:
+    """Remove a file and its copy: what they said is in the ledger."""
+    for each in (path, path.with_name(path.name + COPY)):
+        each.unlink(missing_ok=True)
 
 
 class SumKeys:
