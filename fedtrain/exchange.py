@@ -50,12 +50,14 @@ class Folds(Protocol):
     """A cohort whose sites' updates may be summed where they are trained, as those of a simulation are."""
 
     def fold(
-        self, requests: Mapping[SiteId, Train], deadline_s: float, summands: int = 0
-    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
+        self, requests: Mapping[SiteId, Train], deadline_s: float, summands: int = 0,
+        plan: Sequence[SiteId] = (),
+    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:  # fmt: skip
         """Send each site its request; yield what comes in the order of the requests: of sites that are whole
         blocks of the mean one Folded, and else the single reply of one site.
 
         `summands`: the sites of the sum under masks' arithmetic; 0: sums are those of the open.
+        `plan`: all sites of the round, of which the others are not asked; (): all are.
         """
 
 

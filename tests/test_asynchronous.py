@@ -20,7 +20,7 @@ from fedtrain.events import KINDS
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.runtime.journal import Clock, Journal
 from fedtrain.runtime.plan import round_plan
-from fedtrain.runtime.simulations.clock import Clocked, TurnTimes
+from fedtrain.runtime.simulations.clocked_turns import Clocked, TurnTimes
 from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.runtime.simulations.site_models import Load, SiteModels
 from fedtrain.runtime.star import asynchronous, federated

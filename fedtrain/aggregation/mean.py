@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -227,6 +228,17 @@ def in_blocks(updates: Sequence[Update], at: Sequence[int] = ()) -> list[list[Up
     numbers = (place // BLOCK for place in at or range(len(updates)))
     found = groupby(zip(numbers, updates, strict=True), itemgetter(0))
     return [[update for _, update in block] for _, block in found]
+
+
+def blocks_of(places: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(number of the block, start, stop) of each run of these ascending places that is in one block."""
+    found, start = list[tuple[int, int, int]](), 0
+    while start < len(places):
+        number = places[start] // BLOCK
+        stop = bisect_left(places, (number + 1) * BLOCK, start)
+        found.append((number, start, stop))
+        start = stop
+    return found
 
 
 def weight_of(updates: Sequence[Update], at: Sequence[int] = ()) -> float:

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
 
 from ...config import Config, TrainConfig
 from ...digest import seed_of
 from ...errors import ConfigError
-from ...exchange import Cohort, CohortWrapper
-from ...messages import Evaluate, Failure, Reply, Request, SiteId, Train
-from ...store import Turn, TurnState
+from ...exchange import Cohort, CohortWrapper, Folds
+from ...messages import Failure, Folded, Reply, Request, SiteId, Train
 from ..journal import Clock
 from ..star.answers import rule_of
 from ..star.enough import check_config, closes, needed
-from ..star.in_flight import InFlight
 from ..star.secure_terms import policy
 from ..trainers.trainer_messages import Description
 from .site_models import Load, SiteModels
@@ -101,41 +97,31 @@ class OnClock(CohortWrapper):
                 async for pair in replies:
                     yield pair
             return
-        until_s = self._clock.now_s + deadline_s
-        found = await self._arrivals(trainings, until_s)
-        need = needed(self._config, len(trainings), self._quorum(len(trainings)))
-        good, heard, waiting = set[SiteId](), set[SiteId](), list(found.answers)
-        closed_s = until_s
-        try:
-            while waiting and not closes(good, need, self._must_have):
-                batch, waiting = self._first(waiting, good, need)
-                heard |= {site for _, site in batch}
-                chosen = {site: requests[site] for site in requests if site in {s for _, s in batch}}
+        async with self._round(trainings, deadline_s) as round:
+            while batch := round.next_batch():
+                chosen = {site: request for site, request in requests.items() if site in batch}
                 async with aclosing(self._inner.exchange(chosen, deadline_s)) as replies:
                     async for site, reply in replies:
                         if not isinstance(reply, Failure):
-                            good.add(site)
+                            round.answered.add(site)
                         yield site, reply
-                if closes(good, need, self._must_have) or len(heard) == len(trainings):
-                    closed_s = batch[-1][0]
+
+    @asynccontextmanager
+    async def _round(self, trainings: Mapping[SiteId, Train], deadline_s: float) -> AsyncGenerator[Round]:
+        """A round in which these sites are asked; at the end of the block it is told who was late or away."""
+        until_s = self._clock.now_s + deadline_s
+        found = await self._arrivals(trainings, until_s)
+        need = needed(self._config, len(trainings), self._quorum(len(trainings)))
+        round = Round(found.answers, until_s, len(trainings), need, self._must_have)
+        try:
+            yield round
         finally:
-            self._clock.reaches(closed_s)
-            self._clock.late = sorted([*found.late, *(site for _, site in waiting)])
+            self._clock.reaches(round.closes_s)
+            self._clock.late = sorted([*found.late, *(site for _, site in round.waiting)])
             self._clock.away = sorted(found.away)
-            for site in trainings.keys() - heard:
+            for site in trainings.keys() - round.heard:
                 request = trainings[site]
                 self._in_vain_bytes += self._wire.weights_bytes(request.round, request.counted)
-
-    def _first(
-        self, waiting: Sequence[tuple[float, SiteId]], good: Collection[SiteId], need: int
-    ) -> tuple[list[tuple[float, SiteId]], list[tuple[float, SiteId]]]:
-        """The next answers that a round can't close without, and those after them."""
-        answered = set(good)
-        for i, (_, site) in enumerate(waiting):
-            answered.add(site)
-            if closes(answered, need, self._must_have):
-                return [*waiting[: i + 1]], [*waiting[i + 1 :]]
-        return [*waiting], []
 
     async def _arrivals(self, requests: Mapping[SiteId, Train], until_s: float) -> Arrivals:
         examples = await self._examples(list(requests)) if self._models.by_examples else {}
@@ -155,6 +141,75 @@ class OnClock(CohortWrapper):
 
     def _quorum(self, sites: int) -> int:
         return policy(self._config, "").graph(sites)[0] if self._config.secagg.enabled else 0
+
+
+class Round:
+    """Whom a round on the clock has heard, and for whom it waits."""
+
+    def __init__(
+        self, answers: Sequence[tuple[float, SiteId]], until_s: float, asked: int, need: int,
+        must_have: Collection[SiteId],
+    ) -> None:  # fmt: skip
+        """`answers`: as in Arrivals; `need` of them close the round, with those that it must have."""
+        self.waiting, self._asked, self._need, self._must_have = [*answers], asked, need, must_have
+        self.heard, self.answered = set[SiteId](), set[SiteId]()  # all, and those that did not fail
+        self.closes_s, self._last_s = until_s, until_s
+
+    @property
+    def open(self) -> bool:
+        return not closes(self.answered, self._need, self._must_have)
+
+    def next_batch(self) -> set[SiteId]:
+        """The sites whose answers the round can't close without; empty when it closes, or nobody is left.
+        Those of the batch before have all been heard."""
+        if not self.open or len(self.heard) == self._asked:
+            self.closes_s = self._last_s
+        expected, batch = {*self.answered}, set[SiteId]()
+        while self.waiting and not closes(expected, self._need, self._must_have):
+            self._last_s, site = self.waiting.pop(0)
+            expected.add(site)
+            batch.add(site)
+        self.heard |= batch
+        return batch
+
+
+class FoldsOnClock(OnClock):
+    """The same over a cohort whose sites' updates are summed where they are trained."""
+
+    _twice_bytes = 0  # of updates that came twice, which a federation sends once
+
+    @property
+    def bytes_in(self) -> int:
+        return self._inner.bytes_in - self._twice_bytes
+
+    async def fold(
+        self, requests: Mapping[SiteId, Train], deadline_s: float, summands: int = 0,
+        plan: Sequence[SiteId] = (),
+    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:  # fmt: skip
+        """See exchange.Folds. Where a site fails another one takes its place, perhaps in a block that is
+        summed already: then all are summed again. Exact sums, those of `summands`, are only added to."""
+        assert isinstance(self._inner, Folds), self._inner
+        chosen, nbytes = set[SiteId](), self._wire.vector_bytes(len(requests))
+        async with self._round(requests, deadline_s) as round:
+            while batch := round.next_batch():
+                chosen, held = batch if summands else chosen | batch, []
+                round.answered = round.answered if summands else set()
+                asked = {site: request for site, request in requests.items() if site in chosen}
+                async with aclosing(self._inner.fold(asked, deadline_s, summands, list(requests))) as replies:
+                    async for sites, found in replies:
+                        given = found.updates if isinstance(found, Folded) else not isinstance(found, Failure)
+                        round.answered |= {
+                            *sites[:given]
+                        }  # a linear rule must have so many, whoever they are
+                        if round.waiting and not summands:
+                            held.append((sites, found))
+                        else:
+                            yield sites, found
+                if held and round.open:
+                    self._twice_bytes += len(round.answered) * nbytes
+                    continue
+                for sites, found in held:
+                    yield sites, found
 
 
 def arrivals(
@@ -181,80 +236,12 @@ def arrivals(
     return Arrivals([(at_s, site) for at_s, _, site in sorted(answers)], late, away)
 
 
-class Clocked(InFlight):
-    """Asynchronous sites on the run's own clock.
-
-    A site begins a turn when the one before has ended and it is there, so the moments of its n-th turn follow
-    from its model alone: who is heard next depends on turns, not on how fast this machine is, nor on when the
-    run was stopped. Of those at one moment the first by name is heard first, and all of them before anybody
-    begins another turn. A turn in which the site drops out is done again, and one that takes longer than
-    strategy.round_deadline ends then, without an update.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        cohort: Cohort,
-        clock: Clock,
-        times: TurnTimes,
-        ahead: int,
-    ) -> None:
-        """`ahead`: how many trainings are worked at before it is their time."""
-        super().__init__(config, cohort)
-        self._clock, self._times, self._ahead = clock, times, ahead
-        self._due: list[tuple[float, SiteId]] = []  # a heap
-
-    def goes_on(self, turns: Mapping[SiteId, Turn]) -> None:
-        """Bring the clock to where a run was stopped: what was answered is in the past."""
-        for site, turn in turns.items():
-            if turn.state != TurnState.OWED:
-                self._clock.reaches(self._times.of(site, turn.number)[1])
-
-    def begins(self, site: SiteId, turn: Turn) -> float:
-        return self._times.of(site, turn.number)[0]
-
-    def may_begin(self, site: SiteId, turn: Turn) -> bool:
-        return not self._due or self._due[0][0] > self.begins(site, turn)
-
-    def send(self, site: SiteId, request: Train | Evaluate) -> None:
-        self.under_way[site] = request
-        due = -math.inf if isinstance(request, Evaluate) else self._times.of(site, request.round)[1]
-        heapq.heappush(self._due, (due, site))
-
-    async def first(
-        self, members: Collection[SiteId]
-    ) -> tuple[SiteId, Train | Evaluate, Reply | None] | None:
-        for _, site in heapq.nsmallest(self._ahead, self._due):
-            if not self._late(site):
-                self._start(site)
-        due, site = heapq.heappop(self._due)
-        self._clock.reaches(due)
-        if self._late(site):
-            return site, self.under_way.pop(site), None
-        await asyncio.wait([self._replies[site]])
-        return self._answered(site)
-
-    def _late(self, site: SiteId) -> bool:
-        request = self.under_way[site]
-        return isinstance(request, Train) and self._times.of(site, request.round)[2]
-
-
 def on_clock(config: Config, clock: Clock, about: Description, cohort: Cohort, count: Count) -> OnClock:
     """Simulated sites, in rounds. `count`: as in TrainedOn."""
     models = SiteModels(config, about.sites)
     wire = TrainingBytes(config, about.schema, about.update, about.extras)
-    return OnClock(config, cohort, clock, models, wire, TrainedOn(config, count))
-
-
-async def clocked(
-    config: Config, clock: Clock, about: Description, cohort: Cohort, count: Count, ahead: int
-) -> Clocked:
-    """Simulated sites, without rounds."""
-    models, examples = SiteModels(config, about.sites), TrainedOn(config, count)
-    load = TrainingBytes(config, about.schema, about.update, about.extras).load(0, -1, about.sites)
-    known = await examples(about.sites) if models.by_examples else {}
-    times = TurnTimes(models, load, known, config.strategy.round_deadline)
-    return Clocked(config, cohort, clock, times, ahead)
+    made = FoldsOnClock if isinstance(cohort, Folds) else OnClock
+    return made(config, cohort, clock, models, wire, TrainedOn(config, count))
 
 
 class TrainedOn:
@@ -281,32 +268,3 @@ def passes(train: TrainConfig, examples: float) -> float:
     if train.local_steps:
         return float(train.local_steps * (train.batch_size or examples) * train.accumulate)
     return examples * train.local_epochs
-
-
-class TurnTimes:
-    """When each turn of each asynchronous site begins and ends on the clock."""
-
-    def __init__(self, models: SiteModels, load: Load, examples: Examples, deadline_s: float) -> None:
-        """`load`: of any turn, but for its examples."""
-        self._models, self._load, self._examples, self._deadline_s = models, load, examples, deadline_s
-        self._known: dict[SiteId, list[tuple[float, float, bool]]] = {}
-
-    def of(self, site: SiteId, number: int) -> tuple[float, float, bool]:
-        """(when a turn begins, when it ends, whether its update is too late). ConfigError for a site that is
-        never there as long as its training takes."""
-        known = self._known.setdefault(site, [])
-        while len(known) <= number:
-            known.append(self._next(site, len(known), known[-1][1] if known else 0.0))
-        return known[number]
-
-    def _next(self, site: SiteId, number: int, free_s: float) -> tuple[float, float, bool]:
-        model, load = self._models[site], self._load.of(self._examples.get(site, 0.0))
-        begins = model.there.comes(free_s)
-        until, ends = begins + self._deadline_s, begins
-        for attempt in count():
-            ends = model.arrives(ends, load, until)
-            if ends > until:
-                return begins, until, True
-            if not self._models.drops_out(site, number, attempt):
-                return begins, ends, False
-        raise AssertionError("a turn ends")

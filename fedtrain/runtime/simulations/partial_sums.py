@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
-from ...aggregation.mean import BLOCK, BlockSum, length
+from ...aggregation.mean import BlockSum, blocks_of, length
 from ...arena import Arena, Row
 from ...config import Config
 from ...errors import BadUpdate, SecAggError
@@ -45,10 +46,10 @@ def sums_of(
     return kind(config, extras, command, weights, memory)
 
 
-def bytes_of(config: Config, about: Description, sites: int, summands: int) -> int:
-    """Of the sums of so many sites; `summands`: as in exchange.Folds."""
+def bytes_of(config: Config, about: Description, blocks: int, summands: int) -> int:
+    """Of the sums of so many blocks; `summands`: as in exchange.Folds."""
     if not summands:
-        return -(-sites // BLOCK) * length(about.update) * 8
+        return blocks * length(about.update) * 8
     encoding = encoding_of(config, 0, summands, about.update.model, about.extras)
     return encoding.length * encoding.point.dtype.itemsize
 
@@ -64,6 +65,7 @@ class BlockSums:
         self._limits, self._extras = config.limits, extras
         self._request = Train(id="", round=command.round, weights=weights)
         self._schema = extras.update(weights.schema)
+        self._ends = [end for _, _, end in blocks_of(command.places or range(len(command.sites)))]
         self._block, self._number = BlockSum(self._schema), 0
         self._sums = torch.frombuffer(memory, dtype=torch.float64).view(-1, length(self._schema))
 
@@ -84,7 +86,7 @@ class BlockSums:
             except BadUpdate as e:
                 refused[first + at] = str(e)
             else:
-                self._write((first + at) // BLOCK)
+                self._write(bisect_right(self._ends, first + at))
                 self._block.add(update)
         self._block.settle()  # the memory of the deltas is needed again
         return norms, refused
@@ -94,8 +96,8 @@ class BlockSums:
         assert isinstance(updates[0].delta, Row), updates[0]
         slab, counts, start = updates[0].delta.slab, [update.counts for update in updates], 0
         while start < len(counts):
-            number = (first + start) // BLOCK
-            stop = min(len(counts), (number + 1) * BLOCK - first)
+            number = bisect_right(self._ends, first + start)
+            stop = min(len(counts), self._ends[number] - first)
             self._write(number)
             self._block.add_rows(slab, start, counts[start:stop])
             start = stop

@@ -26,7 +26,8 @@ from ..journal import Clock
 from ..sites import compressed
 from ..star.answers import train_requests
 from ..star.federated import sample
-from .clock import Examples, OnClock, TurnTimes, arrivals, passes
+from .clock import Examples, OnClock, arrivals, passes
+from .clocked_turns import TurnTimes
 from .site_models import SiteModels
 from .training_bytes import DIGEST, TrainingBytes
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from ...aggregation.mean import BLOCK
+from ...aggregation.mean import blocks_of
 from ...arena import AnyArena, Arena, ArenaFile, Slab, patches_to
 from ...config import Config
 from ...errors import ConfigError, TaskError, nearest, some
@@ -38,7 +38,7 @@ from .launchers import Launcher, launched
 from .local_trainer import LocalTrainer
 from .partial_sums import bytes_of
 from .shared_memory import SharedMemory
-from .shares import Share, folded, singly
+from .shares import Share, asked_of, folded, singly
 from .training_bytes import TrainingBytes
 
 if TYPE_CHECKING:
@@ -175,23 +175,24 @@ class PoolCohort:
                 yield site, reply
 
     async def fold(
-        self, requests: Mapping[SiteId, Train], deadline_s: float, summands: int = 0
-    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
+        self, requests: Mapping[SiteId, Train], deadline_s: float, summands: int = 0,
+        plan: Sequence[SiteId] = (),
+    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:  # fmt: skip
         """See exchange.Folds. Where a site is debugged, and so the first, all updates come one by one."""
         if self._debugged is not None:
             async with aclosing(in_order(self.exchange(requests, deadline_s), list(requests))) as singles:
                 async for site, reply in singles:
                     yield (site,), reply
             return
-        block_bytes = bytes_of(self._config, self.description, BLOCK, summands)
+        block_bytes = bytes_of(self._config, self.description, 1, summands)
         cut, began = partial(folded, block_bytes=block_bytes, site_s=self._site_s), time.perf_counter()
-        async with aclosing(self._replies(requests, cut, summands)) as replies:
+        async with aclosing(self._replies(requests, cut, summands, plan)) as replies:
             async for sites, found in replies:
                 yield sites, found
         self._site_s = (time.perf_counter() - began) * len(self._trainers) / max(1, len(requests))
 
     async def _replies(
-        self, requests: Mapping[SiteId, Request], cut: Cut, summands: int = 0
+        self, requests: Mapping[SiteId, Request], cut: Cut, summands: int = 0, plan: Sequence[SiteId] = ()
     ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
         """What comes of the shares, in their order. A few are asked for at a time, so that memory does not
         grow with the sites, and the next one of whoever is done first."""
@@ -203,7 +204,7 @@ class PoolCohort:
         counted = {site: r.counted for site, r in requests.items() if isinstance(r, Train | Evaluate)}
         weights = self._publish(request.weights)
         number, workers, asked = request.round, len(self._trainers), len(requests)
-        waiting = deque(self._shared(cut, list(requests)))
+        waiting = deque(asked_of(self._shared(cut, list(plan or requests)), requests))
         under_way, busy = deque[tuple[Share, asyncio.Task[Any]]](), asyncio.Semaphore(AT_A_TIME * workers)
 
         async def work(share: Share) -> Folded | list[Reply]:
@@ -212,7 +213,7 @@ class PoolCohort:
                 if isinstance(request, Evaluate):
                     return await self._evaluate(share.sites, number, weights, last)
                 if share.folded:
-                    return await self._fold(share.sites, number, weights, last, summands)
+                    return await self._fold(share, number, weights, last, summands)
                 return await self._train(share.sites, number, weights, last)
 
         try:
@@ -285,13 +286,14 @@ class PoolCohort:
         ]
 
     async def _fold(
-        self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int], summands: int
+        self, share: Share, round: int, weights: ArenaFile, counted: list[int], summands: int
     ) -> Folded:
-        nbytes = bytes_of(self._config, self.description, len(sites), summands)
-        offset, block = self._memory.take(nbytes)
+        blocks = len(blocks_of(share.places or range(len(share.sites))))
+        offset, block = self._memory.take(bytes_of(self._config, self.description, blocks, summands))
         command = msg.FoldMany(
-            sites, round, msg.ModelFile.of(weights), counted, summands, str(self._memory.slab), offset
-        )
+            share.sites, round, msg.ModelFile.of(weights), counted, summands, str(self._memory.slab), offset,
+            share.places, share.span,
+        )  # fmt: skip
         found = await self._at_a_trainer(lambda trainer: trainer.fold(command))
         return msgspec.structs.replace(good(found), sums=block)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from ...aggregation.mean import BLOCK
 from ...messages import SiteId
@@ -20,6 +20,21 @@ class Share:
 
     sites: list[SiteId]
     folded: bool = False  # whole blocks, whose sums come; else each site's update
+    places: list[int] = field(default_factory=list)  # as in FoldMany
+    span: int = 0
+
+
+def asked_of(shares: Sequence[Share], asked: Collection[SiteId]) -> list[Share]:
+    """What is left of the shares of a whole plan where only these of its sites are asked."""
+    if sum(len(share.sites) for share in shares) == len(asked):
+        return [*shares]
+    left = []
+    for share in shares:
+        places = [place for place, site in enumerate(share.sites) if site in asked]
+        if places:
+            sites = [share.sites[place] for place in places]
+            left.append(Share(sites, share.folded, places, len(share.sites)))
+    return left
 
 
 def singly(sites: Sequence[SiteId], workers: int, at_once: int, nbytes: int, *, stacked: bool) -> list[Share]:

@@ -31,7 +31,8 @@ from ..star.answers import Answers, InTheOpen, rule_of
 from ..star.combinations import check_strategy
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import Workbench
-from .clock import clocked, on_clock
+from .clock import on_clock
+from .clocked_turns import clocked
 from .plain_sums import FixedPointSums
 from .pool import PoolCohort
 from .shares import AHEAD

@@ -14,7 +14,7 @@ import msgspec
 
 from ... import aggregation
 from ...aggregation import Known, Rule, WeightedMean, aggregate, weight_of
-from ...aggregation.mean import BLOCK, length
+from ...aggregation.mean import blocks_of, length
 from ...arena import AnyArena, Arena, ArenaFile
 from ...config import Config
 from ...digest import seed_of
@@ -74,14 +74,14 @@ class Gathering:
             self._mean.add(update, self._places[site])  # in shared memory that is needed again: folded now
 
     def add_folded(self, sites: Sequence[SiteId], folded: Folded) -> None:
-        """Add what these sites found, which are whole blocks."""
+        """Add what these sites found, which are all of their blocks that were asked."""
         import torch
 
         self._mean = self._mean or WeightedMean(self.schema)
-        number, counts = self._places[sites[0]] // BLOCK, folded.counts
+        counts, places = folded.counts, list(map(self._places.__getitem__, sites))
         blocks = torch.frombuffer(folded.sums, dtype=torch.float64).view(-1, length(self.schema))
-        for i, block in enumerate(blocks):
-            self._mean.add_block(number + i, block, counts[i * BLOCK : (i + 1) * BLOCK])
+        for block, (number, start, stop) in zip(blocks, blocks_of(places), strict=True):
+            self._mean.add_block(number, block, counts[start:stop])
         add_columns(self._metrics, folded.metrics)
         for name, column in folded.scalars.items():
             self._scalars[name] = reduce(operator.add, column, self._scalars[name])

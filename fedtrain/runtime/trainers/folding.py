@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...aggregation.mean import BLOCK
+from ...aggregation.mean import BLOCK, blocks_of
 from ...arena import Arena, Slab
 from ...config import Config
 from ...messages import Folded, SiteId, Update
@@ -48,7 +49,8 @@ class Folding:
         import torch
 
         about, count, room = self._about, len(command.sites), command.slab
-        nbytes = bytes_of(self._config, about, count, command.summands)
+        places = command.places or range(count)
+        nbytes = bytes_of(self._config, about, len(blocks_of(places)), command.summands)
         sums = mapped.bytes_at(room, command.offset, nbytes) if room else memoryview(bytearray(nbytes))
         at_once = sites_at_once(stacked, about.update.nbytes)
         if self._rows is None or len(self._rows) < at_once:
@@ -56,21 +58,23 @@ class Folding:
         into = sums_of(self._config, about.extras, command, weights, sums)
         found: list[Update | None] = []
         norms, refused, given = [0.0] * count, dict[int, str](), 0
-        for start in range(0, count, at_once):
-            some = slice(start, min(start + at_once, count))
-            slab = Slab(about.update, self._rows[: some.stop - start])
+        for place in range(0, command.span or count, at_once):
+            start, stop = (bisect_left(places, end) for end in (place, place + at_once))
+            if start == stop:
+                continue
+            some, slab = slice(start, stop), Slab(about.update, self._rows[: stop - start])
             results = self._train_sites(
                 command.sites[some], command.round, weights, slab, command.counted[some]
             )
             updates = [result if isinstance(result, Update) else None for result in results]
-            for place, result in enumerate(results, start):
+            for at, result in enumerate(results, start):
                 if isinstance(result, msg.Failed):
                     if not result.update:
                         return result
-                    refused[place] = result.reason
+                    refused[at] = result.reason
             norms[some], bad = into.add(start, command.sites[some], updates)
             refused |= bad
             given += sum(update is not None for update in updates)
-            found += [None if place in refused else u for place, u in enumerate(updates, start)]
+            found += [None if at in refused else u for at, u in enumerate(updates, start)]
         into.finish()
         return Folded.of(found, given, refused, norms, memoryview(b"") if command.slab else sums)

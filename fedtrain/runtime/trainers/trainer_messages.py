@@ -114,6 +114,8 @@ class FoldMany(msgspec.Struct, tag=True, array_like=True):
     summands: int = 0  # as in exchange.Folds
     slab: str = ""  # the path of shared memory for the sums; "": they are sent with the answer
     offset: int = 0  # bytes; where they begin
+    places: list[int] = []  # of the sites among all of their blocks; []: no other site is in these blocks
+    span: int = 0  # places in these blocks; 0: as many as sites
 
 
 class EvaluateMany(msgspec.Struct, tag=True, array_like=True):
