@@ -40,7 +40,7 @@ from fedtrain.malloc import keep_freed
 from fedtrain.messages import Reply, Request, Update
 from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.secagg.client import Client, Policy
+from fedtrain.secagg.client import Client
 from fedtrain.secagg.encoding import Encoded, Encoding, rounding_seed
 from fedtrain.secagg.fixedpoint import FixedPoint
 from fedtrain.secagg.masking import (
@@ -53,6 +53,7 @@ from fedtrain.secagg.masking import (
     galois_mode,
 )
 from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Terms, Unmask
+from fedtrain.secagg.policy import Policy
 from fedtrain.secagg.server import masked_sum
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.wire import codec

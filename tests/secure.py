@@ -15,8 +15,9 @@ from fedtrain.digest import seed_of
 from fedtrain.errors import CertificateError
 from fedtrain.messages import Failure, Request
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.secagg.client import Client, Policy
+from fedtrain.secagg.client import Client, Owed
 from fedtrain.secagg.messages import Advertise, RingArena, Terms
+from fedtrain.secagg.policy import Policy
 from fedtrain.secagg.server import SecureSum, masked_sum
 from fedtrain.transport.memory import LocalCohort
 
@@ -64,6 +65,8 @@ class Member:
         self.certificate, self.sign = federation.authority.issue(site)
         self.lie: Callable[[Any], Any] = lambda reply: reply  # what is sent in place of an honest reply
         self._federation = federation
+        self.checked: bool | None = None  # what it says of the model
+        self.owed: list[Owed] = []  # what it has to check
         self.start(*seed)
 
     def start(self, *seed: object) -> None:
@@ -76,11 +79,12 @@ class Member:
             sign=self.sign,
             verify=self._federation.authority.verify,
             random=stream(self.site, *seed),
+            owe=self.owed.append,
         )
 
     def __call__(self, request: Request) -> Any:
         if isinstance(request, Advertise):
-            reply = self.client.begin(request, self.model, self)
+            reply = self.client.begin(request, self.model, self, self.checked)
         else:
             reply = self.client.answer(request)  # type: ignore[arg-type]
         self.said.append(reply)
@@ -148,6 +152,7 @@ class Federation:
             federation="ward", run="heart", round=3, attempt=0, nonce=stream("nonce", seed)(16),
             cohort=prints, quorum=quorum, threshold=threshold, degree=degree, ring_bits=ring_bits,
             value_bits=value_bits, clip=1.0, max_weight=100.0, length=length,
+            verify=self.policy.verify,
         )  # fmt: skip
 
     def again(self, **changes: Any) -> None:

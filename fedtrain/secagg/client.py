@@ -10,18 +10,29 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ..errors import FedtrainError, SecAggError
 from ..messages import Failure, Request, SiteId
-from . import graph, shamir
 from . import messages as msg
-from .fixedpoint import FixedPoint
-from .keys import KeyPair, bytes_of, number_of, pair_mask_key, pair_mask_sign, seal, self_mask_key, unseal
+from . import shamir
+from .checksum import Checksums
+from .keys import (
+    SECRET_BYTES,
+    KeyPair,
+    bytes_of,
+    number_of,
+    pair_mask_key,
+    pair_mask_sign,
+    seal,
+    self_mask_key,
+    unseal,
+)
 from .masking import Parallel, RingVector, add_masks, exhaust, serial
+from .policy import Policy
 from .roster import KeyRoster, Verify, check_signer, check_subset
 
 Sign = Callable[[bytes], bytes]
@@ -45,67 +56,18 @@ class Summand(Protocol):
         once, at step 2."""
 
 
+class Owed(Struct, frozen=True):
+    """What a site needs to check the sum of a session that it was in, when it is shown that sum."""
+
+    sid: bytes
+    round: int
+    seed: bytes  # of the checksums
+    cohort: int  # sites that were asked
+    sites: tuple[SiteId, ...]  # U3
+    names: tuple[str, ...]  # of the metrics in the sum
+
+
 SESSIONS = 1000  # so many sessions' ids a site remembers, so as not to take part twice
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What this site insists on, from its own configuration; the aggregator's word changes none of it."""
-
-    federation: str
-    run: str
-    ring_bits: int
-    clip: float
-    max_weight: float
-    length: int  # Terms.length
-    value_bits: int = 0  # 0: as many as the cohort leaves room for
-    privacy: str = ""
-    min_sites: int = 3  # no sum over fewer
-    full_graph: int = 100  # in a cohort of up to so many sites each masks with all others
-    corrupt: float = 0.2  # of a larger cohort, the part of the sites that may conspire with the aggregator
-    dropout: float = 0.2  # of a larger cohort, the part of the sites that may be lost in a session
-    one_sum: bool = True  # a round's update goes into sums over one set of sites only (Client)
-
-    def check(self, terms: msg.Terms) -> None:
-        """SecAggError, with the numbers, for terms that would protect less than this, or wrap."""
-        n = len(terms.cohort)
-        if n < self.min_sites:
-            raise SecAggError(f"a cohort of {n} sites: this site sums with {self.min_sites} or more")
-        fixed = FixedPoint(n, self.ring_bits, self.clip, self.max_weight, self.value_bits)
-        quorum, threshold, degree = self.graph(n)
-        for what, theirs, mine in (
-            ("federation", terms.federation, self.federation),
-            ("run", terms.run, self.run),
-            ("privacy", terms.privacy, self.privacy),
-            ("ring_bits", terms.ring_bits, self.ring_bits),
-            ("value_bits", terms.value_bits, fixed.value_bits),
-            ("clip", terms.clip, self.clip),
-            ("max_weight", terms.max_weight, self.max_weight),
-            ("length", terms.length, self.length),
-            ("degree", terms.degree, degree),
-        ):
-            if theirs != mine:
-                raise SecAggError(f"{what} = {theirs!r} is asked for, and this site has {mine!r}")
-        for what, asked, least in (
-            ("quorum", terms.quorum, quorum),
-            ("threshold", terms.threshold, threshold),
-        ):
-            if not least <= asked <= n:
-                raise SecAggError(f"{what} = {asked} of {n} sites is asked for: {least} is the least here")
-        if len(terms.nonce) != msg.NONCE_BYTES:
-            raise SecAggError(f"a nonce of {len(terms.nonce)} bytes: {msg.NONCE_BYTES} are needed")
-
-    def graph(self, sites: int) -> tuple[int, int, int]:
-        """The least quorum and threshold, and the degree (0: full graph), for a cohort of so many.
-
-        In the full graph both are over two thirds: of two lists of survivors, or two kinds of shares of one
-        site, each would need so many sites, and then a third of all would have to be with the aggregator.
-        """
-        if sites <= self.full_graph:
-            least = 2 * sites // 3 + 1
-            return max(least, self.min_sites), least, 0
-        found = graph.degree(sites, self.corrupt, self.dropout)
-        return max(sites - int(sites * self.dropout), self.min_sites), found.threshold, found.neighbours
 
 
 class Client:
@@ -129,6 +91,7 @@ class Client:
         parallel: Parallel = serial,
         opened: Opened = NEVER,
         keep: Callable[[Opened], None] | None = None,
+        owe: Callable[[Owed], None] = lambda owed: None,
     ) -> None:
         """
         Args:
@@ -136,10 +99,11 @@ class Client:
             random: random(n) gives n unforeseeable bytes.
             opened: What an earlier process of this site last gave to `keep`.
             keep: Writes it to disk, and returns when it is there; None: it is forgotten.
+            owe: Remembers what a sum has to be checked with, before it can be opened.
         """
         self.site, self.policy, self.certificate = site, policy, certificate
         self.sign, self.verify, self.random, self.parallel = sign, verify, random, parallel
-        self.opened, self._keep = opened, keep
+        self.opened, self._keep, self.owe = opened, keep, owe
         self._sids: deque[bytes] = deque(maxlen=SESSIONS)
         self._session: Generator[msg.Answer, Request, None] | None = None
         self._sid = b""
@@ -147,16 +111,19 @@ class Client:
         self._last: tuple[str, msg.Answer | Failure] = ("", Failure(reason=""))
         self._arena: msg.RingArena | None = None
 
-    def begin(self, request: Advertisement, model: bytes, own: Summand) -> msg.Keys | Failure:
+    def begin(
+        self, request: Advertisement, model: bytes, own: Summand, checked: bool | None = None
+    ) -> msg.Keys | Failure:
         """Step 0, when the update is there: a new session, which ends any other.
 
-        `model`: a hash that binds to the weights that this site trained on.
+        `model`: a hash that binds to the weights that this site trained on. `checked`: whether the site
+        checked the sum that the weights were made of; None: it doesn't matter.
         """
         assert own.names == tuple(sorted(set(own.names)))
         if (asked := f"begin {request.id}") != self._last[0]:
             self._end()
             self._sid = request.terms.sid(model)
-            self._session = take_part(self, request, self._sid, own)
+            self._session = take_part(self, request, self._sid, own, checked)
             self._advance(asked, None)
         reply = self._last[1]
         assert isinstance(reply, msg.Keys | Failure), reply
@@ -215,7 +182,7 @@ class Client:
 
 
 def take_part(
-    site: Client, asked: Advertisement, sid: bytes, own: Summand
+    site: Client, asked: Advertisement, sid: bytes, own: Summand, checked: bool | None
 ) -> Generator[msg.Answer, Request, None]:
     """One session. SecAggError where this site will not go on; then nothing of it can be opened any more."""
     me, sign, random, terms = site.site, site.sign, site.random, asked.terms
@@ -230,6 +197,7 @@ def take_part(
         seal_key=seal_pair.public,
         commitment=msg.seed_commitment(sid, me, seed),
         names=own.names,
+        checked=bool(checked),
         signature=b"",
     )
     keys = replace(keys, signature=sign(msg.keys_statement(sid, me, keys)))
@@ -237,14 +205,17 @@ def take_part(
     # 1: shares of the two secrets, for the neighbours of one roster
     share = due(msg.Share, (yield keys))
     roster = KeyRoster.of(terms, sid, keys, share, me, site.verify, site.parallel)
+    if checked is not None:
+        check_checked(roster)
     shared = {peer: seal_pair.agree(roster.keys[peer].seal_key) for peer in roster.peers}
     masks = {
         peer: pair_mask_key(mask_pair.agree(roster.keys[peer].mask_key), sid, me, peer)
         for peer in roster.peers
     }
     seeds, mask_keys = (deal(secret, roster, terms, random) for secret in (seed, mask_pair.secret))
+    part = random(SECRET_BYTES) if terms.verify else b""  # of the seed of this session's checksums
     sealed = {
-        holder: seal_shares(roster, shared.get(holder), sid, holder, seeds[holder], mask_keys[holder])
+        holder: seal_shares(roster, shared.get(holder), sid, holder, seeds[holder], mask_keys[holder], part)
         for holder in roster.holders
     }
     dealt = msg.dealt_hash(sealed)
@@ -257,9 +228,13 @@ def take_part(
         peer: open_shares(roster, shared[peer], sid, peer, sealed) for peer, sealed in mask.sealed.items()
     }
     if me in roster.holders:
-        held[me] = (seeds[me], mask_keys[me])
-    arena = site.arena(terms, share.names)
-    own.write(share.names, arena.vector)
+        held[me] = (seeds[me], mask_keys[me], part)
+    arena, numel = site.arena(terms, share.names), terms.numel(share.names)
+    own.write(share.names, arena.vector[:numel])
+    check_seed = msg.check_seed(sid, roster.hash, {peer: part for peer, (_, _, part) in held.items()})
+    if terms.verify:
+        checksums = Checksums(check_seed, terms.fixed_point, site.parallel)
+        arena.vector[numel:] = checksums.of(arena.vector[:numel], me)
     own_mask = self_mask_key(seed, sid, me)
     add_masks(
         arena.vector,
@@ -273,6 +248,8 @@ def take_part(
     agree = due(msg.Agree, (yield msg.Masked(vector=arena, signature=signature)))
     check_survivors(site, terms, roster, mask, agree)
     survivors = msg.survivors_statement(sid, roster.hash, agree.sites)
+    if terms.verify:  # now, for who has enough shares waits for no others
+        site.owe(Owed(sid, terms.round, check_seed, len(terms.cohort), agree.sites, share.names))
 
     # 4: of each site whose shares are held here, one
     unmask = due(msg.Unmask, (yield msg.Agreed(signature=sign(survivors))))
@@ -280,8 +257,8 @@ def take_part(
     site.opens(terms.round, agree.sites)
     alive = set(agree.sites)
     yield msg.Unmasked(
-        seeds={peer: seed_share for peer, (seed_share, _) in held.items() if peer in alive},
-        keys={peer: key_share for peer, (_, key_share) in held.items() if peer not in alive},
+        seeds={peer: seed_share for peer, (seed_share, _, _) in held.items() if peer in alive},
+        keys={peer: key_share for peer, (_, key_share, _) in held.items() if peer not in alive},
     )
 
 
@@ -318,6 +295,18 @@ def check_terms(site: Client, asked: Advertisement, sid: bytes) -> None:
 # --- 1
 
 
+def check_checked(roster: KeyRoster) -> None:
+    """SecAggError unless more than a third of the sites checked the sum that the session's model was made of.
+    All signed what they say, and the hash of that model with it."""
+    checked, least = sum(keys.checked for keys in roster.keys.values()), len(roster.sites) // 3 + 1
+    if checked < least:
+        raise SecAggError(
+            f"{checked} of {len(roster.sites)} sites checked the sum that this model was made of: {least} "
+            f"must. If the others are gone for good, go on under another run.name, with `fedtrain aggregator "
+            f"--from` this run"
+        )
+
+
 def deal(
     secret: bytes, roster: KeyRoster, terms: msg.Terms, random: Callable[[int], bytes]
 ) -> dict[SiteId, bytes]:
@@ -330,9 +319,10 @@ def deal(
 
 
 def seal_shares(
-    roster: KeyRoster, shared: bytes | None, sid: bytes, holder: SiteId, seed: bytes, key: bytes
+    roster: KeyRoster, shared: bytes | None, sid: bytes, holder: SiteId, seed: bytes, key: bytes, part: bytes
 ) -> msg.SealedShares:
-    """Two shares for their holder; with no `shared` secret the holder is the site, and only commits."""
+    """Two shares for their holder, and a `part` of the checksums' seed; with no `shared` secret the holder is
+    the site, and only commits."""
     commitments = (
         msg.share_commitment("seed", sid, roster.me, holder, seed),
         msg.share_commitment("key", sid, roster.me, holder, key),
@@ -340,7 +330,7 @@ def seal_shares(
     if shared is None:
         return msg.SealedShares(b"", *commitments)
     beside = b"".join((roster.hash, *commitments))
-    return msg.SealedShares(seal(shared, sid, roster.me, holder, seed + key, beside), *commitments)
+    return msg.SealedShares(seal(shared, sid, roster.me, holder, seed + key + part, beside), *commitments)
 
 
 # --- 2
@@ -358,20 +348,20 @@ def check_dealers(terms: msg.Terms, roster: KeyRoster, mask: msg.Mask) -> None:
 
 def open_shares(
     roster: KeyRoster, shared: bytes, sid: bytes, site: SiteId, sealed: msg.SealedShares
-) -> tuple[bytes, bytes]:
-    """The shares of `site` that this one is to keep.
+) -> tuple[bytes, bytes, bytes]:
+    """The shares of `site` that this one is to keep, and its part of the checksums' seed.
 
     SecAggError unless `site` sealed them under this very roster, and they are what it committed to.
     """
     beside = b"".join((roster.hash, sealed.seed, sealed.key))
     text = unseal(shared, sid, site, roster.me, sealed.text, beside)
-    seed, key = text[: len(text) // 2], text[len(text) // 2 :]
+    seed, key, part = text[:SECRET_BYTES], text[SECRET_BYTES : 2 * SECRET_BYTES], text[2 * SECRET_BYTES :]
     if (
         msg.share_commitment("seed", sid, site, roster.me, seed) != sealed.seed
         or msg.share_commitment("key", sid, site, roster.me, key) != sealed.key
     ):
         raise SecAggError(f"{site}'s shares for {roster.me} are not those that it told the aggregator")
-    return seed, key
+    return seed, key, part
 
 
 # --- 3

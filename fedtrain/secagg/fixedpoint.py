@@ -272,7 +272,11 @@ class FixedPoint:
     @property
     def limbs(self) -> int:
         """Ring elements that each scalar takes: enough for 64 bits."""
-        return -(-64 // self.limb_bits)
+        return self.digits(64)
+
+    def digits(self, bits: int) -> int:
+        """Ring elements of a number of so many bits, cut into limbs that add up without carrying."""
+        return -(-bits // self.limb_bits)
 
     def encode_scalars(
         self, values: NDArray[np.float64], name: Callable[[int], str] = "scalar {}".format

@@ -20,7 +20,8 @@ from .shamir import PRIME
 
 SECRET_BYTES = 32
 NONCE = bytes(12)
-SEALED_BYTES = 2 * SECRET_BYTES + 16  # two shares, and the tag
+# Two shares and the tag; with Terms.verify a part of a seed, too.
+SEALED_BYTES = {False: 2 * SECRET_BYTES + 16, True: 3 * SECRET_BYTES + 16}
 # u of the points whose multiples are few, so that whoever sends one knows the shared secret (RFC 7748, 6.1):
 # order 4, 2 and 1 on the curve or its twist are p - 1, 0 and 1; the other two have order 8.
 LOW_ORDER = {

@@ -31,9 +31,10 @@ from .fixedpoint import FixedPoint
 if TYPE_CHECKING:
     import torch
 
-VERSION = 6  # of all that is hashed, signed or sealed here
+VERSION = 7  # of all that is hashed, signed or sealed here
 NONCE_BYTES = 16
 SHARE_COMMITMENT_BYTES = 24  # two shares with the same one take 2^96 hashes to find
+CHECKSUM_BITS = 130  # a number modulo 2^130 - 5, see checksum.py
 MAX_NAMES, MAX_NAME = 256, 128  # metrics in one session, and characters in the name of one
 
 
@@ -55,6 +56,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     max_weight: float
     length: int  # ring elements of the vector before those of metrics
     privacy: str = ""  # what differential privacy adds at sites, as it was agreed
+    verify: bool = False  # whether a checksum follows in the vector, so that sites can check the sum
 
     def sid(self, model: bytes) -> bytes:
         """The session's id, 32 bytes. `model`: a hash that binds to the weights at this end.
@@ -65,7 +67,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         return hash_of(
             "session", VERSION, self.federation, self.run, self.round, self.attempt, self.nonce,
             len(self.cohort), *members, self.quorum, self.threshold, self.degree, self.ring_bits,
-            self.value_bits, float(self.clip), float(self.max_weight), self.length, self.privacy, model,
+            self.value_bits, float(self.clip), float(self.max_weight), self.length, self.privacy,
+            int(self.verify), model,
         )  # fmt: skip
 
     def request_id(self, step: str) -> str:
@@ -77,12 +80,14 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         return FixedPoint(len(self.cohort), self.ring_bits, self.clip, self.max_weight, self.value_bits)
 
     def numel(self, names: tuple[str, ...]) -> int:
-        """Ring elements of the masked vector: `length`, then the sum or sums and count of each metric."""
+        """Ring elements of what is summed: `length`, then the sum or sums and count of each metric."""
         return self.length + self.fixed_point.limbs * numbers_in(names)
 
     def schema(self, names: tuple[str, ...]) -> Schema:
-        """The masked vector as an arena, so that it travels as any model does."""
-        return Schema((TensorSpec("masked", (self.numel(names),), f"int{self.ring_bits}", False),))
+        """The masked vector as an arena, so that it travels as any model does: what is summed, and perhaps
+        its checksum."""
+        numel = self.numel(names) + (self.fixed_point.digits(CHECKSUM_BITS) if self.verify else 0)
+        return Schema((TensorSpec("masked", (numel,), f"int{self.ring_bits}", False),))
 
 
 class Advertise(Train, frozen=True, kw_only=True, tag=True):
@@ -111,6 +116,7 @@ class Keys(Message, frozen=True, kw_only=True, tag=True):
     seal_key: bytes  # X25519 public: agrees on what seals shares. [32]
     commitment: bytes  # to the seed of its self mask. [32]
     names: tuple[str, ...]  # sized, sorted; see messages.sized_names
+    checked: bool = False  # whether the site checked the sum that the model was made of
     signature: bytes
 
 
@@ -126,7 +132,8 @@ class Share(Request, frozen=True, kw_only=True, tag=True):
 class SealedShares(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One holder's shares of one site's secrets."""
 
-    text: bytes  # AES-128-GCM of self-mask share ‖ mask-key share. [32 + 32 + 16]
+    # AES-128-GCM of self-mask share ‖ mask-key share, and with Terms.verify a part of the checksums' seed.
+    text: bytes  # [32 + 32 (+ 32) + 16]
     seed: bytes  # share_commitment to the first. [24]
     key: bytes  # to the second. [24]
 
@@ -237,13 +244,15 @@ def hash_of(what: str, *parts: bytes | str | int | float) -> bytes:
 
 def keys_statement(sid: bytes, site: SiteId, keys: Keys) -> bytes:
     """What Keys.signature is over."""
-    return statement("keys", sid, site, keys.mask_key, keys.seal_key, keys.commitment, *keys.names)
+    return statement(
+        "keys", sid, site, keys.mask_key, keys.seal_key, keys.commitment, int(keys.checked), *keys.names
+    )
 
 
 def entry_hash(site: SiteId, keys: Keys) -> bytes:
     """One line of the roster."""
     return hash_of(
-        "entry", site, keys.certificate, keys.mask_key, keys.seal_key, keys.commitment,
+        "entry", site, keys.certificate, keys.mask_key, keys.seal_key, keys.commitment, int(keys.checked),
         len(keys.names), *keys.names, keys.signature,
     )  # fmt: skip
 
@@ -281,6 +290,12 @@ def survivors_statement(sid: bytes, roster: bytes, sites: tuple[SiteId, ...]) ->
     """What Agreed.signature is over. With the roster in it, whose keys are fresh, no signature of another
     session counts in this one, whatever its nonce."""
     return statement("survivors", sid, roster, *sites)
+
+
+def check_seed(sid: bytes, roster: bytes, parts: Mapping[SiteId, bytes]) -> bytes:
+    """Of a session's checksums: of parts, one of each site that dealt shares. The aggregator knows it only
+    when one of these sites tells."""
+    return hash_of("check", sid, roster, *(each for site in sorted(parts) for each in (site, parts[site])))
 
 
 def seed_commitment(sid: bytes, site: SiteId, seed: bytes) -> bytes:

@@ -62,7 +62,7 @@ class SecureSum:
     """Σ of the survivors' vectors modulo 2^ring_bits, and who they are. Whether it can be a sum of encoded
     updates is checked by the FixedPoint that decodes it."""
 
-    vector: NDArray[Any]  # uint16, uint32 or uint64 [terms.numel(names)]
+    vector: NDArray[Any]  # uint16, uint32 or uint64 [terms.schema(names).numel]: numel(names), the checksum
     names: tuple[str, ...]  # of the metrics in it
     sites: tuple[SiteId, ...]  # U3, sorted
     dropped: dict[SiteId, str]  # site that was asked and is not in the sum -> at which step, and why
@@ -122,7 +122,7 @@ async def masked_sum(
     hands = {site: hand async for site, hand in session.ask("shares", asked, msg.Shares)}
 
     def check_shares(site: SiteId) -> None:
-        check_sealed(site, hands[site], holders[site])
+        check_sealed(site, hands[site], holders[site], terms)
         statement = msg.shares_statement(sid, roster, msg.dealt_hash(hands[site].sealed))
         check_signer(verify, site, keys, statement, hands[site].signature)
 
@@ -133,8 +133,8 @@ async def masked_sum(
     session.need("shares", shares)
 
     # 2: masked vectors -> U3
-    dealers, total = tuple(sorted(shares)), np.zeros(terms.numel(names), RINGS[terms.ring_bits])
-    schema, folded = terms.schema(names), set[SiteId]()
+    dealers, schema, folded = tuple(sorted(shares)), terms.schema(names), set[SiteId]()
+    total = np.zeros(schema.numel, RINGS[terms.ring_bits])
     asked = {
         site: msg.Mask(
             id=request_id("mask"),
@@ -303,8 +303,8 @@ class SumSession:
 # --- 1
 
 
-def check_sealed(site: SiteId, reply: msg.Shares, holders: Collection[SiteId]) -> None:
-    """SecAggError unless each holder is dealt something of the size of two shares."""
+def check_sealed(site: SiteId, reply: msg.Shares, holders: Collection[SiteId], terms: msg.Terms) -> None:
+    """SecAggError unless each holder is dealt something of the size of what is sealed."""
     if reply.sealed.keys() != set(holders):
         raise SecAggError(f"shares for {len(reply.sealed)} sites came, {len(holders)} hold them")
     own = reply.sealed.get(site)
@@ -312,7 +312,7 @@ def check_sealed(site: SiteId, reply: msg.Shares, holders: Collection[SiteId]) -
     texts, seeds, keys = (list(map(len, map(attrgetter(part), sealed))) for part in ("text", "seed", "key"))
     if (
         {*seeds, *keys} != {msg.SHARE_COMMITMENT_BYTES}
-        or not set(texts) <= {0, SEALED_BYTES}
+        or not set(texts) <= {0, SEALED_BYTES[terms.verify]}
         or texts.count(0) != (own is not None and not own.text)
     ):
         raise SecAggError("what came as shares has not their size")

@@ -650,7 +650,7 @@ def test_every_term_is_in_the_sessions_id_and_the_id_in_every_key():
     changed = {
         "federation": "isle", "run": "lung", "round": 4, "attempt": 1, "nonce": bytes(16), "quorum": 2,
         "threshold": 2, "degree": 2, "ring_bits": 64, "value_bits": 8, "clip": 2.0, "max_weight": 9.0,
-        "length": 6, "privacy": "noise", "cohort": {**terms.cohort, "c": bytes(32)},
+        "length": 6, "privacy": "noise", "verify": True, "cohort": {**terms.cohort, "c": bytes(32)},
     }  # fmt: skip
     assert changed.keys() == set(terms.__struct_fields__)
     sids = {replace(terms, **{field: value}).sid(MODEL) for field, value in changed.items()}

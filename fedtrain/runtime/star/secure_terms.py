@@ -13,11 +13,11 @@ from ...errors import BadUpdate, ConfigError
 from ...learning import NO_EXTRAS, Extras, Summed, Vector, clipped_to
 from ...messages import SiteId, Update
 from ...schema import Schema, chunks_of
-from ...secagg.client import Policy
 from ...secagg.encoding import Encoding, norm_of, rounding_seed
 from ...secagg.fixedpoint import MAX_VALUE_BITS, FixedPoint
 from ...secagg.masking import BLOCK_BYTES, Parallel, buffers, exhaust, serial
 from ...secagg.noise import MIN_STD, DiscreteGaussian
+from ...secagg.policy import Policy
 from ..sites import compressed
 from .answers import compares, rule_of
 
