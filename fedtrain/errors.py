@@ -6,6 +6,7 @@ FedtrainError
     Damaged          a file of the run's directory does not hold the bytes that were written to it
     Forgotten        a site's memory of its training is lost or damaged; the round goes on without the site
   CertificateError   a certificate or key is missing, expired, or of the wrong role
+    CertificateRevoked its holder needs a new one
   ConnectError       the other end cannot be reached, or refuses the connection; the message says why
     JoinRefused      aggregator and site do not agree on task, model, config or version
   TaskError          the user's task raised an error; has its type and place in the code, never its data
@@ -82,6 +83,10 @@ class Forgotten(StoreError):
 
 class CertificateError(FedtrainError):
     """A certificate or key is missing, expired, or issued for another role or name."""
+
+
+class CertificateRevoked(CertificateError):
+    """A certificate, or the issuing CA above it, is on a list of the revoked."""
 
 
 class ConnectError(FedtrainError):

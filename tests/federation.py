@@ -14,9 +14,10 @@ import torch
 
 from fedtrain.arena import Arena
 from fedtrain.config import LimitsConfig
-from fedtrain.events import silent
+from fedtrain.events import Emit, silent
 from fedtrain.messages import Evaluate, Reply, Request, Train, Update
 from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issue
+from fedtrain.pki.proof import AggregatorCheck, prove
 from fedtrain.runtime.star import checks
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Spool
@@ -83,6 +84,7 @@ async def aggregator(
         admit=lambda site, request, reply: checks.admit(request, reply, schema, limits, None),
         schemas=[schema],
         inbox=lambda site: Spool(folder / "inbox" / site),
+        prove=options.pop("prove", proving(certs)),
         emit=lambda event: events.append((event.kind, event.fields())),
         **options,
     )
@@ -93,6 +95,16 @@ async def aggregator(
         await cohort.stop()
 
 
+def proving(certs: Path) -> Callable[[str, bytes], tuple[bytes, bytes]]:
+    """The proof of the aggregator whose certificate is there, and no lists of revoked ones."""
+    return lambda site, nonce: (prove(Credentials.load(certs / "aggregator"), site, nonce), b"")
+
+
+def trusting(certs: Path, site: str, emit: Emit = silent) -> AggregatorCheck:
+    """A site's own check of who welcomes it; it has no lists of revoked certificates."""
+    return AggregatorCheck(Credentials.load(certs / "sites" / site), certs / "sites" / site, emit)
+
+
 def link(certs: Path, site: str, port: int, folder: Path, **options: Any) -> SiteLink:
     return SiteLink(
         transport(certs / "sites" / site, options),
@@ -100,6 +112,7 @@ def link(certs: Path, site: str, port: int, folder: Path, **options: Any) -> Sit
         target=options.pop("target", aggregator_target("fedtrain")),
         inbox=Spool(folder / site),
         requests=REQUESTS,
+        trust=options.pop("trust", None) or trusting(certs, site),
         **{"emit": silent} | options,
     )
 

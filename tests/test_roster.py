@@ -102,7 +102,9 @@ def test_a_file_lets_a_peer_in_and_its_removal_strikes_it_off(certs, tmp_path):
 def test_s06_a_revoked_or_expired_certificate_strikes_its_peer_off_at_the_next_look(certs, tmp_path):
     revoked, now = set(), [datetime.now(UTC)]
     save(tmp_path, "a", enrol(signer(certs[0], "a"), claim()).encode())
-    check_ = verifier(certs[0], revoked=lambda serial: serial in revoked, now=lambda: now[0])
+    check_ = verifier(
+        certs[0], revoked=lambda chain: "revoked" if chain[0] in revoked else "", now=lambda: now[0]
+    )
     told = []
     roster = Roster(tmp_path, check_, "fedtrain", refuse=lambda file, why: told.append((file, why)))
     assert roster.peers() == ["a"]

@@ -18,12 +18,14 @@ from fedtrain.errors import ConfigError, Diverged, TooFewSites
 from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.pki import Credentials, revoke
+from fedtrain.pki.proof import AggregatorCheck
 from fedtrain.pki.signing import Verifier, fingerprint
 from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.simulations import plain_sums
 from fedtrain.runtime.simulations.simulated_masks import MaskedCohort, SimulatedMasks
 from fedtrain.runtime.sites import secure_site
-from fedtrain.runtime.sites.site import Site, secure_site_of
+from fedtrain.runtime.sites.secure_site import secure_site_of
+from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.star import federated, secure_rounds, secure_terms
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.runtime.threads import ThreadPool
@@ -36,7 +38,7 @@ from fedtrain.transport.grpc import GrpcTransport
 from fedtrain.transport.memory import LocalCohort
 from fedtrain.transport.site_link import SiteLink
 
-from .federation import certificates, hello, tls
+from .federation import certificates, hello, proving, tls
 
 SCHEMA = Schema(
     (
@@ -475,7 +477,7 @@ class Federation:
             welcome=lambda site, hello: None,
             admit=lambda site, request, reply: secure_rounds.admit(request, reply, 10_000),
             inbox=lambda site: Spool(self.folder / "inbox" / site), replies=secure_rounds.REPLIES,
-            idle_s=0.2, emit=self.events,
+            idle_s=0.2, emit=self.events, prove=proving(self.certs),
         )  # fmt: skip
         await self.cohort.start()
         self.verify = Verifier(root, "fedtrain").verify
@@ -497,12 +499,14 @@ class Federation:
     def start(self, site):
         credentials = Credentials.load(self.certs / "sites" / site)
         ledger = Ledger(self.folder / f"ledger-{site}")
-        mine = secure_site_of(self.configs.get(site, self.cfg), site, credentials, ledger)
+        cfg = self.configs.get(site, self.cfg)
+        check = AggregatorCheck(credentials, cfg.root / cfg.network.certs, silent)
+        mine = secure_site_of(cfg, site, credentials, ledger, check)
         worker = Site(site, SCHEMA, ledger, self.trainers[site], secure=mine)
         link = SiteLink(
             GrpcTransport(tls(self.certs / "sites" / site), 5.0), address=f"127.0.0.1:{self.cohort.port}",
             target="aggregator.fedtrain.fedtrain", inbox=ledger.inbox, requests=secure_site.REQUESTS | Train,
-            emit=silent,
+            emit=silent, trust=check,
         )  # fmt: skip
 
         async def answer(request):

@@ -277,12 +277,12 @@ def test_who_is_cut_off_is_told_why_and_all_it_has_open_ends():
     session = end.joined("a")
     exchange = end.asked(dict.fromkeys("ab", one))
     _, stop = end.upload("a", one)
-    end.cut("a", "revoked")
+    end.cut("a", "revoked", True)
     assert session.out[-2:] == [Refused(reason="revoked", final=True), None]
     assert end.stopped == [stop]
     assert list(exchange.replies) == [("a", Failure(reason="revoked"))]
     assert exchange.waiting == {"b"}
-    end.cut("c", "nobody knows it")
+    end.cut("c", "nobody knows it", True)
 
 
 # --- two processes of one site

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -56,15 +57,27 @@ def certs_issue(config: Config, names: tuple[str, ...], days: float, csr: Any) -
 
 @certs.command("revoke")
 @with_config
-@click.argument("names", metavar="SITE...", nargs=-1, required=True)
-def certs_revoke(config: Config, names: tuple[str, ...]) -> None:
-    """Strike all certificates of these sites off, for good: no peer that has the list lets them in."""
+@click.argument("names", metavar="[aggregator] [SITE]...", nargs=-1)
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=CERTIFICATE_DAYS,
+              show_default=True, help="How long the new list is good.")  # fmt: skip
+@click.option("--ca", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+              help="Revoke an issuing CA whose key was stolen, as certs/ca/issuing.pem.")  # fmt: skip
+def certs_revoke(config: Config, names: tuple[str, ...], days: float, ca: Path | None) -> None:
+    """Strike all certificates of these off, for good; without names, sign the list anew."""
     from .. import pki
 
     certs_dir = config.root / config.network.certs
-    serials = pki.revoke(certs_dir, names)
-    click.echo(f"{short(certs_dir / 'revoked.pem')} lists {', '.join(names)} ({len(serials)} certificates).")
-    click.echo("Copy it into the certs folder of one running peer: it passes it on. Nothing is restarted.")
+    if ca is None:
+        serials = pki.revoke(certs_dir, names, days=days)
+        what = f"{', '.join(names) or 'nobody new'} ({len(serials)} certificates)"
+    elif names:
+        raise click.UsageError("--ca revokes all that the CA has signed: name nobody.")
+    else:
+        what = f"the issuing CA {pki.revoke_issuing(certs_dir, path=ca)}, and so all that it has signed"
+        click.echo("Then issue the aggregator and every site a new certificate: fedtrain certs issue NAME...")
+    click.echo(f"{short(certs_dir / 'revoked.pem')} lists {what}.")
+    click.echo("Copy it into the certs folder of the aggregator, or of one running peer: it passes it on.")
+    click.echo("A site that is to leave a revoked aggregator needs it too. Nothing is restarted.")
 
 
 def _issue(config: Config, name: str, *, days: float, request: bytes | None) -> None:

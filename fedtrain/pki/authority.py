@@ -52,6 +52,16 @@ class Authority:
         issuing, root = _load_certificate(ca / "issuing.pem"), _load_certificate(ca / "root.pem")
         return cls(issuing, _load_key(ca / "issuing.key.pem"), root)
 
+    @classmethod
+    def root_of(cls, certs_dir: Path) -> tuple[x509.Certificate, PrivateKey]:
+        """The root under `certs_dir` and its key; ConfigError when the key is kept elsewhere."""
+        ca = Path(certs_dir) / "ca"
+        if not (ca / "root.key.pem").exists():
+            raise ConfigError(
+                f"{ca}: bring root.key.pem back from where it is kept; the root alone signs this"
+            )
+        return _load_certificate(ca / "root.pem"), _load_key(ca / "root.key.pem")
+
     @property
     def federation(self) -> str:
         """The name of the federation for which this CA may sign, read from the CA's name constraint."""
@@ -76,10 +86,14 @@ def init(certs_dir: Path, federation: str = "fedtrain", *, now: datetime | None 
     ca.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not (ca / "root.pem").exists():
         _make_root(ca, federation, now)
-    elif not (ca / "root.key.pem").exists():
-        raise ConfigError(f"{ca}: bring root.key.pem back from where it is kept; it signs the new issuing CA")
-    _make_issuing(ca, federation, now)
+    _make_issuing(ca, *Authority.root_of(certs_dir), federation, now)
     return ca
+
+
+def renew_issuing(certs_dir: Path, now: datetime) -> None:
+    """Put a new issuing CA, with a new key, in the place of the one in use."""
+    federation = Authority.load(certs_dir).federation
+    _make_issuing(Path(certs_dir) / "ca", *Authority.root_of(certs_dir), federation, now)
 
 
 def issue(
@@ -187,8 +201,9 @@ def _make_root(ca: Path, federation: str, now: datetime) -> None:
     write(ca / "root.pem", _pem(certificate))
 
 
-def _make_issuing(ca: Path, federation: str, now: datetime) -> None:
-    root, root_key = _load_certificate(ca / "root.pem"), _load_key(ca / "root.key.pem")
+def _make_issuing(
+    ca: Path, root: x509.Certificate, root_key: PrivateKey, federation: str, now: datetime
+) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     end = min(now + ISSUING_LIFE, root.not_valid_after_utc)
     certificate = (

@@ -1,76 +1,77 @@
 """The aggregator's check of its callers: every call must come from an unrevoked site of its federation.
 
-The list of revoked certificates is `certs/revoked.pem` (revocation.py). The aggregator reads the list again
-while a run goes on, and cuts off a newly listed site within seconds, with its open streams (S6).
+The lists of revoked certificates are in `certs/revoked.pem` (revocation.py). The aggregator reads the file
+again while a run goes on, and cuts off a newly listed site within seconds, with its open streams (S6); so it
+does when a certificate expires. Its sites are passed new lists at once.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 
-from ..errors import CertificateError
+from ..errors import CertificateError, CertificateRevoked
 from ..events import Emit, Notice
 from ..messages import SiteId
-from .identity import Credentials, Identity, identity_of
+from .identity import Credentials
 from .revocation import LIST, Revoked
-from .signing import fingerprint
+from .signing import Verifier, fingerprint
 
-RELOAD_S = 2.0  # seconds between two reads of the list
+Cut = Callable[[SiteId, str, bool], None]  # site, reason, whether the same certificate never comes in again
 
 
 class Callers:
     """The sites that have called, each with its latest certificate."""
 
     def __init__(self, credentials: Credentials, certs: Path) -> None:
-        """`certs`: the folder of the list, if there is one; CertificateError when the list is damaged."""
-        self._federation = credentials.identity.federation
+        """`certs`: the folder of the lists, if there are any; CertificateError when they are damaged."""
         self.revoked = Revoked(Path(certs) / LIST, credentials.root)
         self.revoked.reload()
-        self._seen: dict[SiteId, tuple[Identity, bytes]] = {}
-        self._cut: set[str] = set()  # serials of the certificates that `watch` has cut off
-        self._read = lru_cache(maxsize=4096)(lambda pem: (identity_of(pem), fingerprint(pem)))
+        self.verifier = Verifier(credentials.root, credentials.identity.federation, revoked=self.revoked)
+        self._seen: dict[SiteId, bytes] = {}  # certificate chains in PEM
+        self._cut: dict[SiteId, bytes] = {}  # the chains that `watch` has cut off
 
-    def identify(self, pem: bytes) -> SiteId:
+    def identify(self, chain: bytes) -> SiteId:
         """The caller's name; CertificateError unless it is an unrevoked site of this federation."""
-        identity, printed = self._read(pem)
-        if identity.role != "site" or identity.federation != self._federation:
-            raise CertificateError(f"{identity} is not a site of {self._federation}")
-        if self.revoked(identity.serial):
-            raise CertificateError(self._struck_off(identity))
-        self._seen[identity.name] = identity, printed
-        return identity.name
+        name = self.verifier.trust(chain).identity.name
+        self._seen[name] = chain
+        return name
 
     def may_call(self, site: SiteId) -> bool:
-        """Whether a site's latest certificate is still unrevoked; True for a site that hasn't called."""
-        seen = self._seen.get(site)
-        return seen is None or not self.revoked(seen[0].serial)
+        """Whether a site's latest certificate still counts; True for a site that hasn't called."""
+        return not self._fault(site)[0]
 
     def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The fingerprints of the keys of those of these sites that have called."""
-        return {site: self._seen[site][1] for site in sites if site in self._seen}
+        return {site: fingerprint(self._seen[site]) for site in sites if site in self._seen}
 
-    async def watch(self, cut: Callable[[SiteId, str], None], emit: Emit) -> None:
-        """Read the list every RELOAD_S; `cut(site, reason)` ends the streams of a site on it."""
-        last = ""
-        while True:
-            await asyncio.sleep(RELOAD_S)
-            try:
-                await asyncio.to_thread(self.revoked.reload)
-            except CertificateError as e:  # the list that was read before stays in force
-                if str(e) != last:
-                    emit(Notice(text=f"{LIST}: {e}"))
-                    last = str(e)
-            for site, (identity, _) in list(self._seen.items()):
-                if self.revoked(identity.serial) and identity.serial not in self._cut:
-                    self._cut.add(identity.serial)
-                    emit(Notice(text=f"{site} is cut off: its certificate was revoked"))
-                    cut(site, self._struck_off(identity))
+    async def watch(
+        self, cut: Cut, emit: Emit, pass_on: Callable[[bytes], None] = lambda lists: None
+    ) -> None:
+        """Read the lists every RELOAD_S; `cut` ends the streams of a site whose certificate counts no more,
+        `pass_on` gives lists that are new to all sites."""
+        passed = self.lists
+        async for _ in self.revoked.reloads(emit):
+            if self.lists != passed:
+                passed = self.lists
+                pass_on(passed)
+            for site, chain in list(self._seen.items()):
+                why, final = self._fault(site)
+                if why and self._cut.get(site) != chain:
+                    self._cut[site] = chain
+                    emit(Notice(text=f"{site} is cut off: {why}"))
+                    cut(site, why, final)
 
-    def _struck_off(self, identity: Identity) -> str:
-        return (
-            f"{identity}: its certificate {identity.serial} was revoked. With one issued later the same "
-            f"command goes on."
-        )
+    @property
+    def lists(self) -> bytes:
+        """The lists of revoked certificates, for the sites."""
+        return b"".join(self.revoked.lists)
+
+    def _fault(self, site: SiteId) -> tuple[str, bool]:
+        """Why a site's latest certificate doesn't count, and whether it never will again."""
+        try:
+            if site in self._seen:
+                self.verifier.trust(self._seen[site])
+        except CertificateError as e:
+            return str(e), isinstance(e, CertificateRevoked)
+        return "", False

@@ -127,7 +127,7 @@ class Roster:
     def statements(self) -> list[bytes]:
         """The statements for a peer that joins: each entry as its peer signed it, the revocation list, and
         the mask keys."""
-        lists = [self._revoked.data] if self._revoked is not None and self._revoked.data else []
+        lists = self._revoked.lists if self._revoked is not None else []
         keys = self._mask_keys.statements(self.peers()) if self._mask_keys is not None else []
         return [*self._entries.values(), *lists, *keys]
 

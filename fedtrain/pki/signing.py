@@ -7,7 +7,7 @@ lie, so they are signed: ECDSA on P-256 with SHA-256, with the key and the certi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from ..errors import CertificateError
+from ..errors import CertificateError, CertificateRevoked
 from ..messages import SiteId
-from .identity import Credentials, Identity, certificates, identity_of
+from .identity import Credentials, Identity, certificates, identity_of, serial_hex
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 CHAIN_BYTES = 16 << 10  # the longest certificate chain read; ours have under 2 KiB
@@ -54,38 +54,51 @@ class Signer:
 
 @dataclass(frozen=True)
 class Trusted:
-    """A site's certificate whose chain was checked up to the root."""
+    """A certificate whose chain was checked up to the root."""
 
     identity: Identity
     fingerprint: bytes
+    serials: tuple[str, ...]  # of the chain, the certificate's own first, the root's left out
     key: ec.EllipticCurvePublicKey
     not_before: datetime  # when the last certificate of the chain becomes valid, UTC
     not_after: datetime  # when the first certificate of the chain expires, UTC
 
 
 class Verifier:
-    """Verifies which site has signed a message, by a chain up to this root. Checked chains are cached."""
+    """Verifies who has signed a message, by a chain up to this root. Checked chains are cached."""
 
     def __init__(
         self,
         root: bytes,
         federation: str,
         *,
-        revoked: Callable[[str], bool] = lambda serial: False,
+        revoked: Callable[[Sequence[str]], str] = lambda chain: "",
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`root`: PEM. `revoked(serial)` is called at every check, with a serial as in Identity.serial."""
+        """`root`: PEM. `revoked`, called at every check with the serials of a chain, says why the chain is
+        not to be believed: see pki.Revoked."""
         self._store = Store(certificates(root)[:1])
         self._federation, self._revoked, self._now = federation, revoked, now
         self._trusted = lru_cache(maxsize=4096)(self._trust)
 
-    def verify(self, certificate: bytes, message: bytes, signature: bytes) -> tuple[SiteId, bytes]:
-        """The signing site's name, and the fingerprint of its key. `certificate`: PEM, leaf first.
+    def verify(
+        self, certificate: bytes, message: bytes, signature: bytes, role: str = "site"
+    ) -> tuple[SiteId, bytes]:
+        """The signer's name, and the fingerprint of its key. `certificate`: PEM, leaf first.
+        CertificateError unless `trust` finds no fault and the signature is of this key and this message."""
+        trusted = self.trust(certificate, role)
+        try:
+            trusted.key.verify(signature, message, ECDSA)
+        except InvalidSignature:
+            raise CertificateError(
+                f"{trusted.identity}: a signature is not by its key, or over something else"
+            ) from None
+        return trusted.identity.name, trusted.fingerprint
 
-        CertificateError unless the chain leads to the root within name constraints and dates, the role is
-        site, the federation ours, the serial not revoked, and the signature is of this key and this message.
-        """
-        trusted = self._trusted(certificate)
+    def trust(self, certificate: bytes, role: str = "site") -> Trusted:
+        """Whose certificate this is. CertificateError unless the chain leads to the root within name
+        constraints and dates, the role and the federation are right, and nothing of the chain is revoked."""
+        trusted = self._trusted(certificate, role)
         identity, now = trusted.identity, self._now()
         if not trusted.not_before <= now <= trusted.not_after:
             raise CertificateError(
@@ -93,28 +106,26 @@ class Verifier:
                 f"{trusted.not_after:%Y-%m-%d %H:%M}, and now it is {now:%Y-%m-%d %H:%M} UTC. Renew it with "
                 f"`fedtrain certs issue {identity.name}`, or set this machine's clock."
             )
-        if self._revoked(identity.serial):
-            raise CertificateError(f"{identity}: its certificate {identity.serial} was revoked")
-        try:
-            trusted.key.verify(signature, message, ECDSA)
-        except InvalidSignature:
-            raise CertificateError(
-                f"{identity}: a signature is not by its key, or over something else"
-            ) from None
-        return identity.name, trusted.fingerprint
+        if why := self._revoked(trusted.serials):
+            raise CertificateRevoked(f"{identity}: {why}. With one issued later the same command goes on.")
+        return trusted
 
-    def _trust(self, certificate: bytes) -> Trusted:
+    def _trust(self, certificate: bytes, role: str) -> Trusted:
         if len(certificate) > CHAIN_BYTES:
             raise CertificateError(f"a certificate chain of {len(certificate)} bytes: at most {CHAIN_BYTES}")
         identity = identity_of(certificate)
-        if identity.role != "site" or identity.federation != self._federation:
-            raise CertificateError(f"{identity} is not a site of {self._federation}")
+        if identity.role != role or identity.federation != self._federation:
+            what = "a site" if role == "site" else "the aggregator"
+            raise CertificateError(f"{identity} is not {what} of {self._federation}")
         leaf, *above = certificates(certificate)
         if _pem([leaf, *above]) != certificate:  # each chain has one encoding only: no bytes in between
             raise CertificateError(f"{identity}: its certificate chain is not in plain PEM")
         rules = PolicyBuilder().store(self._store).time(self._now())
         try:
-            chain = rules.build_client_verifier().verify(leaf, above).chain
+            if role == "site":
+                chain = rules.build_client_verifier().verify(leaf, above).chain
+            else:
+                chain = rules.build_server_verifier(x509.DNSName(str(identity))).verify(leaf, above)
         except VerificationError as e:
             raise CertificateError(
                 f"{identity}: its certificate does not lead to the root of this federation: {e}"
@@ -123,7 +134,8 @@ class Verifier:
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             raise CertificateError(f"{identity}: its certificate has no P-256 key, which signing needs")
         start, end = max(c.not_valid_before_utc for c in chain), min(c.not_valid_after_utc for c in chain)
-        return Trusted(identity, fingerprint(certificate), key, start, end)
+        serials = tuple(serial_hex(each) for each in chain[:-1])
+        return Trusted(identity, fingerprint(certificate), serials, key, start, end)
 
 
 def _pem(chain: Iterable[x509.Certificate]) -> bytes:
@@ -162,6 +174,14 @@ def claimed(
     data: bytes, kind: type[Claim], context: bytes, what: str, verifier: Verifier
 ) -> tuple[SiteId, Claim]:
     """The site that has signed `data`, and its claim of type `kind`; CertificateError if it is not valid."""
+    site, claim, _ = signed_claim(data, kind, context, what, verifier)
+    return site, claim
+
+
+def signed_claim(
+    data: bytes, kind: type[Claim], context: bytes, what: str, verifier: Verifier, role: str = "site"
+) -> tuple[SiteId, Claim, bytes]:
+    """As `claimed`, for a signer of any role; the signer's certificate chain too."""
     if len(data) > SIGNED_BYTES:
         raise CertificateError(f"a {what} of {len(data)} bytes: at most {SIGNED_BYTES}")
     try:
@@ -169,5 +189,5 @@ def claimed(
         claim = msgspec.msgpack.decode(signed.claim, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as e:
         raise CertificateError(f"not a {what}: {str(e)[:120]}") from None
-    site, _ = verifier.verify(signed.certificate, context + signed.claim, signed.signature)
-    return site, claim
+    name, _ = verifier.verify(signed.certificate, context + signed.claim, signed.signature, role)
+    return name, claim, signed.certificate

@@ -43,6 +43,7 @@ class RemoteCohort:
         welcome: Callable[[SiteId, frames.Hello], None],
         admit: Callable[[SiteId, Request, Reply], None],
         inbox: Callable[[SiteId], streams.Files],
+        prove: Callable[[SiteId, bytes], tuple[bytes, bytes]],
         replies: type | Any = Found,
         frozen: AnyArena | None = None,
         schemas: Sequence[Schema] = (),
@@ -53,13 +54,15 @@ class RemoteCohort:
         """`identify` gives a site's name from its certificate, or raises CertificateError; it is asked on
         every call. `welcome` raises JoinRefused when the site does not fit; `admit` raises BadUpdate for a
         reply whose header alone shows that it cannot be used, before one of its bytes is accepted; `replies`
-        are the message types that may come; `frozen` are the run's frozen parameters, for sites whose
+        are the message types that may come; `prove` gives the proof for a site's nonce and the lists of
+        revoked certificates, see pki.proof; `frozen` are the run's frozen parameters, for sites whose
         model() has others; `schemas`: those that every site that fits has too, see SiteLink.serve. With
         `inline` small models are sent with the requests that name them; who makes models of patches seldom
         needs them."""
         self._transport, self._listen, self._emit = transport, listen, emit
         self._identify, self._welcome, self._admit = identify, welcome, admit
         self._inbox, self._replies, self._known = inbox, replies, known(schemas)
+        self._prove = prove
         self._inline = inline
         first = frames.Welcome(
             heartbeat_s=transport.heartbeat_s, frozen=frozen.digest if frozen is not None else ""
@@ -95,11 +98,16 @@ class RemoteCohort:
     async def newcomer(self, known: Collection[SiteId]) -> None:
         await self._until(lambda: any(site not in known for site in self._end.sessions))
 
-    def cut(self, site: SiteId, reason: str) -> None:
-        """End all that is open with a site, which is told why. The round goes on without it."""
-        self._end.cut(site, reason)
+    def cut(self, site: SiteId, reason: str, final: bool = True) -> None:
+        """End all that is open with a site, which is told why. The round goes on without it. `final`: the
+        site need not call again."""
+        self._end.cut(site, reason, final)
         for transfer in self._transfers.pop(site, ()):
             transfer.cancel()
+
+    def pass_on(self, lists: bytes) -> None:
+        """Give new lists of revoked certificates to all sites."""
+        self._end.pass_on(lists)
 
     def tell(self, site: SiteId, line: str) -> None:
         self._end.tell(site, line)
@@ -181,7 +189,7 @@ class RemoteCohort:
             self._sessions_changed()  # now: stop() may close everything when nobody is left to be told
             return
         outbox: asyncio.Queue[frames.FromAggregator | None] = asyncio.Queue()
-        session = self._end.join(site, hello.process, outbox.put_nowait)
+        session = self._end.join(site, hello.process, outbox.put_nowait, *self._prove(site, hello.nonce))
         self._sessions_changed()
         reading = asyncio.create_task(self._read(session, stream))
         given = b""  # what came with the last Ask that brought something

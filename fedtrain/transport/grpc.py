@@ -109,11 +109,13 @@ class GrpcTransport:
 
 
 def _handler(serve: Serve) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
-    """A call's handler for gRPC. Who calls is read from the certificate of this very connection (S5)."""
+    """A call's handler for gRPC. Who calls is read from the certificates of this very connection (S5)."""
 
     async def handle(_: Any, context: grpc.aio.ServicerContext) -> None:
         try:
-            await serve(context.auth_context().get("x509_pem_cert", [b""])[0], AggregatorStream(context))
+            said = context.auth_context()
+            chain = said.get("x509_pem_cert", [b""])[0] + said.get("x509_pem_cert_chain", [b""])[0]
+            await serve(chain, AggregatorStream(context))
         except tuple(CODES) as e:
             code = next(code for kind, code in CODES.items() if isinstance(e, kind))
             await context.abort(code, str(e))

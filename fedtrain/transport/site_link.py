@@ -7,7 +7,7 @@ import random
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,6 +24,14 @@ from .star import SiteEnd, backoff
 Answer = Callable[[Request], Awaitable[Reply]]
 
 
+class Trust(Protocol):
+    """Checks that who answers may still be the aggregator: a pki.proof.AggregatorCheck."""
+
+    def nonce(self) -> bytes: ...
+    def welcomed(self, proof: bytes, lists: bytes) -> None: ...
+    def take(self, lists: bytes) -> None: ...
+
+
 class SiteLink:
     """A site's connection: joins, is asked, answers; and comes back for ever until the run is over."""
 
@@ -35,12 +43,14 @@ class SiteLink:
         target: str,
         inbox: streams.Files,
         requests: type | Any,
+        trust: Trust,
         emit: Emit,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         """`target` is the name that the aggregator's certificate must carry, whatever its address (S4);
-        `requests` the message types that this site takes."""
+        `requests` the message types that this site takes; `trust` checks who answers."""
+        self._trust = trust
         self._transport, self._address, self._target = transport, address, target
         self._inbox, self._emit, self._sleep, self._jitter = inbox, emit, sleep, jitter
         self._end = SiteEnd(requests, emit)
@@ -50,6 +60,7 @@ class SiteLink:
         self._working_on: Request | None = None
         self._work: asyncio.Task[None] | None = None
         self._error: BaseException | None = None  # that the work raised
+        self._cut: ConnectError | None = None  # why this end ended the session
 
     async def serve(
         self,
@@ -81,6 +92,7 @@ class SiteLink:
             except (ConnectError, asyncio.CancelledError) as e:
                 if self._error is not None:
                     raise self._error from None
+                e = self._cut or e
                 if not isinstance(e, ConnectError) or isinstance(e, JoinRefused):
                     raise
                 pause_s = self._end.lose(e, self._jitter())
@@ -91,9 +103,14 @@ class SiteLink:
         if self._end.joined:
             self._outbox.put_nowait(encode(frames.Status(state=state)))
 
+    def cut(self, reason: str) -> None:
+        """End the session, and try again later as after a loss."""
+        self._cut = ConnectError(reason)
+        self._session_task.cancel()
+
     async def _session(self, hello: frames.Hello) -> str:
-        self._outbox = asyncio.Queue()
-        self._outbox.put_nowait(encode(hello))
+        self._outbox, self._cut = asyncio.Queue(), None
+        self._outbox.put_nowait(encode(msgspec.structs.replace(hello, nonce=self._trust.nonce())))
         async with (
             self._transport.connect(self._address, self._target) as call,
             call(streams.SESSION) as stream,
@@ -104,7 +121,11 @@ class SiteLink:
                     if (data := await stream.read()) is None:
                         raise ConnectError(f"{self._address}: the aggregator closed the connection.")
                     frame: frames.FromAggregator = decode(data, frames.FromAggregator)
+                    if isinstance(frame, frames.Revocations):
+                        self._trust.take(frame.lists)
+                        continue
                     if isinstance(frame, frames.Welcome):
+                        await self._check(frame, stream)
                         self._frozen = self._welcomed(frame.frozen)
                     self._end.receive(frame)
                     self._follow(call)
@@ -117,6 +138,15 @@ class SiteLink:
                 if self._work:
                     self._work.cancel()
                 self._work = self._working_on = None
+
+    async def _check(self, welcome: frames.Welcome, stream: streams.MessageStream) -> None:
+        """ConnectError where whoever welcomes us may not be the aggregator any more; we say that we go."""
+        try:
+            self._trust.welcomed(welcome.proof, welcome.lists)
+        except ConnectError:
+            with suppress(ConnectError):
+                await stream.write(encode(frames.Status(state="refuses the aggregator's certificate")))
+            raise
 
     async def _leave(self, stream: streams.MessageStream) -> None:
         """Say that we know, and go when the aggregator has read it: it would wait for us otherwise."""

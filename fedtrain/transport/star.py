@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ..arena import AnyArena
 from ..errors import ConnectError, JoinRefused, StoreError
 from ..events import Emit, Notice, SiteJoined, SiteLost, SiteRefused, SiteState, UpdateRefused
@@ -94,14 +96,20 @@ class AggregatorEnd:
     # --- sessions
 
     def join(
-        self, site: SiteId, process: str, send: Callable[[frames.FromAggregator | None], None]
+        self,
+        site: SiteId,
+        process: str,
+        send: Callable[[frames.FromAggregator | None], None],
+        proof: bytes = b"",
+        lists: bytes = b"",
     ) -> SiteSession:
-        """A site that fits begins a session, which takes the place of an earlier one of its name."""
+        """A site that fits begins a session, which takes the place of an earlier one of its name. `proof` and
+        `lists`: as in its Welcome."""
         if earlier := self.sessions.get(site):
             self._replace(earlier, process)
         session = self.sessions[site] = SiteSession(site, process, send)
         self._away.pop(site, None)
-        send(self._welcome)
+        send(msgspec.structs.replace(self._welcome, proof=proof, lists=lists))
         if self._finished is not None:
             send(frames.Finished(reason=self._finished))
         for pending in self._pending_of(site):
@@ -147,15 +155,20 @@ class AggregatorEnd:
             self._wait_for(session.site, now)
             self._emit(SiteLost(site=session.site, reason="disconnected"))
 
-    def cut(self, site: SiteId, reason: str) -> None:
+    def cut(self, site: SiteId, reason: str, final: bool) -> None:
         """End all that is open with a site, and tell it why. The exchanges under way go on without it."""
         for pending in self._pending_of(site):
             if pending.stop:
                 pending.stop()
             self._settle(pending, Failure(reason=reason))
         if session := self.sessions.get(site):
-            session.send(frames.Refused(reason=reason, final=True))
+            session.send(frames.Refused(reason=reason, final=final))
             session.send(None)
+
+    def pass_on(self, lists: bytes) -> None:
+        """Give new lists of revoked certificates to all sites."""
+        for session in self.sessions.values():
+            session.send(frames.Revocations(lists=lists))
 
     def tell(self, site: SiteId, line: str) -> None:
         if session := self.sessions.get(site):

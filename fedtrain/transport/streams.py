@@ -32,7 +32,7 @@ class MessageStream(Protocol):
         """Returns when the transport has room for more."""
 
 
-Serve = Callable[[bytes, MessageStream], Awaitable[None]]  # given the caller's certificate in PEM
+Serve = Callable[[bytes, MessageStream], Awaitable[None]]  # given the caller's certificate chain in PEM
 Connection = Callable[[str], AbstractAsyncContextManager[MessageStream]]  # opens a call by its name
 
 

@@ -5,7 +5,7 @@ A model's bytes follow as raw chunks in a stream of their own, unless they are s
 frame that names them:
 
   Session   Hello, Status..., Answered..., Leaving
-            -> Welcome | Refused, Ask..., Cancel..., Rejected..., Note..., Finished
+            -> Welcome | Refused, Ask..., Cancel..., Rejected..., Note..., Revocations..., Finished
   Download  Fetch -> chunks                                the model that an Ask names, from any offset
   Upload    Offer, chunks... -> Resume, Stored | Moot | Refused   a reply's header, then the bytes it names
 
@@ -74,6 +74,7 @@ class Hello(Frame, frozen=True, kw_only=True, tag=True):
     frozen: Schema = Schema(())  # of the parameters that are not trained
     examples: float | None = None  # number of the site's examples, which no later update may exceed
     bounds: Bounds | None = None  # None: the site accepts every request
+    nonce: bytes = b""  # random, of this session: the aggregator's proof in its Welcome is over it
     process: str = ""  # random, of this start: two processes with the same certificate have different ones
 
 
@@ -92,6 +93,14 @@ class Welcome(Frame, frozen=True, kw_only=True, tag=True):
 
     heartbeat_s: float
     frozen: str = ""  # digest of the run's frozen parameters; a site whose model() has others Fetches them
+    proof: bytes = b""  # that the aggregator holds its certificate, see pki.proof
+    lists: bytes = b""  # of revoked certificates, as their signers signed them
+
+
+class Revocations(Frame, frozen=True, kw_only=True, tag=True):
+    """New lists of revoked certificates, as their signers signed them."""
+
+    lists: bytes
 
 
 class Refused(Frame, frozen=True, kw_only=True, tag=True):
@@ -171,5 +180,5 @@ class Moot(Frame, frozen=True, kw_only=True, tag=True):
 
 
 FromSite = Hello | Status | Answered | Leaving
-FromAggregator = Welcome | Refused | Ask | Cancel | Rejected | Note | Finished
+FromAggregator = Welcome | Refused | Ask | Cancel | Rejected | Note | Revocations | Finished
 UploadAnswer = Resume | Stored | Moot | Refused

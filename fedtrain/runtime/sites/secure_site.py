@@ -11,7 +11,8 @@ from ...config import Config
 from ...errors import BadUpdate, FedtrainError
 from ...learning import NO_EXTRAS, Extras, check_bounds
 from ...messages import Evaluation, Failure, Reply, SiteId, Train, Update
-from ...pki import Revoked, Signer
+from ...pki import Credentials, Revoked, Signer
+from ...pki.proof import AggregatorCheck
 from ...questions import Describe
 from ...secagg import messages as msg
 from ...secagg.client import NEVER, Advertisement, Client, Summand
@@ -20,7 +21,10 @@ from ...secagg.masking import Parallel, RingVector, serial
 from ...secagg.noise import DiscreteGaussian
 from ...secagg.roster import Verifies
 from ...store import Ledger
-from ..star.secure_terms import bounds, encoding_of, noise_of, policy, round_seed, scale_of
+from ...store.memory import NEVER as NO_ROUND
+from ..star.secure_terms import bounds, check_config, encoding_of, noise_of, policy, round_seed, scale_of
+from ..threads import all_cores
+from .spent import Spent, SumKeys
 
 NoiseKey = Callable[[int, str], bytes]  # (round, what the noise is for) -> 16 bytes, the same for the same
 Step = msg.Share | msg.Mask | msg.Agree | msg.Unmask  # 1 to 4 of a sum
@@ -115,6 +119,31 @@ class SecureSite:
             about = f"{model.hex()}/{result.delta.digest}/{noise.std!r}/{encoding.point}"
             own = Noised(own, noise, partial(self._noise_key, request.round, about), self._parallel)
         return self._client.begin(request, model, own)
+
+
+def secure_site_of(
+    config: Config,
+    name: SiteId,
+    credentials: Credentials,
+    ledger: Ledger,
+    check: AggregatorCheck,
+    extras: Extras = NO_EXTRAS,
+    spent: Spent | None = None,
+) -> SecureSite:
+    """The site's half of secure sums, with the key of its certificate. Damaged when the ledger
+    `spent` is shorter than the sums that this site was in."""
+    check_config(config)
+    federation = credentials.identity.federation
+    noise_key = None
+    if config.privacy.in_sums and spent is not None:
+        spent.check(
+            max((round for round, _ in ledger.sums().get(msg.Advertise.__name__, ())), default=NO_ROUND)
+        )
+        noise_key = SumKeys(config, name, ledger.folder, spent).key
+    return SecureSite(
+        config, name, federation, Signer.of(credentials), check.verifier, revoked=check.revoked,
+        parallel=all_cores(), sums=ledger, noise_key=noise_key, extras=extras,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

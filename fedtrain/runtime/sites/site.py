@@ -20,12 +20,10 @@ from ...arena import ArenaFile, Frozen, Patch
 from ...config import Config
 from ...errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, Notice, SiteState, noticed
-from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
 from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
-from ...pki import Credentials, Revoked, aggregator_target
-from ...pki.revocation import LIST
-from ...pki.signing import Signer, Verifier
+from ...pki import Credentials, aggregator_target
+from ...pki.proof import AggregatorCheck
 from ...questions import Describe, Tally
 from ...schema import Schema
 from ...secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
@@ -40,14 +38,14 @@ from ...wire.codec import fetch_list
 from ...wire.frames import Hello
 from ..journal import Journal
 from ..star.agreement import bounds_of
-from ..star.secure_terms import check_config, hash_of
+from ..star.secure_terms import hash_of
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .gate import Gate, bounded
 from .secure_site import REQUESTS as SECURE_REQUESTS
-from .secure_site import SecureSite
-from .spent import Spent, SumKeys
+from .secure_site import SecureSite, secure_site_of
+from .spent import Spent
 from .statistics import DataStatistics
 from .statistics import check_config as check_statistics
 
@@ -244,29 +242,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def secure_site_of(
-    config: Config,
-    name: SiteId,
-    credentials: Credentials,
-    ledger: Ledger,
-    extras: Extras = NO_EXTRAS,
-    spent: Spent | None = None,
-) -> SecureSite:
-    """The site's half of secure sums, with the key and the root of its certificate. Damaged when the ledger
-    `spent` is shorter than the sums that this site was in."""
-    check_config(config)
-    noise_key = None
-    if config.privacy.in_sums and spent is not None:
-        spent.check(max((round for round, _ in ledger.sums().get(Advertise.__name__, ())), default=NEVER))
-        noise_key = SumKeys(config, name, ledger.folder, spent).key
-    signer, federation = Signer.of(credentials), credentials.identity.federation
-    revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
-    return SecureSite(
-        config, name, federation, signer, Verifier(credentials.root, federation, revoked=revoked),
-        revoked=revoked, parallel=all_cores(), sums=ledger, noise_key=noise_key, extras=extras,
-    )  # fmt: skip
-
-
 async def run(
     config: Config,
     name: SiteId,
@@ -294,6 +269,7 @@ async def run(
             return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
         return await start_trainer(ledger.folder)
 
+    check = AggregatorCheck(credentials, config.root / config.network.certs, emit)
     journal = Journal(config, None, emit)
     journal.start("site")
     try:
@@ -305,6 +281,7 @@ async def run(
             target=aggregator_target(credentials.identity.federation),
             inbox=ledger.inbox,
             requests=SECURE_REQUESTS if config.secagg.enabled else REQUESTS,
+            trust=check,
             emit=emit,
         )
 
@@ -316,7 +293,7 @@ async def run(
         spent = Spent.of_site(config, ledger.folder, emit) if config.privacy.noise_multiplier else None
         secure = None
         if config.secagg.enabled:
-            secure = secure_site_of(config, name, credentials, ledger, about.extras, spent)
+            secure = secure_site_of(config, name, credentials, ledger, check, about.extras, spent)
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
         tell, bounds, gate = noticed(emit), bounds_of(config), Gate(emit)
         bounded(gate, bounds)
@@ -334,11 +311,13 @@ async def run(
             examples=None if secure else await trainer.examples(name),  # under masks no count is in clear
             bounds=bounds,
         )
+        watching = asyncio.create_task(check.watch(link.cut))
         try:
             agreed = about.schema, about.frozen.schema, about.update
             patched = site.patched if config.compression.down else None
             reason = await link.serve(hello, site.answer, site.welcomed, patched, agreed)
         finally:
+            watching.cancel()
             await site.close()
         if (ledger.folder / NEWEST).exists():
             emit(Notice(text=f"{name}'s own model: fedtrain export {ledger.folder.name} --site {name}"))

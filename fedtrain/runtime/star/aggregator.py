@@ -14,8 +14,9 @@ from ...exchange import Cohort
 from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
 from ...messages import Found, Metrics, Reply, Request, SiteId
-from ...pki import Credentials, Verifier
+from ...pki import Credentials
 from ...pki.callers import Callers
+from ...pki.proof import prove
 from ...questions import Describe, Described, Tally
 from ...schema import Schema
 from ...statistics import Statistics
@@ -134,7 +135,8 @@ async def listening(
             lambda: cohort.stop(journal.over, filter(joined.callers.may_call, store.joined()))
         )
         emit(Notice(text=f"listening on {config.network.listen}"))
-        stack.callback(asyncio.create_task(joined.callers.watch(cohort.cut, emit)).cancel)
+        watching = joined.callers.watch(cohort.cut, emit, cohort.pass_on)
+        stack.callback(asyncio.create_task(watching).cancel)
         yield Listening(journal, strategy, joined, cohort, openly, answers, task_digest, own)
 
 
@@ -168,7 +170,7 @@ class JoinedSites:
         return RemoteCohort(
             TRANSPORTS["grpc"](tls, config.network.heartbeat), listen=config.network.listen,
             identify=self.callers.identify, welcome=self._welcome, admit=self._admit,
-            inbox=self._store.inbox, replies=replies,
+            inbox=self._store.inbox, replies=replies, prove=self._prove,
             frozen=self._store.frozen_file(), idle_s=config.network.idle, emit=self._emit,
             schemas=(self._schema, self._store.frozen.schema, self._update),
             inline=not config.compression.down,
@@ -178,11 +180,9 @@ class JoinedSites:
         """How the sites' answers become one; `openly` is the cohort whose updates come as they are."""
         if not self._config.secagg.enabled:
             return InTheOpen(self._config, openly, self._emit, self._extras)
-        credentials, federation = self._credentials, self._credentials.identity.federation
-        verifier = Verifier(credentials.root, federation, revoked=self.callers.revoked)
         return secure_rounds.UnderMasks(
-            self._config, cohort, self._emit, federation=federation,
-            callers=self.callers, verifier=verifier, plans=self._store, parallel=all_cores(),
+            self._config, cohort, self._emit, federation=self._credentials.identity.federation,
+            callers=self.callers, verifier=self.callers.verifier, plans=self._store, parallel=all_cores(),
             frozen=self._store.frozen.sha256, extras=self._extras,
         )  # fmt: skip
 
@@ -194,6 +194,9 @@ class JoinedSites:
     def willing(self, members: Sequence[SiteId]) -> list[SiteId]:
         """The members that give statistics by their own settings too."""
         return [site for site in members if site not in self._bounds or self._bounds[site].statistics]
+
+    def _prove(self, site: SiteId, nonce: bytes) -> tuple[bytes, bytes]:
+        return prove(self._credentials, site, nonce), self.callers.lists
 
     def _welcome(self, site: SiteId, hello: Hello) -> None:
         """Take a site in, or raise JoinRefused."""

@@ -1,0 +1,88 @@
+"""How the aggregator proves to a site which certificate it holds.
+
+A site's gRPC checks the aggregator's certificate in the handshake and shows it to nobody, so the site could
+not compare it with the lists of revoked ones. The aggregator therefore signs, with the key of its
+certificate, the random number in the site's Hello together with the site's name. A thief of a revoked
+certificate's key can answer in that certificate's name alone, and another site's answer can't serve here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ..errors import CertificateError, ConnectError
+from ..events import Emit, Notice
+from ..messages import SiteId
+from .identity import Credentials
+from .revocation import LIST, Revoked
+from .signing import Signed, Signer, Verifier, signed_claim
+
+CONTEXT = b"fedtrain welcome 1\0"  # signed bytes begin with this: the signature serves for nothing else
+
+
+class Answering(msgspec.Struct, frozen=True, kw_only=True):
+    """The aggregator's statement that it answers this Hello."""
+
+    site: SiteId
+    nonce: bytes
+
+
+def prove(credentials: Credentials, site: SiteId, nonce: bytes) -> bytes:
+    """The proof for a site's Hello with this nonce."""
+    return Signed.by(Signer.of(credentials), CONTEXT, Answering(site=site, nonce=nonce)).encode()
+
+
+class AggregatorCheck:
+    """A site's check of its aggregator, at each Welcome and while a session is open; and of other sites."""
+
+    def __init__(self, credentials: Credentials, certs: Path, emit: Emit) -> None:
+        """`credentials`: the site's own; CertificateError when they count no more. `certs`: the folder of the
+        lists of revoked certificates, if there are any."""
+        self.revoked = Revoked(Path(certs) / LIST, credentials.root)
+        self.revoked.reload()
+        self.verifier = Verifier(credentials.root, credentials.identity.federation, revoked=self.revoked)
+        self._site, self._emit = self.verifier.trust(credentials.chain).identity.name, emit
+        self._nonce, self._chain = b"", b""
+
+    def nonce(self) -> bytes:
+        """A new nonce, for the next Hello."""
+        self._nonce, self._chain = secrets.token_bytes(32), b""
+        return self._nonce
+
+    def welcomed(self, proof: bytes, lists: bytes) -> None:
+        """ConnectError unless the proof is for our Hello, by an aggregator whose certificate counts, also
+        after the `lists` that came with it."""
+        self.take(lists)
+        try:
+            _, claim, chain = signed_claim(
+                proof, Answering, CONTEXT, "proof of the aggregator", self.verifier, "aggregator"
+            )
+        except CertificateError as e:
+            raise ConnectError(f"this site refuses the aggregator: {e}") from None
+        if claim != Answering(site=self._site, nonce=self._nonce):
+            raise ConnectError("this site refuses the aggregator: its proof is for another Hello")
+        self._chain = chain
+
+    def take(self, lists: bytes) -> None:
+        """Lists of revoked certificates that the aggregator passed on. They count here, and are kept in the
+        file where that can be written."""
+        try:
+            if lists:
+                self.revoked.add(lists)
+        except (CertificateError, OSError) as e:
+            self._emit(Notice(text=f"revoked certificates that the aggregator passed on: {e}"))
+
+    async def watch(self, cut: Callable[[str], None]) -> None:
+        """Read the lists again and again; `cut(reason)` ends the session of an aggregator whose certificate
+        counts no more."""
+        async for _ in self.revoked.reloads(self._emit):
+            try:
+                if self._chain:
+                    self.verifier.trust(self._chain, "aggregator")
+            except CertificateError as e:
+                self._chain = b""
+                cut(f"this site refuses the aggregator: {e}")
