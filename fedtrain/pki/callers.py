@@ -15,7 +15,7 @@ from ..events import Emit, Notice
 from ..messages import SiteId
 from .identity import Credentials
 from .revocation import LIST, Revoked
-from .signing import Verifier, fingerprint
+from .signing import Verifier
 
 Cut = Callable[[SiteId, str, bool], None]  # site, reason, whether the same certificate never comes in again
 
@@ -28,14 +28,14 @@ class Callers:
         self.revoked = Revoked(Path(certs) / LIST, credentials.root)
         self.revoked.reload()
         self.verifier = Verifier(credentials.root, credentials.identity.federation, revoked=self.revoked)
-        self._seen: dict[SiteId, bytes] = {}  # certificate chains in PEM
+        self._seen: dict[SiteId, tuple[bytes, bytes]] = {}  # chains in PEM, and fingerprints of keys
         self._cut: dict[SiteId, bytes] = {}  # the chains that `watch` has cut off
 
     def identify(self, chain: bytes) -> SiteId:
         """The caller's name; CertificateError unless it is an unrevoked site of this federation."""
-        name = self.verifier.trust(chain).identity.name
-        self._seen[name] = chain
-        return name
+        trusted = self.verifier.trust(chain)
+        self._seen[trusted.identity.name] = chain, trusted.fingerprint
+        return trusted.identity.name
 
     def may_call(self, site: SiteId) -> bool:
         """Whether a site's latest certificate still counts; True for a site that hasn't called."""
@@ -43,7 +43,7 @@ class Callers:
 
     def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The fingerprints of the keys of those of these sites that have called."""
-        return {site: fingerprint(self._seen[site]) for site in sites if site in self._seen}
+        return {site: self._seen[site][1] for site in sites if site in self._seen}
 
     async def watch(
         self, cut: Cut, emit: Emit, pass_on: Callable[[bytes], None] = lambda lists: None
@@ -55,7 +55,7 @@ class Callers:
             if self.lists != passed:
                 passed = self.lists
                 pass_on(passed)
-            for site, chain in list(self._seen.items()):
+            for site, (chain, _) in list(self._seen.items()):
                 why, final = self._fault(site)
                 if why and self._cut.get(site) != chain:
                     self._cut[site] = chain
@@ -71,7 +71,7 @@ class Callers:
         """Why a site's latest certificate doesn't count, and whether it never will again."""
         try:
             if site in self._seen:
-                self.verifier.trust(self._seen[site])
+                self.verifier.trust(self._seen[site][0])
         except CertificateError as e:
             return str(e), isinstance(e, CertificateRevoked)
         return "", False
