@@ -67,6 +67,14 @@ class Owed(Struct, frozen=True):
     names: tuple[str, ...]  # of the metrics in the sum
 
 
+class Guards(Protocol):
+    """Remembers the sums that were opened, and refuses one more over `sites` with a SecAggError."""
+
+    def check(self, sites: tuple[SiteId, ...], /) -> None: ...
+    def opens(self, sites: tuple[SiteId, ...], /) -> None:
+        """Before any share leaves: it is on the disk when this returns."""
+
+
 SESSIONS = 1000  # so many sessions' ids a site remembers, so as not to take part twice
 
 
@@ -104,6 +112,7 @@ class Client:
         self.site, self.policy, self.certificate = site, policy, certificate
         self.sign, self.verify, self.random, self.parallel = sign, verify, random, parallel
         self.opened, self._keep, self.owe = opened, keep, owe
+        self.guard: Guards | None = None  # of the session that begins next
         self._sids: deque[bytes] = deque(maxlen=SESSIONS)
         self._session: Generator[msg.Answer, Request, None] | None = None
         self._sid = b""
@@ -148,6 +157,8 @@ class Client:
 
     def opens(self, round: int, sites: tuple[SiteId, ...]) -> None:
         """From now on this round's update is in a sum over these sites, and in no other."""
+        if self.guard is not None:
+            self.guard.opens(sites)
         if self.over(round) != sites:
             opened = ((round, sites), *self.opened)[:REMEMBERED]
             if self._keep is not None:
@@ -380,8 +391,10 @@ def check_survivors(
         raise SecAggError(
             f"round {terms.round + 1} was unmasked here in a sum over {len(over)} sites, and one over others "
             f"would give away what differs. Ask for these {len(over)} again; if one is gone for good, go on "
-            f"under another run.name, with `fedtrain aggregator --from` this run"
+            f"under another run.name, from a model that is trained further"
         )
+    if site.guard is not None:
+        site.guard.check(sites)
 
 
 # --- 4

@@ -200,6 +200,8 @@ def test_s14_what_a_site_gave_shares_for_is_on_disk_before_they_leave(tmp_path):
     model, update = hash_of(Arena.zeros(SCHEMA)), Update(delta=Arena.zeros(SCHEMA), num_examples=5.0)
 
     class Unwritable:
+        folder = tmp_path / "unwritable"
+
         def sums(self):
             return {}
 

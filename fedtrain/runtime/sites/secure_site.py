@@ -24,6 +24,7 @@ from ...store import Ledger
 from ...store.memory import NEVER as NO_ROUND
 from ..star.secure_terms import bounds, check_config, encoding_of, noise_of, policy, round_seed, scale_of
 from ..threads import all_cores
+from .cohorts import Cohorts, Opened
 from .spent import Spent, SumKeys
 
 NoiseKey = Callable[[int, str], bytes]  # (round, what the noise is for) -> 16 bytes, the same for the same
@@ -53,11 +54,13 @@ class SecureSite:
         Args:
             noise_key: Gives keys of the noise in sums, which only a site with noise in its sums needs.
             revoked: The list of revoked certificates; it is read again before each session.
-            sums: Remembers, on disk, the sums that this site's updates are in; None: they are forgotten.
+            sums: Remembers, on disk, the sums that this site's updates are in, and beside it those of all its
+                runs are remembered; None: they are forgotten.
         """
         self._config, self._site, self._revoked, self._parallel = config, site, revoked, parallel
         self._policy, self._extras = policy(config, federation, extras), extras
         self._noise_key = noise_key
+        self._cohorts = None if sums is None else Cohorts(sums.folder.parent / f"@{site}")
         opened = {} if sums is None else sums.sums()
         self._clients = {
             kind: Client(
@@ -118,6 +121,11 @@ class SecureSite:
             # another model, update or noise is another release
             about = f"{model.hex()}/{result.delta.digest}/{noise.std!r}/{encoding.point}"
             own = Noised(own, noise, partial(self._noise_key, request.round, about), self._parallel)
+        if self._cohorts is not None:
+            asked = Opened(type(request).__name__, self._policy.run, request.round, model)
+            weights = None if isinstance(request, msg.AdvertiseTally) else request.weights
+            update = result.delta if isinstance(result, Update) else None
+            self._client.guard = self._cohorts.session(asked, weights, update)
         return self._client.begin(request, model, own)
 
 

@@ -1,0 +1,142 @@
+"""The cohort guard: into which sums a site gave, in all its runs, and which further ones would tell too much.
+
+  runs/@cleveland/cohorts.jsonl   a line for each sum that this site let be opened
+
+Two sums from one model over different sites differ by single sites' updates. So a model that this site
+answered for is answered for again over the same sites only; and where two models are near, their cohorts are
+equal or differ by `change` sites at least. Models are near when they, or this site's own updates of them,
+differ by less than `near` times the norm of such an update: then the others' updates hardly differ either.
+A step of training is far longer than that, whoever left or joined before it.
+
+Distances are those of sketches: 64 sums of a vector's coordinates under signs that only this site knows. The
+squared norm of a sketch is right on average, and off by a fifth.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ...arena import AnyArena
+from ...errors import SecAggError
+from ...keystream import KEY_BYTES, Keystream
+from ...messages import SiteId
+from ...secagg.encoding import CHUNK
+from ...secagg.fixedpoint import numbers
+from ...store.chain import Chain
+from ...store.disk import Warn, silent
+
+FILE = "cohorts.jsonl"
+CHANGE = 3  # sites: what two sums differ by hides a site no better than a sum over so many
+NEAR = 0.01  # of an own update's norm
+SKETCH = 64  # numbers in a sketch
+REMEDY = (
+    "Restore it from a copy: without it this site could give the same into two sums that differ by a site."
+)
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A line of the guard's file: a sum that was opened."""
+
+    kind: str  # of the request that began it; "": none, the line only brings the key
+    run: str
+    round: int
+    model: bytes  # hash of what was asked about
+    sites: tuple[SiteId, ...] = ()  # over whom, sorted
+    weights: bytes = b""  # sketch of the model; b"": there is none
+    update: bytes = b""  # likewise, of this site's update
+    key: bytes = b""  # of all sketches
+
+
+class Cohorts:
+    """What one site let be opened."""
+
+    def __init__(self, folder: Path, change: int = CHANGE, near: float = NEAR, warn: Warn = silent) -> None:
+        """`folder`: of the site, whatever the run. `change` 0: nothing is refused. Damaged for a file that
+        can't be read."""
+        self.change, self.near = change, near
+        self._chain = Chain(folder / FILE, Opened, REMEDY, warn)
+
+    @property
+    def _opened(self) -> list[Opened]:
+        return self._chain.values
+
+    def check(self, asked: Opened) -> None:
+        """SecAggError for a sum whose difference from an earlier one would tell of fewer than `change`
+        sites."""
+        for before in self._opened if self.change else ():
+            changed = len({*before.sites} ^ {*asked.sites})
+            if before.kind != asked.kind or not changed:
+                continue
+            same = before.model == asked.model
+            if same or (changed < self.change and self._near(before, asked)):
+                raise SecAggError(
+                    f"round {asked.round + 1} over {len(asked.sites)} sites: {'this' if same else 'a near'} "
+                    f"model was answered for in round {before.round + 1} of {before.run} over "
+                    f"{len(before.sites)} sites, and both sums together would tell of {changed} sites alone. "
+                    f"Ask those {len(before.sites)} again, or ask with a model that is trained further"
+                )
+
+    def session(self, asked: Opened, model: AnyArena | None, update: AnyArena | None) -> Watched:
+        """The guard of a session about a model, with this site's update of it."""
+        with self._chain.alone():  # with what the site's other runs have added
+            if not self._opened:
+                self._chain.append(Opened("", asked.run, 0, b"", key=os.urandom(KEY_BYTES)))
+        key = self._opened[0].key
+        weights, moved = (b"" if each is None else sketch(key, each) for each in (model, update))
+        return Watched(self, msgspec.structs.replace(asked, weights=weights, update=moved))
+
+    def opens(self, asked: Opened) -> None:
+        """Keep what is opened, on the disk when this returns; SecAggError as `check`."""
+        with self._chain.alone():
+            self.check(asked)
+            if asked not in self._opened:
+                self._chain.append(asked)
+
+    def _near(self, a: Opened, b: Opened) -> bool:
+        if not (a.weights and b.weights):
+            return not (a.weights or b.weights)  # of data without a model, all sums are
+        updates = [each.update for each in (a, b) if each.update]
+        if not updates:  # evaluations: as near as the last update says
+            updates = [each.update for each in self._opened if each.update][-1:]
+        near = self.near * max(map(norm, updates), default=0.0)
+        pairs = [(a.weights, b.weights), *([(a.update, b.update)] if a.update and b.update else [])]
+        return any(norm(x, y) < near for x, y in pairs)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A session as its client asks the guard about it."""
+
+    cohorts: Cohorts
+    asked: Opened  # without its sites
+
+    def check(self, sites: tuple[SiteId, ...]) -> None:
+        self.cohorts.check(msgspec.structs.replace(self.asked, sites=sites))
+
+    def opens(self, sites: tuple[SiteId, ...]) -> None:
+        self.cohorts.opens(msgspec.structs.replace(self.asked, sites=sites))
+
+
+def norm(sketch: bytes, other: bytes = b"") -> float:
+    """Of a sketch, or of the difference of two: about that of the vectors."""
+    x = np.frombuffer(sketch)
+    return float(np.linalg.norm(x - np.frombuffer(other) if other else x))
+
+
+def sketch(key: bytes, arena: AnyArena) -> bytes:
+    """Of all floats of a model or an update."""
+    found, stream = np.zeros(SKETCH), Keystream(key)
+    for section in arena.schema.model.sections:
+        if not section.floating:
+            continue
+        for start in range(0, section.numel, CHUNK):
+            values = numbers(arena, section, start, min(start + CHUNK, section.numel)).astype(np.float64)
+            np.negative(values, out=values, where=stream.signs(len(values)))
+            values.resize(-(-len(values) // SKETCH) * SKETCH, refcheck=False)
+            found += values.reshape(-1, SKETCH).sum(axis=0)
+    return found.tobytes()
