@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from .. import events
 from ..arena import AnyArena, Arena
@@ -166,11 +166,12 @@ class Journal:
         prepared: tuple[str, Arena | None] | None = None,
         inside: Iterable[SiteId] = (),
         following: RoundPlan | None = None,
+        suspects: Any = None,
     ) -> None:
-        """Make a round the last one, and say so. `prepared`, `inside`, `following`: as in RunStore.commit."""
+        """Make a round the last one, and say so. The other arguments are RunStore.commit's."""
         if (clock := self.clock) is not None:
             record = Record(**record, clock_s=clock.now_s, late=clock.late, away=clock.away)
-        self.store.commit(after, record, prepared, inside, following)
+        self.store.commit(after, record, prepared, inside, following, suspects)
         self.emit(events.RoundCommitted(round=after.round, **record))
 
     # --- evaluations

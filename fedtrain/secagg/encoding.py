@@ -26,7 +26,7 @@ from ..errors import RoundError, SecAggError
 from ..learning import NO_EXTRAS, Extras
 from ..messages import Evaluation, Metrics, Update, name_and_size, numbers_in, sized_names
 from ..schema import Schema, Section
-from .fixedpoint import PER_BLOCK, FixedPoint, held, numbers, reading
+from .fixedpoint import ONE, PER_BLOCK, SCALAR_LIMIT, FixedPoint, held, numbers, reading
 from .masking import Parallel, RingVector, serial
 
 if TYPE_CHECKING:
@@ -264,7 +264,8 @@ class Encoding:
     def decode(
         self, total: RingVector, sites: int, names: Sequence[str], parallel: Parallel = serial
     ) -> Total:
-        """What the sum of the vectors of so many sites says. RoundError when they weigh nothing."""
+        """What the sum of the vectors of so many sites says. SecAggError for what is no such sum, RoundError
+        when they weigh nothing."""
         exact = self.point.decode_scalars(total[self._coordinates : self.length], sites)
         sums = iter(self.point.decode_scalars(total[self.length :], sites).tolist())
         metrics: Metrics = {}
@@ -272,6 +273,12 @@ class Encoding:
             name, size = name_and_size(sized)
             metrics[name] = list(islice(sums, size)) if size else next(sums), next(sums)
         weight, clipped = float(exact[0]), float(exact[1])
+        most = sites * self.point.max_weight * (self.schema is not None)
+        if not (0 <= weight <= most + sites / ONE and 0 <= clipped <= sites * SCALAR_LIMIT * (most > 0)):
+            raise SecAggError(
+                f"a sum of {sites} sites weighs {weight:.3g}, with {clipped:.3g} clipped values: one of them "
+                f"sent what no update gives, or masked for another model"
+            )
         if self.schema is None:
             return Total(None, weight, clipped, metrics)
         numbers = {each.name: float(n) for each, n in zip(self.extras.scalars, exact[2:], strict=False)}

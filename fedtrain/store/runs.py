@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 
@@ -47,6 +47,7 @@ CREATE TABLE IF NOT EXISTS plan (
 CREATE TABLE IF NOT EXISTS sites (name TEXT PRIMARY KEY, examples REAL);
 CREATE TABLE IF NOT EXISTS patches (round INTEGER PRIMARY KEY, digest TEXT NOT NULL, schema TEXT NOT NULL);
 """
+T = TypeVar("T")
 ANEW = "give the new run its own run.name, or (a simulation) start it with --fresh."  # of one that differs
 KEEP = 2  # newest rounds whose weights and plans stay, beside the best one's weights
 IN_A_COMMIT = 3  # blobs: the weights, the strategy's state and a patch
@@ -84,6 +85,7 @@ class RoundPlan:
     counted: Mapping[SiteId, int] = field(default_factory=dict)  # RunStore.counted, when it begins
     last: Arena | None = None  # what the rule made of the round before, if it needs that
     registered: int = 0  # sites that had joined
+    groups: Sequence[Sequence[SiteId]] = ()  # under masks, the sums of a round that looks for who spoils them
 
 
 class RunStore(RunFolder):
@@ -174,11 +176,13 @@ class RunStore(RunFolder):
         prepared: tuple[str, Arena | None] | None = None,
         sites: Iterable[SiteId] = (),
         following: RoundPlan | None = None,
+        suspects: Any = None,
     ) -> None:
         """Make a round the last one. Before this returns the round before it is; after it, this one.
 
         `prepared` is what `prepare` returned for it, where that was called before; `sites`: whose updates are
-        in it, unless they were in the buffer; `following`: the plan of the next round, where it is known.
+        in it, unless they were in the buffer; `following`: the plan of the next round, where it is known;
+        `suspects`: what `suspects` gives from then on, where that is something new.
         """
         weights, packed = prepared or self.prepare(checkpoint)
         state = (packed.digest, packed.schema) if packed is not None else (None, None)
@@ -195,6 +199,8 @@ class RunStore(RunFolder):
                 self.db.change("DELETE FROM buffer")  # all of it is in this version
                 if following is not None:
                     self.set_plan(following)
+                if suspects is not None:
+                    self.db.put("meta", "suspects", msgspec.json.encode(suspects).decode())
         except BaseException:
             self._counted.forget()
             raise
@@ -358,6 +364,11 @@ class RunStore(RunFolder):
         row = self.db.one("SELECT value FROM meta WHERE key = 'clock'")
         of_round, begins = msgspec.json.decode(row[0], type=tuple[int, list[float]]) if row else (-1, [])
         return begins if of_round == number else []
+
+    def suspects(self, type: type[T]) -> T:
+        """Which sites are under suspicion, as it was last committed."""
+        row = self.db.one("SELECT value FROM meta WHERE key = 'suspects'")
+        return msgspec.json.decode(row[0], type=type) if row else type()
 
     def joined(self) -> dict[SiteId, float | None]:
         """Every site that ever joined this run, with the examples it registered."""

@@ -29,7 +29,10 @@ from ..sites import compressed
 from ..threads import in_thread
 from . import checks
 from .answers import Answers, refuse, rule_of
+from .blame import Spoiled, Suspects, nudged
 from .central_noise import CentralNoise
+from .gathered import Aggregate
+from .secure_terms import least_sites
 
 
 async def run(
@@ -53,7 +56,7 @@ async def run(
     while True:
         number = checkpoint.round
         if journal.evaluation_is_due(number):
-            sites = evaluate_at(number, await cohort.members(need))
+            sites = evaluate_at(number, unnamed(journal, await cohort.members(need)))
             counted = journal.store.counted(sites) if has_personal(strategy) else {}
             found = await answers.evaluate(number, sites, checkpoint.weights, counted) if sites else ({}, {})
             metrics, by_site = await shown(*found) if sites else ({}, {})
@@ -66,14 +69,18 @@ async def run(
 
 
 async def _members(journal: Journal, cohort: Cohort) -> Sequence[SiteId]:
-    """The members of a round, once there are enough, and the sites among them that its rule must have."""
+    """The members of a round, once there are enough, and the sites among them that its rule must have. Those
+    that were named for spoiling sums are left out."""
     need, must_have = journal.config.strategy.min_sites, rule_of(journal.config).must_have
     members = await cohort.members(need)
-    while missing := [site for site in sorted(must_have) if site not in members]:
-        journal.emit(Notice(text=f"waiting for {some(missing)}, without which the rule can't decide"))
+    while True:
+        missing = [site for site in sorted(must_have) if site not in members]
+        if missing:
+            journal.emit(Notice(text=f"waiting for {some(missing)}, without which the rule can't decide"))
+        elif len(good := unnamed(journal, members)) >= need:
+            return good
         await cohort.newcomer(members)
         members = await cohort.members(need)
-    return members
 
 
 def central_noise(journal: Journal, strategy: Strategy) -> CentralNoise | None:
@@ -100,8 +107,10 @@ async def _train(
                 store.set_plan(plan)
         journal.round_started(plan.round, plan.sites, plan.attempt)
         try:
-            planned = replace(plan, counted=store.counted(plan.sites))
-            after, record, inside = await federated_round(answers, planned, strategy, checkpoint, seed, noise)
+            planned = replace(plan, counted=store.counted(plan.sites), groups=searching(journal, plan))
+            after, record, inside, suspects = await searched(
+                journal, answers, planned, strategy, checkpoint, seed, noise
+            )
         except (TooFewSites, SecAggError, Diverged) as e:
             journal.round_failed(plan.round, plan.attempt, e)
             attempt = plan.attempt + 1
@@ -125,8 +134,10 @@ async def _train(
         if config.compression.down:
             after = await in_thread(nbytes, compressed.shortened, config, checkpoint, after)
         prepared = await in_thread(nbytes, store.prepare, after)
-        following = await _following(journal, answers.cohort, strategy, after.round)
-        journal.commit(after, record, prepared, inside, following)
+        following = None
+        if suspects is None:
+            following = await _following(journal, answers.cohort, strategy, after.round)
+        journal.commit(after, record, prepared, inside, following, suspects)
         if store.durable:
             store.clear_inbox()
         return at_hand(store, after)
@@ -140,15 +151,62 @@ async def _following(journal: Journal, cohort: Cohort, strategy: Strategy, numbe
         return None
     if journal.evaluation_is_due(number) or journal.reason_to_stop(number):
         return None
-    members = await cohort.members(0)
+    members = unnamed(journal, await cohort.members(0))
     if len(members) < need or not {*must_have} <= {*members}:
         return None
     return first_plan(journal, strategy, number, members)
 
 
+def unnamed(journal: Journal, members: Sequence[SiteId]) -> Sequence[SiteId]:
+    """The members but for those that were named for spoiling sums."""
+    named = journal.store.suspects(Suspects).named
+    return without(members, [site for site in named if site in members])
+
+
+def searching(journal: Journal, plan: RoundPlan) -> Sequence[Sequence[SiteId]]:
+    """The groups of a round that looks for who spoils sums; () where nobody is suspected."""
+    suspects, config = journal.store.suspects(Suspects), journal.config
+    if not suspects.parts:
+        return ()
+    return suspects.groups(plan.sites, least_sites(config), seed_of(config.run.seed, "suspects", plan.round))
+
+
+async def searched(
+    journal: Journal, answers: Answers, plan: RoundPlan, strategy: Strategy, checkpoint: Checkpoint,
+    seed: int, noise: CentralNoise | None,
+) -> tuple[Checkpoint, Record, Sequence[SiteId], Suspects | None]:  # fmt: skip
+    """As federated_round; and who is suspected then, where the round tells something of it. When all of its
+    sums were spoiled, the next model is the same but for a bit."""
+    inside, lap = list[SiteId](), Lap(answers.cohort)
+    try:
+        after, record, mean = await federated_round(answers, plan, strategy, checkpoint, seed, noise)
+        inside, good, spoiled = [*mean.sites], mean.summed, mean.spoiled
+    except Spoiled as e:
+        if not plan.groups and len(plan.sites) < 2 * least_sites(journal.config):
+            raise  # too few for two sums
+        journal.round_failed(plan.round, plan.attempt, e)
+        weights = await in_thread(checkpoint.weights.schema.nbytes, nudged, checkpoint.weights, plan.round)
+        after, record = Checkpoint(plan.round + 1, weights, checkpoint.state), lap.record({}, 0)
+        good, spoiled = (), e.groups
+    if not (good or spoiled):
+        return after, record, inside, None
+    before = journal.store.suspects(Suspects)
+    suspects = before.after(spoiled, good)
+    for site in sorted({*suspects.named} - {*before.named}):
+        why = "it spoiled the sums that it was in, and those without it were good: it is asked no more"
+        refuse(answers.cohort, journal.emit, site, plan.round + 1, why)
+    if left := some(sorted(site for part in suspects.parts for site in part)):
+        text = (
+            f"round {plan.round + 1}: one of {left} spoiled a sum; smaller sums of the next round tell more"
+        )
+        journal.emit(Notice(text=text))
+    return after, record, inside, suspects
+
+
 def first_plan(journal: Journal, strategy: Strategy, number: int, members: Sequence[SiteId]) -> RoundPlan:
     """Who of the members is asked for a round at first."""
-    sites = asked(journal.config, strategy, number, 0, members, journal.store)
+    suspected = journal.store.suspects(Suspects).parts
+    sites = list(members) if suspected else asked(journal.config, strategy, number, 0, members, journal.store)
     return RoundPlan(number, 0, sites, registered=journal.store.registered(members))
 
 
@@ -163,9 +221,9 @@ def at_hand(store: RunStore, checkpoint: Checkpoint) -> Checkpoint:
 async def federated_round(
     answers: Answers, plan: RoundPlan, strategy: Strategy, checkpoint: Checkpoint, seed: int = 0,
     noise: CentralNoise | None = None,
-) -> tuple[Checkpoint, Record, Sequence[SiteId]]:  # fmt: skip
+) -> tuple[Checkpoint, Record, Aggregate]:  # fmt: skip
     """Train at the planned sites, make one delta of what they found, step. The checkpoint given is left.
-    Returns the next one, what the log says of it, and whose updates are in it."""
+    Returns the next one, what the log says of it, and what the sites found."""
     lap = Lap(answers.cohort)
     plan = replace(plan, last=last(checkpoint.weights.schema.model, checkpoint.state))
     mean = await answers.train(plan, checkpoint.weights)
@@ -185,7 +243,7 @@ async def federated_round(
     if noise is not None:
         noise.releases(plan.round, seed)
     record = lap.record(mean.metrics, len(mean.sites))
-    return Checkpoint(plan.round + 1, weights, state | mean.state), record, mean.sites
+    return Checkpoint(plan.round + 1, weights, state | mean.state), record, mean
 
 
 def asked(

@@ -42,6 +42,8 @@ class Aggregate:
     weight: float = 1.0  # Σ of the updates' weights
     sums: dict[str, torch.Tensor] = field(default_factory=dict)  # as in learning.RoundSums
     scalars: dict[str, float] = field(default_factory=dict)  # Σ of each
+    summed: Sequence[Sequence[SiteId]] = ()  # the groups of a round that looks for who spoils sums: good ones
+    spoiled: Sequence[Sequence[SiteId]] = ()  # and the others
 
 
 class Gathering:

@@ -33,6 +33,7 @@ from ...secagg.server import SecureSum, masked_sum
 from ...store import RoundPlan, RunStore
 from ...transport.patient import Patient
 from .answers import NOBODY, Counted, check_failures, rule_of, tell_clipped
+from .blame import Spoiled
 from .gathered import Aggregate, known_of
 from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
 
@@ -64,7 +65,7 @@ def one_of_groups(
     weight = sum(total.weight for total in totals)
     sums = {name: sum_of(total.sums[name] for total in totals) for name in totals[0].sums}
     scalars = {name: sum(total.scalars[name] for total in totals) for name in totals[0].scalars}
-    if config.secagg.groups == 1:
+    if len(totals) == config.secagg.groups == 1:
         return Aggregate(deltas[0], metrics, sites, weight=weight, sums=sums, scalars=scalars)
     rule = rule_of(config)
     if len(deltas) < rule.needs:
@@ -158,7 +159,8 @@ class UnderMasks:
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         if self._round != plan.round:
             self._round, self._opened = plan.round, []
-        groups, alone = groups_of(self._config, plan, self._opened), self._config.secagg.groups == 1
+        groups = plan.groups or groups_of(self._config, plan, self._opened)
+        alone = len(groups) == self._config.secagg.groups == 1
         sums = await asyncio.gather(
             *(self._sum(plan, sites, weights, msg.Advertise, plan.counted) for sites in groups),
             return_exceptions=True,
@@ -169,13 +171,17 @@ class UnderMasks:
             if isinstance(error, BaseException):
                 tell_failed(self._emit, plan, error)
         totals = [s for s in sums if not isinstance(s, BaseException)]
+        spoiled = [group for error in sums if isinstance(error, Spoiled) for group in error.groups]
+        if plan.groups and not totals:
+            raise Spoiled(spoiled, "no group has a sum") if spoiled else sums[0]  # type: ignore[misc]  # no totals
         inside = sorted(site for _, sites in totals for site in sites)
         if len(inside) < self._config.strategy.min_sites:
             raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
         tell_clipped(self._emit, plan.round + 1, sum(total.clipped for total, _ in totals), self._extras)
-        return await asyncio.to_thread(
+        mean = await asyncio.to_thread(
             one_of_groups, self._config, plan, weights.schema.model, [total for total, _ in totals], inside
         )
+        return replace(mean, summed=[sites for _, sites in totals], spoiled=spoiled) if plan.groups else mean
 
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
@@ -264,16 +270,19 @@ class UnderMasks:
             self._tell_dropped(plan.round + training, e.dropped)
             raise
         self._tell(plan, found, training=training)
-        total = await asyncio.to_thread(
-            encoding.decode, found.vector, len(found.sites), found.names, self._parallel
-        )
+        try:
+            total = await asyncio.to_thread(
+                encoding.decode, found.vector, len(found.sites), found.names, self._parallel
+            )
+        except RoundError as e:
+            raise Spoiled([found.sites], str(e)) from e
         return total, found.sites
 
     def _settle(self, plan: RoundPlan, sites: Sequence[SiteId]) -> None:
         """Ask no other sites together with these in this round."""
         if sites not in self._opened:
             self._opened.append(sites)
-        if self._plans is not None and self._config.secagg.groups == 1:
+        if self._plans is not None and self._config.secagg.groups == 1 and not plan.groups:
             self._plans.set_plan(replace(plan, sites=list(sites)))
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
