@@ -71,6 +71,53 @@ class SiteRefused(Event, frozen=True, kw_only=True, tag="join_refused"):
     reason: str = ""
 
 
+class Admitted(Event, frozen=True, kw_only=True, tag="admitted"):
+    """Both ends agreed on the task of this digest. At the aggregator: the certificate that a site showed."""
+
+    site: SiteId
+    task_digest: str
+    serial: str = ""
+    fingerprint: str = ""  # SHA-256 of the certificate, in hex
+
+
+class ActionApproved(Event, frozen=True, kw_only=True, tag="approved"):
+    """A person allowed something, of this digest where it has one; `who` is the user's name here."""
+
+    who: str
+    what: str
+    digest: str = ""
+
+
+class ReplySent(Event, frozen=True, kw_only=True, tag="reply_sent"):
+    """At a site: a reply of so many bytes leaves."""
+
+    request: str
+    what: str
+    nbytes: int
+
+
+class HeadWitnessed(Event, frozen=True, kw_only=True, tag="witnessed"):
+    """The other end's signed word of how its audit log stands: it cannot be another one later."""
+
+    of: SiteId
+    claim: str  # audit.LogHead in MessagePack, base64
+    signature: str  # of the claim, base64
+    certificate: str = ""  # PEM, the first time that it is seen
+
+
+class LogDisputed(Event, frozen=True, kw_only=True, tag="disputed"):
+    """An audit log is not what it was: lines that one end has signed, or the other seen, are not in it."""
+
+    of: SiteId
+    reason: str
+
+
+class LineTorn(Event, frozen=True, kw_only=True, tag="torn"):
+    """The audit log goes on after a line that was not finished: its process was killed in the middle."""
+
+    nbytes: int
+
+
 class RoundStarted(Event, frozen=True, kw_only=True, tag="round_started"):
     """The sites of a round are being asked; a higher attempt repeats a failed round."""
 
@@ -226,9 +273,10 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
 
 
 AnyEvent = (
-    RunStarted | Waiting | SiteJoined | SiteLost | SiteRefused | RoundStarted | SiteState | UpdateReceived
-    | UpdateRefused | CohortAsked | Denied | PrivacySpent | RoundFailed | RoundCommitted | Stepped | Evaluated
-    | Best | Notice | RunFinished
+    RunStarted | Waiting | SiteJoined | SiteLost | SiteRefused | Admitted | ActionApproved | ReplySent
+    | HeadWitnessed | LogDisputed | LineTorn | RoundStarted | SiteState | UpdateReceived | UpdateRefused
+    | CohortAsked | Denied | PrivacySpent | RoundFailed | RoundCommitted | Stepped | Evaluated | Best
+    | Notice | RunFinished
 )  # fmt: skip
 KINDS: dict[str, type[Event]] = {str(c.__struct_config__.tag): c for c in get_args(AnyEvent)}
 

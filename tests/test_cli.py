@@ -58,7 +58,7 @@ def test_help_lists_the_commands_in_the_order_in_which_a_user_meets_them():
     text = run("--help").output
     assert re.findall(r"^  (\w+)  ", text, re.M) == [
         "new", "simulate", "stats", "topology", "certs", "aggregator", "site", "peer", "invite", "datacenter",
-        "plan", "watch", "runs", "export", "evaluate"]  # fmt: skip
+        "plan", "watch", "runs", "export", "evaluate", "audit"]  # fmt: skip
 
 
 def test_without_a_command_there_is_help_with_a_quick_start_of_five_lines():
@@ -67,7 +67,9 @@ def test_without_a_command_there_is_help_with_a_quick_start_of_five_lines():
     assert len(result.output.split("Quick start:\n")[1].strip().splitlines()) == 5
 
 
-@pytest.mark.parametrize("command", [*cli.commands, "certs init", "certs issue", "certs revoke"])
+@pytest.mark.parametrize(
+    "command", [*cli.commands, "certs init", "certs issue", "certs revoke", "audit verify"]
+)
 def test_every_command_says_in_one_sentence_what_it_does(command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
@@ -103,7 +105,9 @@ def test_help_is_there_within_a_few_starts_of_a_bare_interpreter():
     assert seconds("-m", "fedtrain", "--help") < 15 * seconds("-c", "pass")
 
 
-@pytest.mark.parametrize("command", ["", *cli.commands, "certs init", "certs issue", "certs revoke"])
+@pytest.mark.parametrize(
+    "command", ["", *cli.commands, "certs init", "certs issue", "certs revoke", "audit verify"]
+)
 def test_h_is_help_and_fits_80_columns(command):
     text = run(*command.split(), "-h", env={"COLUMNS": "80"}).output
     assert text == run(*command.split(), "--help", env={"COLUMNS": "80"}).output

@@ -35,6 +35,7 @@ from .arguments import (
     with_config,
     with_data,
 )
+from .audit import audit
 from .certificates import certs
 from .output import (
     columns,
@@ -420,3 +421,6 @@ def evaluate(
         return print_json(table) if json else print_matrix(table)
     found = api.evaluate(sources[0], config, site=name, data_dir=data_dir, round=rounds[0])
     return print_json(found) if json else print_evaluation(found, sources[0])
+
+
+cli.add_command(audit)

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import CertificateError, CertificateRevoked
 from ..events import Emit, Notice
 from ..messages import SiteId
-from .identity import Credentials
+from .identity import Credentials, identity_of
 from .revocation import LIST, Revoked
 from .signing import Verifier
 
@@ -44,6 +44,11 @@ class Callers:
     def fingerprints(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The fingerprints of the keys of those of these sites that have called."""
         return {site: self._seen[site][1] for site in sites if site in self._seen}
+
+    def shown(self, site: SiteId) -> tuple[str, bytes]:
+        """The serial of the latest certificate of a site that has called, and the fingerprint of its key."""
+        chain, printed = self._seen[site]
+        return identity_of(chain).serial, printed
 
     async def watch(
         self, cut: Cut, emit: Emit, pass_on: Callable[[bytes], None] = lambda lists: None

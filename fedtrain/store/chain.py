@@ -63,7 +63,7 @@ class Chain:
     def append(self, value: Any) -> None:
         """On the disk, twice, when this returns."""
         body = msgspec.json.encode(value)
-        seal = _seal(self._seal, body)
+        seal = seal_of(self._seal, body)
         line = seal + b" " + body + b"\n"
         for path in self._paths:
             with explained(path), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
@@ -108,12 +108,12 @@ class Chain:
     def _values(self, lines: list[bytes]) -> Iterator[Any]:
         seal = b""
         for number, line in enumerate(lines, 1):
-            body = line.partition(b" ")[2]
-            seal = _seal(seal, body)
-            if line != seal + b" " + body:
+            before, (seal, _, body) = seal, line.partition(b" ")
+            if seal != seal_of(before, body):
                 raise msgspec.ValidationError(f"line {number} is not sealed with those before it")
             yield msgspec.json.decode(body, type=self._type)
 
 
-def _seal(before: bytes, body: bytes) -> bytes:
+def seal_of(before: bytes, body: bytes) -> bytes:
+    """The seal of a line, in hex: of the seal of the line before it (b"" for the first), and of its body."""
     return hashlib.sha256(before + body).hexdigest().encode()

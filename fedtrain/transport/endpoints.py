@@ -50,6 +50,7 @@ class RemoteCohort:
         inline: bool = True,
         idle_s: float = 30.0,
         emit: Emit,
+        witness: Callable[[SiteId, frames.AuditHead], None] = lambda site, head: None,
     ) -> None:
         """`identify` gives a site's name from its certificate, or raises CertificateError; it is asked on
         every call. `welcome` raises JoinRefused when the site does not fit; `admit` raises BadUpdate for a
@@ -58,7 +59,7 @@ class RemoteCohort:
         revoked certificates, see pki.proof; `frozen` are the run's frozen parameters, for sites whose
         model() has others; `schemas`: those that every site that fits has too, see SiteLink.serve. With
         `inline` small models are sent with the requests that name them; who makes models of patches seldom
-        needs them."""
+        needs them. `witness`: as in AggregatorEnd."""
         self._transport, self._listen, self._emit = transport, listen, emit
         self._identify, self._welcome, self._admit = identify, welcome, admit
         self._inbox, self._replies, self._known = inbox, replies, known(schemas)
@@ -67,7 +68,7 @@ class RemoteCohort:
         first = frames.Welcome(
             heartbeat_s=transport.heartbeat_s, frozen=frozen.digest if frozen is not None else ""
         )
-        self._end = AggregatorEnd(first, float(idle_s), emit, frozen)
+        self._end = AggregatorEnd(first, float(idle_s), emit, frozen, witness)
         self._transfers: dict[SiteId, WeakSet[asyncio.Task[Any]]] = {}
         self._changed = asyncio.Event()  # set, and replaced, when a session begins or ends
         self._timer: asyncio.TimerHandle | None = None
@@ -111,6 +112,9 @@ class RemoteCohort:
 
     def tell(self, site: SiteId, line: str) -> None:
         self._end.tell(site, line)
+
+    def state_head(self, signed: bytes, place_of: Callable[[SiteId], tuple[int, str] | None]) -> None:
+        self._end.state_head(signed, place_of)
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float

@@ -13,7 +13,7 @@ import msgspec
 
 from ..arena import ArenaFile, Patch, patches_to
 from ..errors import Broken, ConnectError, JoinRefused, WireError
-from ..events import Emit, Notice, UpdateRefused
+from ..events import Admitted, Emit, Notice, ReplySent, UpdateRefused
 from ..messages import Reply, Request
 from ..schema import Schema
 from ..wire import frames
@@ -69,6 +69,7 @@ class SiteLink:
         welcomed: Callable[[str], ArenaFile | None] = lambda frozen: None,
         patched: Callable[[Patch, str], Awaitable[bool]] | None = None,
         schemas: Sequence[Schema] = (),
+        witness: Callable[[frames.AuditHead], frames.AuditHead] | None = None,
     ) -> str:
         """Answer requests until the aggregator says that the run is over; returns its reason.
 
@@ -76,13 +77,14 @@ class SiteLink:
         fetched before anything is answered. `patched` makes the model of that digest, in the inbox, of a
         patch that is here and its base, and says whether it could; without it models are fetched whole.
         `schemas`: those that an aggregator with these settings and this model has too, so that no message
-        spells them out.
+        spells them out. `witness` is told the head of the aggregator's audit log, and answers with the own.
 
         JoinRefused when both ends disagree. Any other trouble is told once and tried again, after 0.2 s
         at first and then ever more slowly up to 15 s, with jitter, so that a restarted aggregator is not
         stormed. An error of `answer` that is no reply, a bug or a full disk, ends it too.
         """
         self._answer, self._welcomed, self._patched = answer, welcomed, patched
+        self._witness = witness
         self._end.known = known(schemas)
         first = msgspec.structs.replace(hello, process=self._process)
         while True:
@@ -127,6 +129,9 @@ class SiteLink:
                     if isinstance(frame, frames.Welcome):
                         await self._check(frame, stream)
                         self._frozen = self._welcomed(frame.frozen)
+                        self._emit(Admitted(site="aggregator", task_digest=hello.task_digest))
+                    if isinstance(frame, frames.AuditHead) and self._witness is not None:
+                        self._outbox.put_nowait(encode(self._witness(frame)))
                     self._end.receive(frame)
                     self._follow(call)
                 await self._leave(stream)
@@ -230,6 +235,8 @@ class SiteLink:
 
     async def _offer(self, call: streams.Connection, request: Request, reply: Reply) -> None:
         body = encode(reply, self._end.known)
+        nbytes = len(body) + sum(arena.schema.nbytes for arena in arenas(reply))
+        self._emit(ReplySent(request=request.id, what=type(reply).__name__, nbytes=nbytes))
         if streams.fits(reply):
             answer = frames.Answered(id=request.id, body=body, data=streams.inlined(reply))
             self._outbox.put_nowait(encode(answer))

@@ -41,6 +41,7 @@ class SiteSession:
     site: SiteId
     process: str  # as in the site's Hello
     send: Callable[[frames.FromAggregator | None], None]  # None: close the stream
+    owes_head: bool = False  # it was told how the aggregator's audit log stands, and has not answered
 
 
 @dataclass(eq=False)
@@ -74,9 +75,18 @@ class Pending:
 class AggregatorEnd:
     """Sessions of sites, and the requests that are pending for them."""
 
-    def __init__(self, welcome: frames.Welcome, idle_s: float, emit: Emit, frozen: AnyArena | None) -> None:
+    def __init__(
+        self,
+        welcome: frames.Welcome,
+        idle_s: float,
+        emit: Emit,
+        frozen: AnyArena | None,
+        witness: Callable[[SiteId, frames.AuditHead], None] = lambda site, head: None,
+    ) -> None:
         """`welcome` is what each site that joins is sent first; a site that is away for `idle_s` is not
-        waited for in the exchanges under way; `frozen` are the run's frozen parameters, if it has any."""
+        waited for in the exchanges under way; `frozen` are the run's frozen parameters, if it has any;
+        `witness` is told the head of a site's audit log, one for each that the site was told."""
+        self._witness = witness
         self.sessions: dict[SiteId, SiteSession] = {}
         self._welcome, self._idle_s, self._emit, self._frozen = welcome, idle_s, emit, frozen
         self._pending: dict[tuple[SiteId, str], Pending] = {}
@@ -144,6 +154,9 @@ class AggregatorEnd:
         """A frame after the Hello."""
         if isinstance(frame, frames.Status):
             self._emit(SiteState(site=session.site, state=frame.state[:64]))
+        elif isinstance(frame, frames.AuditHead) and session.owes_head:
+            session.owes_head = False
+            self._witness(session.site, frame)
         elif isinstance(frame, frames.Leaving):
             self._uninformed.discard(session.site)
             session.send(None)
@@ -173,6 +186,12 @@ class AggregatorEnd:
     def tell(self, site: SiteId, line: str) -> None:
         if session := self.sessions.get(site):
             session.send(frames.Note(line=line))
+
+    def state_head(self, signed: bytes, place_of: Callable[[SiteId], tuple[int, str] | None]) -> None:
+        """Tell all sites how the audit log stands; `place_of`: how a site's own one stood."""
+        for site, session in self.sessions.items():
+            session.owes_head = True
+            session.send(frames.AuditHead(signed=signed, seen=place_of(site)))
 
     def finish(self, reason: str | None, joined: Iterable[SiteId]) -> float:
         """End all sessions. With a `reason` the run is over, and all sites that ever `joined` are to learn

@@ -4,8 +4,9 @@ Each frame is a msgspec struct in MessagePack: typed, checked while it is decode
 A model's bytes follow as raw chunks in a stream of their own, unless they are so few that they fit into the
 frame that names them:
 
-  Session   Hello, Status..., Answered..., Leaving
-            -> Welcome | Refused, Ask..., Cancel..., Rejected..., Note..., Revocations..., Finished
+  Session   Hello, Status..., Answered..., AuditHead..., Leaving
+            -> Welcome | Refused, Ask..., Cancel..., Rejected..., AuditHead..., Note..., Revocations...,
+               Finished
   Download  Fetch -> chunks                                the model that an Ask names, from any offset
   Upload    Offer, chunks... -> Resume, Stored | Moot | Refused   a reply's header, then the bytes it names
 
@@ -138,6 +139,14 @@ class Cancel(Frame, frozen=True, kw_only=True, tag=True):
     id: str
 
 
+class AuditHead(Frame, frozen=True, kw_only=True, tag=True):
+    """How the sender's audit log stands. The aggregator states it after each round, and a site answers with
+    its own, whose signature covers the one that it answers."""
+
+    signed: bytes  # runtime.auditing
+    seen: tuple[int, str] | None = None  # how the addressee's log stood, as far as the sender knows
+
+
 class Note(Frame, frozen=True, kw_only=True, tag=True):
     """A line for the site's log."""
 
@@ -179,6 +188,8 @@ class Moot(Frame, frozen=True, kw_only=True, tag=True):
     """The reply is no longer needed: enough sites had answered before."""
 
 
-FromSite = Hello | Status | Answered | Leaving
-FromAggregator = Welcome | Refused | Ask | Cancel | Rejected | Note | Revocations | Finished
+FromSite = Hello | Status | Answered | AuditHead | Leaving
+FromAggregator = (
+    Welcome | Refused | Ask | Cancel | Rejected | AuditHead | Note | Revocations | Finished
+)  # fmt: skip
 UploadAnswer = Resume | Stored | Moot | Refused

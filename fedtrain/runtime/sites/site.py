@@ -36,6 +36,7 @@ from ...transport.tls import Tls
 from ...wire import PROTOCOL, decode, encode
 from ...wire.codec import fetch_list
 from ...wire.frames import Hello
+from ..auditing import audited
 from ..journal import Journal
 from ..star.agreement import bounds_of
 from ..star.secure_terms import hash_of
@@ -262,6 +263,8 @@ async def run(
             f"the certificate is {credentials.identity.name}'s, not {name}'s. "
             f"Start `fedtrain site {credentials.identity.name}`, or issue one for {name}."
         )
+    audit = audited(config, name, emit, credentials)
+    emit = audit.emit
     ledger = Ledger(config.site_dir(name), noticed(emit))
 
     async def start() -> Trains:
@@ -302,20 +305,15 @@ async def run(
         if config.compression.down:
             await site.keep_initial()
         hello = Hello(
-            protocol=PROTOCOL,
-            version=__version__,
-            task_digest=about.task_digest,
-            schema=about.schema,
-            frozen=about.frozen.schema,
-            agreed=config.agreed(),
+            protocol=PROTOCOL, version=__version__, task_digest=about.task_digest, schema=about.schema,
+            frozen=about.frozen.schema, agreed=config.agreed(), bounds=bounds,
             examples=None if secure else await trainer.examples(name),  # under masks no count is in clear
-            bounds=bounds,
-        )
+        )  # fmt: skip
         watching = asyncio.create_task(check.watch(link.cut))
         try:
             agreed = about.schema, about.frozen.schema, about.update
             patched = site.patched if config.compression.down else None
-            reason = await link.serve(hello, site.answer, site.welcomed, patched, agreed)
+            reason = await link.serve(hello, site.answer, site.welcomed, patched, agreed, audit.answer)
         finally:
             watching.cancel()
             await site.close()
@@ -325,3 +323,4 @@ async def run(
         return reason
     finally:
         ledger.close()
+        audit.close()

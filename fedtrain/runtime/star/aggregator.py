@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...config import Config
-from ...events import Emit, Notice, noticed
+from ...events import Admitted, Emit, Notice, noticed
 from ...exchange import Cohort
 from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
@@ -24,7 +24,8 @@ from ...store import Checkpoint, RunStore
 from ...strategies import Strategy, beginning, build, extras_of
 from ...transport.endpoints import TRANSPORTS, RemoteCohort
 from ...transport.tls import Tls
-from ...wire.frames import Bounds, Hello
+from ...wire.frames import AuditHead, Bounds, Hello
+from ..auditing import audited
 from ..journal import Averages, Journal, Result, Shown, no_data, plain, some_of
 from ..sites import compressed, privacy
 from ..threads import all_cores, while_torch_loads
@@ -117,13 +118,16 @@ async def listening(
     """Let sites join. At the end they are told whether the run is over."""
     credentials = Credentials.load(config.root / config.network.certs / "aggregator")
     async with AsyncExitStack() as stack:
+        audit = stack.enter_context(closing(audited(config, "aggregator", emit, credentials)))
+        emit = audit.emit
         store = stack.enter_context(closing(RunStore(config.run_dir, warn=noticed(emit))))
         journal = Journal(config, store, emit)
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
         check_strategy(config, strategy)
         schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start, training))
         joined = JoinedSites(journal, schema, task_digest, credentials, extras_of(strategy))
-        cohort = joined.cohort()
+        cohort = joined.cohort(audit.witness)
+        audit.after_round = lambda: cohort.state_head(audit.statement(), audit.place_of)
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         early = closing_early if training else lambda config, cohort: cohort
         answers = joined.answers(early(config, cohort), early(config, openly))
@@ -162,8 +166,8 @@ class JoinedSites:
         if config.secagg.enabled:
             self._longest = secure_rounds.longest_vector(config, schema.model, extras)
 
-    def cohort(self) -> RemoteCohort:
-        """The sites as they are asked over the network."""
+    def cohort(self, witness: Callable[[SiteId, AuditHead], None]) -> RemoteCohort:
+        """The sites as they are asked over the network; `witness` is told how their audit logs stand."""
         config, credentials = self._config, self._credentials
         tls = Tls(credentials.key, credentials.chain, credentials.root)
         replies = (secure_rounds.REPLIES if config.secagg.enabled else Found) | Described
@@ -173,7 +177,7 @@ class JoinedSites:
             inbox=self._store.inbox, replies=replies, prove=self._prove,
             frozen=self._store.frozen_file(), idle_s=config.network.idle, emit=self._emit,
             schemas=(self._schema, self._store.frozen.schema, self._update),
-            inline=not config.compression.down,
+            inline=not config.compression.down, witness=witness,
         )  # fmt: skip
 
     def answers(self, cohort: Cohort, openly: Cohort) -> Answers:
@@ -202,6 +206,10 @@ class JoinedSites:
         """Take a site in, or raise JoinRefused."""
         agree(site, hello, self._config, self._schema, self._task_digest, self._store.frozen.schema)
         self._store.join(site, hello.examples)
+        serial, printed = self.callers.shown(site)
+        self._emit(
+            Admitted(site=site, task_digest=hello.task_digest, serial=serial, fingerprint=printed.hex())
+        )
         if hello.bounds is not None and self._bounds.get(site) != hello.bounds:
             self._bounds[site] = hello.bounds
             for why in differences(hello.bounds, bounds_of(self._config)):

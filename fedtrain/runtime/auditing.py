@@ -1,0 +1,239 @@
+"""Who signs an audit log, who keeps the signed heads of whom, and what a log is checked against.
+
+After each round the aggregator sends all sites its log's signed head, and each site answers with its own,
+which says whose head it had before it: so each signature of one end stands in the log of the other one, and
+neither can rewrite the past. With a head goes the newest one that its sender has of the addressee: an
+addressee whose log does not have it says so in its log, and to people.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from ..config import Config
+from ..errors import CertificateError, FedtrainError
+from ..events import Emit, Event, HeadWitnessed, LogDisputed, Notice, RoundCommitted
+from ..messages import SiteId
+from ..pki import Credentials
+from ..pki.identity import certificates, identity_of
+from ..pki.signing import Signed, Signer, Verifier, signed_claim
+from ..tracking.audit import AuditLog, LogHead, audit_file, head_file, lines_of
+from ..wire.frames import AuditHead
+
+CONTEXT = b"fedtrain audit head;"
+
+ROLES = {"aggregator": "aggregator"}  # of a log's name; any other name is a site's
+
+
+def audited(config: Config, name: str, emit: Emit, credentials: Credentials | None = None) -> Audit:
+    """The open audit log of this role, and `emit` as what it does not keep; without `credentials` nobody
+    signs it."""
+    log = AuditLog(audit_file(config, name), None if credentials is None else signing(credentials))
+    return Audit(log, emit, credentials)
+
+
+def signing(credentials: Credentials) -> Callable[[LogHead], bytes]:
+    """What signs heads with these credentials."""
+    signer = Signer.of(credentials)
+    return lambda head: Signed.by(signer, CONTEXT, head).encode()
+
+
+@dataclass
+class Audit:
+    """An open audit log, and the other ends' heads in it."""
+
+    log: AuditLog
+    emit_on: Emit
+    credentials: Credentials | None
+    after_round: Callable[[], None] = lambda: None  # called when a round is committed
+    _known: set[tuple[SiteId, bytes]] = field(default_factory=set)  # certificates that the log has
+
+    def emit(self, event: Event) -> None:
+        """Add an event to the log, if it is of a kind that is kept, and tell whoever hears of events."""
+        self.log.append(event)
+        self.emit_on(event)
+        if isinstance(event, RoundCommitted):
+            self.after_round()
+
+    def close(self) -> None:
+        self.log.close()
+
+    def statement(self) -> bytes:
+        """This log's signed head, for all."""
+        return self._sign(self.log.head())
+
+    def place_of(self, who: SiteId) -> tuple[int, str] | None:
+        """The newest head of another log that is kept here: its lines, and the last one's seal."""
+        kept = self.log.witnessed.get(who)
+        return None if kept is None else _claim(b64decode(kept.claim)).place
+
+    def answer(self, frame: AuditHead, who: SiteId = "aggregator") -> AuditHead:
+        """Keep the head that another end states; this log's own, which countersigns that one."""
+        self.witness(who, frame)
+        return AuditHead(signed=self._sign(self.log.head(self.place_of(who))))
+
+    def witness(self, who: SiteId, frame: AuditHead) -> None:
+        """Keep the head that another end states. What is no head, or denies an earlier one, is told."""
+        try:
+            signed, head = msgspec.msgpack.decode(frame.signed, type=Signed), self._checked(who, frame.signed)
+        except (FedtrainError, msgspec.MsgspecError, ValueError) as e:
+            self._dispute(who, f"no head of the audit log of {who}: {e}")
+            return
+        for place in (frame.seen, head.seen):
+            if place is not None and not self.log.holds(place):
+                self._dispute(who, f"{who} has seen a line {place[0]} of this log that is not in it")
+        last = self.place_of(who)
+        if last is not None and head.lines < last[0]:
+            text = f"the log of {who} had {last[0]} lines, and has {head.lines} now"
+            self._dispute(who, f"{text}: lines were cut off, or the log begun anew")
+        if last != head.place:
+            shown = "" if (who, signed.certificate) in self._known else signed.certificate.decode()
+            self._known.add((who, signed.certificate))
+            claim, signature = b64encode(signed.claim).decode(), b64encode(signed.signature).decode()
+            self.log.append(HeadWitnessed(of=who, claim=claim, signature=signature, certificate=shown))
+
+    def _sign(self, head: LogHead) -> bytes:
+        assert self.credentials is not None, "only who has a key states how a log stands"
+        return signing(self.credentials)(head)
+
+    def _checked(self, who: SiteId, signed: bytes) -> LogHead:
+        assert self.credentials is not None, "only who has a root can check what others sign"
+        return checked(self.credentials.root, who, signed)
+
+    def _dispute(self, who: SiteId, reason: str) -> None:
+        self.log.append(LogDisputed(of=who, reason=reason))
+        self.emit_on(Notice(text=f"audit: {reason} (fedtrain audit verify)"))
+
+
+def checked(root: bytes, who: SiteId, signed: bytes, *, then: bool = False) -> LogHead:
+    """The head that `who` has signed; CertificateError unless it is of its own log, and its certificate leads
+    to the root and is valid, or was (`then`)."""
+    certificate = msgspec.msgpack.decode(signed, type=Signed).certificate
+    federation, role = identity_of(certificate).federation, ROLES.get(who, "site")
+    verifier = _verifier(root, federation)
+    if then:
+        issued = certificates(certificate)[0].not_valid_before_utc
+        verifier = Verifier(root, federation, now=lambda: issued)
+    signer, head, _ = signed_claim(signed, LogHead, CONTEXT, "head of an audit log", verifier, role)
+    if signer != who or head.log != who:
+        raise CertificateError(f"{signer} has signed a head of {head.log}'s log, not {who}")
+    return head
+
+
+@cache
+def _verifier(root: bytes, federation: str) -> Verifier:
+    return Verifier(root, federation)
+
+
+def _claim(data: bytes) -> LogHead:
+    return msgspec.msgpack.decode(data, type=LogHead)
+
+
+# --- `fedtrain audit verify`
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a log was found to be; with --json as it stands here."""
+
+    log: str
+    lines: int
+    since: float | None  # seconds since 1970
+    until: float | None
+    signed: int  # lines that the signed head covers; 0: nobody has signed it
+    witnessed: dict[str, int]  # whose signed heads are in it, and how many
+    torn_bytes: int  # of a last line that was not finished
+    disputes: list[str]  # what the log itself says that other ends hold against it, or it against them
+    problems: list[str]
+
+
+def verify(path: Path, root: bytes | None, others: Sequence[Path] = ()) -> Verdict:
+    """Check a log by itself, and against the heads of it that are in `others`, the other ends' logs. `root`:
+    the federation's, in PEM; None: signatures are not checked."""
+    lines, heads = list(lines_of(path)), list(_heads_in(path, root))
+    seals = [line.seal for line in lines]
+    problems = [
+        f"line {line.number} was changed, or one before it is missing" for line in lines if not line.good
+    ]
+
+    def missing(place: tuple[int, str] | None) -> bool:
+        return place is not None and place[0] > 0 and seals[place[0] - 1 : place[0]] != [place[1]]
+
+    signed, why = _signed_head(path, root)
+    problems += why
+    if signed is not None and missing(signed.place):
+        cut = signed.lines - len(lines)
+        what = f"{cut} lines were cut off at its end" if cut > 0 else "what it was signed over was rewritten"
+        problems.append(f"the signed head is of {signed.lines} lines, the log has {len(lines)}: {what}")
+    found: dict[str, int] = {}
+    for who, head, fault in heads:
+        found[who] = found.get(who, 0) + 1
+        if fault or head is None:
+            problems.append(f"a head of {who}: {fault}")
+        elif missing(head.seen):
+            problems.append(f"{who} has signed that it saw a line {head.seen and head.seen[0]}, not this one")
+    for other in others:
+        of_this = [(head, fault) for who, head, fault in _heads_in(other, root) if who == path.stem]
+        problems += [f"{other.stem} has a head of this log: {fault}" for _, fault in of_this if fault]
+        gone = [head.lines for head, _ in of_this if head is not None and missing(head.place)]
+        if gone:
+            problems.append(
+                f"{other.stem} keeps {len(gone)} signed heads of this log that are not in it, the first of "
+                f"line {min(gone)}: the log was rewritten, or cut"
+            )
+        if not of_this:
+            problems.append(f"{other.stem} keeps no head of this log: nothing was checked against it")
+    disputes = [line.entry.reason for line in lines if isinstance(line.entry, LogDisputed)]
+    times = [line.entry.time for line in lines if line.entry is not None]
+    size = sum(len(text) for text in path.read_bytes().rpartition(b"\n")[2:])
+    return Verdict(
+        log=path.stem, lines=len(lines), since=min(times, default=None), until=max(times, default=None),
+        signed=0 if signed is None else signed.lines, witnessed=found, torn_bytes=size, disputes=disputes,
+        problems=problems,
+    )  # fmt: skip
+
+
+def _signed_head(path: Path, root: bytes | None) -> tuple[LogHead | None, list[str]]:
+    """The signed head of a log, and what is wrong with it."""
+    file = head_file(path)
+    if not file.exists():
+        alone = path.stem == "datacenter"  # which has no key
+        return None, [] if alone else [f"{file.name} is missing: nothing says how long the log must be"]
+    try:
+        signed = msgspec.msgpack.decode(file.read_bytes(), type=Signed)
+        head = _claim(signed.claim)
+        if root is not None:  # whether it has expired since is no matter
+            head = checked(root, path.stem, file.read_bytes(), then=True)
+    except (FedtrainError, msgspec.MsgspecError, ValueError) as e:
+        return None, [f"{file.name} is not signed by {path.stem}: {e}"]
+    return head, []
+
+
+def _heads_in(path: Path, root: bytes | None) -> Iterator[tuple[str, LogHead | None, str]]:
+    """The other ends' heads in a log: whose, the head, and what is wrong with it."""
+    shown: dict[str, bytes] = {}
+    for line in lines_of(path):
+        if isinstance(entry := line.entry, HeadWitnessed):
+            try:
+                shown[entry.of] = entry.certificate.encode() or shown[entry.of]
+                claim = b64decode(entry.claim, validate=True)
+                signature = b64decode(entry.signature, validate=True)
+                head = _claim(claim)
+                if root is not None:
+                    signed = Signed(claim=claim, signature=signature, certificate=shown[entry.of]).encode()
+                    head = checked(root, entry.of, signed, then=True)
+                yield entry.of, head, ""
+            except (FedtrainError, msgspec.MsgspecError, ValueError, KeyError) as e:
+                yield entry.of, None, f"it can't be checked: {e}"
+
+
+def root_of(config: Config) -> bytes | None:
+    """The federation's root certificate, in PEM, where there is one in the project's certs folder."""
+    certs = config.root / config.network.certs
+    found = [certs / "ca", certs / "aggregator", *sorted((certs / "sites").glob("*"))]
+    return next((path.read_bytes() for each in found if (path := each / "root.pem").exists()), None)
