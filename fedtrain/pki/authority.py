@@ -11,6 +11,7 @@ Each leaf folder (aggregator/, sites/NAME/) has all that TLS needs on the machin
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -300,7 +301,7 @@ def _pem(thing: x509.Certificate | PrivateKey) -> bytes:
 
 def write(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace a file in one step; a key is never readable by others, not even for a moment."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
     with writing(path), os.fdopen(fd, "wb") as f:
         os.fchmod(fd, mode)  # overrides the umask, and the mode of a file that an interrupted run left

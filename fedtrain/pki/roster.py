@@ -5,8 +5,8 @@
 
 ZeroMQ knows no certificates. So a peer signs its CURVE key with the key of its certificate, and other peers
 accept only an entry whose certificate leads to the federation's root, names the peer, and is not revoked.
-The folder is read again while a run goes on: a new file admits a peer; a deleted file, or the federation's
-revocation list, which travels with the entries, cuts a peer off.
+The folder is read again while a run goes on: a new file admits a peer; a deleted file, for good (strikes.py),
+or the federation's revocation list, which travels with the entries, cuts a peer off.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .mask_keys import PREFIX as MASK
 from .mask_keys import MaskKeys
 from .revocation import LIST, Revoked
 from .signing import SIGNED_BYTES, Signed, Signer, Verifier, claimed
+from .strikes import Strikes
 
 SUFFIX = ".peer"
 Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
@@ -98,13 +99,15 @@ class Roster:
         revoked: Revoked | None = None,
         guests: Guestbook | None = None,
         mask_keys: MaskKeys | None = None,
+        signer: Signer | None = None,
         refuse: Callable[[str, str], None] = lambda file, reason: None,
     ) -> None:
-        """`revoked`: the list that the verifier uses. `refuse(file, reason)` is called once for each entry
-        that is not valid."""
+        """`revoked`: the list that the verifier uses. `signer` signs for peers that are struck off here.
+        `refuse(file, reason)` is called once for each entry that is not valid."""
         self.folder, self._verifier, self._federation = Path(folder), verifier, federation
         self._revoked, self._guests, self._refuse = revoked, guests, refuse
-        self._mask_keys = mask_keys
+        self._mask_keys, self._strikes = mask_keys, Strikes(Path(folder), federation, signer)
+        self._struck: set[SiteId] = set()
         self._entries: dict[SiteId, bytes] = {}
         self._contacts: dict[SiteId, Contact] = {}
         self._names: dict[bytes, SiteId] = {}
@@ -158,7 +161,12 @@ class Roster:
                 continue
             except OSError as e:
                 self._refuse_once(path.name, f"it can't be read: {e.strerror}")
-        return self._set(files)
+        entries = {path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}")}
+        self._struck = self._strikes.look(entries)
+        for peer in self._struck:
+            self._refuse_once(peer + SUFFIX, self._strikes.why(peer, self._verifier))
+        kept = {file: data for file, data in files.items() if file.removesuffix(SUFFIX) not in self._struck}
+        return self._set(kept)
 
     def add(self, data: bytes) -> Contact | None:
         """Check a statement that a peer sent, and keep it as a file if it is newer than the one here. Returns
@@ -172,6 +180,8 @@ class Roster:
                 self.reload()
             return None
         contact, number = check(data, self._verifier, self._federation)
+        if contact.peer in self._struck:  # told when it was struck off, and each neighbour may pass it on
+            return None
         have = self._numbers.get(contact.peer, -1)
         if number > have:
             try:
@@ -193,6 +203,8 @@ class Roster:
             raise CertificateError("nobody is invited here")
         again = contact == self._contacts.get(contact.peer)
         self._guests.check(key, contact.peer, again=again)
+        if contact.peer in self._struck:
+            raise CertificateError(self._strikes.why(contact.peer, self._verifier))
         if not again:
             self.add(data)
             self._guests.spend(key)

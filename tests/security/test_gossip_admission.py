@@ -43,6 +43,7 @@ class Members:
             "fedtrain",
             revoked=revoked,
             guests=Guestbook(folder, **options),
+            signer=Signer.of(credentials),
         )
         return roster, Signer.of(credentials)
 
@@ -323,3 +324,56 @@ def test_s06_a_revoked_peer_is_cut_off_by_all_when_one_of_them_has_the_list(tmp_
             assert m.party.peers["c"].connected() == []
 
     bounded(main())
+
+
+# --- struck off here
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_s06_a_peer_whose_entry_was_deleted_does_not_come_back_with_a_neighbours_greeting(tmp_path, running):
+    async def main():
+        async with members(tmp_path, "abc") as m:
+            entry = tmp_path / "a" / "roster" / "c.peer"
+            if running:
+                entry.unlink()
+                m.rosters["a"].reload()
+                m.party.peers["a"].revoked()
+                await until(lambda: m.party.peers["a"].connected() == ["b"])
+            m.rosters["b"].add(m.enter("d", Curve.new()).entry("d"))
+            address = f"127.0.0.1:{m.party.peers['a'].port}"
+            await m.party.peers["a"].stop()
+            if not running:
+                entry.unlink()
+            again, _ = m.roster("a")  # nothing but files is left; b will greet it, and pass all entries on
+            m.party.start("a", roster=again, listen=address, heartbeat_s=CALM_S)
+            await until(lambda: "d" in again.peers())
+            assert again.peers() == ["a", "b", "d"]
+            assert "c" not in m.party.peers["a"].connected()
+            assert m.rosters["b"].peers() == ["a", "b", "c", "d"]  # a decides for itself alone
+            key = zmq.curve_public(
+                m.rosters["a"]
+                ._guests.invite(
+                    "c", host="a", address=address, key=b"k" * 40, life=WEEK, new=zmq.curve_keypair
+                )
+                .secret
+            )
+            with pytest.raises(CertificateError, match="c was struck off by a"):
+                again.admit(key, m.rosters["c"].entry("c"))
+            (tmp_path / "a" / "roster" / "c.struck").unlink()  # taken back
+            again.reload()
+            again.add(m.rosters["b"].entry("c"))
+            assert again.peers() == ["a", "b", "c", "d"]
+
+    bounded(main())
+
+
+def test_s06_a_damaged_tombstone_counts_and_says_that_nobody_known_signed_it(tmp_path):
+    told = []
+    m = Members(tmp_path)
+    roster = m.enter("a", Curve.new())
+    roster.add(m.enter("c", Curve.new()).entry("c"))
+    (tmp_path / "a" / "roster" / "c.struck").write_bytes(b"garbage")
+    roster._refuse = lambda file, why: told.append(f"{file}: {why}")
+    assert roster.reload()
+    assert roster.peers() == ["a"]
+    assert "c.peer: c was struck off by an unknown hand" in told[0]

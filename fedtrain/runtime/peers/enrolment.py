@@ -50,7 +50,7 @@ def enrolled(
         claim = Claim(peer=name, federation=federation, key=curve.public, address=address, number=number)
         save(folder, name, enrol(Signer.of(credentials), claim).encode())
     return Roster(
-        folder, verifier, federation, revoked=revoked,
+        folder, verifier, federation, revoked=revoked, signer=Signer.of(credentials),
         mask_keys=None if sums is None else carried(
             sums, Signer.of(credentials), verifier, federation, config.run.name, mask_number
         ),
@@ -100,7 +100,8 @@ def own_entry(roster: Roster, me: PeerId, begun_as: Contact | None = None) -> by
     if now is None:
         raise CertificateError(
             f"{me}'s own entry counts no more: its certificate was revoked or has expired, or its file was "
-            f"taken from {roster.folder}. With a new certificate the same command goes on."
+            f"taken from {roster.folder}. With a new certificate, and without a file {me}.struck there, the "
+            f"same command goes on."
         )
     return roster.entry(me)
 
