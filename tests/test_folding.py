@@ -24,6 +24,7 @@ from fedtrain.runtime.simulations import shares
 from fedtrain.runtime.simulations.local_trainer import LocalTrainer
 from fedtrain.runtime.simulations.simulation import answers, simulate
 from fedtrain.runtime.star import federated
+from fedtrain.runtime.trainers.folding import stacks
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
 from fedtrain.strategies import build
@@ -205,6 +206,7 @@ def test_a_worker_that_is_killed_in_a_round_changes_nothing(tmp_path, monkeypatc
         (100, 2, 1e-5, [48, 52]),  # sites that are done soon: one share for each worker
         (24, 2, None, [4] * 6),  # too few blocks for all workers: as finely as single updates go
         (1000, 3, 1e-5, [336, 336, 328]),
+        (1000, 2, 1e-4, [240, 192, 144, 96, 80, 64, 48, 48, 48, 40]),  # smaller and smaller: all end together
         (7, 1, 1e-5, [7]),
     ],
 )
@@ -217,12 +219,19 @@ def test_shares_keep_all_workers_busy_and_hold_every_site_once_in_order(sites, w
     assert all(place % BLOCK == 0 for place in places)
 
 
-def test_shares_of_stacked_sites_are_whole_stacks():
-    names = [f"{i}" for i in range(500)]
+@pytest.mark.parametrize("sites", [7, 100, 500, 504, 505])
+def test_shares_of_stacked_sites_are_whole_stacks(sites):
+    names, whole = [f"{i}" for i in range(sites)], stacks(sites, 48)
+    assert all(stop - start <= 72 for start, stop in whole)
     for site_s in (None, 1e-5, 1e-3, 1.0):
         found = shares.folded(names, 4, 48, 20_000, 40_000, site_s, stacked=True)
-        assert all(share.folded and len(share.sites) % 48 == 0 for share in found[:-1])
         assert [site for share in found for site in share.sites] == names
+        trained = []  # in a worker
+        for share in found:
+            at = names.index(share.sites[0])
+            trained += [(at + start, at + stop) for start, stop in stacks(len(share.sites), 48)]
+        assert all(share.folded for share in found)
+        assert trained == whole
 
 
 def test_the_sums_of_a_share_are_bounded_in_bytes():

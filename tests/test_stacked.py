@@ -51,6 +51,18 @@ class Dropped(Small):
         ).double()
 
 
+class Shifted(Small):
+    """Two parameters with the same gradient, and one whose gradient is one number."""
+
+    def model(self):
+        model = super().model()
+        model.shift, model.level = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+        return model
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]) + model.shift, batch[1]) + model.level.mean()
+
+
 class Contrast(Small):
     """A loss that is no mean over examples."""
 
@@ -83,7 +95,7 @@ def slab(engine, sites=SITES):
     return torch.zeros(len(sites), engine.schema.nbytes, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("task", [Small(), Tokens(), Tied(), Dropped(), Contrast()])
+@pytest.mark.parametrize("task", [Small(), Tokens(), Tied(), Dropped(), Shifted(), Contrast()])
 @pytest.mark.parametrize(
     ("config", "correct"),
     [

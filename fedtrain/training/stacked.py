@@ -33,7 +33,7 @@ from .stacks import DropoutLayer, Group, Padded, StackedSites, plan_of
 from .task import collate_of, folder_of, user_code
 from .traced import Dropout, compiled, traced
 
-CHUNK = 48  # sites at once, at most: three of the blocks over which a mean is folded
+CHUNK = 72  # sites at once, at most; see runtime/trainers/folding.stacks
 CHUNK_BYTES = 32 << 20  # of their weights, at most
 STACKED_BYTES = 256 << 20  # of stacked data that is kept for the next round
 TRACES = 64  # that are kept: of the shapes used last
@@ -227,7 +227,7 @@ class Stacked(Backend):
             mean, weight = vmap(self._padded)(pieces, inputs[:columns], noise, mask)
         objective = mean if single else mean * weight
         slopes = torch.autograd.grad(objective.sum(), pieces, materialize_grads=True)
-        return mean.detach(), weight.detach(), *(slope.flatten(1) for slope in slopes)
+        return mean.detach(), weight.detach(), *(slope.flatten(1).contiguous() for slope in slopes)
 
     def _alone(
         self, pieces: Sequence[torch.Tensor], columns: Sequence[torch.Tensor], noise: Sequence[torch.Tensor]

@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_map
 from ..errors import ConfigError, TaskError
 
 aten = torch.ops.aten
+DENSE: dict[str, Any] = {"memory_format": torch.contiguous_format}
+NARROW = 16  # classes, below which torch takes softmax of a last dimension number by number
 VIEWS = {aten.detach.default, aten.view.default, aten._unsafe_view.default, aten.expand.default}
 
 
@@ -89,7 +91,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def _name(self, tensor: Any, node: Any) -> None:
         if isinstance(tensor, torch.Tensor):
             self._nodes[id(tensor)] = node
-            node.meta["dtype"] = tensor.dtype
+            node.meta |= {"dtype": tensor.dtype, "shape": tensor.shape}
             self._alive.append(tensor)
 
     def _node(self, argument: Any) -> Any:
@@ -106,6 +108,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._graph.output(tuple(map(self._node, outputs)))
         if not any(node.op == "call_function" and node.is_impure() for node in self._graph.nodes):
             simplify(self._graph)
+            turn_softmax(self._graph)
+        keep_apart(self._graph)
         self._graph.eliminate_dead_code()
         return fx.GraphModule(self._others, self._graph)
 
@@ -123,10 +127,59 @@ def simplify(graph: fx.Graph) -> None:
             node.replace_all_uses_with(first)
         elif target is aten.mul.Scalar and node.args[1] == 1 and of.meta["dtype"] is node.meta["dtype"]:
             node.replace_all_uses_with(of)
+        elif target is aten.clone.default and of.target is aten.bmm.default:
+            node.replace_all_uses_with(of)  # which nothing in the graph changes
         elif target is aten.transpose.int and node.args[1:] == (1, 2) and _only_product(of):
             with graph.inserting_before(node):  # (ab)' = b'a', which comes as it is wanted
                 flipped = [graph.call_function(target, (each, 1, 2)) for each in reversed(of.args)]
                 node.replace_all_uses_with(graph.call_function(of.target, tuple(flipped)))
+
+
+def turn_softmax(graph: fx.Graph) -> None:
+    """Have softmax over few classes, which are the last dimension, computed for many rows at a time."""
+    for node in graph.nodes:
+        shape = node.meta.get("shape", ())
+        if len(shape) < 2 or shape[-1] >= NARROW:
+            continue
+        with graph.inserting_before(node):
+            call = graph.call_function
+            match node.target, node.args:
+                case aten._log_softmax.default | aten._softmax.default, (x, dim, half) if _last(dim, shape):
+                    turned = call(aten.transpose.int, (x, -2, -1))
+                    found = call(node.target, (call(aten.clone.default, (turned,), DENSE), -2, half))
+                    back = call(aten.transpose.int, (found, -2, -1))
+                    node.replace_all_uses_with(call(aten.clone.default, (back,), DENSE))
+                case aten._log_softmax_backward_data.default, (slope, out, dim, _) if _last(dim, shape):
+                    total = call(aten.sum.dim_IntList, (slope, [-1], True))
+                    share = call(aten.mul.Tensor, (call(aten.exp.default, (out,)), total))
+                    node.replace_all_uses_with(call(aten.sub.Tensor, (slope, share)))
+                case aten._softmax_backward_data.default, (slope, out, dim, _) if _last(dim, shape):
+                    product = call(aten.mul.Tensor, (slope, out))
+                    total = call(aten.sum.dim_IntList, (product, [-1], True))
+                    share = call(aten.mul.Tensor, (out, total))
+                    node.replace_all_uses_with(call(aten.sub.Tensor, (product, share)))
+
+
+def _last(dim: int, shape: torch.Size) -> bool:
+    return dim in (-1, len(shape) - 1)
+
+
+def keep_apart(graph: fx.Graph) -> None:
+    """Have no two outputs in the same memory, and none in an input's: whoever gets them changes them."""
+    end, owners = graph.output_node(), set[fx.Node]()
+    outputs = []
+    for output in cast(Any, end.args[0]):
+        owner = output
+        while owner.op == "call_function" and (
+            owner.target in VIEWS or getattr(owner.target, "is_view", False)
+        ):
+            owner = owner.args[0]
+        if owner in owners or owner.op != "call_function":
+            with graph.inserting_before(end):
+                output = graph.call_function(aten.clone.default, (output,))
+        owners.add(owner)
+        outputs.append(output)
+    end.args = (tuple(outputs),)
 
 
 def _only_product(node: fx.Node) -> bool:

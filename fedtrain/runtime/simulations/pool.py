@@ -241,9 +241,10 @@ class PoolCohort:
     def _count(self, sites: Sequence[SiteId], request: Train | Evaluate, updates: int, asked: int) -> None:
         """Count the bytes that these sites, of all that are asked, would have got and sent."""
         weights = request.weights
-        for held, times in Counter(self._held.get(site, self._known) for site in sites).items():
-            if held != weights.digest:
-                patches = patches_to(weights, held.__eq__)
+        for held, times in Counter(map(self._held.get, sites)).items():
+            have = self._known if held is None else held
+            if have != weights.digest:
+                patches = patches_to(weights, have.__eq__)
                 sent = [patch.arena for patch in patches] or [weights]
                 self.bytes_out += times * sum(arena.schema.nbytes for arena in sent)
         self._held.update(dict.fromkeys(sites, weights.digest))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ...aggregation.mean import BLOCK
 from ...messages import SiteId
+from ..trainers.folding import stacks
 
 AHEAD = 3  # shares for each worker, where each site's update comes by itself
 SHARE_S = 0.005  # a share that takes so long costs next to nothing to ask for
@@ -39,11 +41,11 @@ def asked_of(shares: Sequence[Share], asked: Collection[SiteId]) -> list[Share]:
 
 def singly(sites: Sequence[SiteId], workers: int, at_once: int, nbytes: int, *, stacked: bool) -> list[Share]:
     """Shares whose updates, each of so many bytes, come one by one: small enough that every worker gets some.
-    Sites that are `stacked` are trained in fixed numbers, `at_once`."""
-    size = at_once
-    if not stacked:
-        most = min(BATCH_SITES, BATCH_BYTES // max(1, nbytes))
-        size = max(1, min(most, -(-len(sites) // (AHEAD * workers))))
+    Sites that are `stacked` come by the stack."""
+    if stacked:
+        return [Share(list(sites[start:stop])) for start, stop in stacks(len(sites), at_once)]
+    most = min(BATCH_SITES, BATCH_BYTES // max(1, nbytes))
+    size = max(1, min(most, -(-len(sites) // (AHEAD * workers))))
     return [Share(list(sites[at : at + size])) for at in range(0, len(sites), size)]
 
 
@@ -58,13 +60,18 @@ def folded(
     """
     unit = max(at_once, BLOCK)
     most = max(1, FOLDED_BYTES // max(1, block_bytes * unit // BLOCK))  # units of a share
-    units = -(-len(sites) // unit)
     if not stacked and (site_s is None or site_s * unit > SHARE_S):
         even = len(sites) // unit // workers * workers
         shares = [Share(list(sites[i * unit : (i + 1) * unit]), folded=True) for i in range(even)]
         return shares + singly(sites[even * unit :], workers, at_once, nbytes, stacked=stacked)
-    each = 1 if site_s is None else max(1, int(site_s * len(sites) / workers / SHARE_S))  # shares of a worker
-    count = min(units, max(each * workers, -(-units // most)))
-    cuts = [min(len(sites), unit * round(len(sites) * i / count / unit)) for i in range(count)]
-    ends = [*cuts[1:], len(sites)]
-    return [Share(list(sites[a:b]), folded=True) for a, b in zip(cuts, ends, strict=True) if a < b]
+    units = len(stacks(len(sites), unit)) if stacked else -(-len(sites) // unit)
+    least = 1 if site_s is None else max(1, round(SHARE_S / (site_s * unit)))
+    if least * workers * 2 >= units:  # one for each worker, as even as they can be
+        count = min(units, max(workers, -(-units // most)))
+        ends = [round(len(sites) * i / count / unit) for i in range(1, count)]
+    else:  # smaller and smaller, so that all workers are done at the same time
+        ends = []
+        while (left := units - (ends[-1] if ends else 0)) > least:
+            ends.append(units - left + min(max(least, left // (2 * workers)), most))
+    cuts = [0, *(unit * end for end in ends), len(sites)]
+    return [Share(list(sites[a:b]), folded=True) for a, b in pairwise(cuts) if a < b]

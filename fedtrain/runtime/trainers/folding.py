@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ...aggregation.mean import BLOCK, blocks_of
@@ -17,7 +18,7 @@ from . import trainer_messages as msg
 if TYPE_CHECKING:
     import torch
 
-STACKED_SITES = 48  # that the stacked engine trains at once, at most: whole blocks; see sites_at_once
+STACKED_SITES = 48  # that the stacked engine trains at once: whole blocks; see sites_at_once
 STACKED_BYTES = 16 << 20  # of their deltas
 CACHED_BYTES = 1 << 20  # of deltas that are summed while they are still in a core's cache
 
@@ -32,6 +33,12 @@ def sites_at_once(stacked: bool, nbytes: int) -> int:
     if stacked and most >= STACKED_SITES:
         return STACKED_SITES
     return 1 << (max(1, min(most, BLOCK)).bit_length() - 1)
+
+
+def stacks(sites: int, at_once: int) -> list[tuple[int, int]]:
+    """[start, stop) of those that are trained at once, `at_once` or, in the end, up to half as many more."""
+    starts = range(0, max(1, sites - at_once // 2), at_once)
+    return list(pairwise([*starts, sites]))
 
 
 class Folding:
@@ -53,13 +60,14 @@ class Folding:
         nbytes = bytes_of(self._config, about, len(blocks_of(places)), command.summands)
         sums = mapped.bytes_at(room, command.offset, nbytes) if room else memoryview(bytearray(nbytes))
         at_once = sites_at_once(stacked, about.update.nbytes)
-        if self._rows is None or len(self._rows) < at_once:
-            self._rows = torch.empty(at_once, about.update.nbytes, dtype=torch.uint8)
+        most = at_once + at_once // 2
+        if self._rows is None or len(self._rows) < most:
+            self._rows = torch.empty(most, about.update.nbytes, dtype=torch.uint8)
         into = sums_of(self._config, about.extras, command, weights, sums)
         found: list[Update | None] = []
         norms, refused, given = [0.0] * count, dict[int, str](), 0
-        for place in range(0, command.span or count, at_once):
-            start, stop = (bisect_left(places, end) for end in (place, place + at_once))
+        for ends in stacks(command.span or count, at_once):
+            start, stop = (bisect_left(places, end) for end in ends)
             if start == stop:
                 continue
             some, slab = slice(start, stop), Slab(about.update, self._rows[: stop - start])
