@@ -58,7 +58,8 @@ def test_help_lists_the_commands_in_the_order_in_which_a_user_meets_them():
     text = run("--help").output
     assert re.findall(r"^  (\w+)  ", text, re.M) == [
         "new", "simulate", "stats", "topology", "certs", "aggregator", "site", "peer", "invite", "datacenter",
-        "plan", "watch", "runs", "export", "evaluate", "audit"]  # fmt: skip
+        "plan", "watch", "runs", "export", "evaluate", "audit",
+        "verify"]  # fmt: skip
 
 
 def test_without_a_command_there_is_help_with_a_quick_start_of_five_lines():

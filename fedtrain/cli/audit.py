@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=Commands)
 def audit() -> None:
-    """Who did what, when: the audit logs of this project's roles."""
+    """Check the logs of who did what, and when."""
 
 
 @audit.command("verify")
@@ -70,3 +70,31 @@ def _tell(found: Verdict) -> None:
         click.echo(f"  disputed: {line}")
     for line in found.problems:
         click.echo(f"  WRONG: {line}")
+
+
+@click.command()
+@click.argument("model", metavar="FOLDER", type=click.Path(path_type=Path, exists=True))
+@with_config
+@as_json
+@click.option("--root", type=click.File("rb"), metavar="FILE",
+              help="The federation's root.pem; without it, the one of this project.")  # fmt: skip
+@click.option("--against", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+              help="The aggregator's audit log: it must have the line that is named.")  # fmt: skip
+def verify(config: Config, model: Path, json: bool, root: Any, against: Path | None) -> None:
+    """Check that a model is what its aggregator signed."""
+    from ..runtime import lineage
+    from ..runtime.auditing import root_of
+
+    trusted = root_of(config) if root is None else root.read()
+    if trusted is None:
+        raise ConfigError("no root.pem is in this project's certs folder: name the federation's with --root.")
+    found = lineage.verify(model if model.is_dir() else model.parent, trusted, against)
+    if json:
+        return print_json(found)
+    click.echo(f"{found.run}, round {found.round}: signed by its aggregator")
+    click.echo(f"  sites       {', '.join(found.sites)}; {found.updates} in this round")
+    click.echo(f"  task        {found.task_digest}")
+    click.echo(f"  settings    {found.config_digest}")
+    for site, (epsilon, delta) in sorted(found.epsilon.items()):
+        click.echo(f"  epsilon     {epsilon:.3g} at delta {delta:g}, {site}")
+    return click.echo(f"  audit log   line {found.audit[0]}, {found.audit[1][:16]}…")

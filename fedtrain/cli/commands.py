@@ -35,7 +35,7 @@ from .arguments import (
     with_config,
     with_data,
 )
-from .audit import audit
+from .audit import audit, verify
 from .certificates import certs
 from .output import (
     columns,
@@ -375,6 +375,7 @@ def export(
     import msgspec
 
     from ..api import run_dir
+    from ..runtime import lineage
     from ..tracking.export import export, staying
 
     source = run_dir(config, run)
@@ -382,6 +383,9 @@ def export(
         raise click.UsageError("--data: only a site's own model may need data; name the site with --site.")
     if name is None:
         folder = export(source, out or Path(f"{source.name}-model"), round_)
+        (folder / lineage.FILE).unlink(missing_ok=True)  # of another round
+        if source.resolve() == config.run_dir.resolve():
+            lineage.sign(config, folder)
     else:
         from ..runtime import personal
 
@@ -424,3 +428,4 @@ def evaluate(
 
 
 cli.add_command(audit)
+cli.add_command(verify)

@@ -33,6 +33,7 @@ from ...training.parallel.engine import MeshEngine
 from ...training.parallel.outer import Outer
 from ...training.parallel.state import State, no_optimizer
 from ...training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
+from ..auditing import audited
 from ..journal import Averages, Journal, Lap, Result
 from ..star.combinations import beyond, check_islands
 from ..star.federated import central_noise
@@ -76,6 +77,7 @@ def run(
         with ExitStack() as stack, Leave() as leave:
             store = None  # but for rank 0
             if mesh.rank == 0:
+                emit = stack.enter_context(closing(audited(config, "datacenter", emit))).emit
                 store = stack.enter_context(closing(RunStore(config.datacenter_dir, warn=noticed(emit))))
             room = Datacenter(config, task, mesh, store, emit, leave)
             if store is not None:

@@ -37,6 +37,7 @@ from ...transport.links import LinkSettings
 from ...transport.shares import Limits
 from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
+from ..auditing import audited
 from ..journal import Journal, Lap, Result, plain
 from ..sites.spent import Spent
 from ..star.agreement import agree_as_peers
@@ -80,6 +81,7 @@ async def run(
         lambda scratch: Trainer.start(of_a_peer(config), data_dir=data_dir, scratch=scratch)
     )
     async with AsyncExitStack() as stack:
+        emit = stack.enter_context(closing(audited(config, name, emit, credentials))).emit
         store = stack.enter_context(closing(RunStore(config.peer_dir(name), warn=noticed(emit))))
         journal = Journal(config, store, emit)
         trainer = await while_torch_loads(Supervised.begin(lambda: start(store.folder)))

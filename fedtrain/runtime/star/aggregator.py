@@ -25,6 +25,7 @@ from ...strategies import Strategy, beginning, build, extras_of
 from ...transport.endpoints import TRANSPORTS, RemoteCohort
 from ...transport.tls import Tls
 from ...wire.frames import AuditHead, Bounds, Hello
+from .. import lineage
 from ..auditing import audited
 from ..journal import Averages, Journal, Result, Shown, no_data, plain, some_of
 from ..sites import compressed, privacy
@@ -84,6 +85,7 @@ async def serve(
                     evaluate_at=evaluators, shown=shown, at_server=at_server,
                 )  # fmt: skip
         star.journal.finish(result)
+        lineage.sign(config, result.run_dir / "model")
         return result
 
 
