@@ -17,6 +17,7 @@ from ..messages import SiteId, summed
 from ..questions import Question
 from ..statistics.report import Statistics, report
 from ..statistics.survey import ALL, alike, surveys
+from ..store.disk import private_folder
 from ..training.columns import ColumnSource
 from ..training.partition import SimulatedSites
 from ..training.task import Task, folder_of, load_task, user_code
@@ -56,7 +57,7 @@ def stats(
         config.simulate_dir if site is None else config.site_dir(site),
     )
     statistics = report(config.run.name, found, sites, config.stats.min_cell, masks=masks, left_out=left_out)
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     write(folder, statistics)
     return statistics
 

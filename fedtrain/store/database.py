@@ -9,6 +9,7 @@ ends, so that a log that is lost or damaged takes none with it; where it is dura
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from ..errors import Damaged, StoreError
+from .disk import explained, private
 
 EMPTY = bytes(16)  # the digest of no rows
 SEAL = """BEGIN IMMEDIATE;
@@ -48,6 +50,8 @@ class Database:
             if read_only:
                 self._db = sqlite3.connect(f"file:{path}?mode=ro", wait_s, uri=True, isolation_level=None)
             else:
+                with explained(path):  # made here, it is for nobody else; SQLite's other files are as it is
+                    os.close(private(path, os.O_RDWR | os.O_CREAT))
                 self._db = sqlite3.connect(path, wait_s, isolation_level=None)
         try:
             with self._explained():

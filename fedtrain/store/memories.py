@@ -25,7 +25,7 @@ from ..digest import digest_of
 from ..errors import Forgotten
 from ..messages import SiteId
 from .database import Database
-from .disk import explained
+from .disk import explained, private_folder
 from .memory import NEVER, advice, needless, packed, unpacked
 
 TABLES = """
@@ -51,9 +51,9 @@ class Memories:
         self._waiting_bytes = 0
         with explained(folder):
             if not read_only:
-                folder.mkdir(parents=True, exist_ok=True)
+                private_folder(folder)
             flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
-            self._file = os.open(folder / STATES, flags, 0o666)
+            self._file = os.open(folder / STATES, flags, 0o600)
         weakref.finalize(self, os.close, self._file)
         fcntl.flock(self._file, fcntl.LOCK_EX)  # SQLite makes its log for one process at a time
         try:

@@ -20,7 +20,7 @@ from ..arena import Arena
 from ..digest import digest_of
 from ..errors import Forgotten
 from ..schema import Schema
-from .disk import explained, write_whole
+from .disk import explained, private_folder, write_whole
 
 NEVER = -1  # in place of a round: no update of this site counted yet
 TAIL = struct.Struct("<I")  # after an arena and its schema: the schema's length
@@ -61,7 +61,8 @@ class SiteMemory:
                 states[number].unlink()
         if not path.exists():
             with explained(self._folder):
-                self._folder.mkdir(parents=True, exist_ok=True)
+                private_folder(self._folder.parent)
+                private_folder(self._folder)
             write_whole(path, data, durable=self._durable)
 
     def _states(self) -> dict[int, Path]:

@@ -16,7 +16,18 @@ from pathlib import Path
 
 from ..digest import Digest
 from ..errors import Broken, WireError
-from .disk import DAMAGED, FREE, Warn, explained, open_for_writing, recycle, set_aside, silent, write_whole
+from .disk import (
+    DAMAGED,
+    FREE,
+    Warn,
+    explained,
+    open_for_writing,
+    private_folder,
+    recycle,
+    set_aside,
+    silent,
+    write_whole,
+)
 
 READ_BYTES = 8 << 20
 NOTE, NOTE_BYTES = ".at", 16 << 20  # after a kill a transfer goes on from its last note
@@ -28,7 +39,7 @@ class Spool:
     def __init__(self, folder: Path, warn: Warn = silent) -> None:
         """`warn` hears of damaged files, which are set aside."""
         with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            private_folder(folder)
         self.folder, self._warn = folder, warn
         self._whole: set[str] = set()  # digests that this process has taken itself
 

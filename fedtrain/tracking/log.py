@@ -17,6 +17,7 @@ import msgspec
 
 from ..errors import FedtrainError, writing
 from ..events import AnyEvent, Emit, Event, Notice, RunStarted, decode, encode
+from ..store.disk import private, private_folder
 
 TEXT_CHARS = 500  # of a reason or notice; it may come from another site
 POLL_S = 0.2  # how often a follower looks for new lines
@@ -88,8 +89,8 @@ def one_line(text: str) -> str:
 
 def _open(path: Path) -> int:
     """Open for appending; a last line torn by kill -9 is cut off. The shared lock says "running"."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    private_folder(path.parent)
+    fd = private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
     fcntl.flock(fd, fcntl.LOCK_SH)
     end = size = os.fstat(fd).st_size
     tail = b""

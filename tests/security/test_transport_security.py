@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import ssl
@@ -14,12 +15,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedtrain.arena import Arena, ArenaFile
-from fedtrain.config import LimitsConfig
+from fedtrain.config import Config, LimitsConfig
 from fedtrain.errors import BadUpdate, JoinRefused, WireError
+from fedtrain.events import silent
 from fedtrain.messages import Failure, Train, Update
-from fedtrain.pki import Authority, aggregator_target, sign
+from fedtrain.pki import Authority, Credentials, aggregator_target, sign
+from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.star import checks
+from fedtrain.runtime.star.aggregator import JoinedSites
 from fedtrain.schema import Schema, TensorSpec
+from fedtrain.store import RunStore
 from fedtrain.transport.grpc import SERVICE
 from fedtrain.transport.tls import Tls
 from fedtrain.wire.codec import decode, encode
@@ -337,6 +342,31 @@ def test_s18_more_examples_than_were_registered_at_joining_are_refused(tmp_path)
     checks.admit(request, update, MODEL.schema, LimitsConfig(), 100)
     with pytest.raises(BadUpdate, match="claims 100 training examples, but registered 99 at joining"):
         checks.admit(request, update, MODEL.schema, LimitsConfig(), 99)
+
+
+def test_s18_a_site_that_joins_again_with_more_examples_or_none_or_nan_is_refused(certs, tmp_path):
+    """Its updates may claim what it said first: NaN would be no bound at all."""
+    config = Config.of({"run": {"name": "r"}, "network": {"certs": str(certs)}}, tmp_path)
+    with contextlib.closing(RunStore(config.run_dir)) as store:
+        schema = MODEL.schema
+        store.begin(schema, config.agreed(), run="r", task_digest="t")
+        journal = Journal(config, store, silent)
+        sites = JoinedSites(journal, schema, "t", Credentials.load(certs / "aggregator"))
+        sites.callers.identify(Credentials.load(certs / "sites" / "a").chain)
+
+        def join(examples):
+            sites._welcome("a", hello(schema, agreed=config.agreed(), examples=examples))
+
+        for bad in (math.nan, math.inf, -1.0):
+            with pytest.raises(JoinRefused, match="examples: a number that is 0 or more is needed"):
+                join(bad)
+        join(None)  # as under masks
+        join(100.0)
+        join(60.0)
+        for more, why in ((101.0, "has 101 now"), (None, "does not say how many it has now")):
+            with pytest.raises(JoinRefused, match=f"a had 100 examples when it joined this run, and {why}"):
+                join(more)
+        assert store.joined() == {"a": 100.0}
 
 
 class Announced(ArenaFile):

@@ -31,6 +31,7 @@ from ...pki.roster import Roster, own_curve
 from ...secagg.keys import KeyPair
 from ...secagg.peer_sums import PeerSums
 from ...store import Checkpoint, RunStore
+from ...store.disk import private, private_folder
 from ...topology import Topology
 from ...transport.admission import FAST, Curve, curve_speed
 from ...transport.links import LinkSettings
@@ -116,7 +117,7 @@ async def run(
             slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"
             emit(Notice(text=f"{slow}: is this pyzmq built without libsodium?"))
         files = store.folder / "train"
-        files.mkdir(exist_ok=True)
+        private_folder(files)
         model = (await trainer.initial(files / "initial")).load()
         train = _training(trainer, name, files, Spent.of_site(config, store.folder, emit), emit)
         peer = Peer(name, algorithm, model, train, neighbors, sums, config.gossip.clip)
@@ -273,5 +274,6 @@ def _training(
 
 def written(arena: Arena, path: Path) -> ArenaFile:
     """The arena as a file that the trainer reads."""
-    path.write_bytes(arena.payload)
+    with open(path, "wb", opener=private) as file:
+        file.write(arena.payload)
     return ArenaFile(arena.schema, path)

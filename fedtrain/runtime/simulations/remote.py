@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from ...config import Config
 from ...errors import ConfigError
 from ...messages import Folded
+from ...store.disk import private
 from ..trainers import trainer_messages as msg
 from ..trainers.metrics_only import MetricsOnly
 from ..trainers.trainer import Trains, print_traceback
@@ -177,7 +178,8 @@ def keep(message: msg.Start | msg.Command, outcome: msg.Outcome, written: Bytes)
         case msg.FoldMany(slab=slab, offset=offset) if isinstance(outcome, Folded):
             put(slab, offset, outcome.sums)
         case msg.Initial(out):
-            Path(out).write_bytes(written)
+            with open(out, "wb", opener=private) as file:
+                file.write(written)
         case msg.TrainMany(slab=slab, offset=offset):
             put(slab, offset, written)
 

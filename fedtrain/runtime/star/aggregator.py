@@ -35,7 +35,7 @@ from ..trainers.trainer import Trainer
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import source_digest
 from . import asynchronous, checks, federated, secure_rounds, statistics
-from .agreement import agree, bounds_of, differences
+from .agreement import agree, agreed_examples, bounds_of, differences
 from .answers import Answers, InTheOpen
 from .combinations import check_strategy
 from .enough import closing_early
@@ -207,7 +207,10 @@ class JoinedSites:
     def _welcome(self, site: SiteId, hello: Hello) -> None:
         """Take a site in, or raise JoinRefused."""
         agree(site, hello, self._config, self._schema, self._task_digest, self._store.frozen.schema)
-        self._store.join(site, hello.examples)
+        joined = self._store.joined()
+        agreed_examples(site, hello.examples, joined)
+        if joined.get(site) is None:
+            self._store.join(site, hello.examples)
         serial, printed = self.callers.shown(site)
         self._emit(
             Admitted(site=site, task_digest=hello.task_digest, serial=serial, fingerprint=printed.hex())

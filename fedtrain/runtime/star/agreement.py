@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,6 +65,22 @@ def agree(
         raise JoinRefused(
             f"{site} and the aggregator have different models: {difference} (aggregator here, site there). "
             f"Make model() the same at both."
+        )
+
+
+def agreed_examples(site: SiteId, claimed: float | None, joined: Mapping[SiteId, float | None]) -> None:
+    """JoinRefused for a number of examples that is none, or more than the site said as it first `joined` this
+    run: updates weigh as much as they claim, up to it (S18)."""
+    if claimed is not None and not 0 <= claimed < math.inf:
+        raise JoinRefused(
+            f"{site} says that it has {claimed:g} examples: a number that is 0 or more is needed."
+        )
+    before = joined.get(site)
+    if before is not None and (claimed is None or claimed > before):
+        now = "does not say how many it has now" if claimed is None else f"has {claimed:g} now"
+        raise JoinRefused(
+            f"{site} had {before:g} examples when it joined this run, and {now}. Let it train on those, or "
+            f"start another run (run.name) with all of them."
         )
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from ... import malloc
 from ...config import Config
+from ...store.disk import private
 from ..processes import signalled_when_parent_ends
 from . import trainer_messages as msg
 from .metrics_only import MetricsOnly
@@ -45,7 +46,7 @@ async def spawn(
 ) -> tuple[asyncio.subprocess.Process, socket.socket]:
     """A new process and the socket to it; see Trainer.start."""
     ours, theirs = socket.socketpair()
-    output = log.open("ab") if log is not None else None
+    output = None if log is None else private(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", __name__, str(theirs.fileno()),
@@ -56,7 +57,7 @@ async def spawn(
     finally:
         theirs.close()
         if output is not None:
-            output.close()
+            os.close(output)
     return process, ours
 
 

@@ -20,7 +20,7 @@ from ...config import Config
 from ...errors import BadUpdate, Forgotten, TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
 from ...schema import Schema
-from ...store.disk import explained
+from ...store.disk import explained, private
 from ...store.memory import NEVER
 from ..journal import Averages
 from ..simulations.shared_memory import Mapped
@@ -336,7 +336,7 @@ def new_file(schema: Schema, path: Path) -> Iterator[Arena]:
         with explained(path):
             if path.exists() and path.stat().st_size == schema.nbytes:
                 path.replace(partial)
-            file = partial.open("r+b" if partial.exists() else "w+b")
+            file = open(private(partial, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115  # closed in the block
         with file as f:
             with explained(path):
                 f.truncate(schema.nbytes)
