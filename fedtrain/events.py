@@ -172,8 +172,7 @@ class Denied(Event, frozen=True, kw_only=True, tag="denied"):
 
 
 class PrivacySpent(Event, frozen=True, kw_only=True, tag="privacy_spent"):
-    """A site gave away one more noised update: what all of them together, over its runs, tell of its data at
-    most."""
+    """A site gave away one more noised update: what all of them, over its runs, tell of its data at most."""
 
     site: SiteId
     round: int
