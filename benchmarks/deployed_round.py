@@ -35,11 +35,13 @@ import phases
 import psutil
 from bare_stream import BareStream
 
-from fedtrain.config import Config
+from fedtrain.config import Config, keep_policy, policy_from
+from fedtrain.config.policy import changed
 from fedtrain.digest import Digest
 from fedtrain.events import silent
 from fedtrain.pki import init, issue
 from fedtrain.runtime.sites import site as runtime_site
+from fedtrain.runtime.sites.approval import approve
 from fedtrain.runtime.trainers import trainer_messages as msg
 from fedtrain.runtime.trainers.trainer import Trains
 from fedtrain.schema import Schema, TensorSpec
@@ -111,6 +113,8 @@ def project(root: Path, numel: int, rounds: int, secure: bool = False) -> None:
     issue(root / "certs", "aggregator")
     for name in SITES:
         issue(root / "certs", "site", name)
+    for folder in approve(Config.load(root / "fedtrain.toml"))[1]:
+        keep_policy(folder, changed(policy_from(folder), {"secure_sums": secure}))
 
 
 def deployed(numel: int, rounds: int, secure: bool, *, timed: bool = False) -> dict[str, float]:

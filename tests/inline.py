@@ -19,6 +19,7 @@ from fedtrain.runtime.star import aggregator
 from fedtrain.runtime.trainers.trainer import Trainer
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.tracking.export import export
+from tests.allowed import allowed
 from tests.ports import free_port
 
 SITES = ("a", "b", "c")
@@ -127,7 +128,7 @@ async def federation(config: Config, start: Path | None = None) -> list[dict[str
         if kind == "round_committed":
             committed.append(fields)
 
-    tasks = [asyncio.create_task(site.run(config, name, emit=silent)) for name in SITES]
+    tasks = [asyncio.create_task(site.run(allowed(config, name), name, emit=silent)) for name in SITES]
     try:
         async with asyncio.timeout(60):
             await aggregator.serve(config, emit=emit, start=start)

@@ -26,6 +26,7 @@ from fedtrain.runtime.trainers.trainer_messages import Failed
 from fedtrain.runtime.trainers.workbench import Workbench, source_digest
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import beginning, build
+from tests.allowed import allowed
 from tests.ports import free_port
 
 WAIT_S = 60.0
@@ -114,7 +115,7 @@ async def serve_site(config: Config, name: str, emit: Events) -> str:
     async def start(scratch: Path) -> InProcess:
         return InProcess(config, scratch, simulated=False)
 
-    return await site.run(config, name, emit=emit, start_trainer=start)
+    return await site.run(allowed(config, name), name, emit=emit, start_trainer=start)
 
 
 def federation(

@@ -21,6 +21,7 @@ from fedtrain.runtime.trainers import trainer_messages as msg
 from fedtrain.runtime.trainers.trainer import Trains
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
+from tests.allowed import allowed
 from tests.limits import WAIT_S
 from tests.ports import free_port
 
@@ -67,6 +68,7 @@ class Village:
         self.ports = {name: free_port() for name in names}
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.events: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        (root / "task.py").write_text("# its trainer is a Toy\n")
         pki.init(root / "certs")
         for name in names:
             pki.issue(root / "certs", "site", name)
@@ -74,7 +76,7 @@ class Village:
     def config(self, **changes: Any) -> Config:
         """`changes`: tables that differ from the village's."""
         table = {
-            "run": {"name": "r", "rounds": self.rounds, "task": "task:None", "seed": 5},
+            "run": {"name": "r", "rounds": self.rounds, "task": "task:Toy", "seed": 5},
             "strategy": {"min_sites": 2},
             "evaluate": {"every": 0},
             "gossip": {"topology": "complete", "round_deadline": "30s", **self.gossip},
@@ -94,8 +96,10 @@ class Village:
             return Toy(float(ord(name) - ord("a")), pace_s, task)
 
         changes.setdefault("network", {"listen": f"127.0.0.1:{self.ports[name]}"})
+        own = self.config(**changes)
+        allowed(own, name, masks=own.gossip.masks, pin_members=False)
         work = peer.run(
-            self.config(**changes), name, emit=lambda event: events.append((event.kind, event.fields())),
+            own, name, emit=lambda event: events.append((event.kind, event.fields())),
             invitation=invitation, start_trainer=start_trainer,
         )  # fmt: skip
         self.running[name] = asyncio.create_task(work)

@@ -9,12 +9,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fedtrain import cli
+from fedtrain.config import Config
 from fedtrain.pki import init, issue
 from fedtrain.store import RunStore
+from tests.allowed import allowed
 from tests.forked import fork_trainers_of_command
 from tests.ports import free_port
 from tests.worlds import Command
@@ -146,10 +149,19 @@ class Project:
         (self.root / f"{file}.new").replace(self.root / file)
 
     def start(self, *arguments: str) -> Command:
+        if arguments[0] in ("site", "peer"):
+            self.allow(*arguments)
         log = self.root / f"{'-'.join(a for a in arguments if a.isalnum())}.log"
         process = Command(fedtrain, [*arguments], folder=self.root, log=log, env={"FEDTRAIN_DEBUG": "1"})
         self.processes.append(process)
         return process
+
+    def allow(self, command: str, name: str, *options: str) -> None:
+        """Have the people of a site approve the task, and what the command with these options asks."""
+        sets = [value for option, value in pairwise(options) if option == "--set"]
+        config = Config.load(self.root / "fedtrain.toml", sets)
+        masks = config.secagg.enabled if command == "site" else config.gossip.masks
+        allowed(config, name, masks=masks, pin_members=command == "site")
 
     def start_all(self) -> Command:
         aggregator = self.start("aggregator")

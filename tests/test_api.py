@@ -22,6 +22,7 @@ from fedtrain.cli import cli
 from fedtrain.errors import ConfigError, StoreError, TaskError
 from fedtrain.runtime.trainers.workbench import source_digest
 from fedtrain.tracking import log
+from tests.allowed import allowed
 from tests.inline import project as federation_of_three
 from tests.signals import hear_ctrl_c
 
@@ -504,6 +505,7 @@ def test_an_aggregator_and_sites_are_awaited_in_one_program_without_taking_its_s
 
     async def service():
         handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        allowed(config)
         sites = [asyncio.create_task(fedtrain.site(name, tmp_path)) for name in "abc"]
         run = await fedtrain.aggregate(tmp_path, on_event=heard.append)
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers

@@ -15,6 +15,7 @@ from fedtrain.runtime.star.agreement import bounds_of
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation
 from fedtrain.store import Ledger
 from fedtrain.wire.frames import Bounds
+from tests.allowed import allowed
 from tests.ports import free_port
 from tests.test_federated import SCHEMA, Events
 from tests.test_modes import TASK, certified, inline
@@ -94,7 +95,9 @@ def federation(root, names, changes, **common):
         try:
             async with asyncio.timeout(60):
                 for name in names:  # the first is there before the others
-                    ends.append(asyncio.create_task(site.run(config_of(name), name, emit=Events())))
+                    ends.append(
+                        asyncio.create_task(site.run(allowed(config_of(name), name), name, emit=Events()))
+                    )
                     while not (events.of("site_joined") or serving.done()):  # noqa: ASYNC110  # no event tells it
                         await asyncio.sleep(0.01)
                 return await serving

@@ -33,6 +33,7 @@ from fedtrain.training.engine import build_model
 from fedtrain.training.local import Engine
 from fedtrain.training.task import Task, load_task
 from fedtrain.wire.gossip import Greeting
+from tests.allowed import allowed
 from tests.inline import SITES, TASK, federation, final, project, simulation
 from tests.ports import free_port
 
@@ -193,7 +194,12 @@ def test_peers_keep_frozen_parameters_and_tell_each_other_only_their_digest(tmp_
         ports = {name: {"listen": f"127.0.0.1:{free_port()}", "idle": "20s"} for name in SITES}
         each = [project(tmp_path, gossip={"topology": "complete"}, network=ports[name]) for name in SITES]
         async with asyncio.timeout(60):
-            await asyncio.gather(*(peer.run(c, n, emit=emit) for c, n in zip(each, SITES, strict=True)))
+            await asyncio.gather(
+                *(
+                    peer.run(allowed(c, n, masks=c.gossip.masks), n, emit=emit)
+                    for c, n in zip(each, SITES, strict=True)
+                )
+            )
 
     asyncio.run(all_of_them())
     assert len(committed) == len(SITES) * config.run.rounds

@@ -27,6 +27,7 @@ from fedtrain.runtime.star import aggregator
 from fedtrain.runtime.trainers.trainer import Trainer
 from fedtrain.runtime.trainers.trainer_messages import Failed
 from fedtrain.runtime.trainers.workbench import Workbench
+from tests.allowed import allowed
 from tests.ports import free_port
 
 TASK = """
@@ -144,7 +145,7 @@ def federation(root, config, plain, recorded):
         ]
         for name in SITES:
             own = config if (recorded, name) == ("site", "a") else plain
-            ends.append(asyncio.create_task(site.run(own, name, emit=silent)))
+            ends.append(asyncio.create_task(site.run(allowed(own, name), name, emit=silent)))
         await asyncio.wait_for(asyncio.gather(*ends), 60)
 
     try:
@@ -159,7 +160,7 @@ def survey(root, config, plain):
     Inline.plain = True
 
     async def main():
-        ends = [asyncio.create_task(site.run(plain, name, emit=silent)) for name in SITES]
+        ends = [asyncio.create_task(site.run(allowed(plain, name), name, emit=silent)) for name in SITES]
         await asyncio.wait_for(aggregator.survey(config, emit=silent), 60)
         for end in ends:
             end.cancel()
@@ -179,7 +180,9 @@ def peers(root, config, plain):
         for name in SITES:
             network = replace(config.network, listen=f"127.0.0.1:{free_port()}") if name != "a" else None
             own = config if name == "a" else replace(plain, network=network)
-            ends.append(asyncio.create_task(peer.run(own, name, emit=silent)))
+            ends.append(
+                asyncio.create_task(peer.run(allowed(own, name, masks=own.gossip.masks), name, emit=silent))
+            )
         await asyncio.wait_for(asyncio.gather(*ends), 60)
 
     asyncio.run(main())

@@ -68,7 +68,7 @@ def test_the_new_task_is_at_most_forty_lines_and_trains_as_it_is(project):
 def test_the_readme_names_every_command_that_a_run_needs(project):
     readme = (project / "README.md").read_text()
     for command in (
-        "simulate", "certs init aggregator site-1 site-2 site-3", "aggregator", "site site-1",
+        "simulate", "certs init aggregator site-1 site-2 site-3", "task approve", "aggregator", "site site-1",
         "site site-2", "site site-3", "watch", "export heart",
     ):  # fmt: skip
         assert f"\nfedtrain {command}" in readme
@@ -79,6 +79,7 @@ def test_the_keys_of_the_new_project_never_get_into_git(project):
     for secret in (
         "certs/ca/root.key.pem",
         "certs/sites/site-1/key.pem",
+        "certs/sites/site-1/policy.toml",
         "data/patients.csv",
         "runs/heart/run.db",
     ):

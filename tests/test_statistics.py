@@ -32,6 +32,7 @@ from fedtrain.statistics.report import report, roundest
 from fedtrain.statistics.sums import VALUE_BITS, Moments, Tallies, power_sums, read
 from fedtrain.training.columns import ColumnSource
 from fedtrain.transport.memory import LocalCohort
+from tests.allowed import allowed
 from tests.inline import SITES, project
 
 # --- sums and surveys against numpy
@@ -558,7 +559,7 @@ def test_a_value_of_few_is_given_as_missing_in_the_open():
 def test_a_site_with_noise_gives_no_statistics():
     config = Config.of({"stats": {"allow": True}, "privacy": {"noise_multiplier": 1.0}})
     with pytest.raises(ConfigError, match="statistics have no noise"):
-        asyncio.run(site.run(config, "a", emit=silent))
+        asyncio.run(site.run(allowed(config, "a"), "a", emit=silent))
 
 
 # --- any cohort
@@ -681,7 +682,10 @@ def configured(tmp_path, allow=True, **sections):
 
 async def served(config, work, own=None, names=SITES):
     """`work()` of the aggregator, with sites that run as long as it does."""
-    ends = [asyncio.create_task(site.run((own or {}).get(name, config), name, emit=silent)) for name in names]
+    ends = [
+        asyncio.create_task(site.run(allowed((own or {}).get(name, config), name), name, emit=silent))
+        for name in names
+    ]
     try:
         async with asyncio.timeout(60):
             return await work()

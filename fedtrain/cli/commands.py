@@ -48,6 +48,7 @@ from .output import (
     row_of_the_table,
     short,
 )
+from .policies import policy, task
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -57,8 +58,8 @@ Quick start:
   fedtrain new heart && cd heart       a project that runs as it is
   fedtrain simulate                    all its sites on this machine
   fedtrain certs init aggregator site-1 site-2 site-3
-  fedtrain aggregator                  in one terminal
-  fedtrain site site-1                 in a second; site-2, site-3 in two more
+  fedtrain task approve                what may run at the sites here
+  fedtrain aggregator                  beside it: fedtrain site site-1, …
 """
 
 
@@ -182,6 +183,8 @@ def topology(
 
 
 cli.add_command(certs)
+cli.add_command(task)
+cli.add_command(policy)
 
 
 @cli.command()

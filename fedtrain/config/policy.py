@@ -57,7 +57,12 @@ class SitePolicy(Settings):
         for name, key in self.members.items():
             good = len(key) == 64 and not set(key) - set("0123456789abcdef")
             require(good, f"policy.members.{name}", f"{key[:80]!r} must be 64 hex digits, as "
-                    f"`fedtrain policy` prints them at {name}")  # fmt: skip
+                    f"`fedtrain policy show` prints them at {name}")  # fmt: skip
+
+    def pinned(self, me: str, key: bytes) -> Mapping[str, str] | None:
+        """The only sites that this one, `me` with this key, sums or speaks with; None: all that the
+        federation's authority certifies."""
+        return {**self.members, me: key.hex()} if self.pin_members else None
 
     def text(self) -> str:
         """The file."""
@@ -66,7 +71,10 @@ class SitePolicy(Settings):
             if f.name != "members":
                 value = json.dumps(plain(getattr(self, f.name)), ensure_ascii=False)
                 lines.append(f"{f.name} = {value}  # {f.metadata['words']}")
-        lines += ["", "[members]  # NAME = SHA-256 of its public key, as `fedtrain policy` prints it there"]
+        lines += [
+            "",
+            "[members]  # NAME = SHA-256 of its public key, as `fedtrain policy show` says there",
+        ]
         lines += [f"{json.dumps(name)} = {json.dumps(key)}" for name, key in sorted(self.members.items())]
         return "\n".join(lines) + "\n"
 
@@ -91,6 +99,11 @@ def policy_from(folder: Path) -> SitePolicy:
             f"chmod go-w {folder} {path}"
         )
     return build(SitePolicy, table, "policy")
+
+
+def changed(policy: SitePolicy, values: Mapping[str, Any]) -> SitePolicy:
+    """The policy with these values; ConfigError for what is no rule, or no value of it."""
+    return build(SitePolicy, vars(policy) | dict(values), "policy")
 
 
 def keep_policy(folder: Path, policy: SitePolicy) -> None:

@@ -9,7 +9,7 @@ certificate's key can answer in that certificate's name alone, and another site'
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -39,12 +39,15 @@ def prove(credentials: Credentials, site: SiteId, nonce: bytes) -> bytes:
 class AggregatorCheck:
     """A site's check of its aggregator, at each Welcome and while a session is open; and of other sites."""
 
-    def __init__(self, credentials: Credentials, certs: Path, emit: Emit) -> None:
+    def __init__(
+        self, credentials: Credentials, certs: Path, emit: Emit, pinned: Mapping[SiteId, str] | None = None
+    ) -> None:
         """`credentials`: the site's own; CertificateError when they count no more. `certs`: the folder of the
-        lists of revoked certificates, if there are any."""
+        lists of revoked certificates, if there are any. `pinned`: the only other sites, as in Verifier."""
         self.revoked = Revoked(Path(certs) / LIST, credentials.root)
         self.revoked.reload()
-        self.verifier = Verifier(credentials.root, credentials.identity.federation, revoked=self.revoked)
+        federation = credentials.identity.federation
+        self.verifier = Verifier(credentials.root, federation, revoked=self.revoked, pinned=pinned)
         self._site, self._emit = self.verifier.trust(credentials.chain).identity.name, emit
         self._nonce, self._chain = b"", b""
 

@@ -7,7 +7,7 @@ lie, so they are signed: ECDSA on P-256 with SHA-256, with the key and the certi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -74,11 +74,14 @@ class Verifier:
         *,
         revoked: Callable[[Sequence[str]], str] = lambda chain: "",
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        pinned: Mapping[SiteId, str] | None = None,
     ) -> None:
         """`root`: PEM. `revoked`, called at every check with the serials of a chain, says why the chain is
-        not to be believed: see pki.Revoked."""
+        not to be believed: see pki.Revoked. `pinned`: the only sites that count, and their keys' fingerprints
+        in hex; None: all of the root's."""
         self._store = Store(certificates(root)[:1])
         self._federation, self._revoked, self._now = federation, revoked, now
+        self._pinned = pinned
         self._trusted = lru_cache(maxsize=4096)(self._trust)
 
     def verify(
@@ -108,6 +111,12 @@ class Verifier:
             )
         if why := self._revoked(trusted.serials):
             raise CertificateRevoked(f"{identity}: {why}. With one issued later the same command goes on.")
+        key = trusted.fingerprint.hex()
+        if role == "site" and self._pinned is not None and self._pinned.get(identity.name) != key:
+            raise CertificateError(
+                f"{identity.name} is not pinned here with its key (policy.pin_members). If `fedtrain policy "
+                f"show` says so there, run here: fedtrain policy pin {identity.name}={key}"
+            )
         return trusted
 
     def _trust(self, certificate: bytes, role: str) -> Trusted:

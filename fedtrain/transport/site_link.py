@@ -47,13 +47,15 @@ class SiteLink:
         emit: Emit,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
+        session_s: float | None = None,
     ) -> None:
         """`target` is the name that the aggregator's certificate must carry, whatever its address (S4);
-        `requests` the message types that this site takes; `trust` checks who answers."""
+        `requests` the message types that this site takes; `trust` checks who answers. `session_s`: how long a
+        connection may live before it is made anew, with all that a handshake checks (S39)."""
         self._trust = trust
         self._transport, self._address, self._target = transport, address, target
         self._inbox, self._emit, self._sleep, self._jitter = inbox, emit, sleep, jitter
-        self._end = SiteEnd(requests, emit)
+        self._session_s, self._end = session_s, SiteEnd(requests, emit)
         self._process = secrets.token_hex(8)
         self._frozen: ArenaFile | None = None  # what is fetched before anything is answered
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()  # frames for the session
@@ -90,7 +92,13 @@ class SiteLink:
         while True:
             self._session_task = asyncio.create_task(self._session(first))
             try:
-                return await self._session_task
+                async with asyncio.timeout(self._session_s):
+                    return await self._session_task
+            except TimeoutError:
+                old = ConnectError(
+                    f"it lived {self._session_s:g} s (its own policy.session), and is made anew"
+                )
+                pause_s = self._end.lose(old, self._jitter())
             except (ConnectError, asyncio.CancelledError) as e:
                 if self._error is not None:
                     raise self._error from None

@@ -39,18 +39,20 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     every: int  # evaluate.every of the site
     statistics: bool = False  # stats.allow of the site
     noise: bool = False  # whether the site's privacy.noise_multiplier is above 0
+    trainings_by: str = "run.rounds"  # the site's own key that decides trainings
+    every_by: str = "evaluate.every"  # the one that decides `every`
 
     def training(self, round: int) -> str:
         """The reason why the site does not train in this round (0 first); "" when it does."""
         if round < self.trainings:
             return ""
-        most = f"at most {self.trainings} times in this run (its own run.rounds)"
+        most = f"at most {self.trainings} times in this run (its own {self.trainings_by[:40]})"
         return f"it trains {most}, and this is time {round + 1}"
 
     def evaluation(self, number: int) -> str:
         """The reason why the site does not evaluate the model after `number` rounds; "" when it does."""
         if not self.every:
-            return "it never evaluates (its own evaluate.every = 0)"
+            return f"it never evaluates (its own {self.every_by[:40]} = 0)"
         if self.noise:
             return (
                 "it never evaluates, as an evaluation has no noise, and its own privacy.noise_multiplier "
@@ -59,7 +61,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         if number > self.rounds or (number % self.every and number < self.rounds):
             return (
                 f"it evaluates every {self.every} rounds and after round {self.rounds} (its own "
-                f"evaluate.every and run.rounds), not after round {number}"
+                f"{self.every_by[:40]} and run.rounds), not after round {number}"
             )
         return ""
 

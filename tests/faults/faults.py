@@ -19,6 +19,7 @@ from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.runtime.sites import site
 from fedtrain.runtime.star import aggregator
 from fedtrain.store import RunStore
+from tests.allowed import allowed
 from tests.ports import free_port
 
 SITES = ("a", "b", "c")
@@ -191,7 +192,10 @@ async def run(
             table[section] = {**table.get(section, {}), **keys}
         return Config.of(table, folder)
 
-    sites = [asyncio.create_task(site.run(of(name), name, emit=lambda *_, **__: None)) for name in SITES]
+    sites = [
+        asyncio.create_task(site.run(allowed(of(name), name), name, emit=lambda *_, **__: None))
+        for name in SITES
+    ]
     try:
         await aggregator.serve(config, emit=emit)
         outcome.ended = await asyncio.gather(*sites)

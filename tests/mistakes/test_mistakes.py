@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 
 from fedtrain import pki
+from fedtrain.config import Config
+from fedtrain.errors import FedtrainError
+from tests.allowed import allowed
 from tests.limits import WAIT_S
 from tests.mistakes.commands import Shell, wait_for
 from tests.ports import free_port, serving
@@ -121,6 +124,7 @@ def attempt(mistake: Mistake, root: Path, certs: Path) -> tuple[int, list[str]]:
     project(folder)
     shutil.copytree(certs, folder / "certs")
     with contextlib.ExitStack() as stack, Shell(folder) as shell:
+        allowed(Config.load(folder / "fedtrain.toml"))
         for line in mistake.before:
             command, log = shell.start(line)
             assert command.wait(WAIT_S) == 0, log.read_text()
@@ -132,6 +136,8 @@ def attempt(mistake: Mistake, root: Path, certs: Path) -> tuple[int, list[str]]:
         made = mistake.make(folder) if mistake.make else None
         if isinstance(made, contextlib.AbstractContextManager):
             stack.enter_context(made)
+        with contextlib.suppress(FedtrainError):
+            allowed(Config.load(folder / "fedtrain.toml"))
         for line in mistake.too:
             shell.start(line)
         command, log = shell.start(mistake.command)

@@ -15,6 +15,7 @@ from fedtrain.schema import Schema
 from fedtrain.training.task import load_task
 from fedtrain.transport.grpc import SiteStream
 from fedtrain.wire import frames
+from tests.allowed import allowed
 from tests.ports import free_port
 from tests.test_federated import Events
 from tests.test_modes import SITES, certified, inline
@@ -90,7 +91,7 @@ def federation(config, monkeypatch):
 
     async def main():
         ends = [asyncio.create_task(aggregator.serve(config, emit=events))]
-        ends += [asyncio.create_task(site.run(config, name, emit=silent)) for name in SITES]
+        ends += [asyncio.create_task(site.run(allowed(config, name), name, emit=silent)) for name in SITES]
         await asyncio.wait_for(asyncio.gather(*ends), 60)
 
     with inline(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 
@@ -35,12 +36,13 @@ def enrolled(
     emit: Emit,
     sums: PeerSums | None = None,
     mask_number: int = 0,
+    pinned: Mapping[PeerId, str] | None = None,
 ) -> Roster:
     """The run's roster, with this peer's own entry as it is today; and with the keys that `sums` need of
-    those whom this peer does not meet."""
+    those whom this peer does not meet. `pinned`: the only peers on it (Verifier)."""
     federation = credentials.identity.federation
     revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
-    verifier = Verifier(credentials.root, federation, revoked=revoked)
+    verifier = Verifier(credentials.root, federation, revoked=revoked, pinned=pinned)
     folder = config.root / config.gossip.roster
     address, number, have = called_at(config), 0, None
     with suppress(CertificateError, FileNotFoundError):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import aggregation, compression, strategies, topology
 from ...aggregation import Rule
-from ...config import CompressionConfig, Config
+from ...config import CompressionConfig, Config, SitePolicy
 from ...errors import ConfigError
 from ...exchange import PeerId
 from ...gossip import ALGORITHMS, Algorithm, Ruled, build, rules
@@ -18,6 +18,26 @@ from ..star.combinations import check_plain
 
 AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
 _AVERAGE = " or ".join(AVERAGE_ONLY)
+
+
+PEERS_HOLD = ("secure_sums", "pin_members", "min_examples", "rounds", "members")  # of a policy
+
+
+def check_policy(config: Config, policy: SitePolicy) -> None:
+    """ConfigError where a peer with these settings would not keep to its policy."""
+    if policy.secure_sums and not config.gossip.masks:
+        raise ConfigError(
+            "policy.secure_sums: gossip.masks = false shows this peer's model to its neighbours. Set "
+            "gossip.masks = true; or, to show it, run: fedtrain policy set secure_sums=false"
+        )
+    if config.run.rounds > policy.rounds:
+        raise ConfigError(
+            f"policy.rounds: {config.run.rounds} rounds are asked for, and this peer trains at most "
+            f"{policy.rounds} in a run. Lower run.rounds, or: fedtrain policy set rounds={config.run.rounds}"
+        )
+    others = [f.name for f in fields(policy) if f.name not in PEERS_HOLD]
+    if kept := [name for name in others if getattr(policy, name) != getattr(SitePolicy(), name)]:
+        raise ConfigError(f"policy.{kept[0]}: a peer doesn't hold to it; only `fedtrain site` does.")
 
 
 def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:

@@ -19,13 +19,13 @@ import zmq
 
 from ... import __version__
 from ...arena import Arena, ArenaFile
-from ...config import Config
+from ...config import Config, policy_from
 from ...errors import CertificateError, ConfigError, TaskError
 from ...events import Emit, Notice, SiteState, UpdateRefused, noticed
 from ...exchange import Neighborhood, PeerId
 from ...gossip import Algorithm
 from ...messages import Update, averages
-from ...pki import Credentials
+from ...pki import Credentials, fingerprint
 from ...pki.invitation import Invitation
 from ...pki.roster import Roster, own_curve
 from ...secagg.keys import KeyPair
@@ -40,6 +40,7 @@ from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
 from ..auditing import audited
 from ..journal import Journal, Lap, Result, plain
+from ..sites.approval import Approvals
 from ..sites.spent import Spent
 from ..star.agreement import agree_as_peers
 from ..threads import all_cores, while_torch_loads
@@ -48,7 +49,7 @@ from ..trainers.trainer import TRIES, Trainer, Trains
 from .enrolment import accept, enrolled, own_entry
 from .gossip import Peer
 from .gossip_setup import agreed as agreed_of_peers
-from .gossip_setup import algorithm_of, check_hearing, of_a_peer
+from .gossip_setup import algorithm_of, check_hearing, check_policy, of_a_peer
 from .keeping_up import catch_up, gather, most_are_done, see_off, share_of_state
 
 RELOAD_S = 2.0  # between looks at the roster's folder
@@ -78,14 +79,21 @@ async def run(
     credentials = Credentials.load(folder)
     if credentials.identity.name != name:
         raise CertificateError(f"the certificate in {folder} is {credentials.identity.name}'s, not {name}'s")
-    start = start_trainer or (
-        lambda scratch: Trainer.start(of_a_peer(config), data_dir=data_dir, scratch=scratch)
-    )
+    policy, approvals = policy_from(folder), Approvals(folder)
+    check_policy(config, policy)
+
+    async def start(scratch: Path) -> Trains:
+        approvals.check(config)  # before a line of the task runs
+        if start_trainer is not None:
+            return await start_trainer(scratch)
+        return await Trainer.start(of_a_peer(config), data_dir=data_dir, scratch=scratch)
+
     async with AsyncExitStack() as stack:
         emit = stack.enter_context(closing(audited(config, name, emit, credentials))).emit
         store = stack.enter_context(closing(RunStore(config.peer_dir(name), warn=noticed(emit))))
         journal = Journal(config, store, emit)
         trainer = await while_torch_loads(Supervised.begin(lambda: start(store.folder)))
+        emit(approvals.check(config).event)
         stack.push_async_callback(trainer.close)
         agreed = await _begin(config, store, trainer, graph)
         sums = None
@@ -98,7 +106,8 @@ async def run(
             mask_key=sums.public if sums else b"", mask_number=time.time_ns(),
         )  # fmt: skip
         curve = Curve(*own_curve(folder, zmq.curve_keypair))
-        roster = enrolled(config, name, credentials, curve, emit, sums, greeting.mask_number)
+        pinned = policy.pinned(name, fingerprint(credentials.chain))
+        roster = enrolled(config, name, credentials, curve, emit, sums, greeting.mask_number, pinned)
         if invitation is not None and roster.contact(invitation.host) is None:
             stamp = Stamp.of(config.run.name, schema.digest, name)
             await accept(invitation, roster, name, stamp)
@@ -119,7 +128,8 @@ async def run(
         files = store.folder / "train"
         private_folder(files)
         model = (await trainer.initial(files / "initial")).load()
-        train = _training(trainer, name, files, Spent.of_site(config, store.folder, emit), emit)
+        spent = Spent.of_site(config, store.folder, emit)
+        train = _training(trainer, name, files, spent, emit, policy.min_examples)
         peer = Peer(name, algorithm, model, train, neighbors, sums, config.gossip.clip)
         neighbors.start()  # ready: others count on this peer from here on
         stack.push_async_callback(neighbors.stop)
@@ -251,9 +261,9 @@ async def _watch(roster: Roster, neighbors: ZmqNeighbors) -> None:
 
 
 def _training(
-    trainer: Trains, name: PeerId, folder: Path, spent: Spent, emit: Emit
+    trainer: Trains, name: PeerId, folder: Path, spent: Spent, emit: Emit, least: int
 ) -> Callable[[int, Arena, Arena], Awaitable[Update]]:
-    """Weights and delta go to the trainer process and back as files."""
+    """Weights and delta go to the trainer process and back as files. `least`: policy.min_examples."""
 
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
         given = written(weights, folder / "weights")
@@ -265,6 +275,8 @@ def _training(
                 if not left:
                     raise
                 emit(Notice(text=f"round {round + 1}: training failed and is tried again: {e}"))
+        if update.num_examples < least:
+            raise ConfigError("policy.min_examples: this peer has fewer examples, so its model stays here.")
         await asyncio.to_thread(spent.trained, name, round, update.num_examples)
         delta.copy_(update.delta.load())
         return update

@@ -3,23 +3,27 @@
 A rule is one line in `hold`, or where the state is made that it needs:
 
   gate.asked["policy.rounds"] = lambda request: "why not", or "" for nothing against it
-  gate.given["policy.metrics"] = lambda request, reply: the same, of a result before it leaves
+  gate.given["policy.metrics"] = lambda request, result: the same, of what training or an evaluation found
+  gate.sent["policy.bytes_out"] = lambda request, reply: the same, of a reply as it would leave
 
 A refused request is answered with a Failure that says the rule's name, so that both ends know it, and is an
-event `denied` here. Rules are asked in their order, before a byte is fetched or worked on; what a rule must
-count, it counts in `given`, which is asked once for each result and each reply.
+event `denied` here. Rules are asked in their order; those of requests before any work, those of results
+before a result is answered or masked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 
-from ...config import SitePolicy
-from ...errors import some
+from ...config import Config, SitePolicy
+from ...errors import ConfigError, some
 from ...events import CohortAsked, Denied, Emit, silent
-from ...messages import Evaluate, Reply, Request, SiteId, Train
+from ...messages import Evaluate, Evaluation, Failure, Reply, Request, SiteId, Train, Update
 from ...questions import Describe, Tally
 from ...secagg.messages import Advertise, AdvertiseEvaluation, AdvertiseTally, Terms
+from ...wire.codec import arenas, encode
 from ...wire.frames import Bounds
 
 Asked = Callable[[Request], str]
@@ -33,6 +37,7 @@ class Gate:
         self._emit = emit
         self.asked: dict[str, Asked] = {}
         self.given: dict[str, Given] = {}
+        self.sent: dict[str, Given] = {}
 
     def refusal(self, request: Request) -> str:
         """Why this site does not answer a request; "" when it does."""
@@ -44,10 +49,11 @@ class Gate:
             self._emit(CohortAsked(round=number_of(request) or 0, what=what_of(request), cohort=cohort))
         return ""
 
-    def withheld(self, request: Request, reply: Reply) -> str:
-        """Why a result, or a reply, does not leave this site; "" when it does."""
-        for rule, says in self.given.items():
-            if why := says(request, reply):
+    def withheld(self, request: Request, result: Reply, leaving: bool = False) -> str:
+        """Why a result, or a reply that is leaving, stays at this site; "" when it may go."""
+        rules = self.sent if leaving else self.given
+        for rule, says in rules.items() if not isinstance(result, Failure) else ():
+            if why := says(request, result):
                 return self._denied(rule, why, request)
         return ""
 
@@ -90,8 +96,42 @@ def bounded(gate: Gate, bounds: Bounds) -> None:
     }
 
 
-def hold(gate: Gate, policy: SitePolicy, me: SiteId) -> None:
-    """Hold what is asked of the site `me`, and what it gives, to its policy."""
+def check_policy(config: Config, policy: SitePolicy) -> None:
+    """ConfigError for settings of a site under which its policy would have it refuse everything."""
+    if policy.secure_sums and not config.secagg.enabled:
+        raise ConfigError(
+            "policy.secure_sums: this site gives its results into secure sums only, and secagg.enabled = "
+            "false. Set secagg.enabled = true; or, to show each result to the aggregator, run: fedtrain "
+            "policy set secure_sums=false"
+        )
+
+
+class BytesOut:
+    """Counts, by round, what leaves a site, and says when it would be more than `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sent: dict[int, int] = {}
+        self._round = 0  # to which the steps of a secure sum belong
+
+    def __call__(self, request: Request, reply: Reply) -> str:
+        """Counts a reply; why it may not leave, if it may not."""
+        round = number_of(request)
+        if round is not None:
+            self._round = round
+        nbytes = len(encode(reply)) + sum(arena.schema.nbytes for arena in arenas(reply))
+        before = self._sent.get(self._round, 0)
+        if before + nbytes > self._most:
+            return (
+                f"{before:,} bytes left in round {self._round}, and {nbytes:,} more are over {self._most:,}"
+            )
+        self._sent[self._round] = before + nbytes
+        return ""
+
+
+def hold(gate: Gate, policy: SitePolicy, me: SiteId, examples: float | None = None) -> None:
+    """Hold what is asked of the site `me`, and what it gives, to its policy. `examples`: how many the site
+    has; None where only training can tell."""
 
     def secure_sums(request: Request) -> str:
         alone = isinstance(request, Train | Evaluate | Tally) and terms_of(request) is None
@@ -111,11 +151,29 @@ def hold(gate: Gate, policy: SitePolicy, me: SiteId) -> None:
         strange = [site for site, key in sorted(keys.items()) if policy.members.get(site) != key]
         return strangers({site: keys[site] for site in strange}) if strange else ""
 
+    def metrics(_: Request, reply: Reply) -> str:
+        given = reply.metrics if isinstance(reply, Update | Evaluation) else {}
+        other = [name for name in given if not any(fnmatchcase(name, each) for each in policy.metrics)]
+        allowed = ", ".join(policy.metrics) or "none"
+        return f"the task gives {', '.join(other[:5])}, and {allowed} may leave" if other else ""
+
+    def min_examples(_: Request, reply: Reply) -> str:
+        behind = math.inf
+        if isinstance(reply, Update):
+            behind = reply.num_examples if examples is None else examples
+        elif isinstance(reply, Evaluation):
+            behind = max((count for _, count in reply.metrics.values()), default=math.inf)
+        return "fewer of its examples stand behind a result than it allows" if behind < least else ""
+
+    least = policy.min_examples
     gate.asked |= {
         "policy.secure_sums": secure_sums,
         "policy.min_cohort": min_cohort,
         "policy.pin_members": pin_members,
     }
+    gate.given |= {"policy.metrics": metrics, "policy.min_examples": min_examples}
+    if policy.bytes_out:
+        gate.sent["policy.bytes_out"] = BytesOut(policy.bytes_out)
 
 
 def strangers(keys: Mapping[SiteId, str]) -> str:
@@ -123,5 +181,5 @@ def strangers(keys: Mapping[SiteId, str]) -> str:
     pins = " ".join(f"{site}={key}" for site, key in [*keys.items()][:5])
     return (
         f"it has not pinned {some([*keys])} with the keys in its cohort (its own policy.pin_members). If "
-        f"`fedtrain policy` prints these keys there, run here: fedtrain policy pin {pins}"
+        f"`fedtrain policy show` prints these keys there, run here: fedtrain policy pin {pins}"
     )

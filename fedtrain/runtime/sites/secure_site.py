@@ -49,16 +49,20 @@ class SecureSite:
         sums: Ledger | None = None,
         noise_key: NoiseKey | None = None,
         extras: Extras = NO_EXTRAS,
+        min_cohort: int = 0,
     ) -> None:
         """
         Args:
             noise_key: Gives keys of the noise in sums, which only a site with noise in its sums needs.
             revoked: The list of revoked certificates; it is read again before each session.
+            min_cohort: The fewest sites in a sum here, where that is more than the settings say.
             sums: Remembers, on disk, the sums that this site's updates are in, and beside it those of all its
                 runs are remembered; None: they are forgotten.
         """
         self._config, self._site, self._revoked, self._parallel = config, site, revoked, parallel
-        self._policy, self._extras = policy(config, federation, extras), extras
+        terms = policy(config, federation, extras)
+        self._policy = replace(terms, min_sites=max(terms.min_sites, min_cohort))
+        self._extras = extras
         self._noise_key = noise_key
         self._cohorts = None if sums is None else Cohorts(sums.folder.parent / f"@{site}")
         opened = {} if sums is None else sums.sums()
@@ -137,9 +141,10 @@ def secure_site_of(
     check: AggregatorCheck,
     extras: Extras = NO_EXTRAS,
     spent: Spent | None = None,
+    min_cohort: int = 0,
 ) -> SecureSite:
     """The site's half of secure sums, with the key of its certificate. Damaged when the ledger
-    `spent` is shorter than the sums that this site was in."""
+    `spent` is shorter than the sums that this site was in. `min_cohort`: policy.min_cohort."""
     check_config(config)
     federation = credentials.identity.federation
     noise_key = None
@@ -150,7 +155,7 @@ def secure_site_of(
         noise_key = SumKeys(config, name, ledger.folder, spent).key
     return SecureSite(
         config, name, federation, Signer.of(credentials), check.verifier, revoked=check.revoked,
-        parallel=all_cores(), sums=ledger, noise_key=noise_key, extras=extras,
+        parallel=all_cores(), sums=ledger, noise_key=noise_key, extras=extras, min_cohort=min_cohort,
     )  # fmt: skip
 
 

@@ -17,12 +17,12 @@ import msgspec
 
 from ... import __version__
 from ...arena import ArenaFile, Frozen, Patch
-from ...config import Config
+from ...config import Config, policy_from
 from ...errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, Notice, SiteState, noticed
 from ...malloc import keep_freed
 from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
-from ...pki import Credentials, aggregator_target
+from ...pki import Credentials, aggregator_target, fingerprint
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe, Tally
 from ...schema import Schema
@@ -43,7 +43,8 @@ from ..star.secure_terms import hash_of
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
-from .gate import Gate, bounded
+from .approval import Approvals
+from .gate import Gate, bounded, check_policy, hold
 from .secure_site import REQUESTS as SECURE_REQUESTS
 from .secure_site import SecureSite, secure_site_of
 from .spent import Spent
@@ -128,7 +129,7 @@ class Site:
         if why := self._gate.refusal(request):
             return Failure(reason=f"{self._name} refuses: {why}")
         reply = await self._answer(request)
-        why = "" if isinstance(reply, Failure) else self._gate.withheld(request, reply)
+        why = self._gate.withheld(request, reply, leaving=True)
         return Failure(reason=f"{self._name} refuses: {why}") if why else reply
 
     async def _answer(self, request: Request) -> Reply:
@@ -141,8 +142,6 @@ class Site:
                 result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
                     return result
-                if why := self._gate.withheld(request, result):
-                    return Failure(reason=f"{self._name} refuses: {why}")
                 return await asyncio.to_thread(self._secure.offer, request, model, result)
             case Share() | Mask() | Agree() | Unmask(), SecureSite():
                 return await asyncio.to_thread(self._secure.answer, request)
@@ -151,6 +150,12 @@ class Site:
         return Failure(reason=f"{self._name} gives its results into secure sums only (secagg.enabled)")
 
     async def _result(self, request: Train | Evaluate, model: str) -> Found:
+        """What training or evaluation finds, if it may leave."""
+        found = await self._found(request, model)
+        why = self._gate.withheld(request, found)
+        return Failure(reason=f"{self._name} refuses: {why}") if why else found
+
+    async def _found(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, worked out once; `model` tells its weights from others."""
         kind = "Train" if isinstance(request, Train) else "Evaluate"
         key = f"{kind}/{request.round}/{model}"
@@ -257,26 +262,32 @@ async def run(
     """
     keep_freed()
     check_statistics(config)
-    credentials = Credentials.load(config.root / config.network.certs / "sites" / name)
+    own = config.root / config.network.certs / "sites" / name
+    credentials = Credentials.load(own)
     if credentials.identity.role != "site" or credentials.identity.name != name:
         raise CertificateError(
             f"the certificate is {credentials.identity.name}'s, not {name}'s. "
             f"Start `fedtrain site {credentials.identity.name}`, or issue one for {name}."
         )
+    policy, approvals = policy_from(own), Approvals(own)
+    check_policy(config, policy)
     audit = audited(config, name, emit, credentials)
     emit = audit.emit
     ledger = Ledger(config.site_dir(name), noticed(emit))
 
     async def start() -> Trains:
+        approvals.check(config)  # before a line of the task runs, whenever a process loads it
         if start_trainer is None:
             return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
         return await start_trainer(ledger.folder)
 
-    check = AggregatorCheck(credentials, config.root / config.network.certs, emit)
+    pinned = policy.pinned(name, fingerprint(credentials.chain))
+    check = AggregatorCheck(credentials, config.root / config.network.certs, emit, pinned)
     journal = Journal(config, None, emit)
     journal.start("site")
     try:
         trainer = await Supervised.begin(start)
+        emit(approvals.check(config).event)  # the very code that is loaded now
         tls = Tls(credentials.key, credentials.chain, credentials.root)
         link = SiteLink(
             TRANSPORTS["grpc"](tls, config.network.heartbeat),
@@ -286,6 +297,7 @@ async def run(
             requests=SECURE_REQUESTS if config.secagg.enabled else REQUESTS,
             trust=check,
             emit=emit,
+            session_s=policy.session,
         )
 
         def say(state: str, round: int) -> None:
@@ -296,10 +308,15 @@ async def run(
         spent = Spent.of_site(config, ledger.folder, emit) if config.privacy.noise_multiplier else None
         secure = None
         if config.secagg.enabled:
-            secure = secure_site_of(config, name, credentials, ledger, check, about.extras, spent)
+            secure = secure_site_of(
+                config, name, credentials, ledger, check, about.extras, spent, policy.min_cohort
+            )
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
-        tell, bounds, gate = noticed(emit), bounds_of(config), Gate(emit)
+        tell, bounds, gate = noticed(emit), bounds_of(config, policy), Gate(emit)
         bounded(gate, bounds)
+        # under masks nobody is told how many
+        examples = await trainer.examples(name) if not secure or policy.min_examples > 1 else None
+        hold(gate, policy, name, examples)
         site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, tell, gate,
                     statistics, about.personal)  # fmt: skip
         if config.compression.down:
@@ -307,7 +324,7 @@ async def run(
         hello = Hello(
             protocol=PROTOCOL, version=__version__, task_digest=about.task_digest, schema=about.schema,
             frozen=about.frozen.schema, agreed=config.agreed(), bounds=bounds,
-            examples=None if secure else await trainer.examples(name),  # under masks no count is in clear
+            examples=None if secure else examples,
         )  # fmt: skip
         watching = asyncio.create_task(check.watch(link.cut))
         try:

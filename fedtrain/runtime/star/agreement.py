@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ... import __version__
-from ...config import Config
+from ...config import Config, SitePolicy
 from ...errors import JoinRefused, SecAggError
 from ...exchange import PeerId
 from ...messages import SiteId
@@ -101,15 +101,21 @@ def agree_as_peers(
             raise JoinRefused(str(e)) from None
 
 
-def bounds_of(config: Config) -> Bounds:
-    """What these settings allow a site to be asked."""
+def bounds_of(config: Config, policy: SitePolicy | None = None) -> Bounds:
+    """What these settings allow a site to be asked; and, of a site, its policy."""
     rounds, asynchronous = config.run.rounds, config.asynchronous
     # A version takes asynchronous.buffer updates, which may all be one site's, and has it refused once.
     turns = rounds * (asynchronous.buffer + 1) if asynchronous.enabled else rounds
-    return Bounds(
-        trainings=turns, rounds=rounds, every=config.evaluate.every, statistics=config.stats.allow,
-        noise=config.privacy.noise_multiplier > 0,
-    )  # fmt: skip
+    found = Bounds(trainings=turns, rounds=rounds, every=config.evaluate.every, statistics=config.stats.allow)
+    if policy is None:  # the aggregator's own
+        return found
+    found = replace(found, noise=config.privacy.noise_multiplier > 0)
+    if policy.rounds < turns:
+        found = replace(found, trainings=policy.rounds, trainings_by="policy.rounds")
+    own, least = found.every, policy.evaluate_every
+    if own and (own < least or not least):
+        found = replace(found, every=least, every_by="policy.evaluate_every")
+    return found
 
 
 def differences(site: Bounds, run: Bounds) -> list[str]:

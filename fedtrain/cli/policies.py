@@ -1,0 +1,135 @@
+"""`fedtrain task` and `fedtrain policy`: what a site's people let happen there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .arguments import Commands, with_config
+from .output import columns, short
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+SHOWN = 16  # characters of a digest in a table; more than enough to withdraw by
+
+at_sites = click.option(
+    "--site", "sites", multiple=True, metavar="NAME", help="Only at this site; without it, at all whose "
+    "keys lie here.",
+)  # fmt: skip
+
+
+@click.group(cls=Commands)
+def task() -> None:
+    """Say which task may run at the sites whose keys are here."""
+
+
+@task.command("approve")
+@with_config
+@click.argument("sites", metavar="[SITE]...", nargs=-1)
+@click.option("--rule", "rules", multiple=True, metavar="KEY=VALUE", help="Set a rule of the policy, too.")
+def task_approve(config: Config, sites: tuple[str, ...], rules: tuple[str, ...]) -> None:
+    """Let the task run here, as its files are now."""
+    from ..runtime.sites import approval
+
+    given = _values(rules)
+    approved, folders = approval.approve(config, sites)
+    for folder in folders if given else ():
+        _set(folder, given)
+    names = [folder.name for folder in folders]
+    click.echo(f"{config.run.task} may run at {', '.join(names)}, until a byte of these files changes:")
+    columns([(f"  {name}", sha256[:SHOWN]) for name, sha256 in approved.files.items()])
+    click.echo(f"Approved as {approved.digest}. What else {names[0]} allows: {short(folders[0])}/policy.toml")
+
+
+@task.command("withdraw")
+@with_config
+@click.argument("digest", metavar="DIGEST")
+@at_sites
+def task_withdraw(config: Config, digest: str, sites: tuple[str, ...]) -> None:
+    """Approve a task no longer, by its digest or how that begins."""
+    from ..runtime.sites import approval
+
+    for folder in approval.folders_of(config, sites):
+        gone = approval.Approvals(folder).withdraw(digest)
+        click.echo(f"{gone.task} as {gone.digest[:SHOWN]} starts at {folder.name} no more. Stop what runs.")
+
+
+@click.group(cls=Commands)
+def policy() -> None:
+    """Show and set what the sites whose keys are here allow."""
+
+
+@policy.command("show")
+@with_config
+@at_sites
+def policy_show(config: Config, sites: tuple[str, ...]) -> None:
+    """Print each site's key, policy and approvals."""
+    from ..config import policy_from
+    from ..runtime.sites import approval
+
+    for folder in approval.folders_of(config, sites):
+        click.echo(f"{folder.name}={approval.key_in(folder)}  its key, by which others pin it")
+        own = policy_from(folder)
+        rows = [(f"  {f.name}", _said(getattr(own, f.name))) for f in fields(own) if f.name != "members"]
+        rows += [(f"  member {name}", key[:SHOWN]) for name, key in sorted(own.members.items())]
+        approvals = approval.Approvals(folder).valid.values()
+        columns([*rows, *((f"  may run {a.task}", f"{a.digest[:SHOWN]}, {a.at}, {a.by}") for a in approvals)])
+
+
+@policy.command("set")
+@with_config
+@click.argument("values", metavar="KEY=VALUE...", nargs=-1, required=True)
+@at_sites
+def policy_set(config: Config, values: tuple[str, ...], sites: tuple[str, ...]) -> None:
+    """Change rules, as in min_cohort=5; they count from the next start."""
+    from ..runtime.sites import approval
+
+    given = _values(values)
+    for folder in approval.folders_of(config, sites):
+        _set(folder, given)
+        click.echo(f"{short(folder)}/policy.toml: {', '.join(values)}")
+
+
+@policy.command("pin")
+@with_config
+@click.argument("members", metavar="NAME=KEY...", nargs=-1, required=True)
+@at_sites
+def policy_pin(config: Config, members: tuple[str, ...], sites: tuple[str, ...]) -> None:
+    """Let these sites be in a cohort; their people read KEY off `fedtrain policy show`."""
+    from ..config import keep_policy, policy_from
+    from ..runtime.sites import approval
+
+    pins = dict(_pair(each) for each in members)
+    for folder in approval.folders_of(config, sites):
+        own = policy_from(folder)
+        keep_policy(folder, replace(own, members={**own.members, **pins}))
+        click.echo(f"{folder.name} sums with {', '.join(pins)} from its next start on")
+
+
+def _values(texts: Iterable[str]) -> dict[str, Any]:
+    from ..config.load import parsed
+
+    return {key: parsed(value) for key, value in map(_pair, texts)}
+
+
+def _set(folder: Path, values: dict[str, Any]) -> None:
+    from ..config import keep_policy, policy_from
+    from ..config.policy import changed
+
+    keep_policy(folder, changed(policy_from(folder), values))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise click.UsageError(f"{text}: write NAME=VALUE, as in min_cohort=5")
+    return name.strip(), value.strip()
+
+
+def _said(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value).lower()
