@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import overload
 
 from .errors import ConfigError
 from .messages import SiteId
+
+EACH = 100_000  # sites, of which a simulation still looks at each one
 
 
 class Names(Sequence[SiteId]):
@@ -17,6 +20,14 @@ class Names(Sequence[SiteId]):
     def name(self, at: int) -> SiteId:
         """The name at a position from 0 to len(self) - 1."""
         raise NotImplementedError
+
+    def draw(self, rng: Random, count: int) -> list[SiteId]:
+        """So many of the names, in any order."""
+        return rng.sample(self, count)
+
+    def without(self, left_out: Collection[SiteId]) -> Names:
+        """The names but for a few."""
+        return Without(self, left_out)
 
     @overload
     def __getitem__(self, at: int) -> SiteId: ...
@@ -102,3 +113,37 @@ class Without(Names):
 
     def __contains__(self, name: object) -> bool:
         return name in self._names and name not in self._left_out
+
+
+class Present(Names):
+    """Those of very many names that are there. Who is there is looked at when somebody is drawn, so that no
+    name has a position: these names can be counted, drawn and gone over."""
+
+    def __init__(
+        self, names: Sequence[SiteId], count: int, there: Callable[[SiteId], bool],
+        left_out: Collection[SiteId] = (),
+    ) -> None:  # fmt: skip
+        """`count`: how many are there, about; `there`: whether one is; `left_out`: who is not meant."""
+        self._names, self._count, self._there, self._left_out = names, count, there, {*left_out}
+
+    def __len__(self) -> int:
+        return max(0, self._count - len(self._left_out))
+
+    def __iter__(self) -> Iterator[SiteId]:
+        return filter(self.__contains__, self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names and name not in self._left_out and self._there(str(name))
+
+    def draw(self, rng: Random, count: int) -> list[SiteId]:
+        """So many of the names, or all of them where there are fewer."""
+        drawn, looked = list[SiteId](), set[int]()
+        while len(drawn) < count and len(looked) < len(self._names):
+            at = rng.randrange(len(self._names))
+            if at not in looked and self._names[at] in self:
+                drawn.append(self._names[at])
+            looked.add(at)
+        return drawn
+
+    def without(self, left_out: Collection[SiteId]) -> Present:
+        return Present(self._names, self._count, self._there, self._left_out | {*left_out})

@@ -7,7 +7,7 @@ simulation. Nothing is sent: a federation's model is evaluated at each site, fro
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,11 @@ from torch import nn
 
 from .. import __version__, strategies
 from ..config import Config, one_of
+from ..digest import seed_of
+from ..errors import ConfigError
 from ..fairness import with_sites
 from ..messages import Metrics, SiteId, summed
+from ..population import EACH
 from ..schema import Schema, unique_tensors
 from ..tracking.export import EvaluationReport, completed, filled, keep_evaluated, model_of
 from ..training.engine import build_model
@@ -62,8 +65,8 @@ def _own_models(config: Config, source: Path, site: SiteId | None, task: Task) -
     sites = SimulatedSites(task, config.simulate, config.run.seed, finished=True)
     if site is not None:
         one_of("--site", site, sites.names)
-    names = sites.names if site is None else [site]
-    models, whole = OwnModels(config, source, names[0], task), sites.eval_data() if sites.natural else {}
+    names = drawn(config, sites.names) if site is None else [site]
+    models, whole = OwnModels(config, source, names[0], task), sites.eval_data(names) if sites.natural else {}
     found = {
         name: models.evaluate(name, whole[name] if sites.natural else sites.eval_set(name)) for name in names
     }
@@ -89,9 +92,23 @@ def _reported(
 def test_sets(config: Config, task: Task, site: SiteId | None) -> dict[SiteId, Any]:
     """The test data of one site; of all (None), each natural site's or that of the one pool as "central"."""
     if site is None:
-        return SimulatedSites(task, config.simulate, config.run.seed, finished=True).eval_data()
+        sites = SimulatedSites(task, config.simulate, config.run.seed, finished=True)
+        return sites.eval_data(drawn(config, sites.names) if sites.natural else None)
     with user_code(folder_of(task), f"test_data({site!r})"):
         return {site: task.test_data(site)}
+
+
+def drawn(config: Config, names: Sequence[SiteId]) -> Sequence[SiteId]:
+    """Who evaluates a finished model: all, or of very many evaluate.sites of them."""
+    if len(names) <= EACH:
+        return names
+    if not config.evaluate.sites:
+        raise ConfigError(
+            f"evaluate.sites: 0, and all {len(names):,} sites would evaluate. Draw some with "
+            f"--set evaluate.sites=1000, say, or name one with --site."
+        )
+    draw = random.Random(seed_of(config.run.seed, "evaluators", "finished"))
+    return sorted(draw.sample(names, min(len(names), config.evaluate.sites)))
 
 
 def model_with_weights(

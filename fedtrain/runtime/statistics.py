@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config
-from ..errors import TaskError, TooFewSites
+from ..errors import ConfigError, TaskError, TooFewSites
 from ..messages import SiteId, summed
+from ..population import EACH
 from ..questions import Question
 from ..statistics.report import Statistics, report
 from ..statistics.survey import ALL, alike, surveys
@@ -72,6 +73,11 @@ def _sources(config: Config, task: Task, site: SiteId | None) -> dict[SiteId, Co
 
         return {site: ColumnSource.at(task, site, cache(data))}
     simulated = SimulatedSites(task, config.simulate, config.run.seed)
+    if len(simulated.names) > EACH:
+        raise ConfigError(
+            f"stats: all {len(simulated.names):,} sites would count their data. Lower simulate.sites to "
+            f"{EACH:,} at most, or name one of the task's sites with --site."
+        )
     every = {name: cache(partial(simulated.data, name)) for name in simulated.names}
     if simulated.natural:
         return {name: ColumnSource.at(task, name, every[name]) for name in every}

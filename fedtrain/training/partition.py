@@ -226,11 +226,12 @@ class SimulatedSites:
 
         return subset(self.pool, self.part(site))
 
-    def eval_data(self) -> dict[str, Any]:
-        """The data to evaluate on: each natural site's own set, or the pool's single set as "central"."""
+    def eval_data(self, some: Sequence[str] | None = None) -> dict[str, Any]:
+        """The data to evaluate on: each natural site's own set, or only those of `some`, or the pool's single
+        set as "central"."""
         if not self.natural and self.split == "data":
             return {CENTRAL: self.pool}
-        sites = self.names if self.natural else self.names[:1]
+        sites = (self.names if some is None else some) if self.natural else self.names[:1]
         with user_code(folder_of(self.task), f"{self.split}()"):
             found = {site: getattr(self.task, self.split)(site) for site in sites}
         return found if self.natural else {CENTRAL: found[sites[0]]}
@@ -239,7 +240,7 @@ class SimulatedSites:
         """What is evaluated under this name: a natural site's own set, the pool's as "central", or a site's
         part of the pool's, which has the site's share of each label."""
         if self.natural or site == CENTRAL:
-            return self.eval_data()[site]
+            return self.eval_data([site])[site]
         from .examples import subset
 
         if self.split == "data":
@@ -309,8 +310,9 @@ class SimulatedSites:
             return self.task.data(self.names[0])
 
 
-def draw(labels: Any, parts: Mapping[str, Indices], path: Path) -> None:
-    """Draw the number of examples of each class at each site into an image, one bar a site (matplotlib)."""
+def draw(labels: Any, parts: Mapping[str, Indices], path: Path, of: int = 0) -> None:
+    """Draw the number of examples of each class at each site into an image, one bar a site (matplotlib).
+    `of`: how many sites there are; 0: these."""
     import numpy as np
 
     try:
@@ -330,6 +332,8 @@ def draw(labels: Any, parts: Mapping[str, Indices], path: Path) -> None:
     shown = range(0, len(parts), -(-len(parts) // 40))
     axes.set_xticks(shown, [names[i] for i in shown], rotation=90, fontsize=7)
     axes.set_ylabel("examples")
+    if of > len(parts):
+        axes.set_xlabel(f"{len(parts):,} of {of:,} sites")
     if len(classes) <= 20:
         axes.legend(title="class", fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)

@@ -12,12 +12,14 @@ import heapq
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from random import Random
 
 from ...config import Config, TrainConfig
 from ...digest import seed_of
 from ...errors import ConfigError
 from ...exchange import Cohort, CohortWrapper, Folds
 from ...messages import Failure, Folded, Reply, Request, SiteId, Train
+from ...population import EACH, Present
 from ..journal import Clock
 from ..star.answers import rule_of
 from ..star.enough import check_config, closes, needed
@@ -26,6 +28,7 @@ from ..trainers.trainer_messages import Description
 from .site_models import Load, SiteModels
 from .training_bytes import TrainingBytes
 
+LOOKED_AT = 4096  # of more than EACH sites, for how many of them are there
 PATIENCE_S = 31 * 86_400.0  # that enough sites are waited for
 Count = Callable[[SiteId], Awaitable[float | None]]  # of a site's examples
 Examples = Mapping[SiteId, float]  # that a site trains on in a round, once for each epoch
@@ -68,18 +71,31 @@ class OnClock(CohortWrapper):
         sites = await self._inner.members(at_least)
         if self._models.always:
             return sites
-        begun_s = self._clock.now_s
+        begun_s, looked = self._clock.now_s, self._looked_at(sites)
+        need = -(-at_least * len(looked) // len(sites))
         while (now := self._clock.now_s) < begun_s + PATIENCE_S:
-            comes = {site: self._models[site].there.comes(now) for site in sites}
-            here = [site for site in sites if comes[site] == now]
-            if len(here) >= at_least:
-                return here
+            comes = {site: self._models[site].there.comes(now) for site in looked}
+            here = [site for site in looked if comes[site] == now]
+            if len(here) >= need:
+                return here if looked is sites else self._present(sites, len(here) / len(looked))
             coming = [at_s for at_s in comes.values() if at_s > now]
-            self._clock.reaches(heapq.nsmallest(at_least - len(here), coming)[-1])
+            self._clock.reaches(heapq.nsmallest(need - len(here), coming)[-1])
         raise ConfigError(
             f"simulate.availability: of {len(sites)} sites {at_least} are not there at once within "
             f"{PATIENCE_S / 86_400:g} days. Lower strategy.min_sites, or let sites be there for longer."
         )
+
+    def _looked_at(self, sites: Sequence[SiteId]) -> Sequence[SiteId]:
+        """The sites that tell how many are there: all, or of very many a few, always the same ones."""
+        if len(sites) <= EACH:
+            return sites
+        return Random(seed_of(self._config.run.seed, "looked at")).sample(sites, LOOKED_AT)
+
+    def _present(self, sites: Sequence[SiteId], part: float) -> Present:
+        """The sites that are there now, which are about this part of them."""
+        now = self._clock.now_s
+        count = round(part * len(sites))
+        return Present(sites, count, lambda site: self._models[site].there.comes(now) == now)
 
     async def newcomer(self, known: Collection[SiteId]) -> None:
         """The clock goes on until a site comes that is not known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 
 from cryptography.exceptions import InvalidSignature
@@ -27,6 +27,8 @@ from ..star.secure_rounds import UnderMasks
 from ..star.secure_terms import hash_of
 from ..threads import all_cores
 from .plain_sums import FixedPointSums
+
+HELD_SITES = 10_000  # that took part; of a larger population those of earlier rounds begin anew
 
 
 class SimulatedMasks(UnderMasks):
@@ -58,6 +60,10 @@ class SimulatedKeys:
 
     def key(self, site: SiteId) -> ec.EllipticCurvePrivateKey:
         return self._keys.setdefault(site, ec.generate_private_key(ec.SECP256R1()))
+
+    def forget(self, but: Collection[SiteId]) -> None:
+        """Drop the keys of all sites but these."""
+        self._keys = {site: key for site, key in self._keys.items() if site in but}
 
     def signer(self, site: SiteId) -> Signer:
         return Signer(site.encode(), self.key(site))
@@ -98,6 +104,9 @@ class MaskedCohort(CohortWrapper):
                 for site, r in requests.items()
                 if isinstance(r, Advertise | AdvertiseEvaluation)
             }
+            if len(self._sites) + len(inner) > HELD_SITES:
+                self._sites = {site: own for site, own in self._sites.items() if site in inner}
+                self._keys.forget(self._sites)
             model = await asyncio.to_thread(hash_of, first.weights, all_cores())
             async with aclosing(self._inner.exchange(inner, deadline_s)) as replies:
                 async for site, reply in replies:

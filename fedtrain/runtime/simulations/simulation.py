@@ -20,6 +20,7 @@ from ...exchange import Cohort
 from ...fairness import SERVER
 from ...learning import NO_EXTRAS, Extras
 from ...messages import SiteId
+from ...population import EACH
 from ...store import Checkpoint, RunStore
 from ...store.disk import lock
 from ...strategies import beginning, build
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from ...training.task import Task
 
 PROBED_SITES = 48  # spread over all; as many as are trained at once
-EACH = 100_000  # sites, of which a simulation still asks each one
+DRAWN_SITES = 1000  # in a picture, at most
 TOLD_SITES = 50  # of a round with more, events name only the updates that were refused
 
 
@@ -224,14 +225,15 @@ def agreed(config: Config) -> dict[str, str]:
 
 
 def draw_partition(config: Config, path: Path) -> None:
-    """A picture of how much of which label every simulated site has."""
+    """A picture of how much of which label every simulated site has, or every so manieth of very many."""
     import numpy as np
 
     from ...training.partition import SimulatedSites, draw, labels_of
     from ...training.task import load_task
 
     sites = SimulatedSites(load_task(config.run.task, config.root), config.simulate, config.run.seed)
-    labels = [np.asarray(labels_of(sites.data(name))) for name in sites.names]
+    few = sites.names[:: -(-len(sites.names) // DRAWN_SITES)]
+    labels = [np.asarray(labels_of(sites.data(name))) for name in few]
     ends = np.cumsum([len(of_site) for of_site in labels])
-    parts = dict(zip(sites.names, np.split(np.arange(ends[-1]), ends[:-1]), strict=True))
-    draw(np.concatenate(labels), parts, path)
+    parts = dict(zip(few, np.split(np.arange(ends[-1]), ends[:-1]), strict=True))
+    draw(np.concatenate(labels), parts, path, of=len(sites.names))

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from ...config import Config, numbers_in
 from ...digest import seed_of
 from ...messages import SiteId
+from ...population import EACH
 from .traces import Line, Trace, exact, read_trace
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
-KNOWN = 65_536  # models that are kept: of a larger population they are made again
 STAYS = 10_000  # times that a site comes back for one training before nobody waits for it any more
 
 
@@ -148,7 +148,7 @@ class SiteModels:
         self._trace: Trace | None = read_trace(config) if keys.trace else None
         if self._trace is not None:
             self._trace.check(sites)
-        self._known = lru_cache(KNOWN)(self._model)
+        self._known = lru_cache(EACH)(self._model)  # of a larger population models are made again
         self.by_examples = bool(keys.example_time) or self._measured("seconds_per_example")
         self.always = keys.availability == "always" and not self._measured("available")
 

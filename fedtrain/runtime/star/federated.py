@@ -268,9 +268,12 @@ def sample(config: Config, number: int, attempt: int, members: Sequence[SiteId])
         return list(members)
     draw = random.Random(seed_of(config.run.seed, "cohort", number, attempt))
     always = [site for site in rule_of(config).must_have if site in members]
-    return sorted([*always, *draw.sample(without(members, always), count - len(always))])
+    others = members.without(always) if isinstance(members, Names) else Without(members, always)
+    return sorted([*always, *others.draw(draw, count - len(always))])
 
 
 def without(members: Sequence[SiteId], left_out: Collection[SiteId]) -> Sequence[SiteId]:
     """The members but for a few."""
-    return Without(members, left_out) if left_out else members
+    if not left_out:
+        return members
+    return members.without(left_out) if isinstance(members, Names) else Without(members, left_out)
