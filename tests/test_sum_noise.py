@@ -308,7 +308,7 @@ def test_a_site_refuses_sums_with_less_noise_than_its_own_file_says(tmp_path):
     answers._callers = answers._verifier = keys
     with pytest.raises(
         TooFewSites,
-        match=r"site-0 refuses: privacy = 'noise 2 of 0.5' is asked for, and this site has 'noise 3 of",
+        match=r"site-0 refuses: privacy = 'noise 2.0 of 0.5' is asked for, and this site has 'noise 3.0 of",
     ):
         train(answers, TEN[:4])
     assert Mask not in asked

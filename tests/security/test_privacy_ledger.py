@@ -1,16 +1,22 @@
 """S24: what a site's data has given away is counted over all its runs and restarts, and never forgotten."""
 
 import asyncio
+import re
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from fedtrain.arena import ArenaFile
 from fedtrain.config import Config
-from fedtrain.errors import ConfigError, Damaged
+from fedtrain.errors import ConfigError, Damaged, SecAggError
 from fedtrain.messages import Failure, Train, Update
 from fedtrain.privacy import Release, epsilon
 from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.sites.spent import Budget, Spent, SumKeys
+from fedtrain.runtime.star.secure_terms import policy
+from fedtrain.secagg.fixedpoint import FixedPoint
+from fedtrain.secagg.messages import Terms
 from fedtrain.store import Ledger
 from fedtrain.store.disk import COPY
 from tests.test_gossip_peers import PLAIN, Log, arena
@@ -193,3 +199,38 @@ def test_s24_releases_of_both_kinds_protect_single_examples_at_least(tmp_path):
     spent_of(private(tmp_path, "r"), log=log).trained("a", 1, 8.0)
     assert [e["unit"] for e in log.of("privacy_spent")] == ["site", "example", "example"]
     assert log.of("privacy_spent")[-1]["epsilon"] == epsilon([Release("gaussian", 1.0, steps=3)], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (
+            {"privacy": {"where": "sum", "noise_multiplier": 2.0}},
+            {"privacy": {"where": "sum", "noise_multiplier": 1.9999999}},
+            "noise 1.9999999 of 1.0",
+        ),
+        ({"privacy": {"where": "sum", "noise_multiplier": 2.0}}, {}, ""),
+        (
+            {"strategy": {"kind": "dp_fedavg", "noise_multiplier": 1.0}},
+            {"strategy": {"kind": "dp_fedavg", "noise_multiplier": 0.9}},
+            "dp_fedavg noise_multiplier=0.9",
+        ),
+        ({"strategy": {"kind": "dp_fedavg", "noise_multiplier": 1.0}}, {}, ""),
+    ],
+)
+def test_the_noise_of_sums_and_of_the_aggregator_is_among_the_terms_of_each_secure_sum(one, other, said):
+    """A site holds the aggregator, and through the session's id all other sites, to its own file."""
+    mine, theirs = (policy(Config.of({"run": {"name": "r"}} | each), "f") for each in (one, other))
+    assert theirs.privacy == said != mine.privacy
+    least, threshold, degree = theirs.graph(3)
+    fixed = FixedPoint(3, theirs.ring_bits, theirs.clip, theirs.max_weight, theirs.value_bits)
+    terms = Terms(
+        federation="f", run="r", round=0, attempt=0, nonce=bytes(16), cohort=dict.fromkeys("abc", b""),
+        quorum=least, threshold=threshold, degree=degree, ring_bits=theirs.ring_bits,
+        value_bits=fixed.value_bits, clip=theirs.clip, max_weight=theirs.max_weight, length=0,
+        privacy=theirs.privacy,
+    )  # fmt: skip
+    theirs.check(terms)
+    with pytest.raises(SecAggError, match=re.escape(f"privacy = {said!r} is asked for")):
+        replace(mine, clip=theirs.clip, max_weight=theirs.max_weight).check(terms)
+    assert terms.sid(b"") != msgspec.structs.replace(terms, privacy=mine.privacy).sid(b"")

@@ -24,6 +24,7 @@ from .answers import compares, rule_of
 FINEST = 2.0**-40  # of which values are multiples where sums in the open have to be exact
 EXACT_SITES = 1024  # in a sum under masks that has to be exact, at most, unless secagg.value_bits says
 SITES = 3  # the least in a sum: in a sum over two each learns the other's update
+NOISY = "dp_fedavg"  # the strategy.kind that adds noise at the aggregator
 TAIL = 8.0  # standard deviations of a site's noise for which its values have room
 BELOW, ROUNDED = 1 - 2.0**-20, 1 + 2.0**-10  # what a norm and a rounding allow for the arithmetic of floats
 
@@ -130,15 +131,25 @@ def least_sites(config: Config) -> int:
 
 def policy(config: Config, federation: str, extras: Extras = NO_EXTRAS) -> Policy:
     """What this end insists on. `length` is set for each session."""
-    s, privacy = config.secagg, config.privacy
+    s = config.secagg
     clip, max_weight = bounds(config, extras)
     return Policy(
         federation=federation, run=config.run.name, ring_bits=s.ring_bits, clip=clip,
         max_weight=max_weight, length=0, value_bits=value_bits_of(config, extras),
-        privacy=f"noise {privacy.noise_multiplier:g} of {privacy.clip:g}" if privacy.in_sums else "",
+        privacy=agreed_privacy(config),
         min_sites=least_sites(config),
         full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
     )  # fmt: skip
+
+
+def agreed_privacy(config: Config) -> str:
+    """The noise that all ends of a secure sum agree on, in every digit: in the sum, or at the aggregator. The
+    noise of one site's own update protects that site whatever the others do, so it is no part of it."""
+    own, strategy = config.privacy, config.strategy
+    terms = [f"noise {own.noise_multiplier!r} of {own.clip!r}"] if own.in_sums else []
+    if strategy.kind == NOISY:
+        terms.append(" ".join([NOISY, *(f"{k}={v!r}" for k, v in sorted(strategy.options.items()))]))
+    return ", ".join(terms)
 
 
 def grid_of(config: Config, extras: Extras, seed: int) -> Summed | None:
