@@ -248,6 +248,9 @@ def test_a_view_in_which_a_graph_falls_apart_is_told_once_and_ends_nothing(tmp_p
 # --- a peer that was away
 
 
+ROUNDS = 20_000  # of the run
+
+
 class Given:
     """A neighbour's state, as it was published."""
 
@@ -278,7 +281,9 @@ def after_catching_up(given):
             others = [asyncio.create_task(there(name)) for name in given]
             while len(neighbors.progress()) < len(given):  # noqa: ASYNC110 - they run on this loop
                 await asyncio.sleep(0)
-            await catch_up(newcomer, neighbors, lambda event: told.append((event.kind, event.fields())))
+            await catch_up(
+                newcomer, neighbors, lambda event: told.append((event.kind, event.fields())), rounds=ROUNDS
+            )
             over.set()
             await asyncio.gather(*others, return_exceptions=True)
         return newcomer
@@ -301,6 +306,12 @@ def test_where_no_more_than_half_are_ahead_a_peer_keeps_its_own_model(rounds):
 def test_a_newcomer_believes_nobody_who_says_that_he_is_further_than_most():
     newcomer, _ = after_catching_up({"a": Given(7.0, 10_000), "b": Given(2.0, 9), "c": Given(3.0, 9)})
     assert (newcomer.round, float(trained_part(newcomer.model)[0])) == (9, 2.0)
+
+
+def test_a_newcomer_believes_nobody_who_says_to_be_further_than_the_run_has_rounds():
+    """Where there is one other, it is most of them: its word would end the run, or jump over its rounds."""
+    peer, told = after_catching_up({"a": Given(7.0, 10**9)})
+    assert (peer.round, float(trained_part(peer.model)[0]), told) == (0, 0.0, [])
 
 
 def test_s16_a_newcomer_refuses_a_state_with_nan_names_who_gave_it_and_takes_anothers():

@@ -68,18 +68,18 @@ def most_are_done(neighbors: ZmqNeighbors, roster: Roster, rounds: int) -> bool:
     return 2 * done > len(roster.peers()) - 1 > 0
 
 
-async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit) -> None:
+async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit, rounds: int) -> None:
     """Take a neighbour's state when this peer joined late, or was away: when most are ahead. Where it is a
     few, they were away, alone and so fast; what they reach is no reason to drop our own. Nor is one believed
-    that says to be further than most."""
-    progress = neighbors.progress()
+    that says to be further than most, or than the run's `rounds`."""
+    progress = {other: reached for other, reached in neighbors.progress().items() if reached <= rounds}
     ahead = {other: r for other, r in progress.items() if r >= peer.round + BEHIND}
     if 2 * len(ahead) <= len(progress):
         return
     middle = median_low(ahead.values())
     for other in sorted(ahead, key=lambda p: (abs(ahead[p] - middle), p))[:2]:
         letter = await neighbors.pull(other, PULL_S)
-        if letter is None or letter.round <= peer.round:
+        if letter is None or not peer.round < letter.round <= rounds:
             continue
         try:
             model = state_of(letter, peer.model.schema)

@@ -165,11 +165,11 @@ async def _rounds(
     if journal.reason_to_stop(peer.round) is None:
         await gather(journal, peer, neighbors, roster)
         shape.check(peer.algorithm, roster.peers(), config.gossip.masks)
-        await catch_up(peer, neighbors, journal.emit)
+        await catch_up(peer, neighbors, journal.emit, config.run.rounds)
     alone, begun_as = False, roster.contact(peer.name)
     while True:
         if peer.algorithm.waits:  # else the fast are ahead of the slow for good, and nobody minds
-            await catch_up(peer, neighbors, journal.emit)
+            await catch_up(peer, neighbors, journal.emit, config.run.rounds)
         if journal.evaluation_is_due(peer.round):
             await _evaluate(journal, peer, trainer)
         reason = journal.reason_to_stop(peer.round)
