@@ -11,6 +11,8 @@ server_s                all else (but counting the bytes), from the first reques
 site_, server_bound_s   what these ciphers take alone, at the best rates seen on as many threads: each byte of
                         mask drawn by the faster keystream and added once, vectors added, keys agreed on
 *_over_bound            the one divided by the other
+site_check_s            of a case with checksums: what holding the sum against them takes; site_s has the rest
+site_over_without       the two together, divided by site_s of the same round without checksums; by turns
 upload_bytes_per_param  all that a site sends in a round, headers, keys and shares too
 flwr_*_s                Flower's own functions, each timed once and multiplied by how often it is called,
                         where flwr is installed
@@ -25,7 +27,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +42,8 @@ from fedtrain.malloc import keep_freed
 from fedtrain.messages import Reply, Request, Update
 from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.secagg.client import Client
+from fedtrain.secagg.checksum import Checksums
+from fedtrain.secagg.client import Client, Owed
 from fedtrain.secagg.encoding import Encoded, Encoding, rounding_seed
 from fedtrain.secagg.fixedpoint import FixedPoint
 from fedtrain.secagg.masking import (
@@ -72,13 +75,14 @@ class Case:
     dropout: float  # of the sites, after their shares were dealt: the costliest moment
     finder: bool = False  # neighbours as secagg/graph.py finds them, against 10 % corrupt and 10 % lost
     ring_bits: Literal[16, 32, 64] = 32
+    verify: bool = False  # the case is had by turns with and without checksums
 
     @property
     def policy(self) -> Policy:
         fixed, length = self.encoding.point, self.encoding.length
         return Policy(
             **RUN, ring_bits=self.ring_bits, clip=fixed.clip, max_weight=fixed.max_weight, length=length,
-            full_graph=0 if self.finder else self.sites, corrupt=0.1, dropout=0.1,
+            full_graph=0 if self.finder else self.sites, corrupt=0.1, dropout=0.1, verify=self.verify,
         )  # fmt: skip
 
     @property
@@ -94,6 +98,7 @@ CASES = [
     Case("1Mx100-full-30", 1_000_000, 100, 0.3),
     Case("1Mx100-finder-10", 1_000_000, 100, 0.1, finder=True),
     Case("10Mx10-full-10", 10_000_000, 10, 0.1),
+    Case("10Mx10-full-10-verify", 10_000_000, 10, 0.1, verify=True),
 ]
 
 
@@ -106,8 +111,9 @@ class Site:
         signer = pki.Signer.of(pki.Credentials.load(folder / "sites" / name))
         self.client = Client(
             name, case.policy, certificate=signer.certificate, sign=self.timed(signer.sign),
-            verify=self.timed(verifier.verify), parallel=parallel,
+            verify=self.timed(verifier.verify), parallel=parallel, owe=self.owe,
         )  # fmt: skip
+        self.case, self.parallel, self.check_s = case, parallel, 0.0
         self.fingerprint = pki.fingerprint(signer.certificate)
         self.values = np.random.default_rng(list(name.encode())).standard_normal(case.params, np.float32)
         self.values *= 0.01
@@ -116,6 +122,17 @@ class Site:
         self.update = Update(delta=delta, num_examples=50.0, metrics=dict.fromkeys(METRICS, (20.0, 50.0)))
         self.own = Encoded(case.encoding, self.update, rounding_seed("bench", name), parallel=parallel)
         self.spent_s = self.signatures_s = self.counting_s = self.sent_bytes = 0.0
+
+    def owe(self, owed: Owed) -> None:
+        self.owed = owed
+
+    def check(self, total: np.ndarray) -> None:
+        """As a site does that is shown the sum."""
+        began = clock()
+        numel = self.case.encoding.numel(self.owed.names)
+        checksums = Checksums(self.owed.seed, self.case.encoding.point, self.parallel)
+        assert checksums.fits(total[:numel], total[numel:], self.owed.sites)
+        self.check_s = clock() - began
 
     def timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def measured(*args: bytes) -> Any:
@@ -155,6 +172,7 @@ class Timing:
     signatures_s: float  # the same
     server_s: float
     upload_bytes: float  # of a survivor
+    check_s: float = 0.0  # median over the survivors
 
 
 def run(case: Case, rounds: int, parallel: Parallel, folder: Path) -> list[Timing]:
@@ -173,7 +191,7 @@ def run(case: Case, rounds: int, parallel: Parallel, folder: Path) -> list[Timin
             cohort={name: site.fingerprint for name, site in sites.items()}, quorum=quorum,
             threshold=threshold, degree=degree, ring_bits=case.ring_bits,
             value_bits=case.encoding.point.value_bits, clip=case.policy.clip,
-            max_weight=case.policy.max_weight, length=case.policy.length,
+            max_weight=case.policy.max_weight, length=case.policy.length, verify=case.verify,
         )  # fmt: skip
         offer = Advertise(
             id=terms.request_id("advertise"), round=number, weights=there[0].update.delta, terms=terms
@@ -188,8 +206,11 @@ def run(case: Case, rounds: int, parallel: Parallel, folder: Path) -> list[Timin
             total = await masked.unmask()
             assert total.sites == tuple(name for name in names if name not in lost)
             assert not total.blamed
-            mean = case.encoding.decode(total.vector, len(total.sites), total.names, parallel)
+            vector = total.vector[: terms.numel(total.names)]
+            mean = case.encoding.decode(vector, len(total.sites), total.names, parallel)
             spent = clock() - began
+            for site in there if case.verify else ():
+                site.check(total.vector)
             assert mean.metrics["loss"] == (20.0 * len(there), 50.0 * len(there))
             assert mean.delta is not None
             return mean.delta.views()["w"].numpy(), spent
@@ -202,6 +223,7 @@ def run(case: Case, rounds: int, parallel: Parallel, folder: Path) -> list[Timin
                 statistics.median(site.signatures_s for site in there),
                 whole - sum(site.spent_s + site.counting_s for site in sites.values()),
                 statistics.median(site.sent_bytes for site in there),
+                statistics.median(site.check_s for site in there),
             )
         )
     return found[1:]
@@ -343,6 +365,9 @@ def main() -> None:
         rates = measure(args.threads, parallel)
         for case in CASES:
             if args.case in case.name:
+                if case.verify:
+                    by_turns(case, args.rounds, parallel, folder)
+                    continue
                 timings = run(case, args.rounds, parallel, folder)
                 rates = rates.best(measure(args.threads, parallel))  # a slow minute makes no bound easier
                 report(case, timings, rates)
@@ -351,6 +376,24 @@ def main() -> None:
         common.emit("secagg", "machine", "add_mask", rates.add_mask / 1e9, "GB/s")
         common.emit("secagg", "machine", "add_vector", rates.add_vector / 1e9, "GB/s")
         common.emit("secagg", "machine", "agreement", rates.agree_s * 1e6, "µs")
+
+
+def by_turns(case: Case, rounds: int, parallel: Parallel, folder: Path) -> None:
+    """A round without checksums and one with them, in turns: what they cost a site."""
+    plain, checked = list[Timing](), list[Timing]()
+    for _ in range(rounds):
+        plain += run(replace(case, verify=False), 1, parallel, folder)
+        checked += run(case, 1, parallel, folder)
+    without = statistics.median(t.site_s for t in plain)
+    summed = statistics.median(t.site_s for t in checked)
+    check_s = statistics.median(t.check_s for t in checked)
+    ratios = [(b.site_s + b.check_s) / a.site_s for a, b in zip(plain, checked, strict=True)]
+    common.emit("secagg", case.name, "site_s_without", without, "s")
+    common.emit("secagg", case.name, "site_s", summed, "s")
+    common.emit("secagg", case.name, "site_check_s", check_s, "s")
+    common.emit("secagg", case.name, "site_over_without", statistics.median(ratios), "×")
+    upload = statistics.median(t.upload_bytes for t in checked) / case.params
+    common.emit("secagg", case.name, "upload_bytes_per_param", upload, "B")
 
 
 def report(case: Case, timings: list[Timing], rates: Rates) -> None:

@@ -5,6 +5,7 @@ FedtrainError
   StoreError         the run's directory is on a network disk, or in use, or its disk is full
     Damaged          a file of the run's directory does not hold the bytes that were written to it
     Forgotten        a site's memory of its training is lost or damaged; the round goes on without the site
+  ForgedSum          the aggregator shows a site what is not the sum of what the sites sent
   CertificateError   a certificate or key is missing, expired, or of the wrong role
     CertificateRevoked its holder needs a new one
   ConnectError       the other end cannot be reached, or refuses the connection; the message says why
@@ -79,6 +80,17 @@ class Damaged(StoreError):
 
 class Forgotten(StoreError):
     """A site's memory of its training is lost or damaged; other sites go on."""
+
+
+class ForgedSum(FedtrainError):
+    """What the aggregator shows as a sum, or makes of it, is not what the sites sent; the site stops."""
+
+    def __init__(self, aggregator: str, round: int, why: str) -> None:
+        super().__init__(
+            f"round {round}: {aggregator} shows a sum that is not what its sites sent: {why}. This site "
+            f"stops, and sends nothing more. Either the aggregator lies, or a site of that sum sent a "
+            f"wrong checksum: ask the other sites what they see before anybody goes on."
+        )
 
 
 class CertificateError(FedtrainError):

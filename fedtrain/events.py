@@ -171,6 +171,14 @@ class Denied(Event, frozen=True, kw_only=True, tag="denied"):
     round: int | None = None
 
 
+class SumForged(Event, frozen=True, kw_only=True, tag="sum_forged"):
+    """What the aggregator shows a site is not the sum of what the sites sent in a round; the site stops."""
+
+    round: int
+    aggregator: str
+    reason: str
+
+
 class PrivacySpent(Event, frozen=True, kw_only=True, tag="privacy_spent"):
     """A site gave away one more noised update: what all of them, over its runs, tell of its data at most."""
 
@@ -275,7 +283,7 @@ AnyEvent = (
     RunStarted | Waiting | SiteJoined | SiteLost | SiteRefused | Admitted | ActionApproved | ReplySent
     | HeadWitnessed | LogDisputed | LineTorn | RoundStarted | SiteState | UpdateReceived | UpdateRefused
     | CohortAsked | Denied | PrivacySpent | RoundFailed | RoundCommitted | Stepped | Evaluated | Best
-    | Notice | RunFinished
+    | Notice | RunFinished | SumForged
 )  # fmt: skip
 KINDS: dict[str, type[Event]] = {str(c.__struct_config__.tag): c for c in get_args(AnyEvent)}
 

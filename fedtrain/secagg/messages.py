@@ -230,6 +230,18 @@ class RingArena(AnyArena):
         return Arena.wrap(self.schema, self.bytes.copy())
 
 
+def sum_schema(sid: bytes, numel: int, ring_bits: int) -> Schema:
+    """Of a sum as sites are shown it: named by its session, so that a site knows whether it was in it."""
+    return Schema((TensorSpec(sid.hex(), (numel,), f"int{ring_bits}", False),))
+
+
+def shown(sid: bytes, total: NDArray[Any]) -> RingArena:
+    """A sum and its checksum as sites are shown them; a copy."""
+    arena = RingArena(sum_schema(sid, len(total), 8 * total.itemsize))
+    arena.vector[:] = total
+    return arena
+
+
 # --- What is hashed, committed to and signed. Nothing else is, and no two of these are ever equal.
 
 

@@ -194,7 +194,7 @@ class RunStore(RunFolder):
                 self._counted.add(number, self._buffered() | dict.fromkeys(sites, number - 1), KEEP - 1)
                 if (patch := checkpoint.patch) is not None:
                     self.db.put("patches", number, patch.digest, patch.schema)
-                    most = min(PATCHES, checkpoint.weights.schema.nbytes // max(patch.schema.nbytes, 1))
+                    most = min(PATCHES, checkpoint.weights.schema.nbytes // max(patch.schema.nbytes, 1)) or 1
                     self.db.change("DELETE FROM patches WHERE round <= ?", (number - most,))
                 self.db.change("DELETE FROM buffer")  # all of it is in this version
                 if following is not None:

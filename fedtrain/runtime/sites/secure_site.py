@@ -10,12 +10,12 @@ from functools import partial
 from ...config import Config
 from ...errors import BadUpdate, FedtrainError
 from ...learning import NO_EXTRAS, Extras, check_bounds
-from ...messages import Evaluation, Failure, Reply, SiteId, Train, Update
+from ...messages import Evaluate, Evaluation, Failure, Reply, SiteId, Train, Update
 from ...pki import Credentials, Revoked, Signer
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe
 from ...secagg import messages as msg
-from ...secagg.client import NEVER, Advertisement, Client, Summand
+from ...secagg.client import NEVER, Advertisement, Client, Summand, ignored
 from ...secagg.encoding import Encoded
 from ...secagg.masking import Parallel, RingVector, serial
 from ...secagg.noise import DiscreteGaussian
@@ -25,6 +25,7 @@ from ...store.memory import NEVER as NO_ROUND
 from ..star.secure_terms import bounds, check_config, encoding_of, noise_of, policy, round_seed, scale_of
 from ..threads import all_cores
 from .cohorts import Cohorts, Opened
+from .models import CheckedSums
 from .spent import Spent, SumKeys
 
 NoiseKey = Callable[[int, str], bytes]  # (round, what the noise is for) -> 16 bytes, the same for the same
@@ -50,12 +51,14 @@ class SecureSite:
         noise_key: NoiseKey | None = None,
         extras: Extras = NO_EXTRAS,
         min_cohort: int = 0,
+        checked: CheckedSums | None = None,
     ) -> None:
         """
         Args:
             noise_key: Gives keys of the noise in sums, which only a site with noise in its sums needs.
             revoked: The list of revoked certificates; it is read again before each session.
             min_cohort: The fewest sites in a sum here, where that is more than the settings say.
+            checked: Which models the site checked; None: it checks none.
             sums: Remembers, on disk, the sums that this site's updates are in, and beside it those of all its
                 runs are remembered; None: they are forgotten.
         """
@@ -63,7 +66,8 @@ class SecureSite:
         terms = policy(config, federation, extras)
         self._policy = replace(terms, min_sites=max(terms.min_sites, min_cohort))
         self._extras = extras
-        self._noise_key = noise_key
+        self._noise_key, self._checked = noise_key, checked
+        self._has_checked: bool | None = None  # the model that it is asked about
         self._cohorts = None if sums is None else Cohorts(sums.folder.parent / f"@{site}")
         opened = {} if sums is None else sums.sums()
         self._clients = {
@@ -71,11 +75,17 @@ class SecureSite:
                 site, self._policy, certificate=signer.certificate, sign=signer.sign,
                 verify=verifier.verify, parallel=parallel, opened=opened.get(kind.__name__, NEVER),
                 keep=None if sums is None else partial(sums.keep_sum, kind.__name__),
+                owe=ignored if checked is None else checked.owe,
             )
             for kind in (msg.Advertise, msg.AdvertiseEvaluation, msg.AdvertiseTally)
         }  # each keeps to one sum a round  # fmt: skip
         self._client = self._clients[msg.Advertise]
         self._at_work = threading.Lock()
+
+    def asked_about(self, request: Train | Evaluate, model: bytes) -> None:
+        """Before the work on `model` (hash_of): find out whether this site checked what it was made of."""
+        if self._checked is not None:
+            self._has_checked = self._checked.has_checked(request.round, request.weights.digest, model)
 
     def offer(self, request: Advertisement, model: bytes, result: Update | Evaluation) -> msg.Keys | Failure:
         """Step 0, with the result of work on `model` (hash_of) at hand: keys for a session under these terms,
@@ -117,7 +127,8 @@ class SecureSite:
             return Failure(reason=f"{self._site} refuses: {e}")
 
         self._client = self._clients[type(request)]
-        self._client.policy = replace(self._policy, length=encoding.length)
+        verify = self._policy.verify and isinstance(request, msg.Advertise)
+        self._client.policy = replace(self._policy, length=encoding.length, verify=verify)
         seed = round_seed(self._config, request.round, self._site)
         own: Summand = Encoded(encoding, result, seed, scale, self._parallel)
         if noise is not None and isinstance(result, Update):
@@ -130,7 +141,8 @@ class SecureSite:
             weights = None if isinstance(request, msg.AdvertiseTally) else request.weights
             update = result.delta if isinstance(result, Update) else None
             self._client.guard = self._cohorts.session(asked, weights, update)
-        return self._client.begin(request, model, own)
+        checked = self._has_checked if isinstance(request, Train | Evaluate) else None
+        return self._client.begin(request, model, own, checked)
 
 
 def secure_site_of(
@@ -142,6 +154,7 @@ def secure_site_of(
     extras: Extras = NO_EXTRAS,
     spent: Spent | None = None,
     min_cohort: int = 0,
+    checked: CheckedSums | None = None,
 ) -> SecureSite:
     """The site's half of secure sums, with the key of its certificate. Damaged when the ledger
     `spent` is shorter than the sums that this site was in. `min_cohort`: policy.min_cohort."""
@@ -156,6 +169,7 @@ def secure_site_of(
     return SecureSite(
         config, name, federation, Signer.of(credentials), check.verifier, revoked=check.revoked,
         parallel=all_cores(), sums=ledger, noise_key=noise_key, extras=extras, min_cohort=min_cohort,
+        checked=checked,
     )  # fmt: skip
 
 

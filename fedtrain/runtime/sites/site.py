@@ -45,6 +45,7 @@ from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .approval import Approvals
 from .gate import Gate, bounded, check_policy, hold
+from .models import CheckedSums, Models
 from .secure_site import REQUESTS as SECURE_REQUESTS
 from .secure_site import SecureSite, secure_site_of
 from .spent import Spent
@@ -67,20 +68,20 @@ class Site:
         secure: SecureSite | None = None,
         spent: Spent | None = None,
         frozen: Frozen = Frozen(),
-        tell: Callable[[str], None] = lambda line: None,
+        models: Models | None = None,
         gate: Gate | None = None,
         statistics: DataStatistics | None = None,
         personal: bool = False,
     ) -> None:
-        """`say` tells people what goes on, `tell` what went wrong. `frozen`: the frozen parameters of the
-        task's own model(). `gate`: what is answered at all; None: everything.
+        """`say` tells people what goes on. `frozen`: the frozen parameters of the task's own model().
+        `models`: makes models of what is patched. `gate`: what is answered at all; None: everything.
         `personal`: whether this site has a model of its own.
 
         With `secure`, results are given into secure sums, and nothing that asks for one alone is answered.
         """
         self._secure, self._spent, self._gate, self._statistics = secure, spent, gate or Gate(), statistics
         self._name, self._schema, self._ledger, self._trainer = name, schema, ledger, trainer
-        self._say, self._tell, self._personal = say, tell, personal
+        self._say, self._models, self._personal = say, models, personal
         self._under_way: tuple[str, asyncio.Task[Found]] | None = None
         self._own, self._frozen = frozen, frozen  # frozen parameters of the task's model(), and of the run
         self._fetched: ArenaFile | None = None  # the run's, where they are others
@@ -99,29 +100,10 @@ class Site:
         return self._fetched
 
     async def patched(self, patch: Patch, digest: str) -> bool:
-        """Make the model of this digest of a patch and its base, which are here; whether it could be made."""
-        inbox = self._ledger.inbox
-        assert isinstance(patch.arena, ArenaFile), patch
+        """As Models.made."""
+        assert self._models is not None
         await self._stop_work()  # on a model that is passed
-        out = self._ledger.folder / "patched"
-        try:
-            base = ArenaFile(self._schema, inbox.path(patch.base), patch.base)
-            found = await self._trainer.apply(base, patch.arena, out)
-        except (TaskError, ConfigError) as e:
-            self._tell(f"a patch could not be used: {e}; the whole model is fetched")
-            return False
-        if found != digest:
-            self._tell(f"a patch gave {found[:12]}… here, not {digest[:12]}…; the whole model is fetched")
-            return False
-        os.replace(out, inbox.path(digest))
-        return True
-
-    async def keep_initial(self) -> None:
-        """Have the model before round 0, which the first patch may be for, unless there is a later one."""
-        out, inbox = self._ledger.folder / "patched", self._ledger.inbox
-        if not any(inbox.folder.iterdir()):
-            initial = await self._trainer.initial(out)
-            os.replace(out, inbox.path(initial.digest))
+        return await self._models.made(patch, digest)
 
     async def answer(self, request: Request) -> Reply:
         """The reply to a request. The same question again, in another attempt say, gets the same reply; but
@@ -139,6 +121,7 @@ class Site:
             case Advertise() | AdvertiseEvaluation(), SecureSite():
                 # two models may have one digest
                 model = await asyncio.to_thread(hash_of, request.weights, all_cores(), await self._bound())
+                await asyncio.to_thread(self._secure.asked_about, request, model)
                 result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
                     return result
@@ -289,10 +272,12 @@ async def run(
         trainer = await Supervised.begin(start)
         emit(approvals.check(config).event)  # the very code that is loaded now
         tls = Tls(credentials.key, credentials.chain, credentials.root)
+        address = config.network.address or config.network.listen
+        target = aggregator_target(credentials.identity.federation)
         link = SiteLink(
             TRANSPORTS["grpc"](tls, config.network.heartbeat),
-            address=config.network.address or config.network.listen,
-            target=aggregator_target(credentials.identity.federation),
+            address=address,
+            target=target,
             inbox=ledger.inbox,
             requests=SECURE_REQUESTS if config.secagg.enabled else REQUESTS,
             trust=check,
@@ -307,20 +292,22 @@ async def run(
         about = trainer.description
         spent = Spent.of_site(config, ledger.folder, emit) if config.privacy.noise_multiplier else None
         secure = None
+        checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
         if config.secagg.enabled:
             secure = secure_site_of(
-                config, name, credentials, ledger, check, about.extras, spent, policy.min_cohort
+                config, name, credentials, ledger, check, about.extras, spent, policy.min_cohort, checked
             )
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
-        tell, bounds, gate = noticed(emit), bounds_of(config, policy), Gate(emit)
+        bounds, gate = bounds_of(config, policy), Gate(emit)
+        models = Models(config, ledger, trainer, emit, checked, f"{target} at {address}", all_cores())
         bounded(gate, bounds)
         # under masks nobody is told how many
         examples = await trainer.examples(name) if not secure or policy.min_examples > 1 else None
         hold(gate, policy, name, examples)
-        site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, tell, gate,
+        site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, models, gate,
                     statistics, about.personal)  # fmt: skip
         if config.compression.down:
-            await site.keep_initial()
+            await models.keep_initial()
         hello = Hello(
             protocol=PROTOCOL, version=__version__, task_digest=about.task_digest, schema=about.schema,
             frozen=about.frozen.schema, agreed=config.agreed(), bounds=bounds,
@@ -329,7 +316,7 @@ async def run(
         watching = asyncio.create_task(check.watch(link.cut))
         try:
             agreed = about.schema, about.frozen.schema, about.update
-            patched = site.patched if config.compression.down else None
+            patched = site.patched if config.compression.down or checked else None
             reason = await link.serve(hello, site.answer, site.welcomed, patched, agreed, audit.answer)
         finally:
             watching.cancel()

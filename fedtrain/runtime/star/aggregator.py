@@ -179,7 +179,8 @@ class JoinedSites:
             inbox=self._store.inbox, replies=replies, prove=self._prove,
             frozen=self._store.frozen_file(), idle_s=config.network.idle, emit=self._emit,
             schemas=(self._schema, self._store.frozen.schema, self._update),
-            inline=not config.compression.down, witness=witness,
+            inline=not (config.compression.down or (config.secagg.enabled and config.secagg.verify)),
+            witness=witness,
         )  # fmt: skip
 
     def answers(self, cohort: Cohort, openly: Cohort) -> Answers:

@@ -41,10 +41,22 @@ def check_strategy(config: Config, strategy: Strategy) -> None:
             f"compression.down: {kind} sends {', '.join(strategy.down)} with the weights, which no patch "
             f"holds. Leave it out."
         )
+    if config.secagg.enabled and config.secagg.verify and (strategy.sigma or keeps_state(strategy)):
+        raise ConfigError(
+            f"secagg.verify: {kind} moves the model by more than a sum of updates: by what the aggregator "
+            f"alone has. Use a strategy without such, as fedavg or fedprox, or set secagg.verify = false."
+        )
     if config.secagg.enabled and config.limits.max_norm and extras.exact:
         raise ConfigError(
             f"limits.max_norm: under masks it shortens a delta after {kind} has remembered it. Leave it out."
         )
+
+
+def keeps_state(strategy: Strategy) -> bool:
+    """Whether the strategy has something that changes from round to round, beside the weights."""
+    import torch
+
+    return bool(strategy.init(torch.zeros(1)))
 
 
 def check_islands(config: Config, strategy: Strategy) -> None:

@@ -182,8 +182,9 @@ async def searched(
         after, record, mean = await federated_round(answers, plan, strategy, checkpoint, seed, noise)
         inside, good, spoiled = [*mean.sites], mean.summed, mean.spoiled
     except Spoiled as e:
-        if not plan.groups and len(plan.sites) < 2 * least_sites(journal.config):
-            raise  # too few for two sums
+        too_few = not plan.groups and len(plan.sites) < 2 * least_sites(journal.config)
+        if too_few or journal.config.secagg.verify:
+            raise  # too few for two sums, or each site can check a round's only sum alone
         journal.round_failed(plan.round, plan.attempt, e)
         weights = await in_thread(checkpoint.weights.schema.nbytes, nudged, checkpoint.weights, plan.round)
         after, record = Checkpoint(plan.round + 1, weights, checkpoint.state), lap.record({}, 0)
@@ -243,7 +244,7 @@ async def federated_round(
     if noise is not None:
         noise.releases(plan.round, seed)
     record = lap.record(mean.metrics, len(mean.sites))
-    return Checkpoint(plan.round + 1, weights, state | mean.state), record, mean
+    return Checkpoint(plan.round + 1, weights, state | mean.state, mean.patch), record, mean
 
 
 def asked(

@@ -44,6 +44,7 @@ class Aggregate:
     scalars: dict[str, float] = field(default_factory=dict)  # Σ of each
     summed: Sequence[Sequence[SiteId]] = ()  # the groups of a round that looks for who spoils sums: good ones
     spoiled: Sequence[Sequence[SiteId]] = ()  # and the others
+    patch: AnyArena | None = None  # the sum itself, where sites make the next model of it
 
 
 class Gathering:

@@ -115,6 +115,7 @@ def longest_vector(config: Config, schema: Schema, extras: Extras = NO_EXTRAS) -
     return (
         Encoding(smallest, extras.update(schema), extras=extras, points=points).numel([""] * msg.MAX_NAMES)
         + smallest.limbs * MAX_SUMS
+        + smallest.digits(msg.CHECKSUM_BITS)
     )
 
 
@@ -154,6 +155,7 @@ class UnderMasks:
         self._verifier, self._parallel = verifier, parallel
         self._callers, self._plans, self._frozen = callers, plans, frozen
         self._round, self._opened = -1, list[Sequence[SiteId]]()  # sites of its sums that may be opened
+        self._shown: msg.RingArena | None = None  # the last sum, where sites check sums
         self._odd: dict[SiteId, set[str]] = {}  # metrics that few have, as they were told
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
@@ -181,6 +183,7 @@ class UnderMasks:
         mean = await asyncio.to_thread(
             one_of_groups, self._config, plan, weights.schema.model, [total for total, _ in totals], inside
         )
+        mean = replace(mean, patch=self._shown)
         return replace(mean, summed=[sites for _, sites in totals], spoiled=spoiled) if plan.groups else mean
 
     async def evaluate(
@@ -270,9 +273,12 @@ class UnderMasks:
             self._tell_dropped(plan.round + training, e.dropped)
             raise
         self._tell(plan, found, training=training)
+        if terms.verify and self._plans is not None:  # a simulation has no sites to be shown anything
+            self._shown = msg.shown(terms.sid(model), found.vector)
+        vector = found.vector[: terms.numel(found.names)]
         try:
             total = await asyncio.to_thread(
-                encoding.decode, found.vector, len(found.sites), found.names, self._parallel
+                encoding.decode, vector, len(found.sites), found.names, self._parallel
             )
         except RoundError as e:
             raise Spoiled([found.sites], str(e)) from e
@@ -305,7 +311,7 @@ class UnderMasks:
             nonce=secrets.token_bytes(msg.NONCE_BYTES), cohort=cohort, quorum=quorum,
             threshold=threshold, degree=degree, ring_bits=self._config.secagg.ring_bits,
             value_bits=point.value_bits, clip=point.clip, max_weight=point.max_weight, length=encoding.length,
-            privacy=self._policy.privacy,
+            privacy=self._policy.privacy, verify=self._policy.verify and encoding.schema is not None,
         )  # fmt: skip
 
     def _tell(self, plan: RoundPlan, found: SecureSum, *, training: bool) -> None:

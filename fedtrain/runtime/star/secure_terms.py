@@ -47,11 +47,32 @@ def check_config(config: Config) -> None:
             f'{rule.needs} or more; or set aggregation.rule = "mean" without aggregation.before, or '
             f"secagg.enabled = false."
         )
+    if config.secagg.verify:
+        check_verify(config)
     compressed.check_config(config)
     rule_of(config, groups if groups > 1 else None)
     each = max(sites // groups, 1)
     encoding_of(config, 0, each, None)
     policy(config, "").graph(each)
+
+
+def check_verify(config: Config) -> None:
+    """ConfigError for what keeps sites from making the next model of a sum that they check."""
+    for key, value, only, why in (
+        (
+            "secagg.groups",
+            config.secagg.groups,
+            1,
+            "a site can check the sum of its own group alone",
+        ),
+        ("compression.down", config.compression.down, "", "the model moves by less than the sum then"),
+        ("strategy.fraction", config.strategy.fraction, 1.0, "who was not in the last sum can't check it"),
+    ):
+        if value != only:
+            raise ConfigError(
+                f"{key}: with secagg.verify = true sites make the model of the sum that they check, and "
+                f"{why}. Set {key} = {only!r}, or secagg.verify = false."
+            )
 
 
 def fixed_point(config: Config, sites: int, extras: Extras = NO_EXTRAS) -> FixedPoint:
@@ -138,7 +159,7 @@ def policy(config: Config, federation: str, extras: Extras = NO_EXTRAS) -> Polic
         max_weight=max_weight, length=0, value_bits=value_bits_of(config, extras),
         privacy=agreed_privacy(config),
         min_sites=least_sites(config),
-        full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
+        verify=s.verify, full_graph=s.full_graph, corrupt=s.corrupt, dropout=s.dropout,
     )  # fmt: skip
 
 

@@ -99,11 +99,10 @@ class Trains:
             return
         await self._ask(msg.Freeze(msg.ModelFile.of(frozen)))
 
-    async def apply(self, base: ArenaFile, patch: ArenaFile, out: Path) -> str:
-        """The digest of the model that a patch makes of another, written to `out`."""
-        command = msg.Apply(msg.ModelFile.of(base), msg.ModelFile.of(patch), str(out))
-        saved: msg.Saved = await self._ask(command)
-        return saved.digest
+    async def apply(self, base: ArenaFile, patch: ArenaFile, out: Path, summed: msg.Summed | None) -> str:
+        """The digest of the model that a patch, or a sum, makes of another, written to `out`."""
+        ends = msg.ModelFile.of(base), msg.ModelFile.of(patch)
+        return str((await self._ask(msg.Apply(*ends, str(out), summed))).digest)
 
     async def examples(self, site: SiteId) -> float | None:
         """How many examples the site has; None where only its training can tell."""

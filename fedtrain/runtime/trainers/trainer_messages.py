@@ -62,12 +62,22 @@ class Initial(msgspec.Struct, tag=True, array_like=True):
     frozen: bool = False
 
 
+class Summed(msgspec.Struct, array_like=True):
+    """What a sum of updates has to be read with."""
+
+    round: int
+    cohort: int  # sites that were asked
+    sites: int  # whose updates are in it
+    names: tuple[str, ...]  # of the metrics in it
+
+
 class Apply(msgspec.Struct, tag=True, array_like=True):
-    """Write the model that a patch makes of another."""
+    """Write the model that a patch makes of another, or a sum."""
 
     base: ModelFile
     patch: ModelFile
     out: str
+    summed: Summed | None = None  # of a sum
 
 
 class Examples(msgspec.Struct, tag=True, array_like=True):

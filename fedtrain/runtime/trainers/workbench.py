@@ -28,6 +28,7 @@ from ..sites import compressed
 from ..sites.privacy import check_config, streams_of
 from ..threads import torch_threads
 from . import trainer_messages as msg
+from .applied import applied
 from .rank_monitor import GiveUp, nobody
 
 if TYPE_CHECKING:
@@ -200,13 +201,9 @@ class Workbench:
             case msg.Freeze(place):
                 self.freeze(ArenaFile(self.description.frozen.schema, Path(place.path), place.digest))
                 return msg.Saved(place.digest)
-            case msg.Apply(base, patch, out):
-                codec = compressed.down_codec(self._config, self.description.schema)
-                assert codec is not None, "no patches come without compression.down"
-                model = ArenaFile(codec.schema, Path(base.path), base.digest).load()
-                change = ArenaFile(codec.coded, Path(patch.path), patch.digest)
-                with new_file(codec.schema, Path(out)) as arena:
-                    arena.copy_(compressed.patched(self._config, codec, model, change))
+            case msg.Apply():
+                with new_file(self.description.schema, Path(command.out)) as arena:
+                    arena.copy_(applied(self._config, self._strategy, self.description, command))
                     return msg.Saved(arena.digest)
             case msg.Examples(site):
                 return msg.Counted(self.examples(site))

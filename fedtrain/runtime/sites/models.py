@@ -1,0 +1,167 @@
+"""Models that a site makes itself, of what it has and of what the aggregator shows it, and need not fetch.
+
+Of a patch, with compression.down. Of a checked sum, with secagg.verify: the site holds the sum against the
+checksums that the sites put into it, and moves the model of the round before by it, as the strategy says.
+So the aggregator has no say in the model of a site that was in the sum. A site that was not goes by those
+that were: it says of each model whether it checked it, and takes part where enough others say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ...arena import ArenaFile, Patch
+from ...config import Config
+from ...errors import ConfigError, ForgedSum, TaskError
+from ...events import Emit, Notice, SumForged
+from ...schema import Schema
+from ...secagg.checksum import Checksums
+from ...secagg.client import Owed
+from ...secagg.masking import Parallel, serial
+from ...secagg.messages import CHECKSUM_BITS, sum_schema
+from ...store import Ledger
+from ...store.disk import write_whole
+from ..star.secure_terms import encoding_of
+from ..trainers.trainer import Trains
+from ..trainers.trainer_messages import Summed
+
+FILE = "checked.json"
+KEEP = 3  # newest models of which a site knows that it checked them
+
+
+class SeenSums(msgspec.Struct):
+    """What a site remembers of the sums that it was in, over restarts."""
+
+    owed: Owed | None = None  # of the last session
+    made: dict[str, int] = {}  # digest of a model that this site made of a sum -> rounds in it
+    checked: dict[str, int] = {}  # hash_of a model that it checked, as hex digits -> rounds in it
+
+
+class CheckedSums:
+    """Which models a site has checked, and what it needs to check the next one."""
+
+    def __init__(self, folder: Path, emit: Emit) -> None:
+        self._path, self._emit = folder / FILE, emit
+        try:
+            self.known = msgspec.json.decode(self._path.read_bytes(), type=SeenSums)
+        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+            self.known = SeenSums()  # then the next model is one that this site can't check
+
+    def owe(self, owed: Owed) -> None:
+        """As Client calls it."""
+        self.known.owed = owed
+        self._keep()
+
+    def made(self, digest: str, rounds: int) -> None:
+        """This site made the model of this digest of a checked sum."""
+        self.known.made[digest] = rounds
+        self._keep()
+
+    def has_checked(self, rounds: int, digest: str, model: bytes) -> bool:
+        """Whether this site checked the model of so many rounds, with this digest and hash_of.
+
+        Asked before any work on the model, when what was made of a sum is still where it was made.
+        """
+        known, name = self.known, model.hex()
+        if rounds == 0 or known.checked.get(name) == rounds:
+            return True
+        if known.made.get(digest) == rounds:
+            del known.made[digest]  # which doesn't bind to the model
+            known.checked[name] = rounds
+            self._keep()
+            return True
+        self._emit(
+            Notice(
+                text=f"round {rounds}: this site was shown no sum that it was in, so it could not check what "
+                f"the model was made of, and goes by the other sites"
+            )
+        )
+        return False
+
+    def _keep(self) -> None:
+        for rounds in (self.known.made, self.known.checked):
+            for old in sorted(rounds, key=rounds.__getitem__)[:-KEEP]:
+                del rounds[old]
+        write_whole(self._path, msgspec.json.encode(self.known), durable=False)
+
+
+class Models:
+    """Makes models in a site's inbox."""
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        trainer: Trains,
+        emit: Emit,
+        checked: CheckedSums | None,
+        aggregator: str = "the aggregator",
+        parallel: Parallel = serial,
+    ) -> None:
+        """`aggregator`: its name, for people."""
+        self._config, self._ledger, self._trainer, self._emit = config, ledger, trainer, emit
+        self._checked, self._aggregator, self._parallel = checked, aggregator, parallel
+        self._schema, self._extras = trainer.description.schema, trainer.description.extras
+
+    async def made(self, patch: Patch, digest: str) -> bool:
+        """Make the model of this digest of a patch, or sum, and its base, which are here; whether it could be
+        made. ForgedSum for a sum, or a model, that is not what this site and others sent."""
+        summed = None
+        assert isinstance(patch.arena, ArenaFile), patch
+        if self._checked is not None:
+            if (owed := self._checked.known.owed) is None or named(patch.arena.schema) != owed.sid.hex():
+                return False
+            await asyncio.to_thread(self._check, owed, patch.arena)
+            summed = Summed(owed.round, owed.cohort, len(owed.sites), owed.names)
+        inbox, out = self._ledger.inbox, self._ledger.folder / "patched"
+        try:
+            base = ArenaFile(self._schema, inbox.path(patch.base), patch.base)
+            found = await self._trainer.apply(base, patch.arena, out, summed)
+        except (TaskError, ConfigError) as e:
+            self._tell(f"a patch could not be used: {e}; the whole model is fetched")
+            return False
+        if found != digest and summed is not None:
+            raise self._forged(summed.round, "the model that it names is not what the sum makes")
+        if found != digest:
+            self._tell(f"a patch gave {found[:12]}… here, not {digest[:12]}…; the whole model is fetched")
+            return False
+        os.replace(out, inbox.path(digest))
+        inbox.arrived(digest)
+        if self._checked is not None and summed is not None:
+            self._checked.made(digest, summed.round + 1)
+        return True
+
+    async def keep_initial(self) -> None:
+        """Have the model before round 0, which the first patch may be for, unless there is a later one."""
+        out, inbox = self._ledger.folder / "patched", self._ledger.inbox
+        if not any(inbox.folder.iterdir()):
+            initial = await self._trainer.initial(out)
+            os.replace(out, inbox.path(initial.digest))
+
+    def _check(self, owed: Owed, shown: ArenaFile) -> None:
+        """ForgedSum unless what is shown is the sum of that session."""
+        encoding = encoding_of(self._config, owed.round, owed.cohort, self._schema.model, self._extras)
+        numel, point = encoding.numel(owed.names), encoding.point
+        checksum = point.digits(CHECKSUM_BITS)
+        if shown.schema != sum_schema(owed.sid, numel + checksum, point.ring_bits):
+            raise self._forged(owed.round, f"it is {shown.schema.tensors[0]}")
+        vector = np.fromfile(shown.path, point.dtype, numel + checksum)
+        if not Checksums(owed.seed, point, self._parallel).fits(vector[:numel], vector[numel:], owed.sites):
+            raise self._forged(owed.round, "it does not fit the sites' checksums")
+
+    def _forged(self, round: int, why: str) -> ForgedSum:
+        self._emit(SumForged(round=round + 1, aggregator=self._aggregator, reason=why))
+        return ForgedSum(self._aggregator, round + 1, why)
+
+    def _tell(self, line: str) -> None:
+        self._emit(Notice(text=line))
+
+
+def named(schema: Schema) -> str:
+    """The session of a sum that is shown."""
+    return schema.tensors[0].name if schema.tensors else ""

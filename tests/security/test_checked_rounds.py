@@ -1,0 +1,182 @@
+"""Real rounds whose next model the sites make of a sum that they check, and aggregators that lie about it."""
+
+import json
+from dataclasses import replace as changed
+
+import numpy as np
+import pytest
+
+from fedtrain.config import Config
+from fedtrain.errors import ConfigError, ForgedSum
+from fedtrain.runtime.sites.models import FILE, CheckedSums
+from fedtrain.runtime.star import federated, secure_rounds
+from fedtrain.runtime.star.combinations import check_strategy
+from fedtrain.runtime.star.secure_terms import check_config
+from fedtrain.secagg import messages
+from fedtrain.secagg.client import Owed
+from fedtrain.store import RunStore
+from fedtrain.strategies import build
+from tests.inprocess import Events, federation, final, simulated, with_port
+from tests.wards import WARDS
+
+SITES = ["a", "b", "c"]
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ward_task.py").write_text(WARDS)
+    table = {
+        "run": {"name": "r", "rounds": 3, "seed": 4, "task": "ward_task:Wards"},
+        "train": {"lr": 0.3},
+        "secagg": {"verify": True},
+        "simulate": {"workers": 0},
+    }
+    return Config.of(with_port(table), tmp_path)
+
+
+def lying(config):
+    """A run whose aggregator lies: what the sites were told, and the first site's error."""
+    logs = {site: Events() for site in SITES}
+    with pytest.raises(ExceptionGroup) as error:
+        federation(config, SITES, logs=logs)
+    found = [e for e in error.value.exceptions if isinstance(e, ForgedSum)]
+    assert found, error.value.exceptions
+    told = [event for log in logs.values() for event in log.of("sum_forged")]
+    assert "aggregator" in told[0]["aggregator"]
+    return logs, told, found[0]
+
+
+def state(config, site):
+    return json.loads((config.site_dir(site) / FILE).read_text())
+
+
+def test_honest_rounds_have_the_bits_of_the_simulation_and_each_site_made_each_model_itself(
+    config, monkeypatch
+):
+    logs = {site: Events() for site in SITES}
+    federation(config, SITES, logs=logs)
+    simulated(config, monkeypatch)
+    assert final(config.run_dir).load().data.equal(final(config.simulate_dir).load().data)
+    for site in SITES:
+        assert sorted(state(config, site)["checked"].values()) == [1, 2, 3]
+        assert not [e for e in logs[site].of("notice") if "could not check" in e["text"]]
+
+
+@pytest.mark.parametrize("coordinate", [0, 3, -6, -1])
+def test_a_sum_with_one_altered_number_stops_each_site_that_is_shown_it(config, monkeypatch, coordinate):
+    """Of the model, of the weights and metrics, or of the checksum itself."""
+    shown = messages.shown
+
+    def altered(sid, total):
+        total = total.copy()
+        total[coordinate] ^= 1
+        return shown(sid, total)
+
+    monkeypatch.setattr(secure_rounds.msg, "shown", altered)
+    logs, told, error = lying(config)
+    assert told[0]["round"] == 1
+    assert "does not fit the sites' checksums" in str(error)
+    assert "round 1" in str(error)
+    for log in logs.values():  # nobody trained on it, or evaluated it
+        assert not [e for e in log.of("site_state") if e["round"] == 1 and e["state"] == "evaluating"]
+
+
+def test_a_model_that_is_not_what_the_sum_makes_stops_the_sites(config, monkeypatch):
+    """The sum is right, and the aggregator moves the model by something else."""
+    step = federated.server_step
+
+    def forged(*args, **known):
+        weights, after = step(*args, **known)
+        next(iter(weights.trained().values()))[0] += 1e-6
+        weights.changed()
+        return weights, after
+
+    monkeypatch.setattr(federated, "server_step", forged)
+    _, told, error = lying(config)
+    assert told[0]["round"] == 1
+    assert "the model that it names is not what the sum makes" in str(error)
+
+
+def test_a_sum_of_another_size_stops_the_sites(config, monkeypatch):
+    shown = messages.shown
+    monkeypatch.setattr(
+        secure_rounds.msg, "shown", lambda sid, total: shown(sid, np.append(total, total[:1]))
+    )
+    _, _, error = lying(config)
+    assert "shows a sum that is not what its sites sent: it is " in str(error)
+
+
+@pytest.mark.parametrize("how", ["withheld", "of another session"])
+def test_an_aggregator_that_shows_no_sum_gets_no_further_update(config, monkeypatch, how):
+    """Each site says that it could not check the model, and none takes part where too few could."""
+    if how == "withheld":
+        monkeypatch.setattr(RunStore, "patches", lambda store, number: ())
+    else:
+        shown = messages.shown
+        monkeypatch.setattr(secure_rounds.msg, "shown", lambda sid, total: shown(bytes(32), total))
+    config = changed(config, strategy=changed(config.strategy, attempts=1))
+    logs = {site: Events() for site in SITES}
+    with pytest.raises(ExceptionGroup) as error:
+        federation(config, SITES, logs=logs)
+    assert "0 of 3 sites checked the sum that this model was made of: 2 must" in repr(error.value.exceptions)
+    for log in logs.values():
+        assert any("could not check what the model was made of" in e["text"] for e in log.of("notice"))
+    store = RunStore(config.run_dir, read_only=True)
+    assert len(store.rounds()) == 2  # the initial model, and the one that nobody could check
+    store.close()
+
+
+# --- what a site remembers
+
+
+def test_what_a_site_has_to_check_outlives_its_process(tmp_path):
+    owed = Owed(bytes(32), 4, bytes(range(32)), 3, ("a", "b", "c"), ("loss",))
+    CheckedSums(tmp_path, Events()).owe(owed)
+    again = CheckedSums(tmp_path, Events())
+    assert again.known.owed == owed
+    again.made("d", 5)
+    assert CheckedSums(tmp_path, Events()).has_checked(5, "d", b"model")
+
+
+def test_a_model_counts_as_checked_for_its_round_alone_and_by_what_binds_to_it(tmp_path):
+    """A digest does not bind: once checked, the model goes by its hash."""
+    sums = CheckedSums(tmp_path, Events())
+    assert sums.has_checked(0, "initial", b"0")
+    assert not sums.has_checked(1, "d", b"model")
+    sums.made("d", 1)
+    assert not sums.has_checked(2, "d", b"model")
+    assert sums.has_checked(1, "d", b"model")
+    assert sums.has_checked(1, "whatever", b"model")
+    assert not sums.has_checked(1, "d", b"other")
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"owed": 3}'])
+def test_a_site_whose_memory_of_sums_is_damaged_has_checked_nothing(tmp_path, damage):
+    (tmp_path / FILE).write_bytes(damage)
+    assert not CheckedSums(tmp_path, Events()).has_checked(1, "d", b"model")
+
+
+# --- what it doesn't go with
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("secagg", "groups", 2), ("compression", "down", "quantize:8"), ("strategy", "fraction", 0.5)],
+)
+def test_settings_under_which_sites_could_not_make_the_model_are_refused(config, section, key, value):
+    own = changed(getattr(config, section), **{key: value})
+    config = changed(config, **{section: own})
+    config = changed(config, strategy=changed(config.strategy, min_sites=6))
+    with pytest.raises(
+        ConfigError, match=rf"{section}.{key}: with secagg.verify = true .* Set {section}.{key} ="
+    ):
+        check_config(config)
+
+
+@pytest.mark.parametrize("kind", ["fedadam", "fedavgm", "scaffold", "dp_fedavg"])
+def test_strategies_whose_step_only_the_aggregator_can_make_are_refused(config, kind):
+    options = {"noise_multiplier": 1.0} if kind == "dp_fedavg" else {}
+    config = changed(config, strategy=changed(config.strategy, kind=kind, options=options))
+    with pytest.raises(ConfigError, match=r"secagg.verify: .*by what the aggregator alone has"):
+        check_strategy(config, build(kind, options))
