@@ -42,13 +42,6 @@ class Keystream:
 
         return np.flatnonzero(self._bits(count) * 2.0**-53 < probability)
 
-    def signs(self, size: int) -> NDArray[np.bool_]:
-        """Fair coins [size]; of a multiple of 8, for the next ones to follow."""
-        import numpy as np
-
-        drawn = np.frombuffer(self._stream.update(bytes(-(-size // 8))), np.uint8)
-        return np.unpackbits(drawn, count=size).view(np.bool_)
-
     def _bits(self, size: int) -> NDArray[np.uint64]:
         """Uniform integers below 2^53 [size]."""
         import numpy as np

@@ -23,10 +23,9 @@ import numpy as np
 
 from ...arena import AnyArena
 from ...errors import SecAggError
-from ...keystream import KEY_BYTES, Keystream
 from ...messages import SiteId
-from ...secagg.encoding import CHUNK
 from ...secagg.fixedpoint import numbers
+from ...secagg.masking import KEY_BYTES, TAG_BYTES, keystream
 from ...store.chain import Chain
 from ...store.disk import Warn, silent
 
@@ -34,6 +33,7 @@ FILE = "cohorts.jsonl"
 CHANGE = 3  # sites: what two sums differ by hides a site no better than a sum over so many
 NEAR = 0.01  # of an own update's norm
 SKETCH = 64  # numbers in a sketch
+AT_ONCE = 1 << 16  # coordinates, of which all copies stay in a core's cache
 REMEDY = (
     "Restore it from a copy: without it this site could give the same into two sums that differ by a site."
 )
@@ -130,13 +130,13 @@ def norm(sketch: bytes, other: bytes = b"") -> float:
 
 def sketch(key: bytes, arena: AnyArena) -> bytes:
     """Of all floats of a model or an update."""
-    found, stream = np.zeros(SKETCH), Keystream(key)
+    found, drawn, block = np.zeros(SKETCH), np.empty(AT_ONCE // 8 + TAG_BYTES, np.uint8), 0
     for section in arena.schema.model.sections:
-        if not section.floating:
-            continue
-        for start in range(0, section.numel, CHUNK):
-            values = numbers(arena, section, start, min(start + CHUNK, section.numel)).astype(np.float64)
-            np.negative(values, out=values, where=stream.signs(len(values)))
-            values.resize(-(-len(values) // SKETCH) * SKETCH, refcheck=False)
-            found += values.reshape(-1, SKETCH).sum(axis=0)
+        for start in range(0, section.numel if section.floating else 0, AT_ONCE):
+            values = numbers(arena, section, start, min(start + AT_ONCE, section.numel)).astype(np.float64)
+            keystream(key, block, drawn, AT_ONCE // 8)
+            signs = 1.0 - 2.0 * np.unpackbits(drawn, count=-(-len(values) // SKETCH) * SKETCH)
+            values.resize(len(signs), refcheck=False)
+            found += np.einsum("ij,ij->j", values.reshape(-1, SKETCH), signs.reshape(-1, SKETCH))
+            block += 1
     return found.tobytes()
