@@ -4,7 +4,7 @@ import math
 import random
 from collections import Counter
 from fractions import Fraction
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fedtrain.errors import ConfigError
 from fedtrain.secagg import graph
 from fedtrain.secagg.graph import Degree, degree, neighbours, permutation
+from fedtrain.secagg.policy import Policy
 
 # Bell et al. (CCS 2020), security 2^-40, correctness 2^-20: {n: {corrupt / dropout, model: (k, t)}}
 PUBLISHED = [
@@ -94,6 +95,69 @@ def test_a_ring_falls_apart_no_oftener_than_the_bound(n, gone, run):
     cases = list(combinations(range(n), gone))
     probability = sum(map(apart, cases)) / len(cases)
     assert 0 < probability <= 2 ** graph._apart(n, gone, run)
+
+
+def gone_at_will(n, k, t, corrupt, lost):
+    """Whether the sites that are neither fall apart, each of which has t neighbours that are not lost."""
+    run, left = k // 2, [i for i in range(n) if i not in corrupt and i not in lost]
+    near = {i: {(i + d) % n for d in range(-run, run + 1)} - {i} for i in left}
+    if not left or any(len(near[i] - lost) < t for i in left):
+        return False
+    reached, todo = {left[0]}, [left[0]]
+    while todo:
+        fresh = near[todo.pop()].intersection(left) - reached
+        reached |= fresh
+        todo += fresh
+    return len(reached) < len(left)
+
+
+def fullest_runs(n, run, corrupt):
+    """The most corrupt sites in two runs of so many places, with a place between them on both sides."""
+    runs = [{(at + i) % n for i in range(run)} for at in range(n)]
+    wider = [run | {(place + 1) % n for place in run} for run in runs]
+    apart = [
+        (a, b) for a, b in combinations(range(n), 2) if not wider[a] & runs[b] and not runs[a] & wider[b]
+    ]
+    return max(len((runs[a] | runs[b]) & corrupt) for a, b in apart)
+
+
+@pytest.mark.parametrize(("n", "k", "t"), [(8, 4, 3), (9, 4, 3), (10, 4, 3), (9, 6, 5)])
+def test_whoever_is_lost_at_will_a_ring_falls_apart_only_between_runs_of_corrupt_sites(n, k, t):
+    """All ways to be corrupt, lost or neither: the two conditions of a chosen loss are necessary."""
+    fell = 0
+    for state in product(range(3), repeat=n):
+        corrupt, lost = ({i for i, s in enumerate(state) if s == which} for which in (1, 2))
+        if gone_at_will(n, k, t, corrupt, lost):
+            fell += 1
+            assert fullest_runs(n, k // 2, corrupt) >= max(k - len(lost), 2 * t - k)
+    assert fell
+
+
+@pytest.mark.parametrize(("n", "bad", "k"), [(9, 4, 4), (10, 5, 4), (10, 3, 6)])
+def test_two_runs_are_full_of_corrupt_sites_no_oftener_than_the_bound(n, bad, k):
+    cases = [fullest_runs(n, k // 2, set(corrupt)) for corrupt in combinations(range(n), bad)]
+    bound = graph._split(n, bad, k)
+    for x in range(1, k + 1):
+        assert sum(most >= x for most in cases) / len(cases) <= 2 ** bound[x] + 1e-12
+
+
+@pytest.mark.parametrize("n", [101, 150, 200, 300, 500, 1000, 2000, 10_000])
+def test_m5_an_aggregator_that_chooses_who_is_lost_when_it_knows_the_ring_stays_under_the_bound(n):
+    """20 % corrupt and 20 % lost, and 2^40 orders tried. With the degree for loss at random a thousand sites
+    were split at 2^-34 an order; at 2^-19, had they no look at how many neighbours are left."""
+    bad = lost = math.ceil(n / 5)
+    found = degree(n, 0.2, 0.2, security=graph.SECURITY, chosen_loss=True)
+    k, t = found.neighbours, found.threshold
+    assert graph._split(n, bad, k)[max(k - lost, 2 * t - k)] < -40 - 40
+    assert math.log2(n) + graph._at_least(n - 1, bad, k)[2 * t - k] < -40 - 40
+    assert math.log2(n) + graph._fewer_than(n - 1, n - lost - 1, k)[t] < -20
+    assert Policy("", "", 32, 1.0, 1.0, 1).graph(n)[1:] == (t, k)
+    if n == 1000:
+        old = degree(n, 0.2, 0.2)
+        assert (old.neighbours, old.threshold) == (302, 206)
+        assert graph._split(n, bad, 302)[302 - lost] == pytest.approx(-19.7, abs=0.1)
+        assert graph._split(n, bad, 302)[2 * 206 - 302] == pytest.approx(-34.2, abs=0.1)
+        assert k <= 1.2 * 302
 
 
 def test_the_threshold_holds_in_trials_where_a_small_degree_did_not():

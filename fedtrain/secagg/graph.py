@@ -10,11 +10,18 @@ secrecy      some site has X corrupt neighbours, enough to open its secret. Semi
              malicious, where the aggregator may tell some neighbours that a site dropped out and others that
              it didn't: X >= 2t − k, for then the k − X honest ones are two times t − X
 secrecy      the sites that are neither corrupt nor lost fall apart, so that two partial sums can be told: two
-             runs of k/2 places on the ring hold none of them
+             runs of k/2 places on the ring hold none of them. An aggregator says who is lost when it knows
+             the ring (`chosen_loss`), and fills up two runs in which many are corrupt: k − lost of their k
+             places at least. And 2t − k at least: the site beside a run has all of it for neighbours, and
+             goes on with k − t of its neighbours lost at most
 correctness  some site that stayed has fewer than t neighbours that stayed
 
 Each of the secrecy events may have half of 2^-security. X and the neighbours that stayed are hypergeometric;
-the union bound is over sites, and over pairs of runs. This gives the degrees that were published.
+the union bound is over sites, and over pairs of runs. With a loss at random this gives the degrees that were
+published.
+
+A probability is that of one order on the ring. A corrupt site that signs other keys has the order drawn anew;
+with SECURITY, 2^40 such tries leave 2^-40.
 """
 
 from __future__ import annotations
@@ -29,6 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
+
+SECURITY = 80.0  # of one order of the ring
 
 
 @dataclass(frozen=True)
@@ -47,11 +56,13 @@ def degree(
     semi_malicious: bool = True,
     security: float = 40.0,
     correctness: float = 20.0,
+    chosen_loss: bool = False,
 ) -> Degree:
     """The least even k, and the least t for it; n − 1 where only the full graph will do.
 
     Of n `sites` a fraction `corrupt` is with the aggregator, and another, `dropout`, is lost on the way.
     Secrets are kept except with probability 2^-security, and the sum is made except with 2^-correctness.
+    `chosen_loss`: the aggregator knows the ring when it chooses who is lost.
     ConfigError when even the full graph has no threshold for that.
     """
     n, bad, lost = sites, math.ceil(sites * corrupt - 1e-9), math.ceil(sites * dropout - 1e-9)
@@ -64,6 +75,10 @@ def degree(
         secret = np.flatnonzero(math.log2(n) + _at_least(n - 1, bad, k) <= -security - 1)
         least = int(secret[0]) if len(secret) else k + 1  # improbably many corrupt neighbours
         threshold = max(1, -(-(k + least) // 2) if semi_malicious else least)
+        if chosen_loss and k < n - 1:
+            split = _split(n, bad, k)
+            while threshold <= k and split[max(k - lost, 2 * threshold - k)] > -security - 1:
+                threshold += 1
         if threshold > k or (k < n - 1 and _apart(n, bad + lost, k // 2) > -security - 1):
             continue
         if math.log2(n) + _fewer_than(n - 1, n - lost - 1, k)[threshold] <= -correctness:
@@ -143,6 +158,12 @@ def _hypergeometric(population: int, marked: int, draws: int) -> NDArray[np.floa
     found = np.zeros(draws + 1)
     found[x] = np.exp2(logs)
     return found
+
+
+def _split(n: int, bad: int, k: int) -> NDArray[np.float64]:
+    """log2 of a bound on the probability that some two separate runs, of k places together, hold x corrupt
+    sites or more, for x = 0..k."""
+    return math.log2(n * max(1, n - k - 1) / 2) + _at_least(n, bad, k)
 
 
 def _apart(n: int, gone: int, run: int) -> float:

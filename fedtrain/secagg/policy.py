@@ -73,5 +73,5 @@ class Policy:
         if sites <= self.full_graph:
             least = 2 * sites // 3 + 1
             return max(least, self.min_sites), least, 0
-        found = graph.degree(sites, self.corrupt, self.dropout)
+        found = graph.degree(sites, self.corrupt, self.dropout, security=graph.SECURITY, chosen_loss=True)
         return max(sites - int(sites * self.dropout), self.min_sites), found.threshold, found.neighbours
