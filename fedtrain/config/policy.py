@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from ..errors import ConfigError, writing
 from .load import build
-from .values import AtLeastOne, Count, Duration, Seconds, Settings, plain, require
+from .values import AtLeastOne, Count, Duration, NotNegative, Seconds, Settings, plain, require
 
 FILE = "policy.toml"
 KEY = r"[0-9a-f]{64}"  # SHA-256 of a public key (pki.fingerprint), in hex
@@ -43,6 +43,8 @@ class SitePolicy(Settings):
     secure_sums: bool = said(True, "results leave this site in secure sums only")
     pin_members: bool = said(True, "only sites listed under [members] may be in its cohort")
     min_cohort: Annotated[int, Meta(ge=3)] = said(3, "fewest sites in a secure sum")
+    cohort_change: Count = said(3, "fewest sites by which two sums of near models may differ; 0: any number")
+    cohort_near: NotNegative = said(0.01, "how near models are, as a part of the norm of an own update")
     min_examples: AtLeastOne = said(1, "fewest own examples behind a result")
     rounds: AtLeastOne = said(1000, "most rounds that it trains in one run")
     evaluate_every: Count = said(1, "fewest rounds between evaluations; 0: it evaluates nothing")

@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from fedtrain.arena import Arena
-from fedtrain.config import Config
+from fedtrain.config import Config, SitePolicy
 from fedtrain.errors import StoreError, Unfinished
 from fedtrain.messages import Evaluation, Update
 from fedtrain.questions import Question
 from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
-from fedtrain.runtime.sites.cohorts import CHANGE, FILE, NEAR, Cohorts, Opened, norm, sketch
+from fedtrain.runtime.sites.cohorts import FILE, RULES, Cohorts, Opened, norm, sketch
+from fedtrain.runtime.sites.gate import Gate
 from fedtrain.runtime.sites.secure_site import SecureSite
 from fedtrain.runtime.sites.statistics import hash_of_tally
 from fedtrain.runtime.star.secure_terms import encoding_of, hash_of, policy
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, AdvertiseTally, Mask, Terms
+from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, AdvertiseTally, Agree, Mask, Terms
 from fedtrain.secagg.server import masked_sum
 from fedtrain.store import Ledger
 from fedtrain.transport.memory import LocalCohort
@@ -40,8 +41,8 @@ class Ward:
         self.folder, self.batches, self.keys, self.ledgers = folder, False, SimulatedKeys(), {}
         self.start("r")
 
-    def start(self, run):
-        """The sites' processes, again perhaps, for this run."""
+    def start(self, run, **rules):
+        """The sites' processes, again perhaps, for this run, with these rules of their own."""
         self.stop()
         self.run, self.config = (
             run,
@@ -50,7 +51,13 @@ class Ward:
         self.ledgers = {site: Ledger(self.folder / "runs" / f"{run}@{site}") for site in SITES}
         self.sites = {
             site: SecureSite(
-                self.config, site, SimulatedKeys.FEDERATION, self.keys.signer(site), self.keys, sums=ledger
+                self.config,
+                site,
+                SimulatedKeys.FEDERATION,
+                self.keys.signer(site),
+                self.keys,
+                sums=ledger,
+                rules=SitePolicy(**rules),
             )
             for site, ledger in self.ledgers.items()
         }
@@ -272,14 +279,36 @@ def test_a_run_that_has_converged_goes_on_over_the_same_sites_and_changes_by_thr
     for number in range(60):  # as if of an earlier run
         weights = ward.stepped(weights, np.mean([ward.update(site, number, weights) for site in "abcde"], 0))
     mean, _ = ward.sum("abcde", 60, weights)
-    assert np.linalg.norm(mean) < NEAR * np.linalg.norm(ward.update("a", 60, weights))
+    assert np.linalg.norm(mean) < RULES.cohort_near * np.linalg.norm(ward.update("a", 60, weights))
     weights = ward.stepped(weights, mean)
     for cohort in ("abcd", "abcdef"):
         with pytest.raises(Unfinished, match=REFUSED.format(1)):
             ward.sum(cohort, 61, weights)
     weights = ward.stepped(weights, ward.sum("abcde", 61, weights)[0])
     assert ward.sum("abcdefgh", 62, weights)[1] == "abcdefgh"
-    assert CHANGE == 3
+
+
+def test_a_site_whose_policy_says_so_holds_every_model_for_near(ward):
+    """Then joiners and leavers are batched, also between honest rounds."""
+    ward.start("r", cohort_near=1e9)
+    weights = ward.trained("abcde", 2)
+    with pytest.raises(Unfinished, match=REFUSED.format(1)):
+        ward.sum("abcd", 2, weights)
+    assert ward.sum("abcdefgh", 2, weights)[1] == "abcdefgh"
+    ward.start("r", cohort_change=0)
+    assert ward.sum("abcd", 3, weights)[1] == "abcd"  # its people may switch the guard off
+
+
+def test_the_rule_that_refuses_a_cohort_is_named_before_the_protocol_goes_on(ward):
+    weights, denied = ward.trained("abcde", 1), []
+    gate = Gate(denied.append)
+    gate.asked["policy.cohort_change"] = ward.sites["a"].tells_too_much
+    with pytest.raises(Unfinished):
+        ward.sum("abcd", 1, Arena.zeros(SCHEMA))
+    for sites, why in ((tuple("abcd"), "(its own policy.cohort_change)"), (tuple("abcde"), "")):
+        assert gate.refusal(Agree(id="1", sid=b"", sites=sites)).endswith(why)
+    assert [event.rule for event in denied] == ["policy.cohort_change"]
+    assert weights.digest != Arena.zeros(SCHEMA).digest
 
 
 # --- The parts
@@ -309,7 +338,7 @@ def test_a_damaged_guard_stops_the_site_and_says_what_to_do(ward):
 
 
 def test_with_a_change_of_0_the_guard_refuses_nothing(tmp_path):
-    cohorts = Cohorts(tmp_path, change=0)
+    cohorts = Cohorts(tmp_path, SitePolicy(cohort_change=0))
     asked = Opened("Advertise", "r", 0, b"model", ("a", "b", "c"))
     cohorts.opens(asked)
     cohorts.opens(msgspec.structs.replace(asked, sites=("a", "b")))

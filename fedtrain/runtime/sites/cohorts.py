@@ -4,9 +4,9 @@
 
 Two sums from one model over different sites differ by single sites' updates. So a model that this site
 answered for is answered for again over the same sites only; and where two models are near, their cohorts are
-equal or differ by `change` sites at least. Models are near when they, or this site's own updates of them,
-differ by less than `near` times the norm of such an update: then the others' updates hardly differ either.
-A step of training is far longer than that, whoever left or joined before it.
+equal or differ by policy.cohort_change sites at least. Models are near when they, or this site's own updates
+of them, differ by less than policy.cohort_near times the norm of such an update: then the others' updates
+hardly differ either. A step of training is far longer than that, whoever left or joined before it.
 
 Distances are those of sketches: 64 sums of a vector's coordinates under signs that only this site knows. The
 squared norm of a sketch is right on average, and off by a fifth.
@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from ...arena import AnyArena
+from ...config import SitePolicy
 from ...errors import SecAggError
 from ...messages import SiteId
 from ...secagg.fixedpoint import numbers
@@ -30,8 +31,7 @@ from ...store.chain import Chain
 from ...store.disk import Warn, silent
 
 FILE = "cohorts.jsonl"
-CHANGE = 3  # sites: what two sums differ by hides a site no better than a sum over so many
-NEAR = 0.01  # of an own update's norm
+RULES = SitePolicy()  # by default what two sums differ by is a sum over three, as any sum must be
 SKETCH = 64  # numbers in a sketch
 AT_ONCE = 1 << 16  # coordinates, of which all copies stay in a core's cache
 REMEDY = (
@@ -55,10 +55,9 @@ class Opened(msgspec.Struct, frozen=True):
 class Cohorts:
     """What one site let be opened."""
 
-    def __init__(self, folder: Path, change: int = CHANGE, near: float = NEAR, warn: Warn = silent) -> None:
-        """`folder`: of the site, whatever the run. `change` 0: nothing is refused. Damaged for a file that
-        can't be read."""
-        self.change, self.near = change, near
+    def __init__(self, folder: Path, rules: SitePolicy = RULES, warn: Warn = silent) -> None:
+        """`folder`: of the site, whatever the run. Damaged for a file that can't be read."""
+        self.change, self.near = rules.cohort_change, rules.cohort_near
         self._chain = Chain(folder / FILE, Opened, REMEDY, warn)
 
     @property

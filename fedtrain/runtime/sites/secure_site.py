@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...config import Config
-from ...errors import BadUpdate, FedtrainError
+from ...config import Config, SitePolicy
+from ...errors import BadUpdate, FedtrainError, SecAggError
 from ...learning import NO_EXTRAS, Extras, check_bounds
-from ...messages import Evaluate, Evaluation, Failure, Reply, SiteId, Train, Update
+from ...messages import Evaluate, Evaluation, Failure, Reply, Request, SiteId, Train, Update
 from ...pki import Credentials, Revoked, Signer
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe
@@ -24,7 +24,7 @@ from ...store import Ledger
 from ...store.memory import NEVER as NO_ROUND
 from ..star.secure_terms import bounds, check_config, encoding_of, noise_of, policy, round_seed, scale_of
 from ..threads import all_cores
-from .cohorts import Cohorts, Opened
+from .cohorts import RULES, Cohorts, Opened
 from .models import CheckedSums
 from .spent import Spent, SumKeys
 
@@ -50,25 +50,26 @@ class SecureSite:
         sums: Ledger | None = None,
         noise_key: NoiseKey | None = None,
         extras: Extras = NO_EXTRAS,
-        min_cohort: int = 0,
+        rules: SitePolicy = RULES,
         checked: CheckedSums | None = None,
     ) -> None:
         """
         Args:
             noise_key: Gives keys of the noise in sums, which only a site with noise in its sums needs.
             revoked: The list of revoked certificates; it is read again before each session.
-            min_cohort: The fewest sites in a sum here, where that is more than the settings say.
+            rules: The site's policy: the fewest sites in a sum, where that is more than settings say; what
+                two sums may differ by.
             checked: Which models the site checked; None: it checks none.
             sums: Remembers, on disk, the sums that this site's updates are in, and beside it those of all its
                 runs are remembered; None: they are forgotten.
         """
         self._config, self._site, self._revoked, self._parallel = config, site, revoked, parallel
         terms = policy(config, federation, extras)
-        self._policy = replace(terms, min_sites=max(terms.min_sites, min_cohort))
+        self._policy = replace(terms, min_sites=max(terms.min_sites, rules.min_cohort))
         self._extras = extras
         self._noise_key, self._checked = noise_key, checked
         self._has_checked: bool | None = None  # the model that it is asked about
-        self._cohorts = None if sums is None else Cohorts(sums.folder.parent / f"@{site}")
+        self._cohorts = None if sums is None else Cohorts(sums.folder.parent / f"@{site}", rules)
         opened = {} if sums is None else sums.sums()
         self._clients = {
             kind: Client(
@@ -99,6 +100,17 @@ class SecureSite:
             if why := self._refusal(request):
                 return Failure(reason=f"{self._site} refuses: {why}")
             return self._client.answer(request)
+
+    def tells_too_much(self, request: Request) -> str:
+        """Why the site's guard has a sum over these survivors not opened; "" where it has nothing against
+        it."""
+        guard = self._client.guard
+        try:
+            if isinstance(request, msg.Agree) and guard is not None:
+                guard.check(request.sites)
+        except SecAggError as e:
+            return str(e)
+        return ""
 
     def _refusal(self, request: Step) -> str:
         """Why not to go on with a sum: statistics over other sites than before would tell what differs."""
@@ -153,11 +165,11 @@ def secure_site_of(
     check: AggregatorCheck,
     extras: Extras = NO_EXTRAS,
     spent: Spent | None = None,
-    min_cohort: int = 0,
+    rules: SitePolicy = RULES,
     checked: CheckedSums | None = None,
 ) -> SecureSite:
     """The site's half of secure sums, with the key of its certificate. Damaged when the ledger
-    `spent` is shorter than the sums that this site was in. `min_cohort`: policy.min_cohort."""
+    `spent` is shorter than the sums that this site was in. `rules`: the site's policy."""
     check_config(config)
     federation = credentials.identity.federation
     noise_key = None
@@ -168,7 +180,7 @@ def secure_site_of(
         noise_key = SumKeys(config, name, ledger.folder, spent).key
     return SecureSite(
         config, name, federation, Signer.of(credentials), check.verifier, revoked=check.revoked,
-        parallel=all_cores(), sums=ledger, noise_key=noise_key, extras=extras, min_cohort=min_cohort,
+        parallel=all_cores(), sums=ledger, noise_key=noise_key, extras=extras, rules=rules,
         checked=checked,
     )  # fmt: skip
 

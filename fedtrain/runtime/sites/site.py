@@ -295,7 +295,7 @@ async def run(
         checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
         if config.secagg.enabled:
             secure = secure_site_of(
-                config, name, credentials, ledger, check, about.extras, spent, policy.min_cohort, checked
+                config, name, credentials, ledger, check, about.extras, spent, policy, checked
             )
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
         bounds, gate = bounds_of(config, policy), Gate(emit)
@@ -304,6 +304,8 @@ async def run(
         # under masks nobody is told how many
         examples = await trainer.examples(name) if not secure or policy.min_examples > 1 else None
         hold(gate, policy, name, examples)
+        if secure is not None:
+            gate.asked["policy.cohort_change"] = secure.tells_too_much
         site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, models, gate,
                     statistics, about.personal)  # fmt: skip
         if config.compression.down:
