@@ -6,8 +6,10 @@ import pytest
 
 from fedtrain.arena import Arena
 from fedtrain.config import Config
-from fedtrain.errors import RoundError, TooFewSites
+from fedtrain.errors import ConfigError, RoundError, TooFewSites
 from fedtrain.messages import Evaluate, Failure, Train
+from fedtrain.privacy import Release, epsilon
+from fedtrain.runtime.peers import peer
 from fedtrain.runtime.sites import site
 from fedtrain.runtime.sites.gate import Gate, bounded
 from fedtrain.runtime.star import aggregator
@@ -76,8 +78,9 @@ def test_a_site_refuses_what_its_own_file_does_not_allow_before_any_work(tmp_pat
     ledger.close()
 
 
-def federation(root, names, changes, **common):
-    """(the aggregator's events, what it ended with): real sites over mutual TLS, each with its own file."""
+def federation(root, names, changes, rules=None, **common):
+    """(the aggregator's events, what it ended with): real sites over mutual TLS, each with its own file, and
+    with its own `rules` where it has some."""
     certified(root, "aggregator", *names)
     (root / "task.py").write_text(TASK)
     table = {"run": {"rounds": 2}, "network": {"listen": f"127.0.0.1:{free_port()}", "heartbeat": "1s"}}
@@ -95,9 +98,8 @@ def federation(root, names, changes, **common):
         try:
             async with asyncio.timeout(60):
                 for name in names:  # the first is there before the others
-                    ends.append(
-                        asyncio.create_task(site.run(allowed(config_of(name), name), name, emit=Events()))
-                    )
+                    config = allowed(config_of(name), name, **(rules or {}).get(name, {}))
+                    ends.append(asyncio.create_task(site.run(config, name, emit=Events())))
                     while not (events.of("site_joined") or serving.done()):  # noqa: ASYNC110  # no event tells it
                         await asyncio.sleep(0.01)
                 return await serving
@@ -168,3 +170,43 @@ def test_a_site_trains_in_no_more_rounds_than_its_own_file_says(tmp_path, monkey
     assert f"a: {why}" in notices(events)
     assert [e["sites"] for e in events.of("round_committed")] == [3]
     assert [e["reason"] for e in events.of("update_refused")] == [f"a refuses: {why}"]
+
+
+def test_s24_over_its_budget_a_site_is_left_out_and_the_aggregator_reads_why(tmp_path, monkeypatch):
+    """The site's people set epsilon; noise that the run's file has at the site costs it in each round."""
+    noise = {"privacy": {"noise_multiplier": 4.0}}
+    two = epsilon([Release("gaussian", 2.0, steps=2)], 1e-5)
+    with inline(monkeypatch):
+        events, result = federation(
+            tmp_path, "abc", {"a": noise}, {"a": {"epsilon": two + 0.01}}, **OPEN, **NEVER,
+            run={"rounds": 3}, strategy={"min_sites": 2, "attempts": 1},
+        )  # fmt: skip
+    assert result.rounds == 3
+    assert [e["round"] for e in events.of("update_received") if e["site"] == "a"] == [1, 2]
+    (refused,) = events.of("update_refused")
+    assert (refused["site"], refused["round"]) == ("a", 3)
+    assert refused["reason"].startswith("policy.epsilon: with one more release this site's data would have")
+
+
+@pytest.mark.parametrize(
+    ("rules", "keys", "why"),
+    [
+        ({"noise": "example"}, {}, r"policy\.noise: nothing leaves this site without noise"),
+        ({"noise": "site"}, {}, r"policy\.noise: nothing leaves this site without noise"),
+        ({"epsilon": 3.0}, {}, r"policy\.epsilon: nothing leaves this site without noise"),
+        (
+            {"noise": "site"},
+            {"privacy": {"noise_multiplier": 1.0, "unit": "example"}},
+            r"policy\.noise: .site.: noise must protect all data of this site, not single examples",
+        ),
+    ],
+)
+def test_s24_a_site_whose_policy_wants_noise_does_not_begin_with_less(tmp_path, rules, keys, why):
+    certified(tmp_path, "a")
+    (tmp_path / "task.py").write_text(TASK)
+    config = allowed(Config.of(OPEN | keys, tmp_path), "a", **rules)
+    with pytest.raises(ConfigError, match=why):
+        asyncio.run(site.run(config, "a", emit=Events()))
+    network = {"network": {"listen": f"127.0.0.1:{free_port()}"}}
+    with pytest.raises(ConfigError, match=why):
+        asyncio.run(peer.run(Config.of(keys | network, tmp_path), "a", emit=Events()))

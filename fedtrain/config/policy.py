@@ -13,13 +13,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
 from ..errors import ConfigError, writing
 from .load import build
-from .values import AtLeastOne, Count, Duration, NotNegative, Seconds, Settings, plain, require
+from .values import AtLeastOne, Count, Duration, Inner, NotNegative, Seconds, Settings, plain, require
 
 FILE = "policy.toml"
 KEY = r"[0-9a-f]{64}"  # SHA-256 of a public key (pki.fingerprint), in hex
@@ -49,6 +49,11 @@ class SitePolicy(Settings):
     rounds: AtLeastOne = said(1000, "most rounds that it trains in one run")
     evaluate_every: Count = said(1, "fewest rounds between evaluations; 0: it evaluates nothing")
     metrics: tuple[str, ...] = said(("*",), "names of metrics that may leave; * is any letters")
+    noise: Literal["none", "example", "site"] = said(
+        "none", "what noise must protect in all that leaves: each example, all data of the site, or none"
+    )
+    epsilon: NotNegative = said(0.0, "most that its noised releases may cost, over all runs; 0: no bound")
+    delta: Inner = said(1e-5, "at which epsilon counts")
     bytes_out: Count = said(0, "most bytes that leave in a round; 0: they are only logged")
     session: Duration = said(Seconds(86400), "longest life of a connection, which is then made anew")
     # name -> key fingerprint; `fedtrain policy pin NAME=KEY` adds one

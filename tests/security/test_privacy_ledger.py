@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fedtrain.arena import ArenaFile
-from fedtrain.config import Config
+from fedtrain.config import Config, SitePolicy
 from fedtrain.errors import ConfigError, Damaged, SecAggError
 from fedtrain.messages import Failure, Train, Update
 from fedtrain.privacy import Release, epsilon
@@ -32,7 +32,7 @@ def spent_of(config, name="a", log=None, most=None):
     """The ledger of a site's data, as its next process in this run opens it."""
     folder = config.site_dir(name)
     folder.mkdir(parents=True, exist_ok=True)
-    return Spent.of_site(config, folder, log or Log(), most)
+    return Spent.of_site(config, folder, log or Log(), SitePolicy(**vars(most)) if most else SitePolicy())
 
 
 def price(*multipliers, delta=1e-5):
@@ -79,7 +79,7 @@ def answers(root, config, most, rounds, trainer):
     replies = []
     for round in rounds:
         ledger = Ledger(config.site_dir("a"))
-        spent = Spent.of_site(config, ledger.folder, Log(), most)
+        spent = Spent.of_site(config, ledger.folder, Log(), SitePolicy(**vars(most)))
         weights = root / f"weights-{round}"
         weights.write_bytes(arena(PLAIN, round).payload)
         given = ArenaFile(PLAIN, weights, arena(PLAIN, round).digest)

@@ -14,13 +14,15 @@ from ...exchange import PeerId
 from ...gossip import ALGORITHMS, Algorithm, Ruled, build, rules
 from ...secagg.peer_sums import LEAST
 from ...topology import Topology
+from ..sites import privacy
 from ..star.combinations import check_plain
 
 AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
 _AVERAGE = " or ".join(AVERAGE_ONLY)
 
 
-PEERS_HOLD = ("secure_sums", "pin_members", "min_examples", "rounds", "members")  # of a policy
+PEERS_HOLD = ("secure_sums", "pin_members", "min_examples", "rounds", "noise", "epsilon", "delta",
+              "members")  # of a policy  # fmt: skip
 
 
 def check_policy(config: Config, policy: SitePolicy) -> None:
@@ -35,6 +37,7 @@ def check_policy(config: Config, policy: SitePolicy) -> None:
             f"policy.rounds: {config.run.rounds} rounds are asked for, and this peer trains at most "
             f"{policy.rounds} in a run. Lower run.rounds, or: fedtrain policy set rounds={config.run.rounds}"
         )
+    privacy.check_policy(config, policy)
     others = [f.name for f in fields(policy) if f.name not in PEERS_HOLD]
     if kept := [name for name in others if getattr(policy, name) != getattr(SitePolicy(), name)]:
         raise ConfigError(f"policy.{kept[0]}: a peer doesn't hold to it; only `fedtrain site` does.")

@@ -128,7 +128,7 @@ async def run(
         files = store.folder / "train"
         private_folder(files)
         model = (await trainer.initial(files / "initial")).load()
-        spent = Spent.of_site(config, store.folder, emit)
+        spent = Spent.of_site(config, store.folder, emit, policy)
         train = _training(trainer, name, files, spent, emit, policy.min_examples)
         peer = Peer(name, algorithm, model, train, neighbors, sums, config.gossip.clip)
         neighbors.start()  # ready: others count on this peer from here on

@@ -25,6 +25,7 @@ from ...questions import Describe, Tally
 from ...secagg.messages import Advertise, AdvertiseEvaluation, AdvertiseTally, Terms
 from ...wire.codec import arenas, encode
 from ...wire.frames import Bounds
+from . import privacy
 
 Asked = Callable[[Request], str]
 Given = Callable[[Request, Reply], str]
@@ -104,6 +105,7 @@ def check_policy(config: Config, policy: SitePolicy) -> None:
             "false. Set secagg.enabled = true; or, to show each result to the aggregator, run: fedtrain "
             "policy set secure_sums=false"
         )
+    privacy.check_policy(config, policy)
 
 
 class BytesOut:

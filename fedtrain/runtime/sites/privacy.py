@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from ...arena import Arena
-from ...config import Config
+from ...config import Config, SitePolicy
 from ...errors import ConfigError
 from ...keystream import KEY_BYTES, Keystream
 from ...messages import SiteId, Update
@@ -48,6 +48,22 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"compression.up: {config.compression.up} stretches some updates beyond privacy.clip, so that "
             'privacy.where = "sum" would promise too much. Leave one of them out.'
+        )
+
+
+def check_policy(config: Config, policy: SitePolicy) -> None:
+    """ConfigError for settings with less noise than a site's policy wants on all that leaves."""
+    own, key = config.privacy, "policy.noise" if policy.noise != "none" else "policy.epsilon"
+    if (policy.noise != "none" or policy.epsilon) and not own.noise_multiplier:
+        raise ConfigError(
+            f"{key}: nothing leaves this site without noise, and privacy.noise_multiplier = 0. Set "
+            f"privacy.noise_multiplier and privacy.clip; or let the site's people change {key}, by fedtrain "
+            f"policy set."
+        )
+    if policy.noise == "site" and own.unit != "site":
+        raise ConfigError(
+            f'policy.noise: "site": noise must protect all data of this site, not single examples, and '
+            f'privacy.unit = "{own.unit}". Set it to "site"; or run: fedtrain policy set noise=example'
         )
 
 

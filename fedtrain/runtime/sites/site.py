@@ -290,7 +290,8 @@ async def run(
             emit(SiteState(site=name, state=state, round=round))
 
         about = trainer.description
-        spent = Spent.of_site(config, ledger.folder, emit) if config.privacy.noise_multiplier else None
+        noisy = config.privacy.noise_multiplier > 0
+        spent = Spent.of_site(config, ledger.folder, emit, policy) if noisy else None
         secure = None
         checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
         if config.secagg.enabled:

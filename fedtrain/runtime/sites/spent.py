@@ -21,9 +21,9 @@ from typing import Literal
 
 import msgspec
 
-from ...config import Config
+from ...config import Config, SitePolicy
 from ...errors import ConfigError, Damaged
-from ...events import Emit, PrivacySpent, noticed
+from ...events import Denied, Emit, PrivacySpent, noticed
 from ...exchange import Cohort, CohortWrapper
 from ...keystream import KEY_BYTES
 from ...messages import Reply, Request, SiteId, Train, Update
@@ -59,6 +59,11 @@ class Budget:
     epsilon: float
     delta: float
 
+    @classmethod
+    def of(cls, policy: SitePolicy) -> Budget | None:
+        """None: there is no bound."""
+        return cls(policy.epsilon, policy.delta) if policy.epsilon else None
+
 
 class Spent:
     """The ledger of what was given away: of one run, or of one site's data in all its runs."""
@@ -88,9 +93,9 @@ class Spent:
             )
 
     @classmethod
-    def of_site(cls, config: Config, run: Path, emit: Emit, most: Budget | None = None) -> Spent:
+    def of_site(cls, config: Config, run: Path, emit: Emit, policy: SitePolicy = SitePolicy()) -> Spent:
         """That of a site's or peer's data, as the run in this folder adds to it."""
-        return cls(config, run.parent / f"@{run.name.rpartition('@')[2]}", emit, run, most)
+        return cls(config, run.parent / f"@{run.name.rpartition('@')[2]}", emit, run, Budget.of(policy))
 
     @property
     def releases(self) -> int:
@@ -171,11 +176,13 @@ class Spent:
         if self._most is None or (cost := self._price(self._most.delta, release)) <= self._most.epsilon:
             return
         self._refused = release
-        raise ConfigError(
+        why = (
             f"policy.epsilon: with one more release this site's data would have cost epsilon = {cost:.4g} at "
             f"delta = {self._most.delta:g}, over all its runs, and {self._most.epsilon:g} is the most. Add "
             f"more noise (privacy.noise_multiplier), or let the site's people raise policy.epsilon."
         )
+        self._emit(Denied(rule="policy.epsilon", what="train", reason=why))
+        raise ConfigError(why)
 
     def _take_over(self, run: Path) -> None:
         """Begin with what was counted before a site had one ledger for all its runs, and before releases had
