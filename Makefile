@@ -2,6 +2,9 @@
 #   make demo    four hospitals train one model, as processes of their own over mutual TLS
 #   make test    all checks and tests, as CI runs them
 #   make bench   the benchmarks
+#   make lock    what fedtrain is tested with, by digest, and its bill of materials
+#   make advisories   known faults of what is locked, from a database that pip-audit fetches
+#   make release SIGN=~/.ssh/id_ed25519   dist/: the wheel, the notes, the bill of materials, their digests, signed
 # Both first make what they need (.venv); a second time that takes no time.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -14,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes start in the tests, and would compile our modules each for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test bench check clean
+.PHONY: demo test bench lock advisories release check clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -37,6 +40,19 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/privacy.py
 	$(BIN)/python benchmarks/robustness.py --seeds 1 --hostile 3
 	$(BIN)/python benchmarks/learning.py --small
+
+lock: $(INSTALLED)
+	$(BIN)/python deployment/lock.py
+
+advisories: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet pip-audit
+	$(BIN)/pip-audit --no-deps --disable-pip --requirement deployment/requirements.lock
+
+# hatchling puts no time of its own into a wheel: whoever builds this commit has the same bytes.
+release: $(INSTALLED)
+	rm -rf dist && $(BIN)/python -m hatchling build -t wheel -d dist
+	cp CHANGELOG.md dist/NOTES.md && cp deployment/sbom.cdx.json deployment/*.lock dist/
+	cd dist && sha256sum * >SHA256SUMS && ssh-keygen -Y sign -f $(SIGN) -n fedtrain SHA256SUMS
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

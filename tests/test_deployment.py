@@ -102,11 +102,12 @@ def test_nothing_but_the_package_can_enter_the_image():
         "!README.md",
         "!LICENSE",
         "!fedtrain",
+        "!deployment/requirements.lock",
     ]
     copied = {
         word for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.M) for word in line.split()[:-1]
     }
-    assert copied == {"pyproject.toml", "README.md", "LICENSE", "fedtrain"}
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", "fedtrain", "deployment/requirements.lock"}
     assert not re.search(r"^ADD|\.pem|\.key|certs/|secret|password", DOCKERFILE, re.I | re.M)
 
 

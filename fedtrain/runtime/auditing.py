@@ -23,7 +23,7 @@ from ..messages import SiteId
 from ..pki import Credentials
 from ..pki.identity import certificates, identity_of
 from ..pki.signing import Signed, Signer, Verifier, signed_claim
-from ..tracking.audit import AuditLog, LogHead, audit_file, head_file, lines_of
+from ..tracking.audit import AuditLog, LogHead, audit_file, head_file, lines_of, signed_head
 from ..wire.frames import AuditHead
 
 CONTEXT = b"fedtrain audit head;"
@@ -38,6 +38,7 @@ def audited(config: Config, name: str, emit: Emit, credentials: Credentials | No
     return Audit(log, emit, credentials)
 
 
+@cache
 def signing(credentials: Credentials) -> Callable[[LogHead], bytes]:
     """What signs heads with these credentials."""
     signer = Signer.of(credentials)
@@ -200,15 +201,15 @@ def verify(path: Path, root: bytes | None, others: Sequence[Path] = ()) -> Verdi
 
 def _signed_head(path: Path, root: bytes | None) -> tuple[LogHead | None, list[str]]:
     """The signed head of a log, and what is wrong with it."""
-    file = head_file(path)
-    if not file.exists():
+    file, data = head_file(path), signed_head(path)
+    if data is None:
         alone = path.stem == "datacenter"  # which has no key
         return None, [] if alone else [f"{file.name} is missing: nothing says how long the log must be"]
     try:
-        signed = msgspec.msgpack.decode(file.read_bytes(), type=Signed)
+        signed = msgspec.msgpack.decode(data, type=Signed)
         head = _claim(signed.claim)
         if root is not None:  # whether it has expired since is no matter
-            head = checked(root, path.stem, file.read_bytes(), then=True)
+            head = checked(root, path.stem, data, then=True)
     except (FedtrainError, msgspec.MsgspecError, ValueError) as e:
         return None, [f"{file.name} is not signed by {path.stem}: {e}"]
     return head, []

@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..config import Config
 from ..errors import Damaged
 from ..events import Event
 from ..store.chain import seal_of
-from ..store.disk import explained, write_whole
+from ..store.disk import explained
 from .log import one_line
 
 # What is kept of which events: all of it but these fields.
@@ -53,12 +54,12 @@ KEPT: dict[type[Event], tuple[str, ...]] = {
     events.RunFinished: ("model",),
 }
 # So many of these come in a round that the head is not signed after each of them, but with what follows.
-FREQUENT = (events.ReplySent, events.UpdateReceived, events.SiteLost)
+FREQUENT = (events.ReplySent, events.UpdateReceived, events.SiteLost, events.HeadWitnessed)
 PART = r"[^\s/'\"`,;:()]"  # a character of a folder's name
 PATH = re.compile(
     rf"(?<![\w/])(?:(?:~|\.{{1,2}})?/(?:{PART}+/)*|{PART}+/(?:{PART}+/)+)({PART}+)"
 )  # the last part stays
-SEAL = 64  # characters of a seal
+HEAD_BYTES = 4096  # of NAME.head, filled up with zeros
 
 
 class LogHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,15 +107,16 @@ class AuditLog:
     def append(self, event: Event) -> None:
         """Add an event, or nothing when it is of no kind that is kept."""
         if type(event) in KEPT:
-            dropped = {name: _default(event, name) for name in KEPT[type(event)]}
             texts = {name: words(getattr(event, name)) for name in ("reason", "what") if hasattr(event, name)}
-            entry = msgspec.structs.replace(event, time=self._clock(), **{**texts, **dropped})
+            entry = msgspec.structs.replace(event, time=self._clock(), **texts, **_dropped(type(event)))
             self._append(entry)
 
     def head(self, seen: tuple[int, str] | None = None) -> LogHead:
         """How the log stands, which is on the disk now; for somebody whose own log stood like `seen`."""
         with self._lock:
             os.fsync(self._fd)
+            if len(self._seals) > self._signed:
+                self._write_head()
             return self._head(seen)
 
     def holds(self, place: tuple[int, str]) -> bool:
@@ -177,8 +179,10 @@ class AuditLog:
         return len(torn)
 
     def _write_head(self) -> None:
-        if self._sign is not None:
-            write_whole(head_file(self.path), self._sign(self._head()), durable=False)
+        if self._sign is not None:  # in one write over the last one, which a kill does not tear
+            path = head_file(self.path)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0) as file:
+                file.write(self._sign(self._head()).ljust(HEAD_BYTES, b"\0"))
         self._signed = len(self._seals)
 
 
@@ -187,10 +191,15 @@ _MEND = (
 )
 
 
-def _default(event: Event, name: str) -> Any:
-    fields = {field.name: field for field in msgspec.structs.fields(event)}
-    factory = fields[name].default_factory
-    return fields[name].default if factory is msgspec.NODEFAULT else factory()
+@cache
+def _dropped(kind: type[Event]) -> dict[str, Any]:
+    """The fields that are not kept of this kind, each with its default, which is not written."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    return {
+        name: each.default if each.default_factory is msgspec.NODEFAULT else each.default_factory()
+        for name in KEPT[kind]
+        if (each := fields[name])
+    }
 
 
 def words(text: str) -> str:
@@ -199,6 +208,14 @@ def words(text: str) -> str:
 
 
 # --- reading
+
+
+def signed_head(path: Path) -> bytes | None:
+    """What NAME.head of a log holds, as its signer made it; None where there is none."""
+    try:
+        return head_file(path).read_bytes().rstrip(b"\0")
+    except FileNotFoundError:
+        return None
 
 
 class LogLine(msgspec.Struct, frozen=True):
