@@ -19,6 +19,7 @@ import numpy as np
 from ..config import require
 from ..errors import ConfigError
 from . import Topology
+from .coalitions import smallest
 
 if TYPE_CHECKING:
     from .mixing import Matrix
@@ -43,6 +44,7 @@ class Report:
     sigma: float  # σ₂ of a period's product, a round; of a graph that never repeats, the mean rate to 1e-3
     exact_after: int | None  # rounds after which all models are the mean; None: never
     rounds: int | None  # rounds to 1e-3 from a random start; None: more than were searched
+    masks: str = ""  # under masks, which peers together learn a model; "": no masks, or too many peers to try
 
     @property
     def gap(self) -> float:
@@ -72,6 +74,7 @@ class Report:
             f"spectral gap    {self.gap:.4g} (σ₂ = {self.sigma:.4g} a round)",
             f"rounds to 1e-3  {rounds}",
             f"bytes to 1e-3   {sent}",
+            *([f"under masks     {self.masks}"] if self.masks else []),
         ]
 
 
@@ -102,6 +105,7 @@ def report(topology: Topology, n: int, seed: int = 0) -> Report:
         sigma=0.0 if exact is not None else sigma,
         exact_after=exact,
         rounds=rounds,
+        masks=smallest(topology, n, seed),
     )
 
 

@@ -141,8 +141,9 @@ def check_hearing(
             if masks and len(near.incoming) < LEAST:
                 raise ConfigError(
                     f"gossip.masks: {near.peer} hears {len(near.incoming)} peers in round {t + 1} on "
-                    f"{graph} of {len(members)} peers, and a sum of fewer than {LEAST} hides nobody. Use a "
-                    f'denser graph, as gossip.topology = "regular:4".'
+                    f"{graph} of {len(members)} peers, and a sum of fewer than {LEAST} hides nobody. Set "
+                    f'gossip.topology = "complete", where only all others together learn a model; or, of '
+                    f'many peers, a graph such as "regular:4", of which `fedtrain topology` tells who can.'
                 )
             if isinstance(algorithm, Ruled) and 1 + len(near.incoming) < algorithm.rule.needs:
                 raise ConfigError(
