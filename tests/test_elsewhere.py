@@ -17,6 +17,7 @@ from fedtrain.runtime.simulations import launchers, remote
 from fedtrain.runtime.trainers.supervised import TrainerLost
 from fedtrain.runtime.trainers.trainer_process import start_message
 from fedtrain.store import RunStore
+from tests.namespaces import two_hosts
 from tests.test_simulation import TASK, configured, simulated
 from tests.torchrun import Cluster as Machines
 from tests.torchrun import kill
@@ -277,6 +278,26 @@ def test_two_machines_of_torchrun_give_the_bits_of_one_process_also_when_a_rank_
         machines.wait_for(lambda: machines.log().count('"kind":"round_committed"') == 3)
         kill(machines.rank(1))
         machines.wait_for(lambda: machines.log().count('"kind":"run_started"') == 2)
+        let_train(there, 6)
+        for agent in agents:
+            assert agent.wait(200) == 0, machines.log()
+    assert digest(there) == expected
+
+
+@pytest.mark.slow(20)
+def test_two_machines_with_a_wire_between_them_give_the_bits_of_one_process(tmp_path):
+    expected, there = alone(tmp_path / "alone"), tmp_path / "ranks"
+    there.mkdir()
+    project(there, rounds=3)
+    env = {"FEDTRAIN_SIMULATE__ON": "torchrun"}
+    with (
+        two_hosts() as hosts,
+        Machines(there, "-m", "fedtrain", "simulate", "--json", nodes="2", hosts=hosts) as machines,
+    ):
+        agents = [machines.add(**env), machines.add(**env)]
+        machines.wait_for(lambda: machines.log().count('"kind":"round_committed"') == 3)
+        ranks = [machines.rank(0), machines.rank(1)]
+        assert len({os.readlink(f"/proc/{rank.pid}/ns/net") for rank in ranks}) == 2
         let_train(there, 6)
         for agent in agents:
             assert agent.wait(200) == 0, machines.log()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 from torch.distributed import run
 
+from tests.namespaces import DEVICE, Host
 from tests.ports import free_port
 from tests.worlds import Command
 
@@ -24,9 +26,12 @@ class Cluster:
     """Machines on loopback that meet by torchrun's rendezvous; the first one holds it. `with` ends all."""
 
     def __init__(
-        self, folder: Path, *command: str, nodes: str = "1", ranks: int = 1, restarts: int = 5
-    ) -> None:
-        """`command`: what torchrun starts, `ranks` of them a machine; `nodes`: MIN:MAX machines."""
+        self, folder: Path, *command: str, nodes: str = "1", ranks: int = 1, restarts: int = 5,
+        hosts: Sequence[Host] = (),
+    ) -> None:  # fmt: skip
+        """`command`: what torchrun starts, `ranks` of them a machine; `nodes`: MIN:MAX machines. `hosts`: on
+        which each machine is that is added; (): on loopback."""
+        self.hosts = hosts
         self.folder, self.command, self.nodes, self.ranks, self.restarts = (
             folder,
             command,
@@ -47,13 +52,19 @@ class Cluster:
 
     def add(self, *also: str, **env: str) -> Command:
         """Start one more machine."""
+        host = self.hosts[len(self.agents)] if self.hosts else None
+        first = self.hosts[0].address if self.hosts else "127.0.0.1"
+        meeting = QUICK
+        if host is not None:  # torchrun does not know itself by an address that it can't look up
+            env |= {"GLOO_SOCKET_IFNAME": DEVICE}
+            meeting += f",is_host={int(not self.agents)}"
         agent = Command(
-            run.main,
+            partial(host.within, run.main) if host is not None else run.main,
             [
                 "--nnodes", self.nodes, "--nproc-per-node", str(self.ranks),
                 "--max-restarts", str(self.restarts), "--monitor-interval", "0.1",
-                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}",
-                "--rdzv-id", "test", "--rdzv-conf", QUICK, "--local-addr", "127.0.0.1",
+                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{self.port}",
+                "--rdzv-id", "test", "--rdzv-conf", meeting, "--local-addr", host.address if host else first,
                 *self.command, *also,
             ],
             folder=self.folder,
@@ -69,8 +80,9 @@ class Cluster:
         return agent
 
     def _listening(self) -> bool:
-        with socket.socket() as s:
-            return s.connect_ex(("127.0.0.1", self.port)) == 0
+        """Whether the first machine listens on the port, as its own kernel tells."""
+        sockets = "".join(Path(f"/proc/{self.agents[0].pid}/net/{n}").read_text() for n in ("tcp", "tcp6"))
+        return re.search(rf":{self.port:04X} [0-9A-F:]+ 0A ", sockets) is not None
 
     def lose(self, agent: Command) -> None:
         """The machine is gone: its agent and its ranks at once, without a word."""
