@@ -180,3 +180,26 @@ def test_strategies_whose_step_only_the_aggregator_can_make_are_refused(config, 
     config = changed(config, strategy=changed(config.strategy, kind=kind, options=options))
     with pytest.raises(ConfigError, match=r"secagg.verify: .*by what the aggregator alone has"):
         check_strategy(config, build(kind, options))
+
+
+def test_sites_and_aggregator_that_start_again_still_check_the_sum_of_the_round_before(config, monkeypatch):
+    """With evaluate.every = 0 it is shown only when the next round begins, by other processes."""
+    config = changed(config, evaluate=changed(config.evaluate, every=0))
+    federation(changed(config, run=changed(config.run, rounds=1)), SITES)
+    assert all(not state(config, site)["checked"] and state(config, site)["owed"] for site in SITES)
+    federation(config, SITES)
+    simulated(config, monkeypatch)
+    assert final(config.run_dir).load().data.equal(final(config.simulate_dir).load().data)
+    for site in SITES:
+        assert sorted(state(config, site)["checked"].values()) == [1, 2]
+
+
+def test_a_site_that_lost_its_memory_takes_part_beside_the_others_and_checks_the_next_sum(config):
+    config = changed(config, evaluate=changed(config.evaluate, every=0))
+    federation(changed(config, run=changed(config.run, rounds=1)), SITES)
+    (config.site_dir("a") / FILE).unlink()
+    logs = {site: Events() for site in SITES}
+    federation(config, SITES, logs=logs)
+    assert list(state(config, "a")["checked"].values()) == [2]
+    notices = [event["text"] for event in logs["a"].of("notice")]
+    assert sum("could not check what the model was made of" in text for text in notices) == 1
