@@ -57,7 +57,7 @@ def write_run(folder, *, finished=True):
 def test_help_lists_the_commands_in_the_order_in_which_a_user_meets_them():
     text = run("--help").output
     assert re.findall(r"^  (\w+)  ", text, re.M) == [
-        "new", "simulate", "stats", "topology", "certs", "task", "policy", "aggregator", "site", "peer",
+        "new", "simulate", "stats", "topology", "certs", "join", "task", "policy", "aggregator", "site", "peer",
         "invite", "datacenter", "plan", "watch", "runs", "export", "evaluate", "audit",
         "verify"]  # fmt: skip
 
@@ -108,9 +108,7 @@ def test_help_is_there_within_a_few_starts_of_a_bare_interpreter():
     assert seconds("-m", "fedtrain", "--help") < 15 * seconds("-c", "pass")
 
 
-@pytest.mark.parametrize(
-    "command", ["", *cli.commands, "certs init", "certs issue", "certs revoke", "audit verify"]
-)
+@pytest.mark.parametrize("command", ["", *cli.commands, *WITHIN])
 def test_h_is_help_and_fits_80_columns(command):
     text = run(*command.split(), "-h", env={"COLUMNS": "80"}).output
     assert text == run(*command.split(), "--help", env={"COLUMNS": "80"}).output
@@ -352,9 +350,17 @@ def test_a_second_authority_never_replaces_the_first(project):
     assert "never overwritten" in result.stderr
 
 
-def test_a_signing_request_is_for_one_site(project):
-    (project / "x.csr").write_text("")
-    assert run("certs", "issue", "site-1", "site-2", "--csr", "x.csr").exit_code == 2
+def test_a_signing_request_is_signed_in_the_name_of_its_file_after_a_yes_to_its_words(project):
+    from fedtrain.pki.enrolment import request
+
+    run("certs", "init")
+    csr, _ = request(project / "elsewhere")
+    (project / "north.csr").write_bytes(csr)
+    result = run("certs", "sign", "north.csr", input="n\n")
+    assert re.search(r"Does north read out the same words, [a-z]{5} [a-z]{5} [a-z]{5}\?", result.output)
+    assert not (project / "certs" / "sites").exists()
+    assert run("certs", "sign", "north.csr", input="y\n").exit_code == 0
+    assert sorted(p.name for p in (project / "certs/sites/north").iterdir()) == ["cert.pem", "root.pem"]
 
 
 # --- watch, runs, export

@@ -142,10 +142,10 @@ def test_what_the_readme_types_in_python_gives_what_it_shows(tmp_path, monkeypat
     assert doctest.DocTestRunner().run(typed) == (0, 4)
 
 
-def test_from_nothing_to_three_sites_takes_eight_commands():
+def test_from_nothing_to_three_sites_takes_seven_commands():
     blocks = [block for _, block in FENCE.findall((ROOT / "README.md").read_text())]
-    (steps,) = [block.splitlines() for block in blocks if "fedtrain certs init" in block]
-    assert len(steps) <= 8
+    (steps,) = [block.splitlines() for block in blocks if "fedtrain new clinic" in block]
+    assert len(steps) <= 7
     words = [re.split(r" {2,}", step)[0] for step in steps]
     assert words[-3:] == [f"fedtrain site site-{i}" for i in (1, 2, 3)]
 

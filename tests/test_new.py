@@ -14,7 +14,7 @@ from fedtrain import Config
 from fedtrain.cli import cli
 
 ROOT = Path(fedtrain.__file__).parent.parent
-FILES = {"task.py", "fedtrain.toml", "README.md", ".gitignore"}
+FILES = {"task.py", "fedtrain.toml", "README.md", ".gitignore", "certs"}
 
 
 def new(name):
@@ -27,10 +27,10 @@ def project(tmp_path):
     return tmp_path / "heart"
 
 
-def test_a_new_project_has_its_four_files_and_its_name(project):
+def test_a_new_project_has_its_four_files_its_certificates_and_its_name(project):
     assert {path.name for path in project.iterdir()} == FILES
     assert Config.load(project / "fedtrain.toml", env={}).run.name == "heart"
-    assert not any("PROJECT" in path.read_text() for path in project.iterdir())
+    assert not any("PROJECT" in path.read_text() for path in project.iterdir() if path.is_file())
 
 
 def test_the_new_config_is_short_and_right_for_two_sites(project):
@@ -68,7 +68,7 @@ def test_the_new_task_is_at_most_forty_lines_and_trains_as_it_is(project):
 def test_the_readme_names_every_command_that_a_run_needs(project):
     readme = (project / "README.md").read_text()
     for command in (
-        "simulate", "certs init aggregator site-1 site-2 site-3", "task approve", "aggregator", "site site-1",
+        "simulate", "task approve", "aggregator", "site site-1", "certs invite",
         "site site-2", "site site-3", "watch", "export heart",
     ):  # fmt: skip
         assert f"\nfedtrain {command}" in readme
@@ -115,4 +115,4 @@ def test_the_wheel_carries_the_template(tmp_path):
     )  # fmt: skip
     (wheel,) = tmp_path.glob("*.whl")
     there = {name for name in zipfile.ZipFile(wheel).namelist() if "templates/" in name}
-    assert {Path(name).name for name in there} == {name.removeprefix(".") for name in FILES}
+    assert {Path(name).name for name in there} == {name.removeprefix(".") for name in FILES - {"certs"}}

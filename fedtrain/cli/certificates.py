@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from .arguments import Commands, with_config
+from .arguments import Command, Commands, drive, with_config
 from .output import short
 
 if TYPE_CHECKING:
@@ -28,15 +29,21 @@ def certs() -> None:
 @click.option("--federation", metavar="NAME", help="Who belongs together; without it, the run's name.")
 def certs_init(config: Config, names: tuple[str, ...], federation: str | None) -> None:
     """Make the federation's certificate authority, once; and certificates, where names are given."""
+
+    begin_authority(config.root / config.network.certs, federation or config.run.name, names)
+    if not names:
+        click.echo("Next: fedtrain certs issue aggregator; fedtrain certs invite site-1 site-2 site-3")
+
+
+def begin_authority(certs_dir: Path, federation: str, names: Sequence[str]) -> None:
+    """Make the authority of this federation, and a key and a certificate for each name."""
     from .. import pki
 
-    label = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")
-    folder = pki.init(config.root / config.network.certs, federation or label)
-    click.echo(f"{short(folder)} holds the authority of {federation or label}; it stays here, and secret.")
+    label = re.sub(r"[^a-z0-9]+", "-", federation.lower()).strip("-")
+    folder = pki.init(certs_dir, label)
+    click.echo(f"{short(folder)} holds the authority of {label}; it stays here, and secret.")
     for name in names:
-        _issue(config, name, days=CERTIFICATE_DAYS, request=None)
-    if not names:
-        click.echo("Next: fedtrain certs issue aggregator site-1 site-2 site-3")
+        _issue(certs_dir, name, days=CERTIFICATE_DAYS)
 
 
 @certs.command("issue")
@@ -44,15 +51,108 @@ def certs_init(config: Config, names: tuple[str, ...], federation: str | None) -
 @click.argument("names", metavar="[aggregator] [SITE]...", nargs=-1, required=True)
 @click.option("--days", type=click.FloatRange(min=0, min_open=True), default=CERTIFICATE_DAYS,
               show_default=True, help="How long they are valid.")  # fmt: skip
-@click.option("--csr", type=click.File("rb"), metavar="FILE",
-              help="Sign this request (PEM) of one site, whose key then never leaves it.")  # fmt: skip
-def certs_issue(config: Config, names: tuple[str, ...], days: float, csr: Any) -> None:
-    """Make, or renew, certificates: "aggregator" is the aggregator's, any other name a site's."""
-    if csr is not None and len(names) > 1:
-        raise click.UsageError("--csr is one site's: name just that site.")
-    request = None if csr is None else csr.read()
+def certs_issue(config: Config, names: tuple[str, ...], days: float) -> None:
+    """Make, or renew, keys and certificates: "aggregator" is the aggregator's, any other name a site's."""
     for name in names:
-        _issue(config, name, days=days, request=request)
+        _issue(config.root / config.network.certs, name, days=days)
+
+
+@certs.command("invite")
+@with_config
+@click.argument("names", metavar="[SITE]...", nargs=-1)
+@click.option("--listen", metavar="HOST:PORT",
+              help="Where sites call; without it, the port after that of network.listen.")  # fmt: skip
+@click.option("--address", metavar="HOST:PORT",
+              help="What sites are told to call, where that is not --listen.")  # fmt: skip
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=7, show_default=True,
+              help="How long a code is good for.")  # fmt: skip
+@click.option("--yes", is_flag=True, help="Sign without comparing words: whoever has the code gets in.")
+def certs_invite(
+    config: Config, names: tuple[str, ...], listen: str | None, address: str | None, days: float, yes: bool
+) -> None:  # fmt: skip
+    """Print a code for each site, and wait until each has its certificate; its key stays at the site."""
+    import asyncio
+    from datetime import UTC, datetime, timedelta
+
+    from ..pki.enrolment import Codes
+    from ..runtime.enrolling import Host
+    from ..tracking.live import screen
+
+    certs_dir = config.root / config.network.certs
+    if not (certs_dir / "ca" / "root.pem").exists():
+        begin_authority(certs_dir, config.run.name, ["aggregator"])
+    address = address or listen or _next_port(config.network.address or config.network.listen)
+    listen = listen or _next_port(config.network.listen)
+    if address.rpartition(":")[0] in ("0.0.0.0", "[::]"):  # noqa: S104 - refused
+        raise click.UsageError(f"no site can call {address}: name this machine with --address HOST:PORT.")
+    codes, signs = Codes(certs_dir), (certs_dir / "ca" / "issuing.key.pem").exists()
+    for name in names:
+        codes.invite(name, timedelta(days=days))
+    for code in codes.open():
+        until = datetime.fromtimestamp(code.until, UTC)
+        click.echo(f"{code.guest}, once, until {until:%Y-%m-%d %H:%M} UTC:\n  fedtrain join {address} {code}")
+    talking = asyncio.Lock()
+
+    async def approve(name: str, spoken: str) -> bool | None:
+        async with talking:
+            if signs and yes:
+                return True
+            if signs and (agreed := await asyncio.to_thread(_agreed, name, spoken)) is not None:
+                return agreed
+        request = short(certs_dir / "requests" / f"{name}.csr")
+        folder = short(certs_dir / "sites" / name)
+        click.echo(f"Where the key is: fedtrain certs sign {request}; then bring cert.pem here, to {folder}")
+        return None
+
+    with screen(json=False, plain=True) as show:
+        drive(Host(codes, CERTIFICATE_DAYS, approve, show).run(listen))
+
+
+def _agreed(name: str, spoken: str) -> bool | None:
+    try:
+        return click.confirm(f"Does {name} read out the same words, {spoken}?")
+    except click.Abort:  # nobody is there to be asked
+        return None
+
+
+def _next_port(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + 1}"
+
+
+@certs.command("sign")
+@with_config
+@click.argument("requests", metavar="REQUEST...", nargs=-1, required=True,
+                type=click.Path(path_type=Path, exists=True, dir_okay=False))  # fmt: skip
+@click.option("--days", type=click.FloatRange(min=0, min_open=True), default=CERTIFICATE_DAYS,
+              show_default=True, help="How long the certificate is valid.")  # fmt: skip
+@click.option("--yes", is_flag=True, help="Sign without asking for the words.")
+def certs_sign(config: Config, requests: tuple[Path, ...], days: float, yes: bool) -> None:
+    """Sign requests (NAME.csr, in PEM) where the issuing key is; the site's key never leaves it."""
+    from ..pki.authority import requested_key
+    from ..pki.enrolment import root_digest, words
+
+    certs_dir = config.root / config.network.certs
+    root = root_digest((certs_dir / "ca" / "root.pem").read_bytes())
+    for path in requests:
+        request = path.read_bytes()
+        if yes or _agreed(path.stem, words(root, path.stem, requested_key(request))):
+            _issue(certs_dir, path.stem, days=days, request=request)
+
+
+@click.command(cls=Command)
+@click.argument("address", metavar="HOST:PORT")
+@click.argument("code")
+@with_config
+def join(config: Config, address: str, code: str) -> None:
+    """Make this site's key, and get its certificate by a code."""
+    from ..pki.enrolment import Code
+    from ..runtime.enrolling import join
+
+    invitation = Code.read(code)
+    folder = drive(join(config.root / config.network.certs, address, invitation, click.echo))
+    click.echo(f"{short(folder)} holds key and certificate of {invitation.guest}")
+    click.echo(f"Next: fedtrain site {invitation.guest}")
 
 
 @certs.command("revoke")
@@ -80,10 +180,10 @@ def certs_revoke(config: Config, names: tuple[str, ...], days: float, ca: Path |
     click.echo("A site that is to leave a revoked aggregator needs it too. Nothing is restarted.")
 
 
-def _issue(config: Config, name: str, *, days: float, request: bytes | None) -> None:
+def _issue(certs_dir: Path, name: str, *, days: float, request: bytes | None = None) -> None:
     from .. import pki
 
     role = "aggregator" if name == "aggregator" else "site"
-    folder = pki.issue(config.root / config.network.certs, role, name, days=days, csr=request)
+    folder = pki.issue(certs_dir, role, name, days=days, csr=request)
     what = "holds the certificate" if request else "holds key and certificate"
     click.echo(f"{short(folder)} {what} of {name}")

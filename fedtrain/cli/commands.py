@@ -36,7 +36,7 @@ from .arguments import (
     with_data,
 )
 from .audit import audit, verify
-from .certificates import certs
+from .certificates import begin_authority, certs, join
 from .output import (
     columns,
     print_evaluation,
@@ -57,9 +57,9 @@ QUICK_START = """\b
 Quick start:
   fedtrain new heart && cd heart       a project that runs as it is
   fedtrain simulate                    all its sites on this machine
-  fedtrain certs init aggregator site-1 site-2 site-3
   fedtrain task approve                what may run at the sites here
   fedtrain aggregator                  beside it: fedtrain site site-1, …
+  fedtrain certs invite north          a code by which a site elsewhere joins
 """
 
 
@@ -101,6 +101,8 @@ def new(folder: Path) -> None:
             to = folder / {"gitignore": ".gitignore"}.get(template.name, template.name)
             with writing(to):
                 to.write_text(text, encoding="utf-8")
+    made_up = [f"site-{number}" for number in (1, 2, 3)]
+    begin_authority(folder / "certs", name, ["aggregator", *made_up])
     click.echo(f"{folder} is ready. Next: cd {folder} && fedtrain simulate")
 
 
@@ -183,6 +185,7 @@ def topology(
 
 
 cli.add_command(certs)
+cli.add_command(join)
 cli.add_command(task)
 cli.add_command(policy)
 

@@ -66,9 +66,18 @@ class Authority:
     @property
     def federation(self) -> str:
         """The name of the federation for which this CA may sign, read from the CA's name constraint."""
-        constraints = self.certificate.extensions.get_extension_for_class(x509.NameConstraints).value
-        subtrees = constraints.permitted_subtrees or []
-        return str(subtrees[0].value).removesuffix(".fedtrain")
+        return _federation_of(self.certificate)
+
+
+def federation_of(certs_dir: Path) -> str:
+    """The federation of the authority under `certs_dir`, whose keys may be elsewhere."""
+    return _federation_of(_load_certificate(Path(certs_dir) / "ca" / "issuing.pem"))
+
+
+def _federation_of(issuing: x509.Certificate) -> str:
+    constraints = issuing.extensions.get_extension_for_class(x509.NameConstraints).value
+    subtrees = constraints.permitted_subtrees or []
+    return str(subtrees[0].value).removesuffix(".fedtrain")
 
 
 def init(certs_dir: Path, federation: str = "fedtrain", *, now: datetime | None = None) -> Path:
@@ -126,8 +135,10 @@ def issue(
             f"issuing.key.pem away and run fedtrain certs init: it makes a new one under the same root."
         )
     folder = certs_dir / "aggregator" if role == "aggregator" else certs_dir / "sites" / name
-    key = _own_key(folder) if csr is None else None
-    public = key.public_key() if key else _requested_key(csr or b"", folder)
+    key = own_key(folder) if csr is None else None
+    public = key.public_key() if key else requested_key(csr or b"")
+    if (folder / "key.pem").exists() and _load_key(folder / "key.pem").public_key() != public:
+        raise ConfigError(f"csr: {folder / 'key.pem'} is another key than the request's; delete it first")
     certificate = sign(
         authority,
         public,
@@ -183,23 +194,28 @@ def save(
     """Write a leaf's folder and return it; each file is replaced atomically. Without `key`, key.pem stays."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if key is not None:
-        write(folder / "key.pem", _pem(key), 0o600)
-    write(folder / "root.pem", _pem(authority.root))
-    write(folder / "cert.pem", _pem(certificate) + _pem(authority.certificate))
+        write(folder / "key.pem", pem(key), 0o600)
+    write(folder / "root.pem", pem(authority.root))
+    write(folder / "cert.pem", pem(certificate) + pem(authority.certificate))
     return folder
+
+
+def own_authority(name: str, key: PrivateKey, life: timedelta, now: datetime, below: int = 0) -> Authority:
+    """An authority of a key that signs for itself, with at most `below` authorities below it."""
+    certificate = (
+        _certificate(name, key.public_key(), _name(name), now - CLOCK_SKEW, now + life)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=below), critical=True)
+        .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return Authority(certificate, key, certificate)
 
 
 def _make_root(ca: Path, federation: str, now: datetime) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
-    name = f"{federation} root"
-    certificate = (
-        _certificate(name, key.public_key(), _name(name), now - CLOCK_SKEW, now + ROOT_LIFE)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=1), critical=True)
-        .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    write(ca / "root.key.pem", _pem(key), 0o600)
-    write(ca / "root.pem", _pem(certificate))
+    certificate = own_authority(f"{federation} root", key, ROOT_LIFE, now, below=1).certificate
+    write(ca / "root.key.pem", pem(key), 0o600)
+    write(ca / "root.pem", pem(certificate))
 
 
 def _make_issuing(
@@ -215,8 +231,8 @@ def _make_issuing(
         .add_extension(_signed_by(root), critical=False)
         .sign(root_key, hashes.SHA256())
     )
-    write(ca / "issuing.key.pem", _pem(key), 0o600)
-    write(ca / "issuing.pem", _pem(certificate))
+    write(ca / "issuing.key.pem", pem(key), 0o600)
+    write(ca / "issuing.pem", pem(certificate))
 
 
 def _certificate(
@@ -254,14 +270,14 @@ def _key_usage(
     )  # fmt: skip
 
 
-def _own_key(folder: Path) -> PrivateKey:
+def own_key(folder: Path) -> PrivateKey:
     """The folder's key, or a new one."""
     path = folder / "key.pem"
     return _load_key(path) if path.exists() else ec.generate_private_key(ec.SECP256R1())
 
 
-def _requested_key(csr: bytes, folder: Path) -> PublicKey:
-    """The public key of a signing request that proves possession of its private half."""
+def requested_key(csr: bytes) -> PublicKey:
+    """The public key of a signing request in PEM that proves possession of its private half."""
     try:
         request = x509.load_pem_x509_csr(csr)
         public, signed = request.public_key(), request.is_signature_valid
@@ -269,8 +285,6 @@ def _requested_key(csr: bytes, folder: Path) -> PublicKey:
         raise ConfigError("csr: not a PEM certificate signing request") from None
     if not signed or not isinstance(public, ec.EllipticCurvePublicKey):
         raise ConfigError("csr: use an elliptic-curve key (P-256) and sign the request with it")
-    if (folder / "key.pem").exists() and _load_key(folder / "key.pem").public_key() != public:
-        raise ConfigError(f"csr: {folder / 'key.pem'} is another key than the request's; delete it first")
     return public
 
 
@@ -291,7 +305,7 @@ def _load_key(path: Path) -> PrivateKey:
     return key
 
 
-def _pem(thing: x509.Certificate | PrivateKey) -> bytes:
+def pem(thing: x509.Certificate | PrivateKey) -> bytes:
     if isinstance(thing, x509.Certificate):
         return thing.public_bytes(serialization.Encoding.PEM)
     return thing.private_bytes(

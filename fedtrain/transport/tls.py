@@ -19,6 +19,7 @@ class Tls:
     key: bytes
     chain: bytes  # own certificate, then the issuing CA's
     root: bytes  # the federation's root: nothing else is trusted
+    others: tuple[tuple[bytes, bytes], ...] = ()  # keys and chains to be shown to who asks for their names
 
     def __repr__(self) -> str:
         return "Tls(...)"  # a key never reaches a log
@@ -26,7 +27,7 @@ class Tls:
     def server(self) -> grpc.ServerCredentials:
         """Requires and verifies a client certificate."""
         return grpc.ssl_server_credentials(
-            [(self.key, self.chain)], root_certificates=self.root, require_client_auth=True
+            [(self.key, self.chain), *self.others], root_certificates=self.root, require_client_auth=True
         )
 
     def channel(self) -> grpc.ChannelCredentials:

@@ -1,0 +1,146 @@
+"""`fedtrain certs invite` and `fedtrain join`: a site gets its certificate, and its key never leaves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import CertificateError, ConfigError, ConnectError, FedtrainError, JoinRefused
+from ..events import Emit, Notice
+from ..messages import SiteId
+from ..pki import issue
+from ..pki.authority import pem
+from ..pki.enrolment import Code, Codes, keep, request, words
+from ..transport.grpc import GrpcTransport
+from ..transport.star import backoff
+from ..transport.streams import MessageStream
+from ..transport.tls import Tls
+from ..wire.codec import decode, encode
+from ..wire.frames import Frame, Leaving, Refused
+
+ENROL = "Enrol"  # the one call
+HEARTBEAT_S = 5.0
+LOOK_S = 0.2  # between looks whether a request was signed elsewhere
+
+Approve = Callable[
+    [SiteId, str], Awaitable[bool | None]
+]  # name, words; None: signed elsewhere, or not at all
+
+
+class Wish(Frame, frozen=True, kw_only=True, tag=True):
+    """The guest's only frame."""
+
+    csr: bytes  # PEM
+
+
+class Granted(Frame, frozen=True, kw_only=True, tag=True):
+    """The host's answer, once the request was signed."""
+
+    chain: bytes
+    root: bytes
+
+
+class Host:
+    """The authority's end: takes requests of those who were invited, and gives them what was signed."""
+
+    def __init__(self, codes: Codes, days: float, approve: Approve, emit: Emit) -> None:
+        """`approve` asks a person whether the words are the same at the site; certificates last `days`."""
+        self._codes, self._days, self._approve, self._emit = codes, days, approve, emit
+        self._asked: dict[str, asyncio.Task[None]] = {}  # by code: a person is asked once for a request
+        self._left = {code.id for code in codes.open()}  # those who have no answer yet
+        self._over = asyncio.Event()
+
+    async def run(self, listen: str) -> None:
+        """Serve until all whose codes are open have their certificates, or were refused."""
+        if not (codes := self._codes.open()):
+            raise ConfigError("nobody is invited: fedtrain certs invite NAME")
+        (key, chain), *others = [code.leaf("aggregator") for code in codes]
+        roots = b"".join(pem(code.authority.certificate) for code in codes)
+        transport = GrpcTransport(Tls(key, chain, roots, tuple(others)), HEARTBEAT_S)
+        port = await transport.listen(listen, {ENROL: self._serve})
+        names = ", ".join(code.guest for code in codes)
+        self._emit(Notice(text=f"listening on {listen.rpartition(':')[0]}:{port} for {names}"))
+        try:
+            await self._over.wait()
+        finally:
+            for task in self._asked.values():
+                task.cancel()
+            await transport.close()
+
+    async def _serve(self, chain: bytes, stream: MessageStream) -> None:
+        """One call of a guest."""
+        code = self._codes.caller(chain)
+        if (first := await stream.read()) is None:
+            return
+        wish: Wish = decode(first, Wish)
+        try:
+            spoken = self._codes.ask(code, wish.csr)
+        except CertificateError as e:
+            self._emit(Notice(text=f"{code.guest} is refused: {e}"))
+            await stream.write(encode(Refused(reason=str(e), final=True)))
+            return
+        if code.id not in self._asked and self._codes.signed(code, wish.csr) is None:
+            self._emit(Notice(text=f"{code.guest} asks for its certificate; its screen shows: {spoken}"))
+            self._asked[code.id] = asyncio.create_task(self._sign(code, wish.csr, spoken))
+        while (found := self._codes.signed(code, wish.csr)) is None:
+            if code not in self._codes.open():
+                await stream.write(encode(Refused(reason="whoever invited it says no", final=True)))
+                self._answered(code)
+                return
+            await asyncio.sleep(LOOK_S)
+        await stream.write(encode(Granted(chain=found[0], root=found[1])))
+        if await stream.read() is not None:  # the guest has kept it
+            self._emit(Notice(text=f"{code.guest} has its certificate"))
+            self._answered(code)
+
+    def _answered(self, code: Code) -> None:
+        self._left.discard(code.id)
+        if not self._left:
+            self._over.set()
+
+    async def _sign(self, code: Code, csr: bytes, spoken: str) -> None:
+        answer = await self._approve(code.guest, spoken)
+        if answer is None:
+            return
+        if not answer:
+            self._codes.void(code)
+            return
+        try:
+            certs = self._codes.certs
+            await asyncio.to_thread(issue, certs, "site", code.guest, days=self._days, csr=csr)
+        except FedtrainError as e:
+            self._emit(Notice(text=f"{code.guest}: {e}"))
+
+
+async def join(certs_dir: Path, address: str, code: Code, tell: Callable[[str], None]) -> Path:
+    """Ask the host at `address` for the certificate of the code's site, until the host has signed; returns
+    the site's folder. JoinRefused says why the host gives none. `tell` shows the words to a person."""
+    folder = certs_dir / "sites" / code.guest
+    csr, public = request(folder)
+    tell(words(code.root, code.guest, public))
+    key, chain = code.leaf("site")
+    transport = GrpcTransport(Tls(key, chain, pem(code.authority.certificate)), HEARTBEAT_S)
+    told = ""
+    for pause_s in backoff(0.2, 1.7, 15.0):
+        try:
+            async with transport.connect(address, code.target) as call, call(ENROL) as stream:
+                await stream.write(encode(Wish(csr=csr)))
+                if (data := await stream.read()) is None:
+                    raise ConnectError(f"{address}: the other end closed the connection.")
+                answer: Granted | Refused = decode(data, Granted | Refused)
+                if isinstance(answer, Refused):
+                    raise JoinRefused(f"{address} refuses {code.guest}: {answer.reason}")
+                keep(folder, code, answer.chain, answer.root)
+                with suppress(ConnectError):
+                    await stream.write(encode(Leaving()))
+            return folder
+        except JoinRefused:
+            raise
+        except ConnectError as e:
+            if str(e) != told:
+                tell(f"waiting: {e}")
+                told = str(e)
+        await asyncio.sleep(pause_s)
+    raise AssertionError("backoff never ends")

@@ -1,0 +1,287 @@
+"""S8 and S9: a site gets its certificate by a one-time code, over TLS, and its key never leaves it."""
+
+import asyncio
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+from datetime import timedelta
+
+import msgspec
+import pytest
+
+from fedtrain import pki
+from fedtrain.errors import CertificateError, ConfigError, JoinRefused
+from fedtrain.pki import Credentials, Verifier
+from fedtrain.pki.enrolment import FAULTS, Code, Codes, keep, request, root_digest, words
+from fedtrain.runtime.enrolling import ENROL, Host, Wish, join
+from fedtrain.transport.grpc import GrpcTransport
+from fedtrain.transport.tls import Tls
+from fedtrain.wire.codec import decode, encode
+from fedtrain.wire.frames import Refused
+from tests.limits import bounded
+from tests.ports import free_port
+from tests.security.test_proxy import Proxy
+
+WEEK = timedelta(days=7)
+
+
+@pytest.fixture
+def certs(tmp_path):
+    pki.init(tmp_path / "ca-host", "ward")
+    return tmp_path / "ca-host"
+
+
+class Invites:
+    """A host that serves, and what it showed and was asked."""
+
+    def __init__(self, certs, answer=True):
+        self.codes, self.told, self.asked = Codes(certs), [], []
+        self.answer, self.port = answer, free_port()
+        self.address = f"127.0.0.1:{self.port}"
+
+    async def approve(self, name, spoken):
+        self.asked.append((name, spoken))
+        return self.answer
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        host = Host(self.codes, 30, self.approve, lambda event: self.told.append(event.text))
+        task = asyncio.create_task(host.run(self.address))
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def test_s08_s09_a_site_gets_its_certificate_by_a_code_and_its_key_stays_there(certs, tmp_path):
+    async def main():
+        invites, shown = Invites(certs), []
+        code = Code.read(str(invites.codes.invite("north", WEEK)))
+        async with invites.serving() as host:
+            folder = await join(tmp_path / "site", invites.address, code, shown.append)
+            await host  # all that were invited have theirs: it ends
+        return invites, folder, shown
+
+    invites, folder, shown = bounded(main())
+    assert Credentials.load(folder).identity.name == "north"
+    assert (folder / "key.pem").stat().st_mode & 0o777 == 0o600
+    key = (folder / "key.pem").read_bytes()
+    assert not [path for path in certs.rglob("*") if path.is_file() and key in path.read_bytes()]
+    assert sorted(path.name for path in (certs / "sites" / "north").iterdir()) == ["cert.pem", "root.pem"]
+    assert invites.asked == [("north", shown[0])]  # both screens show the same words
+    assert re.fullmatch("[a-z]{5} [a-z]{5} [a-z]{5}", shown[0])
+    assert shown == [shown[0]]
+
+
+def test_s09_a_code_works_for_one_key_alone_and_still_after_a_restart(certs, tmp_path):
+    async def main():
+        invites = Invites(certs)
+        code, other = invites.codes.invite("north", WEEK), invites.codes.invite("south", WEEK)
+        async with invites.serving():
+            await join(tmp_path / "first", invites.address, code, lambda line: None)
+            with pytest.raises(JoinRefused, match=r"north: this code was used on 20.*Ask for another"):
+                await join(tmp_path / "thief", invites.address, code, lambda line: None)
+        again = Invites(certs)  # nothing but files is left
+        async with again.serving():
+            with pytest.raises(JoinRefused, match="was used on"):
+                await join(tmp_path / "thief", again.address, code, lambda line: None)
+            await join(tmp_path / "first", again.address, code, lambda line: None)  # its answer was lost, say
+            await join(tmp_path / "south", again.address, other, lambda line: None)
+        return invites.asked + again.asked, again.told
+
+    asked, told = bounded(main())
+    assert [name for name, _ in asked] == ["north", "south"]
+    assert any("north is refused: this code was used" in line for line in told)
+    assert not (tmp_path / "thief" / "sites" / "north" / "cert.pem").exists()
+
+
+def test_s09_a_thief_of_a_code_shows_other_words_and_a_no_voids_the_code(certs, tmp_path):
+    async def main():
+        invites, shown = Invites(certs, answer=False), []
+        code = invites.codes.invite("north", WEEK)
+        async with invites.serving():
+            with pytest.raises(JoinRefused, match="refuses north: whoever invited it says no"):
+                await join(tmp_path / "thief", invites.address, code, shown.append)
+        assert invites.codes.open() == []
+        _, key = request(tmp_path / "north")
+        return invites.asked[0][1], shown[0], words(code.root, "north", key)
+
+    asked, thief, honest = bounded(main())
+    assert asked == thief != honest
+    assert not (certs / "sites").exists()
+
+
+def test_s09_nobody_without_a_code_gets_through_the_handshake(certs, tmp_path):
+    async def main():
+        invites = Invites(certs)
+        code = invites.codes.invite("north", WEEK)
+        guess = msgspec.structs.replace(code, secret=bytes(16))
+        async with invites.serving():
+            tried = asyncio.Queue()
+            joining = asyncio.create_task(join(tmp_path / "site", invites.address, guess, tried.put_nowait))
+            await tried.get()  # its words
+            line = await tried.get()
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
+        return line, invites
+
+    line, invites = bounded(main())
+    assert "waiting: " in line
+    assert "certificate" in line
+    assert invites.asked == []
+    assert [told for told in invites.told if "listening" not in told] == []
+
+
+def test_s09_the_holder_of_one_code_is_not_taken_for_another(certs):
+    codes = Codes(certs)
+    north, south = codes.invite("north", WEEK), codes.invite("south", WEEK)
+
+    class Forged(Code):
+        target = south.target
+
+    forged = Forged(*msgspec.structs.astuple(north))
+    _, chain = forged.leaf("site")
+    assert codes.caller(chain) == north
+    codes.void(north)
+    with pytest.raises(CertificateError, match="good no more"):
+        codes.caller(chain)
+
+
+def test_s09_an_expired_code_is_refused(certs, tmp_path):
+    codes = Codes(certs)
+    code = codes.invite("north", timedelta(seconds=-1))
+    csr, _ = request(tmp_path / "north")
+    assert codes.open() == []
+    with pytest.raises(CertificateError, match="has expired"):
+        codes.ask(code, csr)
+    with pytest.raises(CertificateError, match="good no more"):
+        codes.caller(code.leaf("site")[1])
+
+
+def test_s09_a_new_code_for_a_name_voids_the_one_before(certs, tmp_path):
+    codes = Codes(certs)
+    first, second = codes.invite("north", WEEK), codes.invite("north", WEEK)
+    assert codes.open() == [second]
+    with pytest.raises(CertificateError, match="good no more"):
+        codes.ask(first, request(tmp_path / "north")[0])
+
+
+def test_s09_a_code_is_void_after_five_requests_that_are_none(certs):
+    async def main():
+        invites = Invites(certs)
+        code = invites.codes.invite("north", WEEK)
+        key, chain = code.leaf("site")
+        transport = GrpcTransport(Tls(key, chain, pki.authority.pem(code.authority.certificate)), 5.0)
+        answers = []
+        async with invites.serving():
+            for _ in range(FAULTS):
+                async with (
+                    transport.connect(invites.address, code.target) as call, call(ENROL) as stream,
+                ):  # fmt: skip
+                    await stream.write(encode(Wish(csr=b"none")))
+                    answers.append(decode(await stream.read(), Refused))
+        return invites, answers
+
+    invites, answers = bounded(main())
+    assert {answer.reason for answer in answers} == {"csr: not a PEM certificate signing request"}
+    assert invites.codes.open() == []
+
+
+def test_s08_a_request_is_signed_where_the_issuing_key_lives_offline(certs, tmp_path):
+    stick = tmp_path / "stick" / "certs"
+    shutil.copytree(certs, stick)
+    for secret in ("root.key.pem", "issuing.key.pem"):
+        (certs / "ca" / secret).unlink()
+
+    async def main():
+        invites, shown = Invites(certs, answer=None), []
+        code = invites.codes.invite("north", WEEK)
+        async with invites.serving():
+            joining = asyncio.create_task(join(tmp_path / "site", invites.address, code, shown.append))
+            while not invites.asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            csr = (certs / "requests" / "north.csr").read_bytes()
+            signed = pki.issue(stick, "site", "north", csr=csr)
+            (certs / "sites" / "north").mkdir(parents=True)
+            shutil.copy(signed / "cert.pem", certs / "sites" / "north")
+            return await joining
+
+    assert Credentials.load(bounded(main())).identity.name == "north"
+
+
+def test_s08_a_certificate_of_another_root_name_or_key_is_not_kept(certs, tmp_path):
+    codes, folder = Codes(certs), tmp_path / "north"
+    code = codes.invite("north", WEEK)
+    csr, _ = request(folder)
+    root = (certs / "ca" / "root.pem").read_bytes()
+    other = tmp_path / "other"
+    pki.init(other, "ward")
+    for made, at, why in (
+        (pki.issue(other, "site", "north", csr=csr), other, "not the one in the code"),
+        (pki.issue(certs, "site", "south", csr=csr), certs, "another name or key"),
+        (pki.issue(certs, "site", "north"), certs, "another name or key"),
+    ):
+        with pytest.raises(CertificateError, match=why):
+            keep(folder, code, (made / "cert.pem").read_bytes(), (at / "ca" / "root.pem").read_bytes())
+    assert not (folder / "cert.pem").exists()
+    assert root_digest(root) == code.root
+    assert isinstance(Verifier(root, "ward"), Verifier)
+
+
+@pytest.mark.parametrize("text", ["", "hello", "AAAA", "gaE"])
+def test_a_damaged_code_is_a_readable_error(text):
+    with pytest.raises(ConfigError, match="Paste all that"):
+        Code.read(text)
+
+
+def test_s11_a_site_joins_through_a_connect_proxy(certs, tmp_path, monkeypatch):
+    for name in ("grpc_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def main():
+        invites = Invites(certs)
+        code = invites.codes.invite("north", WEEK)
+        async with invites.serving(), Proxy(invites.port) as proxy:
+            monkeypatch.setenv("https_proxy", proxy.url)
+            await join(tmp_path / "site", "ca.example:8441", code, lambda line: None)
+            return proxy
+
+    proxy = bounded(main())
+    assert proxy.asked == ["CONNECT ca.example:8441 HTTP/1.1"]
+    assert [stream for stream in proxy.streams if b"north" in stream] == []
+
+
+def fedtrain(folder, *arguments):
+    command = [sys.executable, "-P", "-m", "fedtrain", *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow(4)
+def test_two_commands_make_an_authority_and_enrol_a_site(tmp_path):
+    """`certs invite` makes the authority where there is none; what it prints is what the site types."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "fedtrain.toml").write_text('[run]\nname = "ward"\ntask = "task:T"\n')
+    invite = fedtrain(
+        tmp_path / "here", "certs", "invite", "north", "--yes", "--listen", f"127.0.0.1:{free_port()}"
+    )
+    lines = iter(invite.stdout.readline, "")
+    command = next(line for line in lines if "fedtrain join" in line).split()
+    joined = fedtrain(tmp_path / "there", *command[1:])
+    out, _ = joined.communicate(timeout=120)
+    rest, _ = invite.communicate(timeout=120)
+    assert joined.returncode == 0, out
+    assert invite.returncode == 0, rest
+    assert "Next: fedtrain site north" in out
+    assert Credentials.load(tmp_path / "there" / "certs" / "sites" / "north").identity.federation == "ward"
+    assert Credentials.load(tmp_path / "here" / "certs" / "aggregator").identity.federation == "ward"
