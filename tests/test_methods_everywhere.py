@@ -167,26 +167,7 @@ def test_any_number_of_workers_gives_the_same_bits(tmp_path, kind):
     assert found[0] == found[1] == found[2]
 
 
-TASK = """
-import torch
-from torch import nn
-import fedtrain
-
-class Toy(fedtrain.Task):
-    def sites(self):
-        return ["site0", "site1", "site2", "site3"]
-
-    def model(self):
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-
-    def data(self, site):
-        generator = torch.Generator().manual_seed(ord(site[-1]))
-        x = torch.randn(40, 6, generator=generator)
-        return x, (x @ torch.randn(6, 3, generator=generator)).argmax(1)
-
-    def loss(self, model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-"""
+TASK = "from tests.toy import Normed as Toy\n"
 
 
 @pytest.mark.parametrize(("variant", "gradients"), [("FO", 2), ("HF", 4)])

@@ -18,24 +18,9 @@ from fedtrain.errors import ConfigError
 from fedtrain.population import Population
 from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.store import RunStore
+from tests.test_simulation import TASK
 
-TASK = """
-import torch
-from torch import nn
-import fedtrain
-
-class Pool(fedtrain.Task):
-    def model(self):
-        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-    def data(self, site):
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(240, 6, generator=generator)
-        return x, (x @ torch.randn(6, 3, generator=generator)).argmax(1)
-
-    def loss(self, model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
+USERS = """
 class Users(Pool):
     def sites(self):
         return fedtrain.Population(1_000_000, "user-")
@@ -69,7 +54,7 @@ GIB = 1 << 30
 
 def configured(folder, **sections):
     folder.mkdir(exist_ok=True)
-    (folder / "population_task.py").write_text(TASK)
+    (folder / "population_task.py").write_text(TASK + USERS)
     (folder / "fedtrain.toml").write_text(TOML)
     table = tomllib.loads(TOML)
     for name, keys in sections.items():

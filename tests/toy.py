@@ -115,6 +115,24 @@ class Toy(fedtrain.Task):
         return (model(x) - y).square().mean() / 2
 
 
+class Normed(fedtrain.Task):
+    """Classes, by a network with BatchNorm: gradients depend on whole batches, and buffers move."""
+
+    def sites(self) -> list[str]:
+        return SITES[:4]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+    def data(self, site: str) -> Any:
+        generator = torch.Generator().manual_seed(ord(site[-1]))
+        x = torch.randn(40, 6, generator=generator)
+        return x, (x @ torch.randn(6, 3, generator=generator)).argmax(1)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
 def config(folder: Path, kind: str, options: Mapping[str, Any] = {}, **sections: Mapping[str, Any]) -> Config:
     folder.mkdir(exist_ok=True)
     (folder / "toy_task.py").write_text("from tests.toy import Toy\n")

@@ -25,33 +25,19 @@ from tests.worlds import world
 
 pytestmark = pytest.mark.slow(20)
 TASK = """
-import torch
-from torch import nn
-import fedtrain
-from tests.toy import Toy
+from tests import toy
 
-class Two(Toy):
+class Two(toy.Toy):
     def sites(self):
         return ["site1", "site3"]
 
-class Three(Toy):
+class Three(toy.Toy):
     def sites(self):
         return ["site0", "site1", "site3"]
 
-class Normed(fedtrain.Task):
+class Normed(toy.Normed):
     def sites(self):
         return ["site0", "site1", "site3"]
-
-    def model(self):
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-
-    def data(self, site):
-        generator = torch.Generator().manual_seed(ord(site[-1]))
-        x = torch.randn(40, 6, generator=generator)
-        return x, (x @ torch.randn(6, 3, generator=generator)).argmax(1)
-
-    def loss(self, model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 METHODS: dict[str, dict[str, Any]] = {
     "scaffold": {"clip": 4.0},
