@@ -14,6 +14,7 @@ turns, ratios the medians of each turn's ratio. Set-up and the first round are t
                         examples that there are (torch's FlopCounterMode): no padding, nothing by element
     speedup_2_over_1    / those of 1 worker; `machine_2_over_1`: two processes of the plain loop / one
     first_round_s       from the call to the first commit: processes, torch, data, the choice of an engine
+    ray_over_local      those of 2 workers that Ray, or torchrun, has started / ours (case `launchers`)
     over_NAME           / those of a peer: pfl1 and pfl2 (ranks), flwr, jax
     difference_NAME     from its model to ours after the first round, the largest, as a part of the largest
                         change that ours made
@@ -43,6 +44,10 @@ from simulation_cases import CASES, Case, flops, work_of
 
 GEMM_FLOPS = 2 * 1024**3  # of a round of peers/gemm.py
 PLAIN_COMMAND = [sys.executable, "-m", "peers.plain_torch"]
+LAUNCHED = {  # simulate.on -> what starts our script
+    "ray": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+}
 OURS, OURS_1, PLAIN, PLAIN_2, GEMM = "fedtrain", "fedtrain-1", "plain", "plain2", "gemm"
 
 
@@ -62,11 +67,21 @@ class Table:
         }
         for name in case.peers:
             self._starts[name] = partial(self._peer, name, cache)
+        for on in case.launchers:
+            self._starts[on] = partial(self._launched, on)
         self.at_work: dict[str, Participant] = {}
 
     def _ours(self, name: str, workers: int) -> Participant:
         settings = json.dumps(self.case.settings(self.folder, workers))
         return self._script(name, [sys.executable, "-m", "simulation_by_turns"], also=[settings])
+
+    def _launched(self, on: str) -> Participant:
+        """Ours, with two workers started in another way."""
+        settings = self.case.settings(self.folder, 2)
+        settings["run"]["dir"] += on
+        settings["simulate"] |= {"on": on}
+        command = LAUNCHED[on] + ["-m", "simulation_by_turns"]
+        return self._script(on, command, also=[json.dumps(settings)])
 
     def _peer(self, name: str, cache: Path) -> Participant:
         return self._script(name, PEERS[name].command(cache))
@@ -106,7 +121,7 @@ class Table:
         try:
             yield
         except Absent as why:
-            if name not in PEERS:
+            if name not in PEERS and name not in LAUNCHED:
                 raise
             self.absent[name] = str(why)
             self.at_work.pop(name, None)
@@ -143,6 +158,9 @@ class Table:
             if name in PEERS:
                 emit(f"over_{name}", self.ratio(OURS, name))
             emit(f"difference_{name}", self.difference(name), "")
+        for name in self.case.launchers:
+            if name in self.at_work:
+                emit(f"{name}_over_local", self.ratio(name, OURS))
         if self.told:
             common.say({"case": self.case.name, "told": self.told})
         for name, why in self.absent.items():

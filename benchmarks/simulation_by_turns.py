@@ -19,6 +19,7 @@ from peers.work import Work, turns
 from fedtrain.config import Config
 from fedtrain.events import Event, Notice, RoundCommitted
 from fedtrain.results import Run
+from fedtrain.runtime.simulations import on_ranks
 from fedtrain.runtime.simulations.simulation import simulate
 
 
@@ -29,6 +30,8 @@ class Stopped(Exception):
 def main() -> None:
     name, path, settings = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     config = Config.of(settings, Path(__file__).parent)
+    if config.simulate.on == "torchrun" and on_ranks.rank():
+        return on_ranks.work(config.train.device)
     asked = turns()
     next(asked)
 

@@ -39,8 +39,10 @@ class Case:
     examples: int = 18  # of a site; all sites are dealt equal shares of one pool
     spread: float | None = None  # of log-normal sizes around 20, of sites of the task's own
     drawn: int | None = None  # sites a round; None: all
+    draw: bool = False  # sites draw their examples from a pool that has enough for `drawn` of them
     secure: bool = False  # with [secagg] as it is by default; else in the open
     peers: tuple[str, ...] = ("pfl1", "pfl2", "flwr", "jax")
+    launchers: tuple[str, ...] = ()  # simulate.on, beside 2 workers of this machine's own pool
 
     def settings(self, folder: Path, workers: int) -> dict[str, Any]:
         """The table of its fedtrain.toml."""
@@ -53,7 +55,10 @@ class Case:
             "evaluate": {"every": 0},
             "secagg": {"enabled": self.secure},
             "strategy": {"fraction": (self.drawn or self.sites) / self.sites},
-            "simulate": {"sites": self.sites, "workers": workers, "engine": self.engine},
+            "simulate": {
+                "sites": self.sites, "workers": workers, "engine": self.engine,
+                "examples": self.examples if self.draw else 0,
+            },
         }  # fmt: skip
 
     def pictures(self) -> dict[str, Array]:
@@ -65,7 +70,8 @@ class Case:
         if self.spread is not None:
             drawn = np.exp(draw.normal(np.log(20), self.spread, self.sites))
             sizes = drawn.round().clip(1).astype(np.int64)
-        count = int(sizes.sum()) or self.sites * self.examples
+        dealt_to = self.drawn if self.draw and self.drawn else self.sites
+        count = int(sizes.sum()) or dealt_to * self.examples
         width = 784 if self.model == "cnn46k" else 64
         y, kinds = draw.integers(10, size=count), draw.standard_normal((10, width))
         x = 0.5 * kinds[y] + draw.standard_normal((count, width))
@@ -82,17 +88,22 @@ def digits() -> Array:
 
 MLP5K = Case("mlp5k-100", "mlp5k", sites=100)
 CNN46K = Case("cnn-46k-loop", "cnn46k", sites=24, engine="loop", examples=128, peers=())
+LAUNCHERS = Case("launchers", "mlp5k", sites=1000, engine="stacked", peers=(), launchers=("ray", "torchrun"))
 CASES = (
     MLP5K,
     replace(MLP5K, name="mlp5k-100-secagg", secure=True),
     replace(MLP5K, name="mlp5k-1000", sites=1000),
     replace(MLP5K, name="mlp5k-1000-compiled", sites=1000, engine="compiled"),
     replace(MLP5K, name="mlp5k-ragged", sites=1000, spread=1.0, drawn=100, engine="stacked"),
+    replace(MLP5K, name="population", sites=1_000_000, drawn=1000, draw=True, engine="stacked", peers=()),
     replace(MLP5K, name="mlp50k", model="mlp50k"),
     replace(MLP5K, name="mlp500k", model="mlp500k", rounds=300),
     replace(MLP5K, name="cnn6k", model="cnn6k"),
     replace(MLP5K, name="lstm12k", model="lstm12k"),
     replace(MLP5K, name="transformer", model="transformer"),
+    LAUNCHERS,
+    replace(LAUNCHERS, name="launchers-50k", model="mlp50k"),
+    replace(LAUNCHERS, name="launchers-500k", model="mlp500k", sites=100, engine="loop", rounds=300),
     replace(MLP5K, name="digits-mlp5k", peers=(), engine="stacked"),
     replace(MLP5K, name="digits-mlp5k-secure", peers=(), engine="stacked", secure=True),
     replace(MLP5K, name="digits-mlp5k-loop", peers=(), engine="loop"),

@@ -45,6 +45,25 @@ def test_a_plain_loop_over_what_peers_are_given_learns_what_our_simulation_learn
     assert np.abs(found - np.concatenate([w.ravel() for w in given.weights])).max() > 1e-3
 
 
+def test_sites_of_a_population_draw_from_a_pool_for_those_of_one_round(module, tmp_path):
+    cases = module("simulation_cases")
+    case = cases.Case("small", "mlp5k", sites=1_000_000, drawn=5, draw=True)
+    assert len(case.pictures()["y"]) == 5 * case.examples
+    work = cases.work_of(case, tmp_path)
+    assert work.sizes.shape == (cases.GIVEN_ROUNDS, 5)
+    assert work.sizes.mean() == case.examples
+
+
+def test_a_turn_over_ranks_is_done_by_rank_0_and_the_others_only_train(module, monkeypatch):
+    by_turns, trained = module("simulation_by_turns"), []
+    settings = '{"simulate": {"on": "torchrun"}, "train": {"device": "cpu"}}'
+    monkeypatch.setattr(sys, "argv", ["by_turns", "torchrun", "work.npz", settings])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(by_turns.on_ranks, "work", trained.append)
+    by_turns.main()
+    assert trained == ["cpu"]
+
+
 def test_the_operations_of_an_update_are_its_products(module, tmp_path):
     """By hand, of 18 examples: 2 · 64 · 64 and 2 · 64 · 10 forward, twice that backward, but for the gradient
     of the input."""
