@@ -2,6 +2,7 @@
 #   make demo    four hospitals train one model, as processes of their own over mutual TLS
 #   make test    all checks and tests, as CI runs them
 #   make bench   the benchmarks
+#   make mutants removes each security check in turn: a test must miss it
 #   make lock    what fedtrain is tested with, by digest, and its bill of materials
 #   make advisories   known faults of what is locked, from a database that pip-audit fetches
 #   make release SIGN=~/.ssh/id_ed25519   dist/: the wheel, the notes, the bill of materials, their digests, signed
@@ -17,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes start in the tests, and would compile our modules each for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test bench lock advisories release check clean
+.PHONY: demo test bench mutants lock advisories release check clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -40,6 +41,9 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/privacy.py
 	$(BIN)/python benchmarks/robustness.py --seeds 1 --hostile 3
 	$(BIN)/python benchmarks/learning.py --small
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.security.mutants
 
 lock: $(INSTALLED)
 	$(BIN)/python deployment/lock.py

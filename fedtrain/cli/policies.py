@@ -40,6 +40,8 @@ def task_approve(config: Config, sites: tuple[str, ...], rules: tuple[str, ...])
     approved, folders = approval.approve(config, sites)
     for folder in folders if given else ():
         _set(folder, given)
+    for folder in folders:
+        _enter(config, folder, f"{config.run.task} may run; {', '.join(rules)}".rstrip("; "), approved.digest)
     names = [folder.name for folder in folders]
     click.echo(f"{config.run.task} may run at {', '.join(names)}, until a byte of these files changes:")
     columns([(f"  {name}", sha256[:SHOWN]) for name, sha256 in approved.files.items()])
@@ -56,6 +58,7 @@ def task_withdraw(config: Config, digest: str, sites: tuple[str, ...]) -> None:
 
     for folder in approval.folders_of(config, sites):
         gone = approval.Approvals(folder).withdraw(digest)
+        _enter(config, folder, f"{gone.task} may run no more", gone.digest)
         click.echo(f"{gone.task} as {gone.digest[:SHOWN]} starts at {folder.name} no more. Stop what runs.")
 
 
@@ -92,6 +95,7 @@ def policy_set(config: Config, values: tuple[str, ...], sites: tuple[str, ...]) 
     given = _values(values)
     for folder in approval.folders_of(config, sites):
         _set(folder, given)
+        _enter(config, folder, f"policy: {', '.join(values)}")
         click.echo(f"{short(folder)}/policy.toml: {', '.join(values)}")
 
 
@@ -108,6 +112,7 @@ def policy_pin(config: Config, members: tuple[str, ...], sites: tuple[str, ...])
     for folder in approval.folders_of(config, sites):
         own = policy_from(folder)
         keep_policy(folder, replace(own, members={**own.members, **pins}))
+        _enter(config, folder, f"policy: members {', '.join(members)}")
         click.echo(f"{folder.name} sums with {', '.join(pins)} from its next start on")
 
 
@@ -122,6 +127,19 @@ def _set(folder: Path, values: dict[str, Any]) -> None:
     from ..config.policy import changed
 
     keep_policy(folder, changed(policy_from(folder), values))
+
+
+def _enter(config: Config, folder: Path, what: str, digest: str = "") -> None:
+    """Add to a site's audit log what its people allowed."""
+    from contextlib import closing
+
+    from ..events import ActionApproved, silent
+    from ..pki import Credentials
+    from ..runtime.auditing import audited
+    from ..runtime.sites.approval import user
+
+    with closing(audited(config, folder.name, silent, Credentials.load(folder))) as log:
+        log.emit(ActionApproved(who=user(), what=what, digest=digest))
 
 
 def _pair(text: str) -> tuple[str, str]:

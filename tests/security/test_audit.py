@@ -183,6 +183,30 @@ def test_s28_no_path_and_no_metric_stands_in_an_entry(tmp_path):
     assert len(entries) == 3
 
 
+def test_s28_what_a_sites_people_approve_and_change_is_in_its_log(log):
+    config, path = log
+    (config.root / "fedtrain.toml").write_text('[run]\ntask = "toy_task:Toy"\n')
+    (config.root / "toy_task.py").write_text("from tests.toy import Toy\n")
+    at = ["--config", str(config.root / "fedtrain.toml")]
+    for command in (
+        ["task", "approve", "a", *at],
+        ["policy", "set", "min_cohort=4", "--site", "a", *at],
+        ["policy", "pin", f"b={'0' * 64}", "--site", "a", *at],
+    ):
+        done = CliRunner().invoke(cli, command)
+        assert done.exit_code == 0, done.output
+    entered = [line.entry for line in lines_of(path)][5:]
+    assert [e.what for e in entered] == [
+        "toy_task:Toy may run", "policy: min_cohort=4", f"policy: members b={'0' * 64}",
+    ]  # fmt: skip
+    assert all(e.who for e in entered)
+    assert len(entered[0].digest) == 64
+    digest = entered[0].digest
+    assert CliRunner().invoke(cli, ["task", "withdraw", digest, "--site", "a", *at]).exit_code == 0
+    assert [line.entry.what for line in lines_of(path)][-1] == "toy_task:Toy may run no more"
+    assert verify(path, root_of(config)).problems == []
+
+
 # --- what the other end keeps
 
 
