@@ -30,7 +30,7 @@ from ...store.memory import NEVER
 from ..journal import Averages, plain
 from ..trainers import trainer_messages as msg
 from ..trainers.folding import sites_at_once
-from ..trainers.supervised import Supervised, TrainerLost
+from ..trainers.supervised import Supervised, TrainerLost, on_machines
 from ..trainers.trainer import Trains
 from ..trainers.trainer_messages import Description, Failed
 from ..trainers.workbench import Workbench
@@ -70,6 +70,7 @@ class PoolCohort:
     ) -> None:
         """`launcher` has started the trainers."""
         self._trainers, self._launcher = [*trainers], launcher
+        self.machines = partial(on_machines, self._trainers)
         self._config, self._scratch, self._memory = config, scratch, memory
         self.description: Description = trainers[0].description
         self._stacked = config.simulate.engine in STACKED
@@ -81,6 +82,7 @@ class PoolCohort:
         self._known = ""  # and the one that it would have from the start
         self._published: ArenaFile | None = None
         self._debugged: tuple[SiteId, Trains] | None = None  # a site that this process trains
+        self.tell_lost: Callable[[str], None] = print  # a line about a trainer
 
     @classmethod
     async def start(
@@ -336,6 +338,7 @@ class PoolCohort:
             except TrainerLost:
                 if trainer in self._trainers and len(self._trainers) > 1:
                     self._trainers.remove(trainer)  # the others do its work, with the same bits
+                    self.tell_lost(f"a trainer on {trainer.machine} is lost, {self.machines()} go on")
                 elif trainer in self._trainers:
                     raise
 

@@ -78,6 +78,8 @@ class Remote(Trains):
                 print_traceback(failed)
         if isinstance(outcome, msg.Failed):
             raise outcome.error()
+        if isinstance(message, msg.Start):
+            self.machine = bytes(written).decode()
         keep(message, outcome, written)
         return outcome
 
@@ -111,7 +113,7 @@ class Desk:
         if isinstance(message, msg.Start):
             self._bench = bench_of(message)
             check_memory(message, self._bench.description)
-            return self._bench.description, b""
+            return self._bench.description, platform.node().encode()
         bench = self._bench
         assert isinstance(bench, Workbench), "Start, of what trains, is the first message"
         match message:

@@ -76,7 +76,9 @@ async def simulate(
     store = RunStore(config.simulate_dir, durable=False, warn=warn)
     try:
         async with await PoolCohort.start(config, workers, store.folder, data_dir, task) as pool:
-            about = pool.description
+            about, pool.tell_lost = pool.description, lambda text: emit(Notice(text=text))
+            if machines := pool.machines():
+                emit(Notice(text=f"trainers: {machines}"))
             enough_sites(config, about.sites)
             not_too_many(config, about)
             if len(about.sites) * config.strategy.fraction > TOLD_SITES:

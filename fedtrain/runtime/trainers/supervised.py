@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ...arena import ArenaFile
@@ -31,6 +32,10 @@ class Supervised(Trains):
     @classmethod
     async def begin(cls, start: Callable[[], Awaitable[Trains]]) -> Supervised:
         return cls(start, await start())
+
+    @property
+    def machine(self) -> str:  # type: ignore[override]  # it may be another one after a death
+        return self._trainer.machine
 
     @property
     def backlog(self) -> int:
@@ -76,6 +81,13 @@ class Supervised(Trains):
             await trainer.close()
             raise
         self._trainer, self._dead = trainer, False
+
+
+def on_machines(trainers: Sequence[Supervised]) -> str:
+    """How many of these trainers are on which machine; "" where all are on this one."""
+    counts = Counter(trainer.machine or "this machine" for trainer in trainers)
+    told = ", ".join(f"{count} on {machine}" for machine, count in sorted(counts.items()))
+    return "" if [*counts] == ["this machine"] else told
 
 
 def unchanged(agreed: msg.Description, found: msg.Description) -> None:

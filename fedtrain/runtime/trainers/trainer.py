@@ -51,6 +51,7 @@ class Trains:
     """What a site, a peer or a simulation asks of a trainer. Each request is a message with its answer."""
 
     description: msg.Description
+    machine: str = ""  # on which it runs; "": on this one
 
     async def _ask(self, message: msg.Start | msg.Command) -> Any:
         """The answer; TaskError, ConfigError or StoreError where the trainer failed."""
