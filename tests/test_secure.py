@@ -18,6 +18,7 @@ from fedtrain.errors import ConfigError, Diverged, TooFewSites
 from fedtrain.events import silent
 from fedtrain.messages import Evaluate, Evaluation, Failure, Train, Update
 from fedtrain.pki import Credentials, revoke
+from fedtrain.pki.identity import Current
 from fedtrain.pki.proof import AggregatorCheck
 from fedtrain.pki.signing import Verifier, fingerprint
 from fedtrain.runtime.journal import Journal
@@ -501,7 +502,7 @@ class Federation:
         ledger = Ledger(self.folder / f"ledger-{site}")
         cfg = self.configs.get(site, self.cfg)
         check = AggregatorCheck(credentials, cfg.root / cfg.network.certs, silent)
-        mine = secure_site_of(cfg, site, credentials, ledger, check)
+        mine = secure_site_of(cfg, site, Current(self.certs / "sites" / site), ledger, check)
         worker = Site(site, SCHEMA, ledger, self.trainers[site], secure=mine)
         link = SiteLink(
             GrpcTransport(tls(self.certs / "sites" / site), 5.0), address=f"127.0.0.1:{self.cohort.port}",

@@ -51,12 +51,16 @@ class Callers:
         return identity_of(chain).serial, printed
 
     async def watch(
-        self, cut: Cut, emit: Emit, pass_on: Callable[[bytes], None] = lambda lists: None
+        self,
+        cut: Cut,
+        emit: Emit,
+        pass_on: Callable[[bytes], None] = lambda lists: None,
+        trouble: Callable[[], str] = lambda: "",
     ) -> None:
         """Read the lists every RELOAD_S; `cut` ends the streams of a site whose certificate counts no more,
-        `pass_on` gives lists that are new to all sites."""
+        `pass_on` gives lists that are new to all sites. A new `trouble` of our own is told."""
         passed = self.lists
-        async for _ in self.revoked.reloads(emit):
+        async for _ in self.revoked.reloads(emit, trouble):
             if self.lists != passed:
                 passed = self.lists
                 pass_on(passed)

@@ -88,6 +88,36 @@ class Credentials:
         return cls(key, chain, root, identity)
 
 
+class Current:
+    """The credentials of a folder as they are now: a renewed certificate counts without a restart."""
+
+    def __init__(self, folder: Path) -> None:
+        """CertificateError when the folder is not in order at the start."""
+        self._folder, self._now = Path(folder), Credentials.load(folder)
+        self.trouble = ""  # why the newest files are not used
+
+    def __call__(self) -> Credentials:
+        """Those of the files, unless these are no good: half copied, or of another name; then the last ones
+        that were. Safe to be called from any thread."""
+        try:
+            if (self._folder / "cert.pem").read_bytes() != self._now.chain:
+                new, old = Credentials.load(self._folder), self._now
+                if str(new.identity) != str(old.identity) or new.root != old.root or new.key != old.key:
+                    raise CertificateError(
+                        f"{self._folder}: another name, root or key counts after a restart"
+                    )
+                self._now = new
+            self.trouble = ""
+        except (CertificateError, OSError) as e:
+            self.trouble = str(e)
+        return self._now
+
+    def parts(self) -> tuple[bytes, bytes, bytes]:
+        """Key, chain and root, each in PEM."""
+        now = self()
+        return now.key, now.chain, now.root
+
+
 def identity_of(pem: bytes) -> Identity:
     """The identity in a certificate (of a chain: the first one). Signature and dates are not checked here.
 

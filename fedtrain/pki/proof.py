@@ -17,7 +17,7 @@ import msgspec
 from ..errors import CertificateError, ConnectError
 from ..events import Emit, Notice
 from ..messages import SiteId
-from .identity import Credentials
+from .identity import Credentials, Current
 from .revocation import LIST, Revoked
 from .signing import Signed, Signer, Verifier, signed_claim
 
@@ -79,10 +79,14 @@ class AggregatorCheck:
         except (CertificateError, OSError) as e:
             self._emit(Notice(text=f"revoked certificates that the aggregator passed on: {e}"))
 
-    async def watch(self, cut: Callable[[str], None]) -> None:
+    async def watch(self, cut: Callable[[str], None], own: Current) -> None:
         """Read the lists again and again; `cut(reason)` ends the session of an aggregator whose certificate
-        counts no more."""
-        async for _ in self.revoked.reloads(self._emit):
+        counts no more, and the session of our `own` certificate when that was renewed."""
+        chain = own().chain
+        async for _ in self.revoked.reloads(self._emit, lambda: own.trouble):
+            if own().chain != chain:
+                chain = own().chain
+                cut("this site's certificate was renewed; it joins again with the new one")
             try:
                 if self._chain:
                     self.verifier.trust(self._chain, "aggregator")

@@ -223,14 +223,15 @@ class Revoked:
             f"`fedtrain certs revoke` without a name signs a new one; copy it here."
         )
 
-    async def reloads(self, emit: Emit) -> AsyncIterator[None]:
-        """Read the file every RELOAD_S, for ever; what is wrong with it, or about to be, is told once."""
+    async def reloads(self, emit: Emit, also: Callable[[], str] = lambda: "") -> AsyncIterator[None]:
+        """Read the file every RELOAD_S, for ever; what is wrong with it, or about to be, is told once, and so
+        is what `also` returns."""
         told = ""
         while True:
             await asyncio.sleep(RELOAD_S)
             try:
                 await asyncio.to_thread(self.reload)
-                trouble = self._ending(WARNING)
+                trouble = self._ending(WARNING) or also()
             except CertificateError as e:  # the lists that were read before stay in force
                 trouble = f"{LIST}: {e}"
             if trouble and trouble != told:

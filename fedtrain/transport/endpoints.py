@@ -27,7 +27,7 @@ from .grpc import GrpcTransport
 from .star import AggregatorEnd, Pending, SiteSession
 from .tls import Tls
 
-TRANSPORTS: dict[str, Callable[[Tls, float], streams.Transport]] = {"grpc": GrpcTransport}
+TRANSPORTS: dict[str, Callable[[Callable[[], Tls], float], streams.Transport]] = {"grpc": GrpcTransport}
 HELLO_S = 10.0  # a session that has not said Hello by then is closed
 
 

@@ -13,7 +13,7 @@ import grpc.aio
 from ..errors import CertificateError, ConnectError, FedtrainError, WireError
 from ..wire.frames import CHUNK_BYTES, MESSAGE_BYTES
 from .streams import Connection, Denied, MessageStream, Serve
-from .tls import Tls, explain, first_words
+from .tls import Tls, explain, first_words, serving
 
 SERVICE = "fedtrain.Star"
 END = grpc.aio.EOF
@@ -52,8 +52,10 @@ def channel_options(heartbeat_s: float) -> list[tuple[str, int]]:
 class GrpcTransport:
     """Implements streams.Transport."""
 
-    def __init__(self, tls: Tls, heartbeat_s: float) -> None:
-        self._tls, self.heartbeat_s = tls, float(heartbeat_s)
+    def __init__(self, tls: Tls | Callable[[], Tls], heartbeat_s: float) -> None:
+        """A `tls` that is called gives what counts at each new connection."""
+        self._tls = tls if callable(tls) else lambda: tls
+        self.heartbeat_s = float(heartbeat_s)
 
     async def listen(self, address: str, calls: Mapping[str, Serve]) -> int:
         self._server = grpc.aio.server(
@@ -71,7 +73,7 @@ class GrpcTransport:
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:
-            port: int = self._server.add_secure_port(address, self._tls.server())
+            port: int = self._server.add_secure_port(address, serving(self._tls))
         except RuntimeError:
             raise ConnectError(
                 f"cannot listen on {address}: the port is in use or not ours. Change network.listen."
@@ -89,7 +91,7 @@ class GrpcTransport:
             ("grpc.ssl_target_name_override", target),
             ("grpc.use_local_subchannel_pool", 1),
         ]
-        async with grpc.aio.secure_channel(address, self._tls.channel(), options=options) as channel:
+        async with grpc.aio.secure_channel(address, self._tls().channel(), options=options) as channel:
 
             @asynccontextmanager
             async def call(name: str) -> AsyncIterator[MessageStream]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -24,14 +25,25 @@ class Tls:
     def __repr__(self) -> str:
         return "Tls(...)"  # a key never reaches a log
 
-    def server(self) -> grpc.ServerCredentials:
-        """Requires and verifies a client certificate."""
-        return grpc.ssl_server_credentials(
-            [(self.key, self.chain), *self.others], root_certificates=self.root, require_client_auth=True
-        )
+    def server(self) -> grpc.ServerCertificateConfiguration:
+        """What a server shows, and whom it believes."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.chain), *self.others], self.root)
 
     def channel(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.root, self.key, self.chain)
+
+
+def serving(now: Callable[[], Tls]) -> grpc.ServerCredentials:
+    """Requires and verifies a client certificate; asks at each handshake what counts `now`."""
+    last = [now()]
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        if (tls := now()) == last[0]:
+            return None
+        last[0] = tls
+        return tls.server()
+
+    return grpc.dynamic_ssl_server_credentials(last[0].server(), fetch, require_client_authentication=True)
 
 
 def explain(details: str, address: str, joined: bool = False, said: bytes = b"") -> str:

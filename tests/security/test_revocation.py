@@ -17,7 +17,7 @@ from fedtrain.exchange import gather
 from fedtrain.messages import Failure, Train, Update
 from fedtrain.pki import Credentials, Revoked, Verifier, issue, revocation, revoke, revoke_issuing
 from fedtrain.pki.callers import Callers
-from fedtrain.pki.identity import USAGE
+from fedtrain.pki.identity import USAGE, Current
 from fedtrain.pki.proof import AggregatorCheck, prove
 from fedtrain.transport.star import SiteEnd
 from tests.federation import aggregator, certificates, echo_plus, hello, link, random_arena, tls
@@ -187,7 +187,7 @@ def test_s06_a_site_leaves_an_aggregator_that_was_revoked_and_comes_back_to_a_ne
         async with aggregator(certs, tmp_path / "first", MODEL.schema) as first:
             site = link(certs, "a", first.cohort.port, tmp_path, emit=emit, trust=check)
             serving = asyncio.create_task(site.serve(hello(MODEL.schema), echo_plus(1)))
-            watching = asyncio.create_task(check.watch(site.cut))
+            watching = asyncio.create_task(check.watch(site.cut, Current(certs / "sites" / "a")))
             assert await first.cohort.members(1) == ["a"]
             revoke(certs, ["aggregator"])
             shutil.copy(certs / "revoked.pem", here)

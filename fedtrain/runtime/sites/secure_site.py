@@ -11,7 +11,8 @@ from ...config import Config, SitePolicy
 from ...errors import BadUpdate, FedtrainError, SecAggError
 from ...learning import NO_EXTRAS, Extras, check_bounds
 from ...messages import Evaluate, Evaluation, Failure, Reply, Request, SiteId, Train, Update
-from ...pki import Credentials, Revoked, Signer
+from ...pki import Revoked, Signer
+from ...pki.identity import Current
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe
 from ...secagg import messages as msg
@@ -46,6 +47,7 @@ class SecureSite:
         verifier: Verifies,
         *,
         revoked: Revoked | None = None,
+        chain: Callable[[], bytes] | None = None,
         parallel: Parallel = serial,
         sums: Ledger | None = None,
         noise_key: NoiseKey | None = None,
@@ -56,6 +58,7 @@ class SecureSite:
         """
         Args:
             noise_key: Gives keys of the noise in sums, which only a site with noise in its sums needs.
+            chain: This site's certificates as they are now; None: as the signer's.
             revoked: The list of revoked certificates; it is read again before each session.
             rules: The site's policy: the fewest sites in a sum, where that is more than settings say; what
                 two sums may differ by.
@@ -64,6 +67,7 @@ class SecureSite:
                 runs are remembered; None: they are forgotten.
         """
         self._config, self._site, self._revoked, self._parallel = config, site, revoked, parallel
+        self._chain = chain
         terms = policy(config, federation, extras)
         self._policy = replace(terms, min_sites=max(terms.min_sites, rules.min_cohort))
         self._extras = extras
@@ -139,6 +143,8 @@ class SecureSite:
             return Failure(reason=f"{self._site} refuses: {e}")
 
         self._client = self._clients[type(request)]
+        if self._chain is not None:
+            self._client.certificate = self._chain()
         verify = self._policy.verify and isinstance(request, msg.Advertise)
         self._client.policy = replace(self._policy, length=encoding.length, verify=verify)
         seed = round_seed(self._config, request.round, self._site)
@@ -160,7 +166,7 @@ class SecureSite:
 def secure_site_of(
     config: Config,
     name: SiteId,
-    credentials: Credentials,
+    current: Current,
     ledger: Ledger,
     check: AggregatorCheck,
     extras: Extras = NO_EXTRAS,
@@ -171,7 +177,7 @@ def secure_site_of(
     """The site's half of secure sums, with the key of its certificate. Damaged when the ledger
     `spent` is shorter than the sums that this site was in. `rules`: the site's policy."""
     check_config(config)
-    federation = credentials.identity.federation
+    federation = current().identity.federation
     noise_key = None
     if config.privacy.in_sums and spent is not None:
         spent.check(
@@ -179,7 +185,8 @@ def secure_site_of(
         )
         noise_key = SumKeys(config, name, ledger.folder, spent).key
     return SecureSite(
-        config, name, federation, Signer.of(credentials), check.verifier, revoked=check.revoked,
+        config, name, federation, Signer.of(current()), check.verifier,
+        chain=lambda: Signer.of(current()).certificate, revoked=check.revoked,
         parallel=all_cores(), sums=ledger, noise_key=noise_key, extras=extras, rules=rules,
         checked=checked,
     )  # fmt: skip

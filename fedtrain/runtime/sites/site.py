@@ -22,7 +22,8 @@ from ...errors import CertificateError, ConfigError, JoinRefused, TaskError, Wir
 from ...events import Emit, Notice, SiteState, noticed
 from ...malloc import keep_freed
 from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
-from ...pki import Credentials, aggregator_target, fingerprint
+from ...pki import aggregator_target, fingerprint
+from ...pki.identity import Current
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe, Tally
 from ...schema import Schema
@@ -246,7 +247,8 @@ async def run(
     keep_freed()
     check_statistics(config)
     own = config.root / config.network.certs / "sites" / name
-    credentials = Credentials.load(own)
+    current = Current(own)
+    credentials = current()
     if credentials.identity.role != "site" or credentials.identity.name != name:
         raise CertificateError(
             f"the certificate is {credentials.identity.name}'s, not {name}'s. "
@@ -271,11 +273,10 @@ async def run(
     try:
         trainer = await Supervised.begin(start)
         emit(approvals.check(config).event)  # the very code that is loaded now
-        tls = Tls(credentials.key, credentials.chain, credentials.root)
         address = config.network.address or config.network.listen
         target = aggregator_target(credentials.identity.federation)
         link = SiteLink(
-            TRANSPORTS["grpc"](tls, config.network.heartbeat),
+            TRANSPORTS["grpc"](lambda: Tls(*current.parts()), config.network.heartbeat),
             address=address,
             target=target,
             inbox=ledger.inbox,
@@ -296,7 +297,7 @@ async def run(
         checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
         if config.secagg.enabled:
             secure = secure_site_of(
-                config, name, credentials, ledger, check, about.extras, spent, policy, checked
+                config, name, current, ledger, check, about.extras, spent, policy, checked
             )
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
         bounds, gate = bounds_of(config, policy), Gate(emit)
@@ -316,7 +317,7 @@ async def run(
             frozen=about.frozen.schema, agreed=config.agreed(), bounds=bounds,
             examples=None if secure else examples,
         )  # fmt: skip
-        watching = asyncio.create_task(check.watch(link.cut))
+        watching = asyncio.create_task(check.watch(link.cut, current))
         try:
             agreed = about.schema, about.frozen.schema, about.update
             patched = site.patched if config.compression.down or checked else None

@@ -14,8 +14,8 @@ from ...exchange import Cohort
 from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
 from ...messages import Found, Metrics, Reply, Request, SiteId
-from ...pki import Credentials
 from ...pki.callers import Callers
+from ...pki.identity import Current
 from ...pki.proof import prove
 from ...questions import Describe, Described, Tally
 from ...schema import Schema
@@ -118,7 +118,8 @@ async def listening(
     training: bool,
 ) -> AsyncGenerator[Listening, None]:
     """Let sites join. At the end they are told whether the run is over."""
-    credentials = Credentials.load(config.root / config.network.certs / "aggregator")
+    current = Current(config.root / config.network.certs / "aggregator")
+    credentials = current()
     async with AsyncExitStack() as stack:
         audit = stack.enter_context(closing(audited(config, "aggregator", emit, credentials)))
         emit = audit.emit
@@ -127,7 +128,7 @@ async def listening(
         strategy = build(config.strategy.kind, config.strategy.options, config.root)
         check_strategy(config, strategy)
         schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start, training))
-        joined = JoinedSites(journal, schema, task_digest, credentials, extras_of(strategy))
+        joined = JoinedSites(journal, schema, task_digest, current, extras_of(strategy))
         cohort = joined.cohort(audit.witness)
         audit.after_round = lambda: cohort.state_head(audit.statement(), audit.place_of)
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
@@ -141,7 +142,7 @@ async def listening(
             lambda: cohort.stop(journal.over, filter(joined.callers.may_call, store.joined()))
         )
         emit(Notice(text=f"listening on {config.network.listen}"))
-        watching = joined.callers.watch(cohort.cut, emit, cohort.pass_on)
+        watching = joined.callers.watch(cohort.cut, emit, cohort.pass_on, lambda: current.trouble)
         stack.callback(asyncio.create_task(watching).cancel)
         yield Listening(journal, strategy, joined, cohort, openly, answers, task_digest, own)
 
@@ -154,13 +155,13 @@ class JoinedSites:
         journal: Journal,
         schema: Schema,
         task_digest: str,
-        credentials: Credentials,
+        credentials: Current,
         extras: Extras = NO_EXTRAS,
     ) -> None:
         config, self._extras = journal.config, extras
         self._config, self._store, self._emit = config, journal.store, journal.emit
         self._schema, self._task_digest, self._credentials = schema, task_digest, credentials
-        self.callers = Callers(credentials, config.root / config.network.certs)
+        self.callers = Callers(credentials(), config.root / config.network.certs)
         self._bounds: dict[SiteId, Bounds] = {}
         codec = compressed.up_codec(config, schema)
         self._update = extras.update(schema) if codec is None else codec.coded  # as an update comes
@@ -170,11 +171,11 @@ class JoinedSites:
 
     def cohort(self, witness: Callable[[SiteId, AuditHead], None]) -> RemoteCohort:
         """The sites as they are asked over the network; `witness` is told how their audit logs stand."""
-        config, credentials = self._config, self._credentials
-        tls = Tls(credentials.key, credentials.chain, credentials.root)
+        config = self._config
         replies = (secure_rounds.REPLIES if config.secagg.enabled else Found) | Described
         return RemoteCohort(
-            TRANSPORTS["grpc"](tls, config.network.heartbeat), listen=config.network.listen,
+            TRANSPORTS["grpc"](lambda: Tls(*self._credentials.parts()), config.network.heartbeat),
+            listen=config.network.listen,
             identify=self.callers.identify, welcome=self._welcome, admit=self._admit,
             inbox=self._store.inbox, replies=replies, prove=self._prove,
             frozen=self._store.frozen_file(), idle_s=config.network.idle, emit=self._emit,
@@ -188,7 +189,7 @@ class JoinedSites:
         if not self._config.secagg.enabled:
             return InTheOpen(self._config, openly, self._emit, self._extras)
         return secure_rounds.UnderMasks(
-            self._config, cohort, self._emit, federation=self._credentials.identity.federation,
+            self._config, cohort, self._emit, federation=self._credentials().identity.federation,
             callers=self.callers, verifier=self.callers.verifier, plans=self._store, parallel=all_cores(),
             frozen=self._store.frozen.sha256, extras=self._extras,
         )  # fmt: skip
@@ -203,7 +204,7 @@ class JoinedSites:
         return [site for site in members if site not in self._bounds or self._bounds[site].statistics]
 
     def _prove(self, site: SiteId, nonce: bytes) -> tuple[bytes, bytes]:
-        return prove(self._credentials, site, nonce), self.callers.lists
+        return prove(self._credentials(), site, nonce), self.callers.lists
 
     def _welcome(self, site: SiteId, hello: Hello) -> None:
         """Take a site in, or raise JoinRefused."""
