@@ -189,6 +189,16 @@ def test_bytes_that_are_no_certificate_are_refused(certs, junk):
         verifier(certs).verify(junk, b"m", b"")
 
 
+def test_a_chain_with_bytes_between_its_certificates_is_refused(certs):
+    """A cache of chains must not have a second spelling of the same chain."""
+    signer = pki.Signer.of(credentials(certs))
+    leaf, issuing = signer.certificate.split(b"-----END CERTIFICATE-----\n")[:2]
+    end = b"-----END CERTIFICATE-----\n"
+    for spelt in (b"\n" + signer.certificate, leaf + end + b"a remark\n" + issuing + end):
+        with pytest.raises(CertificateError, match="is not in plain PEM"):
+            verifier(certs).verify(spelt, b"m", signer.sign(b"m"))
+
+
 def test_a_signer_shows_no_key(certs):
     signer = pki.Signer.of(credentials(certs))
     assert repr(signer) == f"Signer(certificate={signer.certificate!r})"
