@@ -73,9 +73,10 @@ class Cohorts:
                 continue
             same = before.model == asked.model
             if same or (changed < self.change and self._near(before, asked)):
+                what = f"{'this' if same else 'a near'} {'model' if asked.weights else 'statistic'}"
                 raise SecAggError(
-                    f"round {asked.round + 1} over {len(asked.sites)} sites: {'this' if same else 'a near'} "
-                    f"model was answered for in round {before.round + 1} of {before.run} over "
+                    f"round {asked.round + 1} over {len(asked.sites)} sites: {what} "
+                    f"was answered for in round {before.round + 1} of {before.run} over "
                     f"{len(before.sites)} sites, and both sums together would tell of {changed} sites alone. "
                     f"Ask those {len(before.sites)} again, or ask with a model that is trained further"
                 )

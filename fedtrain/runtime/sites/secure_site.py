@@ -109,11 +109,12 @@ class SecureSite:
         """Why the site's guard has a sum over these survivors not opened; "" where it has nothing against
         it."""
         guard = self._client.guard
+        if not isinstance(request, msg.Agree) or guard is None:
+            return ""
         try:
-            if isinstance(request, msg.Agree) and guard is not None:
-                guard.check(request.sites)
+            guard.check(request.sites)
         except SecAggError as e:
-            return str(e)
+            return self._refusal(request) or str(e)
         return ""
 
     def _refusal(self, request: Step) -> str:
