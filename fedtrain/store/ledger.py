@@ -23,8 +23,9 @@ from .disk import FREE, Kept, Warn, explained, lock, refuse_network_disk, set_as
 from .spool import Spool
 
 DB, LOG = "ledger.db", ("ledger.db-wal", "ledger.db-shm")
-TABLE = """CREATE TABLE IF NOT EXISTS replies (
-  key TEXT PRIMARY KEY, body BLOB NOT NULL, digest TEXT, nbytes INTEGER)"""
+TABLES = """CREATE TABLE IF NOT EXISTS replies (
+  key TEXT PRIMARY KEY, body BLOB NOT NULL, digest TEXT, nbytes INTEGER);
+CREATE TABLE IF NOT EXISTS models (number INTEGER PRIMARY KEY, model TEXT NOT NULL)"""
 SUMS, NEWEST = "sums.json", "newest.json"
 Sum = tuple[int, tuple[SiteId, ...]]  # a round, and over whom its update was summed
 Sums = dict[str, tuple[Sum, ...]]
@@ -59,12 +60,12 @@ class Ledger:
     def _open(self, warn: Warn) -> Database:
         path, remedy = self.folder / DB, "What it knew is worked out again."
         try:  # a power cut may lose replies: they are then trained again, to the same bits
-            return Database(path, TABLE, durable=False, remedy=remedy)
+            return Database(path, TABLES, durable=False, remedy=remedy)
         except Damaged as e:
             for name in LOG:
                 (self.folder / name).unlink(missing_ok=True)
             warn(f"{e} {set_aside(path)}")
-        return Database(path, TABLE, durable=False, remedy=remedy)
+        return Database(path, TABLES, durable=False, remedy=remedy)
 
     def get(self, key: str) -> bytes | None:
         """The header of the finished reply, when the bytes it names are still here, and whole."""
@@ -82,6 +83,13 @@ class Ledger:
                 "(SELECT rowid FROM replies ORDER BY rowid DESC LIMIT ?)", (KEEP,),
             )  # fmt: skip
         self.outbox.keep_only([digest for (digest,) in self._db.all("SELECT digest FROM replies")])
+
+    def model_of(self, number: int, model: str) -> str:
+        """The model that this site was first asked about after so many rounds: this one, if none was."""
+        with self._db.transaction():
+            self._db.change("INSERT OR IGNORE INTO models VALUES (?, ?)", (number, model))
+        row = self._db.one("SELECT model FROM models WHERE number = ?", (number,))
+        return str(row[0]) if row else model
 
     def spare(self) -> Path:
         """Where the next update is to be written: over an old one's file, when one is done with."""

@@ -19,6 +19,7 @@ import msgspec
 from ... import pki
 from ...config import Config, SitePolicy, keep_policy, policy_from
 from ...config.policy import FILE as POLICY
+from ...digest import sha256_of
 from ...errors import ConfigError, nearest
 from ...events import ActionApproved
 from ...messages import SiteId
@@ -53,7 +54,7 @@ def files_of(config: Config) -> dict[str, str]:
     found = {file for spec in (config.run.task, *own) for file in sources(spec, root).values()}
     found |= {file for pattern in REQUIREMENTS for file in root.glob(pattern)}
     named = sorted((file.relative_to(root).as_posix(), file) for file in found)
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in named}
+    return {name: sha256_of(file) for name, file in named}
 
 
 def digest_of(config: Config, files: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 A rule is one line in `hold`, or where the state is made that it needs:
 
   gate.asked["policy.rounds"] = lambda request: "why not", or "" for nothing against it
+  gate.models["evaluate.every"] = lambda request, model: the same, of a model that is here, by its SHA-256
   gate.given["policy.metrics"] = lambda request, result: the same, of what training or an evaluation found
   gate.sent["policy.bytes_out"] = lambda request, reply: the same, of a reply as it would leave
 
@@ -23,12 +24,14 @@ from ...events import CohortAsked, Denied, Emit, silent
 from ...messages import Evaluate, Evaluation, Failure, Reply, Request, SiteId, Train, Update
 from ...questions import Describe, Tally
 from ...secagg.messages import Advertise, AdvertiseEvaluation, AdvertiseTally, Terms
+from ...store import Ledger
 from ...wire.codec import arenas, encode
 from ...wire.frames import Bounds
 from . import privacy
 
 Asked = Callable[[Request], str]
 Given = Callable[[Request, Reply], str]
+OfModel = Callable[[Request, str], str]
 
 
 class Gate:
@@ -39,6 +42,7 @@ class Gate:
         self.asked: dict[str, Asked] = {}
         self.given: dict[str, Given] = {}
         self.sent: dict[str, Given] = {}
+        self.models: dict[str, OfModel] = {}
 
     def refusal(self, request: Request) -> str:
         """Why this site does not answer a request; "" when it does."""
@@ -48,6 +52,13 @@ class Gate:
         if (terms := terms_of(request)) is not None:
             cohort = {site: key.hex() for site, key in sorted(terms.cohort.items())}
             self._emit(CohortAsked(round=number_of(request) or 0, what=what_of(request), cohort=cohort))
+        return ""
+
+    def unfit(self, request: Request, model: str) -> str:
+        """Why nothing is worked out on the model of a request; "" when it is. `model`: its SHA-256."""
+        for rule, says in self.models.items():
+            if why := says(request, model):
+                return self._denied(rule, why, request)
         return ""
 
     def withheld(self, request: Request, result: Reply, leaving: bool = False) -> str:
@@ -81,6 +92,18 @@ def number_of(request: Request) -> int | None:
     """The round of a request, as people count; of an evaluation the number of rounds before it."""
     round: int | None = getattr(request, "round", None)
     return round + 1 if round is not None and not isinstance(request, Evaluate) else round
+
+
+def gate_of(
+    emit: Emit, bounds: Bounds, policy: SitePolicy, me: SiteId, examples: float | None, ledger: Ledger,
+    *, masks: bool,
+) -> Gate:  # fmt: skip
+    """The rules of the site `me`, in the order in which they are asked."""
+    gate = Gate(emit)
+    bounded(gate, bounds)
+    hold(gate, policy, me, examples)
+    gate.models["evaluate.every"] = one_model_a_round(ledger, masks)
+    return gate
 
 
 def bounded(gate: Gate, bounds: Bounds) -> None:
@@ -185,3 +208,24 @@ def strangers(keys: Mapping[SiteId, str]) -> str:
         f"it has not pinned {some([*keys])} with the keys in its cohort (its own policy.pin_members). If "
         f"`fedtrain policy show` prints these keys there, run here: fedtrain policy pin {pins}"
     )
+
+
+def one_model_a_round(ledger: Ledger, masks: bool) -> OfModel:
+    """A rule: after so many rounds there is one model, which is evaluated and which the next round trains
+    from. So nobody learns how any other model does on the site's data. Without masks an aggregator that lost
+    a round may train it anew, over other sites; then only evaluations are held to it."""
+
+    def rule(request: Request, model: str) -> str:
+        evaluates = isinstance(request, Evaluate)
+        if not (evaluates or (masks and isinstance(request, Train))):
+            return ""
+        assert isinstance(request, Train | Evaluate), request
+        if ledger.model_of(request.round, model) == model:
+            return ""
+        return (
+            f"after {request.round} rounds it was asked about another model: only the one that a round "
+            f"committed is evaluated and trained from. A run that begins again needs another run.name (its "
+            f"own evaluate.every)"
+        )
+
+    return rule

@@ -8,7 +8,6 @@ the supervisor starts another trainer, and a restarted supervisor finds its fini
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 from ... import __version__
 from ...arena import ArenaFile, Frozen, Patch
 from ...config import Config, policy_from
+from ...digest import sha256_of
 from ...errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, Notice, SiteState, noticed
 from ...malloc import keep_freed
@@ -45,7 +45,7 @@ from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
 from .approval import Approvals
-from .gate import Gate, bounded, check_policy, hold
+from .gate import Gate, check_policy, gate_of
 from .models import CheckedSums, Models
 from .secure_site import REQUESTS as SECURE_REQUESTS
 from .secure_site import SecureSite, secure_site_of
@@ -117,11 +117,12 @@ class Site:
 
     async def _answer(self, request: Request) -> Reply:
         match request, self._secure:
-            case Train() | Evaluate(), None:
+            case Train(), None:
                 return await self._result(request, request.weights.digest + self._frozen.digest)
+            case Evaluate(), None:
+                return await self._result(request, (await self._hash_of(request)).hex())
             case Advertise() | AdvertiseEvaluation(), SecureSite():
-                # two models may have one digest
-                model = await asyncio.to_thread(hash_of, request.weights, all_cores(), await self._bound())
+                model = await self._hash_of(request)
                 await asyncio.to_thread(self._secure.asked_about, request, model)
                 result = await self._result(request, model.hex())
                 if isinstance(result, Failure):
@@ -135,6 +136,8 @@ class Site:
 
     async def _result(self, request: Train | Evaluate, model: str) -> Found:
         """What training or evaluation finds, if it may leave."""
+        if why := self._gate.unfit(request, model):
+            return Failure(reason=f"{self._name} refuses: {why}")
         found = await self._found(request, model)
         why = self._gate.withheld(request, found)
         return Failure(reason=f"{self._name} refuses: {why}") if why else found
@@ -152,6 +155,10 @@ class Site:
             await self._stop_work()
             self._under_way = (key, asyncio.create_task(self._work(key, request)))
         return await asyncio.shield(self._under_way[1])
+
+    async def _hash_of(self, request: Train | Evaluate) -> bytes:
+        """What binds to the request's model, as two models may have one digest."""
+        return await asyncio.to_thread(hash_of, request.weights, all_cores(), await self._bound())
 
     async def _bound(self) -> str:
         """SHA-256 of the frozen parameters that this site trains with."""
@@ -227,11 +234,6 @@ def failed(work: asyncio.Task[Found]) -> bool:
     )
 
 
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 async def run(
     config: Config,
     name: SiteId,
@@ -300,12 +302,11 @@ async def run(
                 config, name, current, ledger, check, about.extras, spent, policy, checked
             )
         statistics = DataStatistics(name, trainer, config, ledger.folder, secure, noticed(emit))
-        bounds, gate = bounds_of(config, policy), Gate(emit)
+        bounds = bounds_of(config, policy)
         models = Models(config, ledger, trainer, emit, checked, f"{target} at {address}", all_cores())
-        bounded(gate, bounds)
         # under masks nobody is told how many
         examples = await trainer.examples(name) if not secure or policy.min_examples > 1 else None
-        hold(gate, policy, name, examples)
+        gate = gate_of(emit, bounds, policy, name, examples, ledger, masks=secure is not None)
         if secure is not None:
             gate.asked["policy.cohort_change"] = secure.tells_too_much
         site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, models, gate,

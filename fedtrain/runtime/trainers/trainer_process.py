@@ -24,6 +24,7 @@ import msgspec
 from ... import malloc
 from ...config import Config
 from ...store.disk import private
+from ...training.source_only import load_sources_only
 from ..processes import signalled_when_parent_ends
 from . import trainer_messages as msg
 from .metrics_only import MetricsOnly
@@ -121,6 +122,8 @@ def serve(channel: socket.socket) -> None:
 def bench_of(start: msg.Start, give_up: GiveUp = nobody) -> Workbench | MetricsOnly:
     """What a new trainer answers by."""
     config = Config.of(start.config, start.root)
+    if not start.simulated:
+        load_sources_only(config.root)  # what a site's people approved
     if start.metrics_only:
         return MetricsOnly(config)
     data_dir = Path(start.data_dir) if start.data_dir is not None else None
