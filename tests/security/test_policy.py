@@ -330,7 +330,9 @@ def test_s25_no_dropout_makes_a_sum_smaller_than_the_policy_allows(tmp_path):
     """Four are asked, as the policy wants; the aggregator then says that one is gone."""
     config = config_of(tmp_path)
     asked, model = advertise(config, ("b", "c", "d", "victim"))
-    mine = SecureSite(config, "victim", KEYS.FEDERATION, KEYS.signer("victim"), KEYS, min_cohort=4)
+    mine = SecureSite(
+        config, "victim", KEYS.FEDERATION, KEYS.signer("victim"), KEYS, rules=SitePolicy(min_cohort=4)
+    )
     nothing = Update(delta=Arena.zeros(SCHEMA), num_examples=1.0)
     refused = mine.offer(asked, model, nothing)
     assert "quorum = 3 of 4 sites is asked for: 4 is the least here" in refused.reason
