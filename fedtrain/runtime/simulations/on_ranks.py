@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
+from ... import malloc
 from ...errors import ConfigError
 from ...training.elastic import meet
 from ...training.mesh import shutdown
@@ -35,6 +36,7 @@ def rank() -> int:
 
 def work(device: str) -> None:
     """Be the trainer of this rank, until rank 0 says that the run is over. `device`: train.device."""
+    malloc.keep_freed()
     gpu = dealt(gpus_here(device), int(os.environ.get("LOCAL_RANK", "0")))
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -101,7 +103,7 @@ class Rank:
         dist.send(torch.tensor([OVER, 0, 0]), self._rank)
 
 
-def _send(to: int, *parts: bytes) -> None:
+def _send(to: int, *parts: Bytes) -> None:
     dist.send(torch.tensor([len(part) for part in parts]), to)
     for part in parts:
         if part:

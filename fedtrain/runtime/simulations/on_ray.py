@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ... import malloc
 from ...errors import ConfigError
 from ..trainers import trainer_messages as msg
 from ..trainers.supervised import TrainerLost
@@ -52,7 +53,7 @@ class RayCluster:
         python = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH", "")]))
         self._actor: Any = ray.remote(Room).options(
             num_cpus=1, num_gpus=min(1.0, self._share), max_restarts=0, scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": {"PYTHONPATH": python}},
+            runtime_env={"env_vars": {"PYTHONPATH": python, **malloc.ENVIRONMENT}},
         )  # fmt: skip
 
     async def start(self, start: msg.Start) -> Remote:

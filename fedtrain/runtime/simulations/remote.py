@@ -101,7 +101,7 @@ class Desk:
         put(f"/dev/fd/{self._model}", 0, model)
         self._held = digest
 
-    def answer(self, message: bytes) -> tuple[bytes, bytes]:
+    def answer(self, message: bytes) -> tuple[bytes, Bytes]:
         """As Carrier.carry. What goes wrong is in the answer."""
         try:
             outcome, written = self._answer(msg.requests.decode(message))
@@ -109,7 +109,7 @@ class Desk:
             outcome, written = msg.Failed.of(e), b""
         return msg.encoded(outcome), written
 
-    def _answer(self, message: msg.Start | msg.Command) -> tuple[msg.Outcome, bytes]:
+    def _answer(self, message: msg.Start | msg.Command) -> tuple[msg.Outcome, Bytes]:
         if isinstance(message, msg.Start):
             self._bench = bench_of(message)
             check_memory(message, self._bench.description)
@@ -123,8 +123,11 @@ class Desk:
                     return bench.answer(msg.Initial(str(out), frozen)), out.read_bytes()
             case msg.Freeze():
                 return bench.answer(msg.Freeze(self._place(message.frozen))), b""
-            case msg.FoldMany():  # the sums are in the answer
-                return bench.answer(replace(message, weights=self._place(message.weights), slab="")), b""
+            case msg.FoldMany():
+                found = bench.answer(replace(message, weights=self._place(message.weights), slab=""))
+                if not isinstance(found, Folded):
+                    return found, b""
+                return replace(found, sums=memoryview(b"")), found.sums
             case msg.EvaluateMany():
                 return bench.answer(replace(message, weights=self._place(message.weights))), b""
             case msg.TrainMany():
@@ -178,7 +181,7 @@ def keep(message: msg.Start | msg.Command, outcome: msg.Outcome, written: Bytes)
     """Write what was found over there into the room that the message names here."""
     match message:
         case msg.FoldMany(slab=slab, offset=offset) if isinstance(outcome, Folded):
-            put(slab, offset, outcome.sums)
+            put(slab, offset, written)
         case msg.Initial(out):
             with open(out, "wb", opener=private) as file:
                 file.write(written)
