@@ -58,8 +58,8 @@ class Hostile(MaskedCohort):
             if site in self.spoilers:
                 for client in made._clients.values():
                     begin = client.begin
-                    client.begin = lambda request, model, own, begin=begin: begin(
-                        request, model, Spoils(own, self.how)
+                    client.begin = lambda request, model, own, *rest, begin=begin: begin(
+                        request, model, Spoils(own, self.how), *rest
                     )
             made.ledger = ledger
         return self._sites[site]
