@@ -9,7 +9,7 @@ import torch
 
 from fedtrain.arena import Arena
 from fedtrain.config import Config, SitePolicy
-from fedtrain.errors import StoreError, Unfinished
+from fedtrain.errors import SecAggError, StoreError, Unfinished
 from fedtrain.messages import Evaluation, Update
 from fedtrain.questions import Question
 from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
@@ -335,6 +335,16 @@ def test_a_damaged_guard_stops_the_site_and_says_what_to_do(ward):
         path.write_bytes(path.read_bytes().replace(b'"round":0', b'"round":1'))
     with pytest.raises(StoreError, match=r"cohorts\.jsonl.*Restore it from a copy"):
         Cohorts(ward.folder / "runs/@a")
+
+
+def test_the_very_same_model_is_not_answered_for_over_any_other_sites_however_many_differ(tmp_path):
+    """A sum over so many more would hide each of them; but what was answered for stays as it is."""
+    guard = Cohorts(tmp_path)
+    guard.opens(Opened("Advertise", "r", 0, b"model", tuple("abcdefg")))
+    with pytest.raises(SecAggError, match="this model was answered for in round 1 of r over 7 sites"):
+        guard.check(Opened("Advertise", "r", 1, b"model", tuple("abc")))
+    guard.check(Opened("Advertise", "r", 1, b"another", tuple("abc")))
+    guard.check(Opened("Advertise", "r", 1, b"model", tuple("abcdefg")))
 
 
 def test_with_a_change_of_0_the_guard_refuses_nothing(tmp_path):
