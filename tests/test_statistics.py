@@ -801,6 +801,6 @@ def test_no_site_gives_statistics_into_a_sum_over_other_sites_than_the_first(fou
 
     monkeypatch.setattr(statistics.UnderMasks, "session", without_one)
     monkeypatch.setattr(statistics, "_willing", all_join)
-    with pytest.raises(TooFewSites, match="was answered for in round 1 of r over 4 sites"):
+    with pytest.raises(TooFewSites, match="statistics over 4 sites were unmasked here"):
         asyncio.run(served(config, lambda: fedtrain.aggregate_stats(config), names=names))
     assert not (config.run_dir / "statistics.json").exists()

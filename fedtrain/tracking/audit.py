@@ -59,6 +59,7 @@ PART = r"[^\s/'\"`,;:()]"  # a character of a folder's name
 PATH = re.compile(
     rf"(?<![\w/])(?:(?:~|\.{{1,2}})?/(?:{PART}+/)*|{PART}+/(?:{PART}+/)+)({PART}+)"
 )  # the last part stays
+SYNC_S = 5.0
 HEAD_BYTES = 4096  # of NAME.head, filled up with zeros
 
 
@@ -97,6 +98,7 @@ class AuditLog:
         left out or moved. A line that its process could not finish is cut off, and an entry says so."""
         self.path, self._sign, self._clock, self._lock = path, sign, clock, threading.Lock()
         self._seals: list[str] = []  # of all lines
+        self._synced_s = -SYNC_S
         self._nbytes, self._signed = 0, 0  # that are in the file, and lines of the last signed head
         self.witnessed: dict[str, events.HeadWitnessed] = {}  # the newest of each
         with explained(path):
@@ -112,12 +114,16 @@ class AuditLog:
             self._append(entry)
 
     def head(self, seen: tuple[int, str] | None = None) -> LogHead:
-        """How the log stands, which is on the disk now; for somebody whose own log stood like `seen`."""
+        """How the log stands; for somebody whose own log stood like `seen`. All but the lines of the last
+        SYNC_S are on the disk then, where a power failure can't take them."""
         with self._lock:
-            os.fsync(self._fd)
             if len(self._seals) > self._signed:
                 self._write_head()
-            return self._head(seen)
+            head = self._head(seen)
+        if (now := time.monotonic()) >= self._synced_s + SYNC_S:
+            self._synced_s = now
+            os.fsync(self._fd)
+        return head
 
     def holds(self, place: tuple[int, str]) -> bool:
         """Whether the log had this seal when it had so many lines."""

@@ -87,6 +87,7 @@ class SiteLink:
         """
         self._answer, self._welcomed, self._patched = answer, welcomed, patched
         self._witness = witness
+        self._witnessing: asyncio.Task[None] | None = None  # the newest answer to the aggregator's head
         self._end.known = known(schemas)
         first = msgspec.structs.replace(hello, process=self._process)
         while True:
@@ -138,8 +139,9 @@ class SiteLink:
                         await self._check(frame, stream)
                         self._frozen = self._welcomed(frame.frozen)
                         self._emit(Admitted(site="aggregator", task_digest=hello.task_digest))
-                    if isinstance(frame, frames.AuditHead) and self._witness is not None:
-                        self._outbox.put_nowait(encode(self._witness(frame)))
+                    if isinstance(frame, frames.AuditHead):
+                        self._witnessing = asyncio.create_task(self._state_head(frame))
+                        self._witnessing.add_done_callback(self._failed)
                     self._end.receive(frame)
                     self._follow(call)
                 await self._leave(stream)
@@ -161,8 +163,16 @@ class SiteLink:
                 await stream.write(encode(frames.Status(state="refuses the aggregator's certificate")))
             raise
 
+    async def _state_head(self, head: frames.AuditHead) -> None:
+        """Answer with the head of the own log, when the disk has the log: a round does not wait for that."""
+        if self._witness is not None:
+            answer = await asyncio.to_thread(self._witness, head)
+            self._outbox.put_nowait(encode(answer))
+
     async def _leave(self, stream: streams.MessageStream) -> None:
         """Say that we know, and go when the aggregator has read it: it would wait for us otherwise."""
+        if self._witnessing is not None:
+            await self._witnessing
         self._outbox.put_nowait(encode(frames.Leaving()))
         with suppress(TimeoutError, ConnectError):
             async with asyncio.timeout(star.LEAVE_S):
@@ -189,6 +199,9 @@ class SiteLink:
     def _ended(self, work: asyncio.Task[None], request: Request) -> None:
         """An error of ours must not leave a site that looks alive: serve() raises it."""
         self._end.answered(request)
+        self._failed(work)
+
+    def _failed(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled() and (error := work.exception()):
             self._error = error
             self._session_task.cancel()

@@ -26,7 +26,7 @@ from ...transport.endpoints import TRANSPORTS, RemoteCohort
 from ...transport.tls import Tls
 from ...wire.frames import AuditHead, Bounds, Hello
 from .. import lineage
-from ..auditing import audited
+from ..auditing import Audit, audited
 from ..journal import Averages, Journal, Result, Shown, no_data, plain, some_of
 from ..sites import compressed, privacy
 from ..threads import all_cores, while_torch_loads
@@ -130,7 +130,8 @@ async def listening(
         schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start, training))
         joined = JoinedSites(journal, schema, task_digest, current, extras_of(strategy))
         cohort = joined.cohort(audit.witness)
-        audit.after_round = lambda: cohort.state_head(audit.statement(), audit.place_of)
+        stating = set[asyncio.Task[None]]()
+        audit.after_round = lambda: state_head(audit, cohort, stating)
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         early = closing_early if training else lambda config, cohort: cohort
         answers = joined.answers(early(config, cohort), early(config, openly))
@@ -141,10 +142,21 @@ async def listening(
         stack.push_async_callback(
             lambda: cohort.stop(journal.over, filter(joined.callers.may_call, store.joined()))
         )
+        stack.push_async_callback(lambda: asyncio.gather(*stating, return_exceptions=True))
         emit(Notice(text=f"listening on {config.network.listen}"))
         watching = joined.callers.watch(cohort.cut, emit, cohort.pass_on, lambda: current.trouble)
         stack.callback(asyncio.create_task(watching).cancel)
         yield Listening(journal, strategy, joined, cohort, openly, answers, task_digest, own)
+
+
+def state_head(audit: Audit, cohort: RemoteCohort, stating: set[asyncio.Task[None]]) -> None:
+    """Tell all sites how the audit log stands, when the disk has it: no round waits for that."""
+
+    async def state() -> None:
+        cohort.state_head(await asyncio.to_thread(audit.statement), audit.place_of)
+
+    stating.add(task := asyncio.create_task(state()))
+    task.add_done_callback(stating.discard)
 
 
 class JoinedSites:
