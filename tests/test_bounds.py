@@ -6,16 +6,18 @@ import pytest
 
 from fedtrain.arena import Arena
 from fedtrain.config import Config
-from fedtrain.errors import ConfigError, RoundError, TooFewSites
+from fedtrain.errors import ConfigError, JoinRefused, RoundError, TooFewSites
 from fedtrain.messages import Evaluate, Failure, Train
 from fedtrain.privacy import Release, epsilon
 from fedtrain.runtime.peers import peer
 from fedtrain.runtime.sites import site
 from fedtrain.runtime.sites.gate import Gate, bounded
 from fedtrain.runtime.star import aggregator
-from fedtrain.runtime.star.agreement import bounds_of
+from fedtrain.runtime.star.agreement import agreed_data, bounds_of
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation
 from fedtrain.store import Ledger
+from fedtrain.training.columns import ColumnSource
+from fedtrain.training.task import load_task
 from fedtrain.wire.frames import Bounds
 from tests.allowed import allowed
 from tests.ports import free_port
@@ -78,9 +80,9 @@ def test_a_site_refuses_what_its_own_file_does_not_allow_before_any_work(tmp_pat
     ledger.close()
 
 
-def federation(root, names, changes, rules=None, **common):
+def federation(root, names, changes, rules=None, joins=False, **common):
     """(the aggregator's events, what it ended with): real sites over mutual TLS, each with its own file, and
-    with its own `rules` where it has some."""
+    with its own `rules` where it has some. `joins`: it ends when the last site does."""
     certified(root, "aggregator", *names)
     (root / "task.py").write_text(TASK)
     table = {"run": {"rounds": 2}, "network": {"listen": f"127.0.0.1:{free_port()}", "heartbeat": "1s"}}
@@ -102,7 +104,7 @@ def federation(root, names, changes, rules=None, **common):
                     ends.append(asyncio.create_task(site.run(config, name, emit=Events())))
                     while not (events.of("site_joined") or serving.done()):  # noqa: ASYNC110  # no event tells it
                         await asyncio.sleep(0.01)
-                return await serving
+                return await (ends[-1] if joins else serving)
         finally:
             for end in ends:
                 end.cancel()
@@ -210,3 +212,80 @@ def test_s24_a_site_whose_policy_wants_noise_does_not_begin_with_less(tmp_path, 
     network = {"network": {"listen": f"127.0.0.1:{free_port()}"}}
     with pytest.raises(ConfigError, match=why):
         asyncio.run(peer.run(Config.of(keys | network, tmp_path), "a", emit=Events()))
+
+
+SHAPES = """
+import torch
+import fedtrain
+
+
+class Task(fedtrain.Task):
+    def model(self):
+        return torch.nn.Linear(4, 2)
+
+    def data(self, site):
+        x = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+        {change}
+        return x, (x.sum(1) > 0).long()
+
+    def columns(self, site):
+        {columns}
+
+    def loss(self, model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("masks", "change", "columns", "why"),
+    [
+        (True, "x = x[:, :3] if site == 'b' else x", "return None", r"float32 \[3\] and float32 \[4\] \(b"),
+        (True, "x = x.double() if site == 'b' else x", "return None", r"'x' is float64 \[4\] and float32"),
+        (
+            False,
+            "pass",
+            "return {'age' if site == 'a' else 'alter': [63.5]}",
+            r"a column is 'alter' and 'age' \(b first",
+        ),
+        (
+            False,
+            "pass",
+            "return {'sex': ([0], ['f', 'm'] if site == 'a' else ['m', 'Secret'])}",
+            r"the labels of column 'sex' are \('[0-9a-f]{12}',\) and",
+        ),
+    ],
+)
+def test_s38_a_site_whose_data_has_another_form_is_refused_before_the_first_round(
+    tmp_path, monkeypatch, masks, change, columns, why
+):
+    """The message says what differs, and has no value of the data, nor a label. In the open a model that the
+    data does not fit fails at its site before that."""
+    (tmp_path / "shapes.py").write_text(SHAPES.format(change=change, columns=columns))
+    with inline(monkeypatch), pytest.raises(JoinRefused, match=why) as refused:
+        federation(tmp_path, "ab", {}, run={"task": "shapes:Task"}, secagg={"enabled": masks}, joins=True)
+    assert "63.5" not in str(refused.value)
+    assert "Secret" not in str(refused.value)
+    assert str(refused.value).startswith("the data of b is not like that of a, which joined first")
+
+
+@pytest.mark.parametrize(
+    ("change", "columns"),
+    [
+        ("return [(x[i, :], i % 2) for i in range(40 if site == 'a' else 30)]", "return None"),
+        (
+            "return [(x[i, : 2 + (site == 'a')], 1) for i in range(40)]",
+            "return None",
+        ),  # evened out by a collate()
+        ("return iter([(x[:, :3], x[:, 0].long())] if site == 'a' else [])", "return None"),
+        ("x = x[: 20 if site == 'b' else 40]", "return None"),
+        ("x = x[:0] if site == 'b' else x", "return None"),
+        ("x = x[:, :3] if site == 'b' else x", "return {'age': [1.0] if site == 'a' else [2.0, 3.0]}"),
+    ],
+)
+def test_data_of_one_form_and_data_of_which_one_example_does_not_tell_are_agreed_on(
+    tmp_path, change, columns
+):
+    (tmp_path / "shapes.py").write_text(SHAPES.format(change=change, columns=columns))
+    task = load_task("shapes:Task", tmp_path)
+    forms = {s: ColumnSource.at(task, s, lambda s=s: task.data(s)).form() for s in "ab"}
+    agreed_data("b", forms["b"], "a", forms["a"])

@@ -78,7 +78,7 @@ def columns_of(batch: Batch) -> dict[str, torch.Tensor]:
     """The columns of a batch's tensors, for statistics: of [n, c, …] c columns, of [n] one. Inputs and
     targets are x and y; tensors in a mapping or a named tuple have its names. TaskError without a tensor."""
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in _named_tensors(batch, ""):
+    for name, tensor in named_tensors(batch, ""):
         each = tensor.unbind(1) if tensor.ndim > 1 else [tensor]
         found |= {name if len(each) == 1 else f"{name}[{i}]": column for i, column in enumerate(each)}
     if not found:
@@ -86,7 +86,8 @@ def columns_of(batch: Batch) -> dict[str, torch.Tensor]:
     return found
 
 
-def _named_tensors(batch: Batch, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(batch: Batch, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a batch, named as columns_of names them, under `name`."""
     if isinstance(batch, torch.Tensor):
         if batch.ndim:
             yield name or "x", batch
@@ -98,7 +99,7 @@ def _named_tensors(batch: Batch, name: str) -> Iterator[tuple[str, torch.Tensor]
         pair = ("x", "y") if len(batch) == 2 else map(str, range(len(batch)))
         parts = dict(zip(getattr(batch, "_fields", pair), batch, strict=True))
     for key, part in parts.items():
-        yield from _named_tensors(part, f"{name}.{key}" if name else str(key))
+        yield from named_tensors(part, f"{name}.{key}" if name else str(key))
 
 
 def _by_tensor(batch: Batch) -> int | None:

@@ -3,6 +3,7 @@ each column of each tensor of data()."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ..errors import TaskError
 from ..questions import Column, difference
-from .batches import columns_of
-from .examples import Tensors, examples_of
+from .batches import columns_of, named_tensors
+from .examples import Stream, Tensors, examples_of
 from .task import Task, collate_of, folder_of, user_code
 
 if TYPE_CHECKING:
@@ -63,6 +65,23 @@ class ColumnSource:
             return columns
         raise TaskError("it has no example, and so no columns")
 
+    def form(self) -> tuple[Column, ...]:
+        """What sites compare before a run: names and types of the columns, or of the tensors of data(), and
+        shapes, by the first example alone; labels are a digest. () where one example doesn't tell."""
+        try:
+            if (given := self.columns()) is not None:
+                columns, _, _ = _read({name: _rows(given[name], np.zeros(1, np.int64)) for name in given})
+                return tuple(replace(each, labels=_digest(each.labels)) for each in columns)
+            examples = examples_of(self.data(), collate_of(self.task))
+            if isinstance(examples, Stream) or not examples.count:
+                return ()
+            fixed = isinstance(examples, Tensors)  # items may be of any length, which a collate() evens out
+            with user_code(folder_of(self.task), "the first example of data()"):
+                found = [*named_tensors(examples.take(torch.tensor([0])), "")]
+            return tuple(Column(name, _form(tensor, fixed)) for name, tensor in found)
+        except (TaskError, IndexError):  # training, which needs more than this, says why
+            return ()
+
     def batches(self, batch_size: int) -> Iterator[tuple[tuple[Column, ...], list[Values], int]]:
         """One pass: of each batch its columns, always the same ones, their values, and its examples."""
         first: tuple[Column, ...] = ()
@@ -83,6 +102,17 @@ class ColumnSource:
         size = max(batch_size, AT_ONCE) if isinstance(examples, Tensors) else batch_size
         for batch in examples.batches(size, False, None):
             yield columns_of(batch)
+
+
+def _form(tensor: torch.Tensor, fixed: bool) -> str:
+    """The dtype and, where it is `fixed`, the shape of one example; else its dimensions."""
+    shape = tensor.shape[1:]
+    each = str(list(shape)) if fixed else f"of {len(shape)} dimensions"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {each}"
+
+
+def _digest(labels: tuple[str, ...]) -> tuple[str, ...]:
+    return (hashlib.sha256(repr(labels).encode()).hexdigest()[:12],) if labels else ()
 
 
 def _rows(value: Any, examples: Indices) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ..questions import Column
 from ..schema import Schema
 
 PROTOCOL = 6  # the protocol's version, which must be the same at both ends
@@ -76,6 +77,7 @@ class Hello(Frame, frozen=True, kw_only=True, tag=True):
     agreed: dict[str, str]  # Config.agreed()
     frozen: Schema = Schema(())  # of the parameters that are not trained
     examples: float | None = None  # number of the site's examples, which no later update may exceed
+    columns: tuple[Column, ...] = ()  # names, types and shapes of its data; (): one example doesn't tell
     bounds: Bounds | None = None  # None: the site accepts every request
     nonce: bytes = b""  # random, of this session: the aggregator's proof in its Welcome is over it
     process: str = ""  # random, of this start: two processes with the same certificate have different ones

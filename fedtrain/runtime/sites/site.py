@@ -317,6 +317,7 @@ async def run(
             protocol=PROTOCOL, version=__version__, task_digest=about.task_digest, schema=about.schema,
             frozen=about.frozen.schema, agreed=config.agreed(), bounds=bounds,
             examples=None if secure else examples,
+            columns=await trainer.columns(name, form=True),
         )  # fmt: skip
         watching = asyncio.create_task(check.watch(link.cut, current))
         try:

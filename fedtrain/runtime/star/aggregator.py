@@ -17,7 +17,7 @@ from ...messages import Found, Metrics, Reply, Request, SiteId
 from ...pki.callers import Callers
 from ...pki.identity import Current
 from ...pki.proof import prove
-from ...questions import Describe, Described, Tally
+from ...questions import Column, Describe, Described, Tally
 from ...schema import Schema
 from ...statistics import Statistics
 from ...store import Checkpoint, RunStore
@@ -35,7 +35,7 @@ from ..trainers.trainer import Trainer
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import source_digest
 from . import asynchronous, checks, federated, secure_rounds, statistics
-from .agreement import agree, agreed_examples, bounds_of, differences
+from .agreement import agree, agreed_data, agreed_examples, bounds_of, differences
 from .answers import Answers, InTheOpen
 from .combinations import check_strategy
 from .enough import closing_early
@@ -175,6 +175,7 @@ class JoinedSites:
         self._schema, self._task_digest, self._credentials = schema, task_digest, credentials
         self.callers = Callers(credentials(), config.root / config.network.certs)
         self._bounds: dict[SiteId, Bounds] = {}
+        self._columns: dict[SiteId, tuple[Column, ...]] = {}  # in the order of joining
         codec = compressed.up_codec(config, schema)
         self._update = extras.update(schema) if codec is None else codec.coded  # as an update comes
         self._longest = 0
@@ -223,6 +224,10 @@ class JoinedSites:
         agree(site, hello, self._config, self._schema, self._task_digest, self._store.frozen.schema)
         joined = self._store.joined()
         agreed_examples(site, hello.examples, joined)
+        for other in [each for each in self._columns if each != site][:1]:
+            agreed_data(site, hello.columns, other, self._columns[other])
+        if hello.columns:
+            self._columns[site] = hello.columns
         if joined.get(site) is None:
             self._store.join(site, hello.examples)
         serial, printed = self.callers.shown(site)

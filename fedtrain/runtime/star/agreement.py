@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -13,6 +13,7 @@ from ...config import Config, SitePolicy
 from ...errors import JoinRefused, SecAggError
 from ...exchange import PeerId
 from ...messages import SiteId
+from ...questions import Column, difference
 from ...schema import Schema
 from ...secagg.peer_sums import PeerSums
 from ...wire.frames import PROTOCOL, Bounds, Hello
@@ -81,6 +82,16 @@ def agreed_examples(site: SiteId, claimed: float | None, joined: Mapping[SiteId,
         raise JoinRefused(
             f"{site} had {before:g} examples when it joined this run, and {now}. Let it train on those, or "
             f"start another run (run.name) with all of them."
+        )
+
+
+def agreed_data(site: SiteId, columns: Sequence[Column], other: SiteId, others: Sequence[Column]) -> None:
+    """JoinRefused when the data of a site has another form than that of another, which joined first (S38).
+    Where one example doesn't tell the form of either, they are not compared."""
+    if columns and others and (found := difference(columns, others)):
+        raise JoinRefused(
+            f"the data of {site} is not like that of {other}, which joined first: {found[:300]} ({site} "
+            f"first). Let data(), or columns(), give the same names, types and shapes at all sites."
         )
 
 

@@ -25,7 +25,7 @@ def told(
 
     source, size = ColumnSource.at(task, command.site, data), config.train.eval_batch_size
     if isinstance(command, msg.ColumnsOf):
-        return msg.HasColumns(source.described(size))
+        return msg.HasColumns(source.form() if command.form else source.described(size))
     return msg.Done([msg.Measured(tally(source, size, command.question, command.least))])
 
 

@@ -124,9 +124,9 @@ class Trains:
         done = await self._ask(msg.EvaluateMany([site], round, msg.ModelFile.of(weights), [counted]))
         return Evaluation(metrics=_good(done.results[0]).metrics)
 
-    async def columns(self, site: SiteId) -> tuple[Column, ...]:
-        """What the columns of the site's data are."""
-        found: msg.HasColumns = await self._ask(msg.ColumnsOf(site))
+    async def columns(self, site: SiteId, form: bool = False) -> tuple[Column, ...]:
+        """What the columns of the site's data are; `form`: as sites compare them before a run."""
+        found: msg.HasColumns = await self._ask(msg.ColumnsOf(site, form))
         return found.columns
 
     async def tally(self, site: SiteId, question: Question, least: int) -> Evaluation:

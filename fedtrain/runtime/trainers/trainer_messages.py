@@ -138,9 +138,10 @@ class EvaluateMany(msgspec.Struct, tag=True, array_like=True):
 
 
 class ColumnsOf(msgspec.Struct, tag=True, array_like=True):
-    """Say what the columns of the site's data are."""
+    """Say what the columns of the site's data are; with `form` as sites compare them before a run."""
 
     site: SiteId
+    form: bool = False
 
 
 class TallyOne(msgspec.Struct, tag=True, array_like=True):
