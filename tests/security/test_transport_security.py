@@ -25,8 +25,9 @@ from fedtrain.runtime.star import checks
 from fedtrain.runtime.star.aggregator import JoinedSites
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
+from fedtrain.pki.identity import Current
 from fedtrain.transport.grpc import SERVICE
-from fedtrain.transport.tls import Tls
+from fedtrain.transport.tls import Tls, serving
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Fetch, Offer, Refused, Resume, Stored, UploadAnswer
 from tests.federation import (
@@ -157,7 +158,7 @@ def test_s04_a_site_refuses_an_aggregator_that_shows_another_sites_certificate(c
                 await asyncio.sleep(3600)
 
             server = grpc.aio.server()
-            port = server.add_secure_port("127.0.0.1:0", served.server())
+            port = server.add_secure_port("127.0.0.1:0", serving(lambda: served))
             await server.start()
             site = link(
                 certs, "a", port, tmp_path, sleep=one_try, emit=lambda event: told.append(event.reason)
@@ -351,7 +352,7 @@ def test_s18_a_site_that_joins_again_with_more_examples_or_none_or_nan_is_refuse
         schema = MODEL.schema
         store.begin(schema, config.agreed(), run="r", task_digest="t")
         journal = Journal(config, store, silent)
-        sites = JoinedSites(journal, schema, "t", Credentials.load(certs / "aggregator"))
+        sites = JoinedSites(journal, schema, "t", Current(certs / "aggregator"))
         sites.callers.identify(Credentials.load(certs / "sites" / "a").chain)
 
         def join(examples):

@@ -15,6 +15,7 @@ squared norm of a sketch is right on average, and off by a fifth.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ...arena import AnyArena
 from ...config import SitePolicy
 from ...errors import SecAggError
 from ...messages import SiteId
+from ...schema import Section
 from ...secagg.fixedpoint import numbers
 from ...secagg.masking import KEY_BYTES, TAG_BYTES, keystream
 from ...store.chain import Chain
@@ -87,7 +89,9 @@ class Cohorts:
             if not self._opened:
                 self._chain.append(Opened("", asked.run, 0, b"", key=os.urandom(KEY_BYTES)))
         key = self._opened[0].key
-        weights, moved = (b"" if each is None else sketch(key, each) for each in (model, update))
+        # With what a strategy sends beside the model: of IFCA that is all that changes.
+        weights = b"" if model is None else sketch(key, model, model.schema.sections)
+        moved = b"" if update is None else sketch(key, update, update.schema.model.sections)
         return Watched(self, msgspec.structs.replace(asked, weights=weights, update=moved))
 
     def opens(self, asked: Opened) -> None:
@@ -128,10 +132,10 @@ def norm(sketch: bytes, other: bytes = b"") -> float:
     return float(np.linalg.norm(x - np.frombuffer(other) if other else x))
 
 
-def sketch(key: bytes, arena: AnyArena) -> bytes:
-    """Of all floats of a model or an update."""
+def sketch(key: bytes, arena: AnyArena, sections: Sequence[Section]) -> bytes:
+    """Of all floats in these sections."""
     found, drawn, block = np.zeros(SKETCH), np.empty(AT_ONCE // 8 + TAG_BYTES, np.uint8), 0
-    for section in arena.schema.model.sections:
+    for section in sections:
         for start in range(0, section.numel if section.floating else 0, AT_ONCE):
             values = numbers(arena, section, start, min(start + AT_ONCE, section.numel)).astype(np.float64)
             keystream(key, block, drawn, AT_ONCE // 8)
