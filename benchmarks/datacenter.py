@@ -112,7 +112,8 @@ def ranks(folder: Path, case: str, steps: int) -> None:
     from fedtrain.training.task import load_task
 
     config = Config.of(config_of(folder, case), folder)
-    with joined(config.parallel, "cpu") as device:
+    # A plain group, for peers may exchange pickles in it.
+    with joined(lambda backend, _: dist.init_process_group(backend), "cpu") as device:
         task = load_task(config.run.task, folder)
         room = Datacenter(config, task, Mesh(Sizes.of(config.parallel, RANKS), device), None, silent)
 

@@ -31,7 +31,7 @@ def main() -> None:
     name, path, settings = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     config = Config.of(settings, Path(__file__).parent)
     if config.simulate.on == "torchrun" and on_ranks.rank():
-        return on_ranks.work(config.train.device)
+        return on_ranks.work(config)
     asked = turns()
     next(asked)
 

@@ -96,7 +96,7 @@ async def simulation(
         from .runtime.simulations import on_ranks
 
         if on_ranks.rank():
-            await asyncio.to_thread(on_ranks.work, config.train.device)
+            await asyncio.to_thread(on_ranks.work, config)
             return Run(run_dir, config, task)
     with logged(run_dir, on_event) as emit:
         if mode == "gossip":

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fedtrain.training.elastic import LEFT, MAX_STEPS, Leave, Left, failed_first, shares_store
+from fedtrain.runtime.meeting import shares_store
+from fedtrain.training.elastic import LEFT, MAX_STEPS, Leave, Left, failed_first
 from tests.worlds import world
 
 

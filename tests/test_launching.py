@@ -1,5 +1,6 @@
 """What starts a datacenter's ranks: manifests and scripts of deployment/, held by their own validators."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -9,11 +10,12 @@ import pytest
 import yaml
 
 from fedtrain.cli import cli
+from fedtrain.runtime.meeting import VARIABLE
 from fedtrain.training.elastic import LEFT
 
 DEPLOYMENT = Path(__file__).parents[1] / "deployment"
 SBATCH = DEPLOYMENT / "slurm" / "fedtrain.sbatch"
-RUNTIME, JOB = yaml.safe_load_all((DEPLOYMENT / "kubeflow" / "trainjob.yaml").read_text())
+POLICY, RUNTIME, JOB = yaml.safe_load_all((DEPLOYMENT / "kubeflow" / "trainjob.yaml").read_text())
 OPTIONS = {option for parameter in cli.commands["datacenter"].params for option in parameter.opts}
 
 
@@ -71,7 +73,27 @@ def test_no_secret_stands_in_the_manifest():
     assert all("value" not in e for e in env if "KEY" in e["name"] or "SECRET" in e["name"])
 
 
+def test_only_the_jobs_own_pods_reach_its_ranks_and_their_secret_is_not_in_the_manifest():
+    pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": JOB["metadata"]["name"]}}
+    assert POLICY["spec"]["podSelector"] == pods
+    assert POLICY["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
+    assert POLICY["spec"]["policyTypes"] == ["Ingress"]
+    (secret,) = [e for e in JOB["spec"]["trainer"]["env"] if e["name"] == VARIABLE]
+    assert secret["valueFrom"]["secretKeyRef"] == {"name": "fedtrain-ranks", "key": "secret"}
+
+
 # --- SLURM
+
+
+def test_the_sbatch_script_draws_a_secret_and_a_port_that_nobody_can_foretell():
+    lines = [line for line in SBATCH.read_text().splitlines() if "/dev/urandom" in line]
+    shown = "\n".join([*lines, f'echo "${VARIABLE} $MASTER_PORT"'])
+    env = {"PATH": os.environ["PATH"]}
+    said = [subprocess.check_output(["bash", "-uc", shown], text=True, env=env).split() for _ in range(2)]
+    (one, _), (other, _) = said
+    assert len(one) == 64
+    assert one != other
+    assert all(20_000 <= int(port) < 40_000 for _, port in said)
 
 
 def test_bash_accepts_the_sbatch_script():

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed
 
 import fedtrain
 
@@ -169,6 +170,13 @@ def test_importing_loads_nothing_heavy(module, heavy):
 
 CODE_CARRIERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
 RUNNERS = {"eval", "exec", "torch.load", "torch.jit.load"}
+# What torch exchanges among ranks, or keeps in checkpoints, as pickles.
+TORCHS_PICKLES = {name for name in dir(torch.distributed) if "_object" in name} | {
+    "broadcast_object", "scatter_object", "consolidate_state_dict", "_DistWrapper",
+    "FileSystemWriter", "FileSystemReader", "async_save", "TCPStore", "rpc_async", "rpc_sync",
+}  # fmt: skip
+PICKLING_MODULES = ("torch.distributed.checkpoint.state_dict_", "torch.distributed.rpc")
+TAKES_NO_CALLS = "False"  # TCPStore's fourth argument: it is a caller and listens to nobody
 
 
 def unsafe(source: str) -> Iterator[tuple[int, str]]:
@@ -180,6 +188,21 @@ def unsafe(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node.func)
         elif isinstance(node, ast.keyword) and ast.unparse(node) == "allow_pickle=True":
             yield node.value.lineno, "allow_pickle"
+    yield from torchs_pickles(source)
+
+
+def torchs_pickles(source: str) -> Iterator[tuple[int, str]]:
+    tree = ast.parse(source)
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PICKLING_MODULES):
+            yield node.lineno, node.module or ""
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            call = calls.get(id(node))
+            caller = call is not None and [ast.unparse(arg) for arg in call.args[3:4]] == [TAKES_NO_CALLS]
+            if name in TORCHS_PICKLES and not (name == "TCPStore" and (caller or call is None)):
+                yield node.lineno, name
 
 
 def test_s20_nothing_in_fedtrain_can_turn_bytes_into_code():
@@ -199,6 +222,12 @@ def test_s20_nothing_in_fedtrain_can_turn_bytes_into_code():
         "torch.load(path)",
         "eval(text)",
         "np.load(f, allow_pickle=True)",
+        "dist.all_gather_object(found, mine)",
+        "dist.broadcast_object_list(box, 0)",
+        "send = torch.distributed.scatter_object_list",
+        "from torch.distributed.checkpoint.state_dict_saver import save",
+        "TCPStore(address, port, 2, True)",
+        "dist.TCPStore(address, port)",
     ],
 )
 def test_s20_the_search_finds_what_it_looks_for(line):

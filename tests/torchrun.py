@@ -71,7 +71,7 @@ class Cluster:
             log=self.folder / f"agent-{len(self.agents)}.log",
             env={
                 "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **env,
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "FEDTRAIN_RANKS_SECRET": "secret" * 8, **env,
             },
         )  # fmt: skip
         self.agents.append(agent)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -53,11 +54,12 @@ def attempt(ranks: int, gpus: float, cpus: float, options: list[str]) -> list[in
         ]  # fmt: skip
         host, port = ray.get(actors[0].address.remote())
         places = [host for host, _ in ray.get([actor.address.remote() for actor in actors])]
-        running = []
+        secret, running = secrets.token_hex(32), []
         for i, actor in enumerate(actors):
             env = {
                 "RANK": str(i), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(places[:i].count(places[i])),
                 "MASTER_ADDR": host, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                "FEDTRAIN_RANKS_SECRET": secret,
             }  # fmt: skip
             running.append(actor.run.remote(env, os.getcwd(), options))
         return [_result(each) for each in running]

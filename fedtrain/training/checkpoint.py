@@ -7,36 +7,33 @@
         manifest.json                  written last: what lies where, and the SHA-256 of each file
 
 torch.distributed.checkpoint plans who writes and who reads which piece, for any mesh and any number of ranks;
-checkpoint_storage.py is its storage. When the newest checkpoint is damaged, a notice names what is, and the
-one before it is used.
+checkpoint_plans.py has ranks agree on the plans, and checkpoint_storage.py is the storage. When the newest
+checkpoint is damaged, a notice names what is, and the one before it is used.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..config import Config
 from ..errors import StoreError
+from .checkpoint_plans import PlanFailed, everyone_of, first_of, read, write
 from .checkpoint_storage import LoadPlanner, Reader, SavePlanner, Writer
 from .manifest import Manifest, check, newest, read_manifest, verify
 from .places import place_of
 
-T = TypeVar("T")
 Tree = dict[str, Any]  # nested dicts; leaves are tensors, DTensors or plain values
 
 
@@ -78,6 +75,7 @@ class Checkpoints:
         self._failure: StoreError | None = None  # of the last save
         self._pending: tuple[int, Future[Any]] | None = None
         self._stager = Stager() if background else None
+        self._writing = ThreadPoolExecutor(1, "checkpoint")
 
     @classmethod
     def of(cls, config: Config, notice: Callable[[str], None]) -> Checkpoints:
@@ -108,17 +106,14 @@ class Checkpoints:
         check(tree)
         writer = Writer(self.place, step, self.ranks, self.keep, frozenset(self._damaged))
         planner = SavePlanner(dedup_save_to_lowest_rank=self.format == "full")
+        if self._stager is not None:
+            staged = self._stager.stage(tree)
+            self._pending = step, self._writing.submit(write, staged, writer, planner, self._group)
+            return
         try:
-            if self._stager is None:
-                save(tree, storage_writer=writer, planner=planner, process_group=self._group)
-                self._saved(step)
-                return
-            found = async_save(
-                tree, storage_writer=writer, planner=planner, process_group=self._group,
-                async_stager=self._stager,
-            )  # fmt: skip
-            self._pending = step, (found.upload_completion if isinstance(found, AsyncSaveResponse) else found)
-        except CheckpointException as e:
+            write(tree, writer, planner, self._group)
+            self._saved(step)
+        except StoreError as e:
             self._failed(step, e)
 
     def wait(self) -> None:
@@ -135,6 +130,7 @@ class Checkpoints:
             if self._stager is not None:
                 self._stager.close()
                 self._stager = None
+            self._writing.shutdown()
 
     def _settle(self) -> None:
         if self._pending is not None:
@@ -142,18 +138,15 @@ class Checkpoints:
             try:
                 future.result()
                 self._saved(step)
-            except CheckpointException as e:
+            except StoreError as e:
                 self._failed(step, e)
 
     def _saved(self, step: int) -> None:
         self.last, self._failure = step, None
         self._damaged.clear()
 
-    def _failed(self, step: int, error: CheckpointException) -> None:
-        causes = [cause for cause, _ in error.failures.values()]
-        if not all(isinstance(cause, StoreError) for cause in causes):
-            raise error
-        self._failure = StoreError(f"The checkpoint of step {step} was not written: {causes[0]}")
+    def _failed(self, step: int, error: StoreError) -> None:
+        self._failure = StoreError(f"The checkpoint of step {step} was not written: {error}")
         last = "there is none yet" if self.last is None else f"the last good one is of step {self.last}"
         self._notice(f"{self._failure} Training goes on; {last}.")
 
@@ -167,7 +160,7 @@ class Checkpoints:
         """
         self._settle()
         lines = []
-        for name in self._first(lambda: newest(self.place)):
+        for name in first_of(lambda: newest(self.place), list[str], self._group):
             manifest, damage = self._verified(name)
             if damage or manifest is None:
                 self._damaged.add(name)
@@ -194,24 +187,24 @@ class Checkpoints:
             except StoreError as e:
                 return None, [str(e).rstrip(".")]
 
-        manifest, damage = self._first(look)
+        manifest, damage = first_of(look, tuple[Manifest | None, list[str]], self._group)
         if manifest is not None:
-            mine = sorted(manifest.files)[self.rank :: self.ranks]
-            found = [verify(self.place, name, file, manifest.files[file]) for file in mine]
-            damage = [line for line in self._all(found) if line]
+            files = manifest.files
+            mine = sorted(files)[self.rank :: self.ranks]
+            found = everyone_of(
+                lambda: [verify(self.place, name, file, files[file]) for file in mine], list[str], self._group
+            )
+            damage = [line for lines in found for line in lines if line]
         return manifest, damage
 
     def _read(self, manifest: Manifest, name: str, states: Stateful | Mapping[str, Stateful]) -> None:
         tree = _tree(states)
         reader = Reader(self.place, manifest, name)
         try:
-            load(tree, storage_reader=reader, planner=LoadPlanner(), process_group=self._group)
-        except CheckpointException as e:
-            (cause, *_) = [cause for cause, _ in e.failures.values()]
-            if isinstance(cause, StoreError):
-                raise cause from None
+            read(tree, reader, LoadPlanner(), self._group)
+        except PlanFailed as e:
             raise StoreError(
-                f"{name} in {self.place} is of another model or optimizer: {cause}. "
+                f"{name} in {self.place} is of another model or optimizer: {e}. "
                 f"Restore the task and [train] as they were, or name another checkpoint.dir."
             ) from e
         if isinstance(states, Stateful):
@@ -219,29 +212,6 @@ class Checkpoints:
         else:
             for key, state in states.items():
                 state.load_state_dict(tree[key])
-
-    def _first(self, ask: Callable[[], T]) -> T:
-        """What rank 0 finds, on all ranks; its StoreError too."""
-        box: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                box[0] = ask()
-            except StoreError as e:
-                box[0] = e
-        if dist.is_initialized():
-            first = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-            dist.broadcast_object_list(box, first, group=self._group)
-        if isinstance(box[0], StoreError):
-            raise box[0]
-        return cast(T, box[0])
-
-    def _all(self, mine: list[T]) -> list[T]:
-        """Every rank's list, one after the other, on all ranks."""
-        if not dist.is_initialized():
-            return mine
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, mine, group=self._group)
-        return [each for part in found for each in part]
 
     # --- As the training loop calls it
 

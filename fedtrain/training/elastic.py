@@ -18,14 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public all the same
 
 from ..errors import FedtrainError, story_of
 
@@ -210,30 +208,3 @@ def fail(error: Exception, line: str) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-def meet(backend: str, timeout_s: float, device: torch.device | None = None) -> None:
-    """init_process_group for ranks that torchrun has started or restarted.
-
-    torchrun's ranks may share its own store, which still has the keys of a group that was killed: of 16
-    restarts after kill -9 about 7 then fail or hang. Here each restart has keys of its own. That doesn't help
-    when a machine joins or leaves, which torchrun doesn't count as a restart: such runs must be started with
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every group a new store (see `shares_store`).
-    """
-    if not shares_store():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device)
-        return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    shared = TCPStore(address, port, ranks, False, timeout=timedelta(seconds=timeout_s))
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(f"restart {restart} of {ranks} ranks", shared),
-        rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s), device_id=device,
-    )  # fmt: skip
-
-
-def shares_store() -> bool:
-    """Whether torchrun's ranks use torchrun's own store."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
-from .elastic import Left, meet
+from .elastic import Left
 from .engine import device_of
 
 if TYPE_CHECKING:
@@ -178,9 +178,9 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 @contextmanager
-def joined(config: ParallelConfig, device: str, done: Path | None = None) -> Iterator[torch.device]:
-    """This process among those that torchrun started: NCCL on GPUs, Gloo on CPUs. Alone without torchrun.
-
+def joined(meet: Callable[..., None], device: str, done: Path | None = None) -> Iterator[torch.device]:
+    """This process among those that torchrun started, in the group that `meet` makes of a backend (NCCL on
+    GPUs, Gloo on CPUs) and this rank's GPU. Alone without torchrun.
     `done` is a folder: each rank that got to the end writes `rank-N` there, for whoever judges by more
     than exit codes. After an error the group is left as it is: to leave it in good order, a rank would wait
     for others, which wait for this one. So the process is to end at once (os._exit).
@@ -190,7 +190,7 @@ def joined(config: ParallelConfig, device: str, done: Path | None = None) -> Ite
         yield here
         return
     backend = "nccl" if here.type == "cuda" else "gloo"
-    meet(backend, config.timeout, here if here.type == "cuda" else None)
+    meet(backend, here if here.type == "cuda" else None)
     try:
         yield here
     except Left:

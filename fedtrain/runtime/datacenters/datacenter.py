@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -24,7 +24,7 @@ from ...messages import summed
 from ...store import Checkpoint, RunStore
 from ...strategies import build, corrects
 from ...tracking.export import beginning
-from ...training.elastic import Leave, Left, shares_store
+from ...training.elastic import Leave, Left
 from ...training.engine import Step, over, steps_in_round
 from ...training.mesh import Mesh, Sizes, joined
 from ...training.optimizers import schedule
@@ -35,6 +35,7 @@ from ...training.parallel.state import State, no_optimizer
 from ...training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
 from ..auditing import audited
 from ..journal import Averages, Journal, Lap, Result
+from ..meeting import ADVICE, meet, shares_store
 from ..star.combinations import beyond, check_islands
 from ..star.federated import central_noise
 from .islands import IslandSites, outer_of
@@ -66,14 +67,12 @@ def run(
     islands = config.parallel.sync == "local"
     own = [config.strategy.kind] if islands and ":" in config.strategy.kind else []
     digest = task_digest(config.run.task, config.root, *own)
-    with joined(config.parallel, config.train.device, done) as device:
+    with joined(partial(meet, config), config.train.device, done) as device:
         sizes = Sizes.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
         mesh = Mesh(sizes, device, islands=islands)
         task = load_task(config.run.task, config.root, data_dir)
         if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            mend = "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-            lost = "ranks may not find each other again after a machine has come or gone"
-            emit(Notice(text=f"{mend}: without it, {lost}."))
+            emit(Notice(text=ADVICE))
         with ExitStack() as stack, Leave() as leave:
             store = None  # but for rank 0
             if mesh.rank == 0:

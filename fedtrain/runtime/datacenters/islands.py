@@ -28,6 +28,7 @@ from ...events import Emit
 from ...messages import Metrics, SiteId, Update, averages
 from ...store.memory import SiteMemory
 from ...strategies import Strategy, server_step
+from ...training.collectives import everyones, firsts
 from ...training.examples import Examples
 from ...training.parallel.data import pooled
 from ...training.parallel.engine import MeshEngine
@@ -149,10 +150,10 @@ class IslandSites:
         """What the strategy's step draws from: the same at all ranks."""
         if self._strategy.sigma is None:
             return seed_of(self._config.run.seed, "server", round)
-        box = [self._noise.seed(round, sums) if self._noise is not None else 0]
-        if dist.is_initialized():
-            dist.broadcast_object_list(box, 0)
-        return box[0]
+        seed = self._noise.seed(round, sums) if self._noise is not None else 0
+        if dist.is_initialized():  # 128 bits, which no number of MessagePack has
+            seed = int(firsts(f"{seed:x}", str, device=self._engine.mesh.device), 16)
+        return seed
 
     # --- models
 
@@ -172,10 +173,9 @@ class IslandSites:
         its = pooled([self._sites.eval_set(name) for name in names[mesh.island :: mesh.islands]])
         local = self._local(round, None)
         mine = local.evaluate(its, self._strategy.personal(local))
-        everyone: list[Any] = [(self.name, mine)]
+        everyone = [(self.name, mine)]
         if dist.is_initialized():
-            everyone *= dist.get_world_size()
-            dist.all_gather_object(everyone, (self.name, mine))
+            everyone = everyones(everyone[0], tuple[SiteId, Metrics], device=mesh.device)
         return dict(sorted(everyone))
 
     def _keep(self, round: int) -> None:

@@ -82,7 +82,7 @@ class OnRanks:
     def __init__(self, config: Config, data_dir: Path | None, scratch: Path, memory: SharedMemory) -> None:
         from .on_ranks import Ranks
 
-        self._ranks = Ranks()
+        self._ranks = Ranks(config)
         self._start = start_message(config, data_dir, simulated=True, metrics_only=False)
         self._here = OnThisMachine(config, data_dir, scratch, memory)
         self.count = 1 + len(self._ranks.numbers)

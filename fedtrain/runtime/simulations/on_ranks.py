@@ -12,20 +12,23 @@ from __future__ import annotations
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ... import malloc
-from ...errors import ConfigError
-from ...training.elastic import meet
+from ...config import Config
+from ...errors import ConfigError, WireError
 from ...training.mesh import shutdown
+from ..meeting import meet
 from ..trainers import trainer_messages as msg
 from ..trainers.supervised import TrainerLost
 from .gpus import dealt, gpus_here
 from .remote import Bytes, Desk, Model, Remote
 
 SILENT_S = 86_400.0  # that a rank may take for its work; the end of its process is noticed at once
+DIGEST_BYTES = 64  # of a model's digest, as text
 OVER = -1  # where the length of a message would be: none will come
 
 
@@ -34,16 +37,16 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def work(device: str) -> None:
-    """Be the trainer of this rank, until rank 0 says that the run is over. `device`: train.device."""
+def work(config: Config) -> None:
+    """Be the trainer of this rank, until rank 0 says that the run is over."""
     malloc.keep_freed()
-    gpu = dealt(gpus_here(device), int(os.environ.get("LOCAL_RANK", "0")))
+    gpu = dealt(gpus_here(config.train.device), int(os.environ.get("LOCAL_RANK", "0")))
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    meet("gloo", SILENT_S)
+    meet(config, "gloo", timeout_s=SILENT_S)
     desk = Desk()
     while (lengths := _numbers(0, 3))[0] != OVER:
-        message, digest, model = (_receive(0, length) for length in lengths)
+        message, digest, model = map(partial(_receive, 0), lengths, (msg.FRAME_BYTES, DIGEST_BYTES, None))
         if digest:
             desk.hold(bytes(digest).decode(), model)
         _send(0, *desk.answer(bytes(message)))
@@ -53,13 +56,13 @@ def work(device: str) -> None:
 class Ranks:
     """All ranks but this one, which is rank 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
         if "WORLD_SIZE" not in os.environ:
             raise ConfigError(
                 'simulate.on = "torchrun": torchrun has not started this process. Run: torchrun '
                 '--nproc-per-node N -m fedtrain simulate; or set simulate.on = "local".'
             )
-        meet("gloo", SILENT_S)
+        meet(config, "gloo", timeout_s=SILENT_S)
         self.numbers = range(1, dist.get_world_size())
 
     async def start(self, number: int, start: msg.Start) -> Remote:
@@ -89,7 +92,8 @@ class Rank:
         try:
             _send(self._rank, message, digest.encode(), weights)
             self._held = digest or self._held
-            body, written = (_receive(self._rank, length) for length in _numbers(self._rank, 2))
+            lengths = _numbers(self._rank, 2)
+            body, written = map(partial(_receive, self._rank), lengths, (msg.FRAME_BYTES, None))
         except RuntimeError as e:
             raise TrainerLost(f"rank {self._rank} of torchrun is gone: {str(e).splitlines()[0]}") from e
         return body, written
@@ -116,7 +120,10 @@ def _numbers(source: int, count: int) -> list[int]:
     return found.tolist()
 
 
-def _receive(source: int, length: int) -> memoryview:
+def _receive(source: int, length: int, most: int | None) -> memoryview:
+    """`most`: bytes, where a limit is known; a model is as large as the task's."""
+    if length < 0 or (most is not None and length > most):
+        raise WireError(f"rank {source} announces {length:,} bytes; {most or 0:,} are allowed")
     found = torch.empty(length, dtype=torch.uint8)
     if length:
         dist.recv(found, source)

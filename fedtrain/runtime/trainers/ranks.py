@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 
 from ... import strategies
 from ...arena import Arena, Frozen, subtract
@@ -32,6 +31,7 @@ from ...errors import ConfigError, TaskError
 from ...learning import Correct
 from ...messages import Metrics, SiteId, Update
 from ...schema import Schema
+from ...training.collectives import refuse_pickles
 from ...training.engine import build_model, weighs_items
 from ...training.examples import examples_of
 from ...training.mesh import Mesh, Sizes, device_here
@@ -39,6 +39,7 @@ from ...training.parallel.data import Dealt
 from ...training.parallel.engine import MeshEngine
 from ...training.task import Task, collate_of, folder_of, load_task, user_code
 from ..processes import signalled_when_parent_ends
+from ..rank_store import RankStore
 from ..star.combinations import check_plain
 from .rank_monitor import GiveUp, RankFailure, RankMonitor
 
@@ -59,6 +60,7 @@ class RankStart(msgspec.Struct, array_like=True):
 
     rank: int
     port: int
+    secret: str  # without which nobody enters the ranks' store
     parent: int  # rank 0's pid
     report: int  # the file descriptor that its RankFailure is written to
     config: dict[str, Any]
@@ -75,7 +77,7 @@ class RankGroup:
         task: Task,
         fetch: Fetch,
         rank: int,
-        store: TCPStore,
+        store: RankStore,
         monitor: RankMonitor | None = None,
     ) -> None:
         """`monitor`: of rank 0; None at the others."""
@@ -91,6 +93,7 @@ class RankGroup:
         }  # fmt: skip
         device = device_here(config.train.device)
         sizes = Sizes.of(config.parallel, config.parallel.ranks)
+        refuse_pickles()
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store, rank=rank, world_size=config.parallel.ranks,
@@ -241,17 +244,15 @@ def start_ranks(
     strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
     check_plain(config, strategy, "parallel.ranks", "the ranks of a site exchange deltas alone. Set it to 1, "
                 "or use another strategy")  # fmt: skip
-    listener = socket.create_server(("127.0.0.1", 0))
-    store = TCPStore(
-        "127.0.0.1", listener.getsockname()[1], config.parallel.ranks, True,
-        timeout=timedelta(seconds=config.parallel.timeout), wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
+    secret = secrets.token_hex(32)
+    store = RankStore.hosted(secret, "127.0.0.1", 0, config.parallel.timeout)
     monitor = RankMonitor(give_up)
     for rank in range(1, config.parallel.ranks):
         reports, report = os.pipe()
         folder = str(data_dir) if data_dir else None
-        start = RankStart(rank, store.port, os.getpid(), report, config.table(), str(config.root), folder)
+        start = RankStart(
+            rank, store.port, secret, os.getpid(), report, config.table(), str(config.root), folder
+        )  # fmt: skip
         arguments = [sys.executable, "-P", "-m", __name__]
         process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(report,))
         os.close(report)
@@ -292,8 +293,8 @@ def work(start: RankStart) -> None:
         with user_code(folder, f"{what}({site!r})"):
             return task.data(site) if what == "data" else task.eval_data(site)
 
-    timeout = timedelta(seconds=config.parallel.timeout)
-    store = TCPStore("127.0.0.1", start.port, config.parallel.ranks, False, timeout=timeout)
+    here = "127.0.0.1", start.port
+    store = RankStore.joined(start.secret, lambda: here, config.parallel.timeout)
     RankGroup(config, task, fetch, start.rank, store).follow()
 
 

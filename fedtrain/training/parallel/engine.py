@@ -23,6 +23,7 @@ from ...learning import Context, Correct
 from ...messages import Metrics, summed
 from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in
+from ..collectives import everyones
 from ..engine import Step, Steps, Trainable, build_model
 from ..examples import Stream, examples_of
 from ..mesh import Mesh, is_dtensor
@@ -332,6 +333,5 @@ class MeshEngine(Trainable, ShardedModel):
         group = self.mesh.group(self.mesh.axes()) if apart else None
         if not dist.is_initialized() or (apart and group is None):
             return mine
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine if self.mesh.at["tp"] == 0 else {}, group=group)
+        everyone = everyones(mine if self.mesh.at["tp"] == 0 else {}, Metrics, group, self.mesh.device)
         return summed({f"{rank:09d}": metrics for rank, metrics in enumerate(everyone)})

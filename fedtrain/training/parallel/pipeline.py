@@ -21,6 +21,7 @@ from ...errors import ConfigError, TaskError
 from ..batches import Batch, cut, examples_in, tensors_in
 from ..mesh import Mesh
 from .plan import Plan
+from .stage import TypedStage
 
 STAGES_A_RANK = 2  # of the interleaved schedule
 SCHEDULES: dict[str, Any] = {
@@ -73,7 +74,7 @@ class Pipeline:
         key = training, count, *(tuple(t.shape) for t in tensors_in(batch))
         if key not in self._schedules:
             stages: list[Any] = [
-                pipelining.PipelineStage(module, index, self.number, self.mesh.device, group=self.group)
+                TypedStage(module, index, self.number, self.mesh.device, group=self.group)
                 for index, module in self.stages.items()
             ]
             several = self.config.schedule == "interleaved"

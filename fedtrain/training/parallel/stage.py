@@ -1,0 +1,22 @@
+"""A pipeline's stage whose ranks tell each other shapes without pickles."""
+
+from __future__ import annotations
+
+from torch.distributed import pipelining
+from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
+
+from ..collectives import receive, send
+
+
+class TypedStage(pipelining.PipelineStage):
+    """What passes from one stage to the next is described in the first step, by types (collectives.py)."""
+
+    def _send_meta(self, meta: _StageForwardMeta | _StageBackwardMeta, dst_stage: int) -> None:
+        forward = isinstance(meta, _StageForwardMeta)
+        said = forward, meta.forward_metas if isinstance(meta, _StageForwardMeta) else meta.backward_metas
+        send(said, self._resolve_peer_global_rank(dst_stage), self.group, self.device)
+
+    def _recv_meta(self, src_stage: int) -> _StageForwardMeta | _StageBackwardMeta:
+        source, kind = self._resolve_peer_global_rank(src_stage), tuple[bool, list[_TensorMeta | None]]
+        forward, metas = receive(kind, source, self.group, self.device)
+        return _StageForwardMeta((*metas,)) if forward else _StageBackwardMeta((*metas,))
