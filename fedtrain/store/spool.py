@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from .disk import (
 
 READ_BYTES = 8 << 20
 NOTE, NOTE_BYTES = ".at", 16 << 20  # after a kill a transfer goes on from its last note
+UNFINISHED = 4  # transfers that may be kept to go on with; of more the oldest are given up
 
 
 class Spool:
@@ -41,6 +43,7 @@ class Spool:
         with explained(folder):
             private_folder(folder)
         self.folder, self._warn = folder, warn
+        self.limit: int | None = None  # bytes that may lie here; the oldest files make room for new ones
         self._whole: set[str] = set()  # digests that this process has taken itself
 
     def path(self, digest: str) -> Path:
@@ -77,7 +80,29 @@ class Spool:
         """Open a transfer; `.offset` says how many of its bytes are here already."""
         whole = self.has(digest, nbytes)
         with explained(self.path(digest)):
+            if not whole:
+                self._make_room(digest, nbytes)
             return Arriving(self, digest, nbytes, whole)
+
+    def _make_room(self, digest: str, nbytes: int) -> None:
+        """Whoever sends may begin any number of transfers, and end none: what lies here stays bounded."""
+        if self.limit is not None and nbytes > self.limit:
+            raise WireError(
+                f"{nbytes:,} bytes are announced, and {self.limit:,} may lie in {self.folder.name}"
+            )
+        own = {f"{digest}.part", digest + NOTE}
+        there: list[tuple[int, int, Path]] = []  # when it was written to, bytes
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):  # another thread's
+                if path.name not in own:
+                    there.append(((found := path.stat()).st_mtime_ns, found.st_size, path))
+        parts = sorted(file for file in there if file[2].suffix == ".part")
+        over = sum(size for _, size, _ in there) + nbytes - (self.limit or 0)
+        for file in sorted(there):
+            if (self.limit is not None and over > 0) or file in parts[:-UNFINISHED]:
+                file[2].unlink(missing_ok=True)
+                over -= file[1]
+                self._whole.discard(file[2].name)
 
     def arrived(self, digest: str) -> None:
         """A file has its final name, and its digest was right."""
@@ -160,6 +185,8 @@ class Arriving:
             return self._path
         if not self.whole:
             raise Broken(f"{self.offset} of {self.nbytes} bytes arrived")
+        if not self._part.exists():
+            raise Broken("the transfer was given up for later ones")
         with explained(self._path):
             self._note.unlink(missing_ok=True)
             if self._hash.hexdigest() != self._digest:

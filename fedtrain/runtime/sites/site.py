@@ -32,7 +32,7 @@ from ...store import Ledger
 from ...store.ledger import NEWEST, Newest
 from ...store.memory import NEVER
 from ...transport.endpoints import TRANSPORTS
-from ...transport.site_link import SiteLink
+from ...transport.site_link import SiteLink, longest
 from ...transport.tls import Tls
 from ...wire import PROTOCOL, decode, encode
 from ...wire.codec import fetch_list
@@ -54,6 +54,7 @@ from .statistics import DataStatistics
 from .statistics import check_config as check_statistics
 
 REQUESTS = Train | Evaluate | Describe | Tally  # in the open
+MODELS = 4  # in the inbox at most, beside patches: in training, coming, the base of a patch, a spare one
 
 
 class Site:
@@ -106,11 +107,20 @@ class Site:
         await self._stop_work()  # on a model that is passed
         return await self._models.made(patch, digest)
 
+    def refusal(self, request: Request) -> Failure | None:
+        """The reply to what this site does not answer, before a byte that the request names is fetched."""
+        for arena in fetch_list(request):
+            if difference := self._schema.difference(arena.schema):
+                return Failure(reason=f"the aggregator's model is not this site's: {difference}")
+        why = self._gate.refusal(request)
+        return Failure(reason=f"{self._name} refuses: {why}") if why else None
+
     async def answer(self, request: Request) -> Reply:
-        """The reply to a request. The same question again, in another attempt say, gets the same reply; but
-        a failure is no reply to another attempt, which has the work done anew."""
-        if why := self._gate.refusal(request):
-            return Failure(reason=f"{self._name} refuses: {why}")
+        return self.refusal(request) or await self.fulfil(request)
+
+    async def fulfil(self, request: Request) -> Reply:
+        """The reply to a request that is not refused. The same question again, in another attempt say, gets
+        the same reply; but a failure is no reply to another attempt, which has the work done anew."""
         reply = await self._answer(request)
         why = self._gate.withheld(request, reply, leaving=True)
         return Failure(reason=f"{self._name} refuses: {why}") if why else reply
@@ -179,8 +189,6 @@ class Site:
 
     async def _work(self, key: str, request: Train | Evaluate) -> Found:
         weights = request.weights
-        if difference := self._schema.difference(weights.schema):
-            return Failure(reason=f"the aggregator's model is not this site's: {difference}")
         assert isinstance(weights, ArenaFile)
         if self._personal:
             self._ledger.keep_newest(
@@ -311,6 +319,8 @@ async def run(
             gate.asked["policy.cohort_change"] = secure.tells_too_much
         site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, models, gate,
                     statistics, about.personal)  # fmt: skip
+        of_models = MODELS * (about.schema.nbytes + about.frozen.schema.nbytes)
+        ledger.inbox.limit = of_models + longest(about.schema)
         if config.compression.down:
             await models.keep_initial()
         hello = Hello(
@@ -323,7 +333,9 @@ async def run(
         try:
             agreed = about.schema, about.frozen.schema, about.update
             patched = site.patched if config.compression.down or checked else None
-            reason = await link.serve(hello, site.answer, site.welcomed, patched, agreed, audit.answer)
+            reason = await link.serve(
+                hello, site.fulfil, site.welcomed, patched, agreed, audit.answer, refusal=site.refusal
+            )
         finally:
             watching.cancel()
             await site.close()
