@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from fedtrain.runtime.trainers import ranks, trainer_process
+from fedtrain.runtime.trainers import confinement, ranks, trainer_process
 from tests.worlds import FORKED
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ def _forking(fork: Fork, most: int) -> Any:
     start = asyncio.create_subprocess_exec
 
     async def create(*command: str, pass_fds: tuple[int, ...] = (), **options: Any) -> Any:
-        assert command[1:4] == ("-P", "-m", trainer_process.__name__), command
+        known = trainer_process.__name__, confinement.__name__  # forked, it is not shut in
+        assert command[1:3] == ("-P", "-m"), command
+        assert command[3] in known, command
         if len(pass_fds) > 1:
             return await start(*command, pass_fds=pass_fds, **options)
         return Forked(_start_trainer(fork, pass_fds[0], options["stdout"], options["env"], most))

@@ -55,6 +55,9 @@ class SitePolicy(Settings):
     epsilon: NotNegative = said(0.0, "most that its noised releases may cost, over all runs; 0: no bound")
     delta: Inner = said(1e-5, "at which epsilon counts")
     bytes_out: Count = said(0, "most bytes that leave in a round; 0: they are only logged")
+    confine: Literal["auto", "require", "keys", "off"] = said(
+        "auto", "the task's code has no network and sees no keys; require: or it does not run; keys: no keys"
+    )
     session: Duration = said(Seconds(86400), "longest life of a connection, which is then made anew")
     # name -> key fingerprint; `fedtrain policy pin NAME=KEY` adds one
     members: Mapping[str, str] = field(default_factory=dict)

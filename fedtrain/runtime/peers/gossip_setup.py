@@ -21,7 +21,7 @@ AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server'
 _AVERAGE = " or ".join(AVERAGE_ONLY)
 
 
-PEERS_HOLD = ("secure_sums", "pin_members", "min_examples", "rounds", "noise", "epsilon", "delta",
+PEERS_HOLD = ("secure_sums", "pin_members", "min_examples", "rounds", "confine", "noise", "epsilon", "delta",
               "members")  # of a policy  # fmt: skip
 
 

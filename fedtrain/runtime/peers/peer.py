@@ -86,7 +86,9 @@ async def run(
         approvals.check(config)  # before a line of the task runs
         if start_trainer is not None:
             return await start_trainer(scratch)
-        return await Trainer.start(of_a_peer(config), data_dir=data_dir, scratch=scratch)
+        return await Trainer.start(
+            of_a_peer(config), data_dir=data_dir, scratch=scratch, confine=policy.confine
+        )
 
     async with AsyncExitStack() as stack:
         emit = stack.enter_context(closing(audited(config, name, emit, credentials))).emit
@@ -95,6 +97,8 @@ async def run(
         trainer = await while_torch_loads(Supervised.begin(lambda: start(store.folder)))
         emit(approvals.check(config).event)
         stack.push_async_callback(trainer.close)
+        if trainer.description.confined:
+            emit(Notice(text=trainer.description.confined))
         agreed = await _begin(config, store, trainer, graph)
         sums = None
         if config.gossip.masks:

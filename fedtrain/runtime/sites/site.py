@@ -273,7 +273,8 @@ async def run(
     async def start() -> Trains:
         approvals.check(config)  # before a line of the task runs, whenever a process loads it
         if start_trainer is None:
-            return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder)
+            scratch = ledger.folder
+            return await Trainer.start(config, data_dir=data_dir, scratch=scratch, confine=policy.confine)
         return await start_trainer(ledger.folder)
 
     pinned = policy.pinned(name, fingerprint(credentials.chain))
@@ -301,6 +302,8 @@ async def run(
             emit(SiteState(site=name, state=state, round=round))
 
         about = trainer.description
+        if about.confined:
+            emit(Notice(text=about.confined))
         noisy = config.privacy.noise_multiplier > 0
         spent = Spent.of_site(config, ledger.folder, emit, policy) if noisy else None
         secure = None

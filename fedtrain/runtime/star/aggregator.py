@@ -262,7 +262,7 @@ async def _begin(
         )
         if (store.latest() is not None or not training) and store.has_frozen(store.frozen.schema):
             return known
-    async with await Trainer.start(config, scratch=store.folder) as trainer:
+    async with await Trainer.start(config, scratch=store.folder, confine="auto") as trainer:
         about = trainer.description
         store.begin(
             about.schema, config.agreed(), frozen=about.frozen.schema, run=config.run.name,
@@ -294,7 +294,7 @@ async def shown_by_task(
             return {}, {}
         if process is None:
             process = await Supervised.begin(
-                lambda: Trainer.start(config, scratch=store.folder, metrics_only=True)
+                lambda: Trainer.start(config, scratch=store.folder, metrics_only=True, confine="auto")
             )
             unchanged(Description(Schema(()), task_digest, derives=True), process.description)
         return await process.shown(total, by_site)

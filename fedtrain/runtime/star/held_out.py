@@ -66,7 +66,9 @@ async def held_out(
 async def _started(config: Config, store: RunStore, task_digest: str, data_dir: Path | None) -> Supervised:
     """A trainer of the run's task with its frozen parameters. ConfigError for other code than the run's."""
     alone = replace(config, parallel=ParallelConfig(), privacy=PrivacyConfig())  # sections of the sites
-    trainer = await Supervised.begin(lambda: Trainer.start(alone, data_dir=data_dir, scratch=store.folder))
+    trainer = await Supervised.begin(
+        lambda: Trainer.start(alone, data_dir=data_dir, scratch=store.folder, confine="auto")
+    )
     try:
         if trainer.description.task_digest != task_digest:
             raise ConfigError("the task's code was changed since the run began. Undo the change.")

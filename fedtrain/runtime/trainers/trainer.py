@@ -185,6 +185,7 @@ class Trainer(Trains, asyncio.Protocol):
         pass_fds: Sequence[int] = (),
         metrics_only: bool = False,
         gpu: str | None = None,
+        confine: str = "off",
     ) -> Self:
         """Start a process and have it load the task.
 
@@ -193,7 +194,7 @@ class Trainer(Trains, asyncio.Protocol):
             log: The file that what the task prints goes to; None: the stderr of this process.
             simulated: It has the data of all sites, as [simulate] says, not what data(site) finds.
             pass_fds: File descriptors that it inherits.
-            metrics_only: It makes no model and trains nothing.
+            metrics_only, confine: It makes no model and trains nothing; as policy.confine.
             gpu: The only GPU that it sees, as CUDA_VISIBLE_DEVICES names it.
 
         Raises:
@@ -202,10 +203,10 @@ class Trainer(Trains, asyncio.Protocol):
         """
         start = start_message(config, data_dir, simulated=simulated, metrics_only=metrics_only)
         for left in reversed(range(TRIES)):
-            process, channel = await spawn(config, scratch, log, pass_fds, gpu)
+            process, channel = await spawn(config, scratch, log, pass_fds, gpu, confine)
             trainer = cls(process, log)
-            connected = functools.partial(lambda made: made, trainer)
-            await asyncio.get_running_loop().create_connection(connected, sock=channel)
+            loop, connected = asyncio.get_running_loop(), functools.partial(lambda made: made, trainer)
+            await loop.create_connection(connected, sock=channel)
             try:
                 trainer.description = await trainer._ask(start)
             except BaseException as e:
@@ -313,9 +314,8 @@ class Trainer(Trains, asyncio.Protocol):
         if asked.done():  # nobody waits for it any more
             return
         if isinstance(outcome, msg.Failed):
-            asked.set_exception(outcome.error())
-        else:
-            asked.set_result(outcome)
+            return asked.set_exception(outcome.error())
+        asked.set_result(outcome)
 
     async def _watch(self) -> None:
         """When the process ends, end what it started, and say so to everyone who still waits."""

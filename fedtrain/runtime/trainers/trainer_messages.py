@@ -192,6 +192,7 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     personal: bool = False  # whether each site has a model of its own
     local: list[str] = []  # names of the model's tensors that stay at their site
     remembers: bool = False  # whether sites keep something from one training to the next
+    confined: str = ""  # what the process can't do, where it was shut in
 
     @property
     def update(self) -> Schema:

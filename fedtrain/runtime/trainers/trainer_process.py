@@ -43,14 +43,19 @@ def start_message(config: Config, data_dir: Path | None, *, simulated: bool, met
 
 
 async def spawn(
-    config: Config, scratch: Path, log: Path | None, pass_fds: Sequence[int], gpu: str | None = None
+    config: Config,
+    scratch: Path,
+    log: Path | None,
+    pass_fds: Sequence[int],
+    gpu: str | None = None,
+    confine: str = "off",
 ) -> tuple[asyncio.subprocess.Process, socket.socket]:
     """A new process and the socket to it; see Trainer.start."""
     ours, theirs = socket.socketpair()
     output = None if log is None else private(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", __name__, str(theirs.fileno()),
+            sys.executable, "-P", "-m", *_main(config, theirs.fileno(), confine),
             stdin=subprocess.DEVNULL, stdout=output or 2, stderr=output or 2,
             pass_fds=(theirs.fileno(), *pass_fds), env=environment(config, scratch, gpu),
             start_new_session=True,  # Ctrl-C is the parent's to handle, and stop() ends the whole group
@@ -60,6 +65,16 @@ async def spawn(
         if output is not None:
             os.close(output)
     return process, ours
+
+
+def _main(config: Config, channel: int, confine: str) -> list[str]:
+    """The child's module and arguments: it shuts itself in first, unless that is off."""
+    if confine == "off":
+        return [__name__, str(channel)]
+    keys = (config.root / config.network.certs).resolve()
+    if config.root.resolve().is_relative_to(keys):  # not the task as well
+        keys /= "sites"
+    return [f"{__package__}.confinement", str(channel), confine, str(keys), str(config.parallel.ranks)]
 
 
 def environment(config: Config, scratch: Path, gpu: str | None = None) -> dict[str, str]:
@@ -76,8 +91,9 @@ def environment(config: Config, scratch: Path, gpu: str | None = None) -> dict[s
     }  # fmt: skip
 
 
-def serve(channel: socket.socket) -> None:
-    """Load the task that Start names, then answer commands until the parent is gone."""
+def serve(channel: socket.socket, confined: str = "", refusal: str = "") -> None:
+    """Load the task that Start names, then answer commands until the parent is gone. `confined`: how this
+    process is shut in, for the parent. `refusal`: why it loads nothing."""
     if hasattr(os, "SCHED_BATCH"):  # else an arriving command takes the core from the process that sent it
         with suppress(OSError):  # a container may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -103,6 +119,8 @@ def serve(channel: socket.socket) -> None:
 
     incoming = frames()
     start = msgspec.msgpack.decode(next(incoming), type=msg.Start)
+    if refusal:
+        return send(msg.Failed(refusal, True))
     gc.disable()  # the modules loaded here stay, and looking for garbage in them takes a seventh of the time
     try:
         bench = bench_of(start, give_up)
@@ -110,7 +128,7 @@ def serve(channel: socket.socket) -> None:
         return send(msg.Failed.of(e))
     gc.freeze()
     gc.enable()
-    send(bench.description)
+    send(msgspec.structs.replace(bench.description, confined=confined))
     for body in incoming:
         try:
             answer = bench.answer(msg.commands.decode(body))
