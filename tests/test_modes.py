@@ -91,7 +91,7 @@ class Inline(Trainer):
         self.bench, self.description = bench, bench.description
 
     @classmethod
-    async def start(cls, config, *, data_dir=None, scratch, log=None, simulated=False, pass_fds=(), gpu=None):
+    async def start(cls, config, *, data_dir=None, scratch, simulated=False, **_):
         if cls.plain:
             config = Config.of(config.table(), config.root)
         return cls(Workbench(config, data_dir, simulated=simulated))

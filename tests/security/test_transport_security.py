@@ -20,12 +20,12 @@ from fedtrain.errors import BadUpdate, JoinRefused, WireError
 from fedtrain.events import silent
 from fedtrain.messages import Failure, Train, Update
 from fedtrain.pki import Authority, Credentials, aggregator_target, sign
+from fedtrain.pki.identity import Current
 from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.star import checks
 from fedtrain.runtime.star.aggregator import JoinedSites
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
-from fedtrain.pki.identity import Current
 from fedtrain.transport.grpc import SERVICE
 from fedtrain.transport.tls import Tls, serving
 from fedtrain.wire.codec import decode, encode

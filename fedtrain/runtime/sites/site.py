@@ -285,11 +285,10 @@ async def run(
         trainer = await Supervised.begin(start)
         emit(approvals.check(config).event)  # the very code that is loaded now
         address = config.network.address or config.network.listen
-        target = aggregator_target(credentials.identity.federation)
         link = SiteLink(
             TRANSPORTS["grpc"](lambda: Tls(*current.parts()), config.network.heartbeat),
             address=address,
-            target=target,
+            target=aggregator_target(credentials.identity.federation),
             inbox=ledger.inbox,
             requests=SECURE_REQUESTS if config.secagg.enabled else REQUESTS,
             trust=check,

@@ -28,7 +28,6 @@ from ..sites import compressed
 from ..sites.privacy import check_config, streams_of
 from ..threads import torch_threads
 from . import trainer_messages as msg
-from .applied import applied
 from .rank_monitor import GiveUp, nobody
 
 if TYPE_CHECKING:
@@ -203,6 +202,8 @@ class Workbench:
                 return msg.Saved(place.digest)
             case msg.Apply():
                 with new_file(self.description.schema, Path(command.out)) as arena:
+                    from .applied import applied
+
                     arena.copy_(applied(self._config, self._strategy, self.description, command))
                     return msg.Saved(arena.digest)
             case msg.Examples(site):
