@@ -285,10 +285,11 @@ async def run(
         trainer = await Supervised.begin(start)
         emit(approvals.check(config).event)  # the very code that is loaded now
         address = config.network.address or config.network.listen
+        target = aggregator_target(credentials.identity.federation)
         link = SiteLink(
             TRANSPORTS["grpc"](lambda: Tls(*current.parts()), config.network.heartbeat),
             address=address,
-            target=aggregator_target(credentials.identity.federation),
+            target=target,
             inbox=ledger.inbox,
             requests=SECURE_REQUESTS if config.secagg.enabled else REQUESTS,
             trust=check,
@@ -300,8 +301,7 @@ async def run(
             link.status(state)
             emit(SiteState(site=name, state=state, round=round))
 
-        about = trainer.description
-        if about.confined:
+        if (about := trainer.description).confined:
             emit(Notice(text=about.confined))
         noisy = config.privacy.noise_multiplier > 0
         spent = Spent.of_site(config, ledger.folder, emit, policy) if noisy else None
