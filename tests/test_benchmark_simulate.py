@@ -61,7 +61,7 @@ def test_a_turn_over_ranks_is_done_by_rank_0_and_the_others_only_train(module, m
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(by_turns.on_ranks, "work", trained.append)
     by_turns.main()
-    assert trained == ["cpu"]
+    assert [config.train.device for config in trained] == ["cpu"]
 
 
 def test_the_operations_of_an_update_are_its_products(module, tmp_path):

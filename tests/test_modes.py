@@ -286,7 +286,7 @@ def only_over_ranks(key):
     if section not in ("parallel", "checkpoint"):
         return False
     folder = Path(fedtrain.__file__).parent
-    files = [*(folder / "training").rglob("*.py"), folder / "runtime" / "ranks.py"]
+    files = [*(folder / "training").rglob("*.py"), folder / "runtime" / "trainers" / "ranks.py"]
     return any(re.search(rf"\b(config|parallel)\.{name}\b", file.read_text()) for file in files)
 
 

@@ -42,7 +42,10 @@ class Sites(Task):
     def sites(self):
         return ["a", "b", "c"]
 """
-ASIDE = frames.Hello | frames.Status | frames.Leaving | frames.Welcome | frames.Finished | frames.Note
+ASIDE = (
+    frames.Hello | frames.Status | frames.Leaving | frames.Welcome | frames.Finished | frames.Note
+    | frames.AuditHead
+)  # fmt: skip
 
 
 def belongs(message):
