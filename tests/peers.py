@@ -68,6 +68,7 @@ class Village:
         self.ports = {name: free_port() for name in names}
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.events: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        root.mkdir(parents=True, exist_ok=True)
         (root / "task.py").write_text("# its trainer is a Toy\n")
         pki.init(root / "certs")
         for name in names:

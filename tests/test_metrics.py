@@ -271,7 +271,7 @@ class Scored(fedtrain.Task):
 def test_an_aggregator_never_runs_metrics_itself_but_asks_a_process_from_the_first_evaluation_on(tmp_path):
     def trainers():
         children = psutil.Process().children()
-        return [c for c in children if "-m fedtrain.runtime.trainers.trainer" in " ".join(c.cmdline())]
+        return [c for c in children if "-m fedtrain.runtime.trainers." in " ".join(c.cmdline())]
 
     async def main():
         async with aggregator.shown_by_task(config, store, source_digest(config)) as shown_there:

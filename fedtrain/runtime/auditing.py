@@ -45,6 +45,13 @@ def signing(credentials: Credentials) -> Callable[[LogHead], bytes]:
     return lambda head: Signed.by(signer, CONTEXT, head).encode()
 
 
+def framed(signed: bytes) -> AuditHead:
+    """A signed head as it travels."""
+    whole = msgspec.msgpack.decode(signed, type=Signed)
+    bare = msgspec.structs.replace(whole, certificate=b"")
+    return AuditHead(signed=bare.encode(), certificate=whole.certificate)
+
+
 @dataclass
 class Audit:
     """An open audit log, and the other ends' heads in it."""
@@ -54,6 +61,7 @@ class Audit:
     credentials: Credentials | None
     after_round: Callable[[], None] = lambda: None  # called when a round is committed
     _known: set[tuple[SiteId, bytes]] = field(default_factory=set)  # certificates that the log has
+    _shown: dict[SiteId, bytes] = field(default_factory=dict)  # the newest certificate that each has sent
 
     def emit(self, event: Event) -> None:
         """Add an event to the log, if it is of a kind that is kept, and tell whoever hears of events."""
@@ -65,9 +73,9 @@ class Audit:
     def close(self) -> None:
         self.log.close()
 
-    def statement(self) -> bytes:
+    def statement(self) -> AuditHead:
         """This log's signed head, for all."""
-        return self._sign(self.log.head())
+        return framed(self._sign(self.log.head()))
 
     def place_of(self, who: SiteId) -> tuple[int, str] | None:
         """The newest head of another log that is kept here: its lines, and the last one's seal."""
@@ -77,12 +85,15 @@ class Audit:
     def answer(self, frame: AuditHead, who: SiteId = "aggregator") -> AuditHead:
         """Keep the head that another end states; this log's own, which countersigns that one."""
         self.witness(who, frame)
-        return AuditHead(signed=self._sign(self.log.head(self.place_of(who))))
+        return framed(self._sign(self.log.head(self.place_of(who))))
 
     def witness(self, who: SiteId, frame: AuditHead) -> None:
         """Keep the head that another end states. What is no head, or denies an earlier one, is told."""
         try:
-            signed, head = msgspec.msgpack.decode(frame.signed, type=Signed), self._checked(who, frame.signed)
+            shown = self._shown[who] = frame.certificate or self._shown.get(who, b"")
+            bare = msgspec.msgpack.decode(frame.signed, type=Signed)
+            signed = msgspec.structs.replace(bare, certificate=shown)
+            head = self._checked(who, signed.encode())
         except (FedtrainError, msgspec.MsgspecError, ValueError) as e:
             self._dispute(who, f"no head of the audit log of {who}: {e}")
             return
@@ -94,10 +105,10 @@ class Audit:
             text = f"the log of {who} had {last[0]} lines, and has {head.lines} now"
             self._dispute(who, f"{text}: lines were cut off, or the log begun anew")
         if last != head.place:
-            shown = "" if (who, signed.certificate) in self._known else signed.certificate.decode()
+            new = "" if (who, signed.certificate) in self._known else signed.certificate.decode()
             self._known.add((who, signed.certificate))
             claim, signature = b64encode(signed.claim).decode(), b64encode(signed.signature).decode()
-            self.log.append(HeadWitnessed(of=who, claim=claim, signature=signature, certificate=shown))
+            self.log.append(HeadWitnessed(of=who, claim=claim, signature=signature, certificate=new))
 
     def _sign(self, head: LogHead) -> bytes:
         assert self.credentials is not None, "only who has a key states how a log stands"

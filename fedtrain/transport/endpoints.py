@@ -113,8 +113,10 @@ class RemoteCohort:
     def tell(self, site: SiteId, line: str) -> None:
         self._end.tell(site, line)
 
-    def state_head(self, signed: bytes, place_of: Callable[[SiteId], tuple[int, str] | None]) -> None:
-        self._end.state_head(signed, place_of)
+    def state_head(
+        self, head: frames.AuditHead, place_of: Callable[[SiteId], tuple[int, str] | None]
+    ) -> None:
+        self._end.state_head(head, place_of)
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float

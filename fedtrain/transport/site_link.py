@@ -98,6 +98,7 @@ class SiteLink:
         self._answer, self._welcomed, self._patched = answer, welcomed, patched
         self._witness = witness
         self._witnessing: asyncio.Task[None] | None = None  # the newest answer to the aggregator's head
+        self._shown = b""  # the certificate that the aggregator was shown in such an answer
         self._end.known = known(schemas)
         first = msgspec.structs.replace(hello, process=self._process)
         while True:
@@ -146,6 +147,7 @@ class SiteLink:
                         self._trust.take(frame.lists)
                         continue
                     if isinstance(frame, frames.Welcome):
+                        self._shown = b""
                         await self._check(frame, stream)
                         self._frozen = self._welcomed(frame.frozen)
                         self._emit(Admitted(site="aggregator", task_digest=hello.task_digest))
@@ -177,7 +179,9 @@ class SiteLink:
         """Answer with the head of the own log, when the disk has the log: a round does not wait for that."""
         if self._witness is not None:
             answer = await asyncio.to_thread(self._witness, head)
-            self._outbox.put_nowait(encode(answer))
+            shown = b"" if self._shown == answer.certificate else answer.certificate
+            self._shown = answer.certificate
+            self._outbox.put_nowait(encode(msgspec.structs.replace(answer, certificate=shown)))
 
     async def _leave(self, stream: streams.MessageStream) -> None:
         """Say that we know, and go when the aggregator has read it: it would wait for us otherwise."""

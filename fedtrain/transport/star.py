@@ -42,6 +42,7 @@ class SiteSession:
     process: str  # as in the site's Hello
     send: Callable[[frames.FromAggregator | None], None]  # None: close the stream
     owes_head: bool = False  # it was told how the aggregator's audit log stands, and has not answered
+    certificate: bytes = b""  # that it was shown with such a head
 
 
 @dataclass(eq=False)
@@ -187,11 +188,15 @@ class AggregatorEnd:
         if session := self.sessions.get(site):
             session.send(frames.Note(line=line))
 
-    def state_head(self, signed: bytes, place_of: Callable[[SiteId], tuple[int, str] | None]) -> None:
+    def state_head(
+        self, head: frames.AuditHead, place_of: Callable[[SiteId], tuple[int, str] | None]
+    ) -> None:
         """Tell all sites how the audit log stands; `place_of`: how a site's own one stood."""
         for site, session in self.sessions.items():
             session.owes_head = True
-            session.send(frames.AuditHead(signed=signed, seen=place_of(site)))
+            shown = b"" if session.certificate == head.certificate else head.certificate
+            session.certificate = head.certificate
+            session.send(msgspec.structs.replace(head, certificate=shown, seen=place_of(site)))
 
     def finish(self, reason: str | None, joined: Iterable[SiteId]) -> float:
         """End all sessions. With a `reason` the run is over, and all sites that ever `joined` are to learn

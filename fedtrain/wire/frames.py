@@ -148,6 +148,7 @@ class AuditHead(Frame, frozen=True, kw_only=True, tag=True):
     its own, whose signature covers the one that it answers."""
 
     signed: bytes  # runtime.auditing
+    certificate: bytes = b""  # the signer's, in PEM; b"": as in the head before it in this session
     seen: tuple[int, str] | None = None  # how the addressee's log stood, as far as the sender knows
 
 

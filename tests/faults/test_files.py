@@ -82,7 +82,7 @@ def star(request, memory):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_any_file_of_an_aggregator_and_of_a_site(star, room, damage):
     masks, whole, image = star
-    files = [file for file in image.files() if file.parts[1] in ("r", "r@b")]
+    files = [file for file in image.files() if file.parts[1] in ("r", "r@b", "@b")]
     kinds = {"blobs", "inbox", "outbox", "run.db", "run.db-wal", "ledger.db", "ledger.db-wal"}
     kinds |= {"sums.json"} if masks else {"releases.jsonl"}
     assert kinds <= {part for file in files for part in file.parts}
@@ -203,6 +203,7 @@ class Pool(LocalCohort):
 
     def __init__(self, bench):
         super().__init__({})
+        self.machines = str
         self.bench, self.description = bench, bench.description
 
     @classmethod

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -93,8 +94,9 @@ def test_a_trainer_killed_in_the_middle_is_replaced_by_its_site(tmp_path, whole)
             before = p.count("update_received")
             p.wait_for(lambda before=before: p.count("update_received") > before)
             for child in psutil.Process(site.pid).children():
-                if os.getsid(child.pid) == child.pid:  # a trainer, which has a session of its own
-                    child.send_signal(signal.SIGKILL)
+                with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    if os.getsid(child.pid) == child.pid:  # a trainer, which has a session of its own
+                        child.send_signal(signal.SIGKILL)
         assert aggregator.wait(240) == 0, p.log("aggregator")
         assert site.wait(30) == 0
         assert p.final() == whole

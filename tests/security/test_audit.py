@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -18,7 +19,6 @@ from fedtrain.events import silent
 from fedtrain.pki import Credentials
 from fedtrain.runtime.auditing import audited, root_of, verify
 from fedtrain.tracking.audit import AuditLog, audit_file, head_file, lines_of
-from fedtrain.wire.frames import AuditHead
 from tests import toy
 from tests.inprocess import certify, federation, with_port
 
@@ -283,7 +283,7 @@ def test_s27_an_end_whose_log_was_cut_is_told_when_it_meets_the_other_one(certif
     earlier = [file.read_bytes() for file in (path, head_file(path))]
 
     def meet():
-        answer = site.answer(AuditHead(signed=aggregator.statement(), seen=aggregator.place_of("a")))
+        answer = site.answer(msgspec.structs.replace(aggregator.statement(), seen=aggregator.place_of("a")))
         aggregator.witness("a", answer)
 
     meet()
@@ -310,8 +310,9 @@ def test_s27_a_head_that_another_has_signed_is_not_kept(certified, tmp_path):
     aggregator = audited(config, "aggregator", told.append, load(tmp_path / "certs/aggregator"))
     b = audited(config, "b", silent, load(tmp_path / "certs/sites/b"))
     b.emit(APPROVED[0])
-    for bad in (b.statement(), b"", b.statement()[:-1], b.statement().replace(b"b", b"a")):
-        aggregator.witness("a", AuditHead(signed=bad))
+    whole = b.statement()
+    for bad in (whole.signed, b"", whole.signed[:-1], whole.signed.replace(b"b", b"a")):
+        aggregator.witness("a", msgspec.structs.replace(whole, signed=bad))
     assert len(told) == 4
     assert aggregator.place_of("a") is None
     assert "b has signed a head of b's log, not a" in told[0].text

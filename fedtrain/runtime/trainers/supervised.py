@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from ...arena import ArenaFile
 from ...errors import ConfigError
 from . import trainer_messages as msg
@@ -92,7 +94,7 @@ def on_machines(trainers: Sequence[Supervised]) -> str:
 
 def unchanged(agreed: msg.Description, found: msg.Description) -> None:
     """ConfigError when a trainer that was started again has other code than the one before it."""
-    if found != agreed:
+    if msgspec.structs.replace(found, confined=agreed.confined) != agreed:  # here it may be shut in less
         raise ConfigError(
             "the task's code was changed while it is being trained, and a trainer process had to be started "
             "again. Undo the change; or start the run's processes again, with the same code at all of them."
