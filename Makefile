@@ -2,12 +2,16 @@
 #   make demo    four hospitals train one model, as processes of their own over mutual TLS
 #   make test    all checks and tests, as CI runs them
 #   make bench   the benchmarks
-#   make soak    faults by the thousand, of which the tests draw a sample (half an hour)
+#   make soak    faults by the thousand, of which the tests draw a sample: half an hour of them, others each day;
+#                MINUTES=0 for all
 #   make fuzz    gives each decoder any bytes, led by atheris; FUZZ=-runs=5000000 for longer
-#   make mutants removes each security check in turn: a test must miss it
+#   make mutants removes each security check in turn: a test must miss it; plants faults: a seed must find each
+#   make site    the pages as a site, in build/site
 #   make lock    what fedtrain is tested with, by digest, and its bill of materials
+#   make bundle  build/bundle: every wheel by digest, for machines without a network
 #   make advisories   known faults of what is locked, from a database that pip-audit fetches
-#   make release SIGN=~/.ssh/id_ed25519   dist/: the wheel, the notes, the bill of materials, their digests, signed
+#   make release SIGN=~/.ssh/id_ed25519 BASE=python:3.11-slim@sha256:...
+#                     dist/: the wheel, the notes, the bill of materials, the image's base; their digests, signed
 # Both first make what they need (.venv); a second time that takes no time.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -20,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Hundreds of processes start in the tests, and would compile our modules each for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test soak fuzz bench mutants lock advisories release check clean
+.PHONY: demo test soak fuzz bench mutants site lock bundle advisories release check clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -30,8 +34,9 @@ test: $(INSTALLED) $(TOOLS) check
 	$(BIN)/pytest -n 2 -m "not slow"
 	$(BIN)/pytest -n 2 --maxschedchunk 1 -m slow
 
+MINUTES ?= 28
 soak: $(INSTALLED) $(TOOLS)
-	$(BIN)/pytest -n 2 --maxschedchunk 1 -m soak
+	SOAK_MINUTES=$(MINUTES) $(BIN)/pytest -n 2 --maxschedchunk 1 -m soak
 
 FUZZ ?= -max_total_time=30
 fuzz: $(INSTALLED)
@@ -44,6 +49,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/asynchronous.py
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/secagg.py
+	$(BIN)/python benchmarks/guarded_round.py
 	$(BIN)/python benchmarks/gossip.py
 	$(BIN)/python benchmarks/datacenter.py
 	$(BIN)/python benchmarks/compression.py
@@ -54,18 +60,29 @@ bench: $(INSTALLED)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.security.mutants
+	$(BIN)/python -m tests.vsim.mutants
+
+site: $(INSTALLED)
+	$(BIN)/python -m mkdocs build
 
 lock: $(INSTALLED)
 	$(BIN)/python deployment/lock.py
 
+bundle: $(INSTALLED)
+	$(BIN)/python deployment/bundle.py
+
 advisories: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet pip-audit
-	$(BIN)/pip-audit --no-deps --disable-pip --requirement deployment/requirements.lock
+	sed 's/+[a-z0-9.]*//' deployment/torch.lock deployment/requirements.lock | \
+	  $(BIN)/pip-audit --strict --no-deps --disable-pip --requirement /dev/stdin
 
 # hatchling puts no time of its own into a wheel: whoever builds this commit has the same bytes.
 release: $(INSTALLED)
+	@echo '$(BASE)' | grep -Eq '^[^ ]+@sha256:[0-9a-f]{64}$$' || { echo 'make release: BASE must name the base image' \
+	  'by the digest that you have looked at, as python:3.11-slim@sha256:..., for a tag may be another image tomorrow' >&2; exit 1; }
 	rm -rf dist && $(BIN)/python -m hatchling build -t wheel -d dist
 	cp CHANGELOG.md dist/NOTES.md && cp deployment/sbom.cdx.json deployment/*.lock dist/
+	echo 'docker build -f deployment/Dockerfile --build-arg PYTHON=$(BASE) -t fedtrain .' >dist/IMAGE
 	cd dist && sha256sum * >SHA256SUMS && ssh-keygen -Y sign -f $(SIGN) -n fedtrain SHA256SUMS
 
 check: $(INSTALLED)
@@ -85,12 +102,21 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 # What tests use and pip doesn't have. Where it can't be installed, those tests say so and are skipped.
+# nginx is unpacked into .venv and not installed: its package would start it, and at each boot again.
+NGINX := nginx libnginx-mod-stream
 $(TOOLS): $(INSTALLED)
+	@if ! { [ -e /usr/sbin/nginx ] && [ -e /usr/lib/nginx/modules/ngx_stream_module.so ]; }; then \
+	  mkdir -p $(VENV)/nginx && cd $(VENV)/nginx && \
+	  { apt-get download -q $(NGINX) || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get download -q $(NGINX); } && \
+	    printf '%s\n' *.deb | xargs -I{} dpkg-deb -x {} . && usr/sbin/nginx -v; } >apt.log 2>&1 || \
+	  { rm -rf usr; echo "nginx can't be fetched by apt-get ($(VENV)/nginx/apt.log); its test will be skipped."; }; \
+	fi
 	@missing=; \
 	command -v docker-compose >/dev/null || missing="$$missing docker-compose"; \
 	command -v systemd-analyze >/dev/null || missing="$$missing systemd"; \
 	command -v openssl >/dev/null || missing="$$missing openssl"; \
 	command -v strace >/dev/null || missing="$$missing strace"; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "apt-get install$$missing"; \
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } \

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,7 +21,7 @@ import grpc.aio
 
 from fedtrain.pki import Credentials, aggregator_target
 from fedtrain.transport.grpc import channel_options
-from fedtrain.transport.tls import Tls
+from fedtrain.transport.tls import Tls, serving
 from fedtrain.wire import CHUNK_BYTES
 
 
@@ -64,7 +65,7 @@ class BareStream:
     ) -> None:
         for process in (*self._clients, self._server):
             process.kill()
-            process.wait()
+            process.communicate()  # closes its pipes too
 
     @staticmethod
     def _said(process: subprocess.Popen[str]) -> str:
@@ -91,7 +92,7 @@ async def server(certs: Path, nbytes: int) -> None:
         "Up": grpc.stream_unary_rpc_method_handler(up),
     }
     listening.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Bare", handlers),))
-    port = listening.add_secure_port("127.0.0.1:0", _tls(certs / "aggregator").server())
+    port = listening.add_secure_port("127.0.0.1:0", serving(partial(_tls, certs / "aggregator")))
     await listening.start()
     print(port, flush=True)
     await listening.wait_for_termination()

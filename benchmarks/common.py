@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def begin(args: argparse.Namespace) -> None:
 
 def machine_line() -> dict[str, object]:
     return {
+        "day": datetime.now(UTC).date().isoformat(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

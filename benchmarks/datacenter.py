@@ -3,12 +3,16 @@
 Everything that is compared runs in one launch of two processes, by turns: a step of ours, a step of theirs.
 The bare loop is what anyone writes: DistributedDataParallel, the same model, optimizer and batches.
 
-    step_ratio             median time of our step / of the bare one (bar: 1.02)
-    fused_step_ratio       the same beside a bare loop that asks for the fused optimizer, as we do (no bar)
+    fused_step_ratio       median time of our step / of the bare one with the same fused optimizer (bar: 1.02)
+    unjudged_step_ratio    the same where we, too, don't look whether the gradient is finite
+    unfused_step_ratio     the same beside a bare loop that doesn't ask for the fused one (no bar)
     PEER_ratio             the same of accelerate, Lightning Fabric (`fabric`) and Ray Train (`ray`), where
                            they are installed; Ray starts ranks of its own, with a bare loop in them
     ckpt_async_over_sync   how long a save in the background holds up training / one in the foreground (0.15)
     start_ratio            from the launch to the first step done, ours / a bare script (1.15)
+    readers_ratio          (case `input`) a step over a dataset that takes 20 ms an example, read by four
+                           processes of each rank, / one over data that takes no time (1.05)
+    no_readers_ratio       the same, read as each step asks
 """
 
 from __future__ import annotations
@@ -24,16 +28,20 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import common
+
+if TYPE_CHECKING:
+    from fedtrain.runtime.datacenters.datacenter import Datacenter
 
 RANKS, BATCH = 2, 16
 WARM = 5  # turns that don't count
 SAVES = 10  # of each kind
 Setup = Callable[[Any, Any], tuple[Any, Any, Callable[[Any], None]]]  # (model, optimizer, backward)
-CASES = {"mlp5m": "Mlp", "gpt10m": "Gpt"}
+CASES = {"mlp5m": "Mlp", "gpt10m": "Gpt", "input": "Slow"}
 TASK = """
+import time
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -50,6 +58,32 @@ class Mlp(fedtrain.Task):  # 5.3 million parameters
 
     def loss(self, model, batch):
         return F.cross_entropy(model(batch[0]), batch[1])
+
+class Slow(fedtrain.Task):  # its examples take so many seconds
+    def __init__(self, seconds=0.0):
+        self.seconds = seconds
+
+    def model(self):
+        wide = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+        return nn.Sequential(nn.Linear(256, 1024), *wide, nn.Linear(1024, 256))
+
+    def data(self, site):
+        return Examples(self.seconds)
+
+    def loss(self, model, batch):
+        again = [F.cross_entropy(model(batch[0]), batch[1]) for _ in range(2)]
+        return torch.stack(again).mean()
+
+class Examples(torch.utils.data.Dataset):
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, i):
+        time.sleep(self.seconds)
+        return torch.full((256,), i / 4096), i % 256
 
 class Gpt(fedtrain.Task):  # 10.7 million
     def model(self):
@@ -108,6 +142,7 @@ def ranks(folder: Path, case: str, steps: int) -> None:
     from fedtrain.events import silent
     from fedtrain.runtime.datacenters.datacenter import Datacenter
     from fedtrain.training.checkpoint import Checkpoints
+    from fedtrain.training.engine import Steps
     from fedtrain.training.mesh import Mesh, Sizes, joined
     from fedtrain.training.task import load_task
 
@@ -115,14 +150,12 @@ def ranks(folder: Path, case: str, steps: int) -> None:
     # A plain group, for peers may exchange pickles in it.
     with joined(lambda backend, _: dist.init_process_group(backend), "cpu") as device:
         task = load_task(config.run.task, folder)
-        room = Datacenter(config, task, Mesh(Sizes.of(config.parallel, RANKS), device), None, silent)
-
-        def ours() -> None:
-            room.engine.seed("step", room.state.step, 0, room.mesh.data_rank)
-            room.engine.steps.take(room.data.take(), "step")
-            room.state.step += 1
-
-        works = {"ours": ours, "bare": loop(task, bare), "fused": loop(task, bare, fused=True)}
+        mesh = Mesh(Sizes.of(config.parallel, RANKS), device)
+        room, unjudged = (Datacenter(config, task, mesh, None, silent) for _ in range(2))
+        unjudged.engine.steps = Steps(unjudged.engine, config.train)
+        unjudged.engine.begin_round(0, afresh=True)
+        works = {"ours": steps_of(room), "unjudged": steps_of(unjudged)}
+        works |= {"bare": loop(task, bare), "fused": loop(task, bare, fused=True)}
         for peer, setup in PEERS.items():
             if find_spec({"fabric": "lightning_fabric"}.get(peer, peer)):
                 works[peer] = loop(task, setup)
@@ -145,6 +178,54 @@ def ranks(folder: Path, case: str, steps: int) -> None:
             found = {"ratios": ratios(times, "bare"), "fused_ratios": ratios(times, "fused")}
             stall = ratios(stalls, "foreground")["background"]
             print(json.dumps(middle | found | {"stall": stall}), flush=True)
+
+
+def steps_of(room: Datacenter) -> Callable[[], None]:
+    """Our own step."""
+
+    def step() -> None:
+        room.engine.seed("step", room.state.step, 0, room.mesh.data_rank)
+        room.engine.steps.take(room.data.take(), "step")
+        room.state.step += 1
+
+    return step
+
+
+def input_ranks(folder: Path, steps: int) -> None:
+    """Steps over slow examples, with readers and without, and over fast ones; in blocks, for who reads ahead
+    would do so in the others' turns. Rank 0 prints one JSON line."""
+    import torch.distributed as dist
+
+    from fedtrain.config import Config
+    from fedtrain.events import silent
+    from fedtrain.runtime.datacenters.datacenter import Datacenter
+    from fedtrain.training.mesh import Mesh, Sizes, joined
+    from fedtrain.training.task import load_task
+
+    def step_of(spec: str, readers: int) -> Callable[[], None]:
+        table = config_of(folder, "input")
+        table["train"]["batch_size"] = 8
+        table["run"]["task"], table["parallel"]["readers"] = spec, readers
+        config = Config.of(table, folder)
+        task, mesh = load_task(spec, folder), Mesh(Sizes.of(config.parallel, RANKS), device)
+        room = Datacenter(config, task, mesh, None, silent)
+
+        def take() -> None:
+            room.engine.steps.take(room.data.take(), "step")
+
+        return take
+
+    with joined(lambda backend, _: dist.init_process_group(backend), "cpu") as device:
+        slow = "task:Slow(0.02)"
+        kinds = {"fast": ("task:Slow", 0), "readers": (slow, 4), "no_readers": (slow, 0)}
+        works = {name: step_of(*kind) for name, kind in kinds.items()}
+        times: dict[str, list[float]] = {name: [] for name in works}
+        for turn in range(4):
+            for name, work in works.items():
+                mine = by_turns({name: work}, steps // 4)[name]
+                times[name] += mine if turn else []  # the first starts the readers
+        if dist.get_rank() == 0:
+            print(json.dumps({name: statistics.median(each) for name, each in times.items()}), flush=True)
 
 
 def ray_ranks(folder: Path, case: str, steps: int) -> None:
@@ -299,6 +380,9 @@ def main() -> None:
     parser.add_argument("--rank", metavar="FOLDER", type=Path, help="used by the benchmark itself")
     parser.add_argument("--ray", metavar="FOLDER", type=Path, help="used by the benchmark itself")
     args = parser.parse_args()
+    if args.rank is not None and args.case[0] == "input":
+        input_ranks(args.rank, args.steps)
+        return
     if args.rank is not None:
         ranks(args.rank, args.case[0], args.steps)
         return
@@ -320,16 +404,24 @@ def main() -> None:
             (folder / "fedtrain.toml").write_text("\n".join(lines))
             out, _ = launch(folder, __file__, "--rank", name, "--case", case, "--steps", str(args.steps))
             found = json.loads(out.splitlines()[-1])
+            if case == "input":
+                common.emit("datacenter", case, "step", found["fast"] * 1e3, "ms")
+                for kind in ("readers", "no_readers"):
+                    common.emit("datacenter", case, f"{kind}_ratio", found[kind] / found["fast"], "×")
+                continue
             common.emit("datacenter", case, "step", found["ours"] * 1e3, "ms")
             common.emit("datacenter", case, "bare_step", found["bare"] * 1e3, "ms")
-            common.emit("datacenter", case, "step_ratio", found["ratios"].pop("ours"), "×")
             common.emit("datacenter", case, "fused_step_ratio", found["fused_ratios"]["ours"], "×")
-            found["ratios"].pop("fused")
+            common.emit("datacenter", case, "unjudged_step_ratio", found["fused_ratios"]["unjudged"], "×")
+            common.emit("datacenter", case, "unfused_step_ratio", found["ratios"].pop("ours"), "×")
+            del found["ratios"]["fused"], found["ratios"]["unjudged"]
             for peer, ratio in (found["ratios"] | in_ray(folder, case, args.steps)).items():
                 common.emit("datacenter", case, f"{peer}_ratio", ratio, "×")
             common.emit("datacenter", case, "ckpt_sync", found["foreground"] * 1e3, "ms")
             common.emit("datacenter", case, "ckpt_async", found["background"] * 1e3, "ms")
             common.emit("datacenter", case, "ckpt_async_over_sync", found["stall"], "×")
+            if not args.starts:
+                continue
             starts: dict[str, list[float]] = {"ours": [], "bare": []}
             for _ in range(args.starts):
                 for whose, times in starts.items():

@@ -86,6 +86,8 @@ class Idle(Trains):
             case msg.TrainOne(out=out):
                 digest = self._write(Path(out), 4 * int(self._random.integers(1, self._schema.numel)))
                 return msg.Done([msg.Trained(10.0, {"loss": (1.0, 1.0)}, digest)])
+            case msg.ColumnsOf():
+                return msg.HasColumns(())
             case msg.EvaluateMany():
                 return msg.Done([msg.Measured({})])
         raise AssertionError(message)

@@ -11,6 +11,16 @@ run before and after each case, a bare pair of pyzmq sockets with CURVE moves th
     cpu_ratio     the bare pair's CPU seconds a byte, both ends / those of the peers
     agreement_s   round_s · log2(n): until all have the average of all
 
+`wan` has eight peers on slow links, each in a network namespace of its own (wan.py: 10 Mbit/s, 50 ms there
+and back, 1 % of all packets lost; it needs root). By turns with ours, the same peers send the same bytes over
+plain TCP connections, which stay open as ours do. Of all rounds of all peers it has
+
+    bytes_ratio   bytes on the wire, with all headers and all that TCP sent again, ours / plain TCP's
+    median_ratio  median of a peer's seconds, ours / plain TCP's
+    max_ratio     our longest / the median of plain TCP's; beside it raw_max_ratio, plain TCP's own longest
+
+hivemind is not beside it there: `beside.py` has all peers of another framework on one network.
+
 Of other frameworks, with `--beside PYTHON` (an interpreter of a virtual environment that has hivemind or
 p2pfl; may be repeated), `1Mx4/hivemind` has agreement_s too, the median of `beside.py`'s rounds, taken right
 after ours.
@@ -34,6 +44,7 @@ from typing import Any
 import common
 import torch
 import zmq
+from wan import enter, wan
 
 from fedtrain.exchange import Contact, Share, ShareHeader
 from fedtrain.transport.admission import Curve
@@ -43,6 +54,7 @@ from fedtrain.wire.gossip import Greeting
 
 CASES = {"1Mx4": (1_000_000, 4), "10Mx4": (10_000_000, 4), "1Mx8": (1_000_000, 8), "tiny": (1000, 4)}
 ROUNDS = 24
+WAN, WAN_NUMEL, WAN_PEERS, WAN_ROUNDS, WAN_PORT = "wan", 1_000_000, 8, 12, 7000
 PAIR_BYTES = 200 << 20
 BESIDE_CASES, BESIDE_ROUNDS, BESIDE_S = ("1Mx4",), 5, 900
 GREETING = Greeting(version="benchmark", task_digest="", schema_digest="", agreed={})
@@ -172,6 +184,115 @@ def averaging(numel: int, n: int) -> tuple[float, float, float, float]:
     return statistics.median(slowest[2:]), all_s / ROUNDS, statistics.mean(sent) / ROUNDS, sum(cpu) / ROUNDS
 
 
+# --- slow links
+
+
+def wan_peer(name: str, index: int, namespace: str, address: str, pipe: Connection) -> None:
+    """One process, on a network of its own."""
+    enter(namespace)
+    torch.set_num_threads(1)
+    asyncio.run(_wan_peer(name, index, address, pipe))
+
+
+async def _wan_peer(name: str, index: int, address: str, pipe: Connection) -> None:
+    curve, roster = Curve.new(), Roster()
+    neighbors = ZmqNeighbors(
+        me=name, curve=curve, sign=bytes, roster=roster, run="benchmark", greeting=GREETING,
+        listen=f"{address}:{WAN_PORT}",
+    )  # fmt: skip
+    neighbors.start()
+    readers: dict[str, asyncio.Future[asyncio.StreamReader]] = {}
+
+    def reader_of(peer: str) -> asyncio.Future[asyncio.StreamReader]:
+        return readers.setdefault(peer, asyncio.get_running_loop().create_future())
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reader_of((await reader.readline()).decode().strip()).set_result(reader)
+
+    server = await asyncio.start_server(accept, address, WAN_PORT + 1, limit=1 << 20)
+    pipe.send(Contact(name, curve.public, f"{address}:{WAN_PORT}"))
+    contacts = await asyncio.to_thread(pipe.recv)
+    roster.replace(contacts)
+    names = [each.peer for each in contacts]
+    at = {each.peer: each.address.partition(":")[0] for each in contacts}
+    neighbors.connect(set(names) - {name})
+    async with asyncio.timeout(60):
+        while len(neighbors.connected()) < len(names) - 1:  # noqa: ASYNC110 - another thread connects
+            await asyncio.sleep(0.02)
+    x = torch.randn(WAN_NUMEL, generator=torch.Generator().manual_seed(index))
+    writers = dict[str, asyncio.StreamWriter]()
+    data = memoryview(x.numpy().data).cast("B")
+
+    async def plain(to: str, source: str) -> None:
+        async def read() -> None:
+            left, reader = len(data), await reader_of(source)
+            while left:
+                left -= len(await reader.read(min(left, 1 << 20)))
+
+        async def write() -> None:
+            writers[to].write(data)
+            await writers[to].drain()
+
+        await asyncio.gather(read(), write())
+
+    async def ours(r: int, to: str, source: str) -> None:
+        acc = torch.empty_like(x)
+        done = await neighbors.exchange(r, {to: Share(data)}, [source], Average(x, acc), 120.0)
+        assert done.arrived == {source}, done
+        assert done.given == {to}, done
+
+    pipe.send("ready")
+    while (told := await asyncio.to_thread(pipe.recv)) != "over":
+        kind, r = told
+        hop = 2 ** (r % (len(names).bit_length() - 1))
+        to, source = names[(index + hop) % len(names)], names[(index - hop) % len(names)]
+        if to not in writers:
+            _, writers[to] = await asyncio.open_connection(at[to], WAN_PORT + 1)
+            writers[to].write(f"{name}\n".encode())
+        start = time.perf_counter()
+        await (plain(to, source) if kind == "plain" else ours(r, to, source))
+        pipe.send(time.perf_counter() - start)
+    server.close()
+    await neighbors.stop()
+
+
+def slow_links() -> None:
+    """Rounds of both kinds by turns."""
+    spawn = multiprocessing.get_context("spawn")
+    names = [f"p{i}" for i in range(WAN_PEERS)]
+    with wan(WAN_PEERS) as (hosts, wire):
+        pipes, workers = [], []
+        for i, (name, host) in enumerate(zip(names, hosts, strict=True)):
+            here, there = spawn.Pipe()
+            workers.append(spawn.Process(target=wan_peer, args=(name, i, *host, there), daemon=True))
+            workers[-1].start()
+            pipes.append(here)
+        contacts = [_get(pipe) for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(contacts)
+        for pipe in pipes:
+            _get(pipe)
+        times: dict[str, list[float]] = {"plain": [], "ours": []}
+        sent = dict.fromkeys(times, 0)
+        for r in range(WAN_ROUNDS):
+            for kind in ("plain", "ours") if r % 2 else ("ours", "plain"):
+                before = sum(wire.sent)
+                for pipe in pipes:
+                    pipe.send((kind, r))
+                times[kind] += [_get(pipe) for pipe in pipes]
+                sent[kind] += sum(wire.sent) - before
+        for pipe in pipes:
+            pipe.send("over")
+        for worker in workers:
+            worker.join(30)
+    median = {kind: statistics.median(each) for kind, each in times.items()}
+    common.emit("gossip", WAN, "plain_tcp_s", median["plain"], "s")
+    common.emit("gossip", WAN, "bytes_ratio", sent["ours"] / sent["plain"], "")
+    common.emit("gossip", WAN, "median_ratio", median["ours"] / median["plain"], "")
+    common.emit("gossip", WAN, "max_ratio", max(times["ours"]) / median["plain"], "")
+    common.emit("gossip", WAN, "raw_max_ratio", max(times["plain"]) / median["plain"], "")
+
+
 def _get(pipe: Connection) -> Any:
     assert pipe.poll(120), "a peer did not answer"
     return pipe.recv()
@@ -236,13 +357,18 @@ def beside(python: str, case: str) -> None:
 
 def main() -> None:
     parser = common.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=CASES, action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--case", choices=[*CASES, WAN], action="append", help="only this one; may be repeated"
+    )
     parser.add_argument(
         "--beside", action="append", default=[], metavar="PYTHON", help="one that has hivemind or p2pfl"
     )
     args = parser.parse_args()
     common.begin(args)
     for case in args.case or CASES:
+        if case == WAN:
+            slow_links()
+            continue
         numel, n = CASES[case]
         model = 4 * numel
         pairs = [bare_pair(PAIR_BYTES) for _ in range(3)] if case != "tiny" else []

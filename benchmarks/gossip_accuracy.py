@@ -3,8 +3,8 @@
 Each is trained by the code of `fedtrain simulate`: by default sixteen peers that share Fashion-MNIST by
 Dirichlet(0.3), ten steps of a small model a round (examples/fashion_mnist/gossip.toml). Bytes are those over
 one peer's line, in and out: FedAvg moves two models a round. FedAvg weighs sites by their examples, peers
-count alike. In a simulation all peers go through round t before any begins round t + 1: of `swift`, made for
-peers of different speed, one sees what not waiting costs, and not what it saves.
+count alike. In a simulation all peers go through round t before any begins round t + 1: of `adpsgd` and
+`swift`, made for peers of different speed, one sees what not waiting costs, and not what it saves.
 
     accuracy_at_rounds   of the mean of all peers' models, after as many rounds as FedAvg had
     worst_peer           of the worst peer's own model, then
@@ -43,11 +43,15 @@ CASES: dict[str, dict[str, Any]] = {
     "gradient-tracking torus": {"algorithm": "gradient-tracking", "topology": "torus"},
     "choco 8 bits torus": {"algorithm": "choco", "topology": "torus", "compressor": "quantize:8"},
     "choco sign torus": {"algorithm": "choco", "topology": "torus", "compressor": "sign"},
-    "diloco base:1": {"algorithm": "diloco", "topology": "base:1"},
-    "noloco matching": {"algorithm": "noloco", "topology": "matching"},
+    "diloco base:1": {"algorithm": "diloco", "topology": "base:1", "compressor": ""},
+    "diloco 8 bits base:1": {"algorithm": "diloco", "topology": "base:1"},
+    "streaming-diloco base:1": {"algorithm": "streaming-diloco", "topology": "base:1"},
+    "noloco matching": {"algorithm": "noloco", "topology": "matching", "compressor": ""},
+    "noloco 8 bits matching": {"algorithm": "noloco", "topology": "matching"},
     "sgp one-peer": {"algorithm": "sgp", "topology": "one-peer-exponential"},
     "epidemic:1": {"algorithm": "epidemic", "topology": "epidemic:1"},
     "dpsgd matching": {"algorithm": "dpsgd", "topology": "matching", "options": {"overlap": True}},
+    "adpsgd ring": {"algorithm": "adpsgd", "topology": "ring"},
     "swift ring": {"algorithm": "swift", "topology": "ring"},
     "periodic ring": {"algorithm": "periodic", "topology": "ring", "options": {"every": 5}},
 }

@@ -24,6 +24,7 @@ from typing import Any
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
 PATH = "/fedtrain.Star/Session"
+ELSEWHERE = "127.0.0.2"  # another machine than the honest sites'
 CONNECTIONS = 3  # of an attack over HTTP/2
 
 
@@ -47,7 +48,7 @@ class Http2:
         context.check_hostname = False
         context.load_cert_chain(certs / "cert.pem", certs / "key.pem")
         context.set_alpn_protocols(["h2"])
-        self.socket = context.wrap_socket(socket.create_connection((host, port), 5))
+        self.socket = context.wrap_socket(socket.create_connection((host, port), 5, (ELSEWHERE, 0)))
         self.socket.settimeout(1.0)
         self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0))
         self.stream = -1
@@ -126,6 +127,7 @@ def silent(host: str, port: int, certs: Path, until: float) -> None:
         while there < 1000:
             one = socket.socket()
             one.setblocking(False)
+            one.bind((ELSEWHERE, 0))
             if one.connect_ex((host, port)) not in (0, errno.EINPROGRESS):
                 one.close()
                 break
@@ -139,7 +141,7 @@ def silent(host: str, port: int, certs: Path, until: float) -> None:
 
 def garbage(host: str, port: int, certs: Path, until: float) -> None:
     while time.monotonic() < until:
-        with suppress(OSError), socket.create_connection((host, port), 1) as one:
+        with suppress(OSError), socket.create_connection((host, port), 1, (ELSEWHERE, 0)) as one:
             one.sendall(os.urandom(4096))
 
 

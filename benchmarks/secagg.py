@@ -88,7 +88,8 @@ class Case:
     @property
     def encoding(self) -> Encoding:
         schema = Schema((TensorSpec("w", (self.params,), "float32", True),))
-        return Encoding(FixedPoint(self.sites, self.ring_bits, clip=1.0, max_weight=100.0), schema)
+        point = FixedPoint(self.sites, self.ring_bits, clip=1.0, max_weight=100.0, unsigned=self.verify)
+        return Encoding(point, schema)
 
 
 CASES = [

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedtrain.config import Config
 from fedtrain.digest import seed_of
 from fedtrain.runtime.star.federated import sample
-from fedtrain.training.engine import build_model
+from fedtrain.training.building import build_model
 from fedtrain.training.partition import SimulatedSites
 from fedtrain.training.task import load_task
 

@@ -4,6 +4,7 @@ FedtrainError
   ConfigError        the user's files, flags or task; the message says what to change
   StoreError         the run's directory is on a network disk, or in use, or its disk is full
     Damaged          a file of the run's directory does not hold the bytes that were written to it
+    Unreadable       the disk, or this process, can't read or write just now; what is there is not to blame
     Forgotten        a site's memory of its training is lost or damaged; the round goes on without the site
   ForgedSum          the aggregator shows a site what is not the sum of what the sites sent
   CertificateError   a certificate or key is missing, expired, or of the wrong role
@@ -78,6 +79,10 @@ class Damaged(StoreError):
     """A file does not hold the bytes that were written to it."""
 
 
+class Unreadable(StoreError):
+    """A call of the operating system failed: a full or broken disk, too many open files, no permission."""
+
+
 class Forgotten(StoreError):
     """A site's memory of its training is lost or damaged; other sites go on."""
 
@@ -118,7 +123,13 @@ class RoundError(FedtrainError):
 
 
 LESS = "Lower strategy.min_sites, raise strategy.round_deadline, or start more sites."
-MEND = "Mend that, or lower strategy.min_sites; the same command goes on from the last round."
+GOES_ON = "the same command goes on"
+MEND = f"Mend that, or lower strategy.min_sites; {GOES_ON} from the last round."
+
+
+def mend(reasons: Mapping[str, str]) -> str:
+    """What to do about sites that failed; "" where a reason says so itself: fewer sites mend no disk."""
+    return "" if any(GOES_ON in reason for reason in reasons.values()) else MEND
 
 
 def grouped(reasons: Mapping[str, str]) -> str:
@@ -158,7 +169,7 @@ class TooFewSites(RoundError):
             what = f"{have} of {asked} sites gave what can be used, {need} are needed. {grouped(failed)}"
         if failed and silent:
             what += f" No reply in time: {some(silent)}."
-        super().__init__(f"{stage}: {what} {LESS if silent or not failed else MEND}")
+        super().__init__(f"{stage}: {what} {LESS if silent or not failed else mend(failed)}".rstrip())
         self.have, self.need = have, need
 
 
@@ -189,11 +200,13 @@ class Unfinished(TooFewSites):
         """`dropped`: site -> the step at which it dropped out; `blamed`: site -> its invalid message;
         `survivors`: the sites whose sum may have been opened; `failed`: site -> its own account of why."""
         known = {**(failed or {}), **blamed}
-        advice = MEND if known.keys() >= dropped.keys() and known else LESS
-        reasons = grouped({**dropped, **blamed})
-        Exception.__init__(
-            self, f"secure sum, {what}: {have}, and {need} are needed. {reasons}{' ' * bool(reasons)}{advice}"
+        advice = mend(known) if known.keys() >= dropped.keys() and known else LESS
+        parts = (
+            f"secure sum, {what}: {have}, and {need} are needed.",
+            grouped({**dropped, **blamed}),
+            advice,
         )
+        Exception.__init__(self, " ".join(filter(None, parts)))
         self.have, self.need, self.survivors = have, need, tuple(survivors)
         self.dropped, self.blamed, self.failed = dict(dropped), dict(blamed), dict(failed or {})
 

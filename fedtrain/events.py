@@ -113,9 +113,10 @@ class LogDisputed(Event, frozen=True, kw_only=True, tag="disputed"):
 
 
 class LineTorn(Event, frozen=True, kw_only=True, tag="torn"):
-    """The audit log goes on after a line that was not finished: its process was killed in the middle."""
+    """The audit log goes on after lines that a kill, or a power cut, left unfinished or off the disk."""
 
     nbytes: int
+    lines: int = 0  # that the log's head named and a power cut took
 
 
 class RoundStarted(Event, frozen=True, kw_only=True, tag="round_started"):
@@ -128,7 +129,7 @@ class RoundStarted(Event, frozen=True, kw_only=True, tag="round_started"):
 
 
 class SiteState(Event, frozen=True, kw_only=True, tag="site_state"):
-    """What a site is doing: waiting, training, uploading, evaluating, done, lost or refused."""
+    """What a site is doing: training, masking (in a secure sum), uploading, evaluating, done, lost …"""
 
     site: SiteId
     state: str
@@ -216,6 +217,7 @@ class RoundCommitted(Event, frozen=True, kw_only=True, tag="round_committed"):
     clock_s: float | None = None  # of a simulation with a clock of its own: seconds since the run began
     late: Sequence[SiteId] = []  # by that clock: answered too late, or when the round had closed
     away: Sequence[SiteId] = []  # by that clock: were asked and not heard of again
+    commit_s: float | None = None  # of `seconds` or after them: what writing it to the disk took
 
 
 class Record(TypedDict, total=False):

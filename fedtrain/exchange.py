@@ -7,7 +7,7 @@ algorithm) can't tell which.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -204,8 +204,9 @@ class ReceivedShare:
     """A share that came outside of an exchange, whole; its payload is the receiver's own."""
 
     peer: PeerId
-    round: int  # the sender's, when it was sent
+    round: int  # the sender's, when it was sent; of an answer, that of the share which it answers
     share: Share
+    answers: bool = False  # a share that we have posted
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,7 @@ class Contact:
     peer: PeerId
     key: bytes  # CURVE public key, z85
     address: str | None = None  # host:port; None: it can't be called, it calls
+    relays: bool = False  # it forwards frames between two peers that can't be called
 
 
 class Neighbors(Protocol):
@@ -277,12 +279,20 @@ class Neighbors(Protocol):
         sender is told so.
         """
 
-    def post(self, round: int, shares: Mapping[PeerId, Share]) -> None:
+    def post(self, round: int, shares: Mapping[PeerId, Share], *, answers: bool = False) -> None:
         """Send shares without waiting, for asynchronous modes. The payload is the transport's from here on. A
-        share that was posted to the same peer before, and has not begun to leave, is replaced."""
+        share that was posted to the same peer before, and has not begun to leave, is replaced; one that
+        `answers` a share of that peer's replaces no other."""
 
     def take(self) -> list[ReceivedShare]:
         """What was posted to us since the last call: of each peer its latest, in the peers' order."""
+
+    def listen(self, heard: Callable[[ReceivedShare], None], lost: Callable[[PeerId], None]) -> None:
+        """From here on have `heard` told of each share that is posted to us, as it comes, in place of `take`;
+        and `lost` of each peer that dies or leaves, or to whom a share was posted in vain."""
+
+    async def until(self, over: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `over()`, which what a listener is told may change, or the time is up. Says which."""
 
     def publish(self, round: int, share: Share) -> None:
         """Our state, for peers that join late and pull it. The snapshot is the transport's from here on."""

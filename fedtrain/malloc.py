@@ -72,3 +72,11 @@ def keep_freed(models: int = 0) -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, MMAP_BYTES)
         mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES)
+
+
+def give_back() -> None:
+    """Give the kernel all that is freed now, in this process; for whoever just freed much and needs it no
+    more."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

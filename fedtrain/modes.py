@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .config import MACHINE, SITE_MODELS, Config, Source
+from .config import COMMANDS, MACHINE, SITE_MODELS, Config, Source
 from .errors import ConfigError
 
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
@@ -48,8 +48,8 @@ MODES: dict[str, Mode] = {
     "gossip": Mode(
         "simulate --mode gossip",
         (*EVERYWHERE, "strategy.kind", "strategy.options", "gossip", "simulate"),
-        but=("gossip.roster", "simulate.workers", "simulate.on", "simulate.engine", "privacy.where",
-             "evaluate.server", "evaluate.sites",
+        but=("gossip.roster", "gossip.relay", "simulate.workers", "simulate.on", "simulate.engine",
+             "privacy.where", "evaluate.server", "evaluate.sites",
              *(f"simulate.{key}" for key in SITE_MODELS if key != "speeds")),
         keeps=(*GOSSIP, "simulate.engine"),
     ),
@@ -57,7 +57,7 @@ MODES: dict[str, Mode] = {
         "aggregator",
         ("run", "train", "evaluate", "strategy", "aggregation", "asynchronous", "secagg", "compression",
          "privacy", "limits", "network"),
-        but=("network.address", "privacy.delta"),
+        but=(*COMMANDS, "network.address", "privacy.delta"),
         keeps=STAR,
     ),
     "statistics": Mode(
@@ -65,7 +65,7 @@ MODES: dict[str, Mode] = {
         ("run", "train", "evaluate.every", "strategy.kind", "strategy.options", "strategy.min_sites",
          "strategy.round_deadline", "strategy.attempts", "aggregation", "asynchronous", "secagg",
          "compression", "limits", "stats", "network"),
-        but=(*MACHINE, "limits.max_ratio", "stats.allow", "network.address"),
+        but=(*MACHINE, *COMMANDS, "limits.max_ratio", "stats.allow", "network.address"),
     ),
     "stats": Mode(
         "stats",
@@ -93,17 +93,17 @@ MODES: dict[str, Mode] = {
     ),
     "datacenter": Mode(
         "datacenter",
-        ("run", "train", "evaluate", "parallel", "checkpoint"),
-        but=("evaluate.server", "evaluate.sites", "parallel.ranks", "parallel.carry", "parallel.fragments",
-             "parallel.overlap", "parallel.mix"),
-        keeps=(*NOISE, "evaluate.patience"),
+        ("run", "train", "evaluate", "parallel", "checkpoint", "network.certs"),
+        but=(*COMMANDS, "evaluate.server", "evaluate.sites", "parallel.ranks", "parallel.carry",
+             "parallel.fragments", "parallel.overlap", "parallel.mix"),
+        keeps=(*NOISE, "evaluate.patience", "train.command"),
     ),
     "islands": Mode(
         'datacenter with parallel.sync = "local"',
         ("run", "train", "evaluate", "parallel", "checkpoint", "strategy.kind", "strategy.options",
-         "simulate.partition"),
-        but=("evaluate.server", "evaluate.sites", "parallel.ranks"),
-        keeps=(*NOISE, *BOUNDS, "evaluate.patience"),
+         "simulate.partition", "network.certs"),
+        but=(*COMMANDS, "evaluate.server", "evaluate.sites", "parallel.ranks"),
+        keeps=(*NOISE, *BOUNDS, "evaluate.patience", "train.command"),
     ),
 }  # fmt: skip
 
@@ -124,7 +124,10 @@ MASKS = "secagg.enabled = true"
 ROUNDS = "asynchronous.enabled = false"
 FEDERATED = ("simulate", "aggregator", "site")
 GRAPH = ("gossip", "peer")
-NEVER_WAIT, WITH_COMPRESSOR = ("swift",), ("choco",)  # gossip.algorithm
+NEVER_WAIT, WITH_COMPRESSOR = (
+    ("adpsgd", "swift"),
+    ("choco", "diloco", "noloco", "streaming-diloco"),
+)  # gossip.algorithm
 ONLY = (
     Only(("secagg",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS),
     Only(("strategy.min_sites", "limits"), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("site",)),
@@ -140,10 +143,10 @@ ONLY = (
          "a key that says how long simulated sites take: simulate.speeds, say", ("simulate",)),
     Only(("simulate.speeds",), lambda c: c.gossip.algorithm in NEVER_WAIT, "gossip.algorithm",
          f"gossip.algorithm = {' or '.join(NEVER_WAIT)}, whose peers never wait", ("gossip",)),
-    Only(("gossip.round_deadline",), lambda c: c.gossip.agree or c.gossip.algorithm not in NEVER_WAIT,
-         "gossip.algorithm", "gossip.agree, or a gossip.algorithm whose peers wait for each other", GRAPH),
-    Only(("gossip.compressor",), lambda c: c.gossip.algorithm in WITH_COMPRESSOR, "gossip.algorithm",
-         f"gossip.algorithm = {' or '.join(WITH_COMPRESSOR)}", GRAPH),
+    Only(("gossip.round_deadline",), lambda c: c.gossip.agree or c.gossip.algorithm != "swift",
+         "gossip.algorithm", "gossip.agree, or a gossip.algorithm other than swift", GRAPH),
+    Only(("gossip.compressor",), lambda c: c.gossip.algorithm in WITH_COMPRESSOR and not c.gossip.masks,
+         "gossip.algorithm", f"gossip.algorithm = {' or '.join(WITH_COMPRESSOR)}, without masks", GRAPH),
     Only(("gossip.clip", "simulate.masks"), lambda c: c.gossip.masks, "gossip.masks",
          "gossip.masks = true", GRAPH),
     Only(("compression.error_feedback",), lambda c: bool(c.compression.up or c.compression.down),
@@ -166,6 +169,7 @@ ONLY = (
          "train.device = cuda: a CPU has neither choice"),
     Only(("train.eval_batch_size",), lambda c: c.evaluate.every > 0, "evaluate.every",
          "evaluate.every above 0", TRAINING),
+    Only(("train.command_timeout",), lambda c: bool(c.train.command), "train.command", "train.command"),
     Only(("train.momentum",), lambda c: c.train.optimizer == "sgd", "train.optimizer",
          'train.optimizer = "sgd"'),
     Only(("train.local_epochs",), lambda c: not c.train.local_steps, "train.local_steps",

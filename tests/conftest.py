@@ -28,6 +28,14 @@ def seconds(item):
     return 0 if mark is None else mark.args[0] if mark.args else 10
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What of the long lists `make soak` has tried."""
+    for report in terminalreporter.getreports(""):
+        for what, told in getattr(report, "user_properties", ()) if report.when == "call" else ():
+            if what == "tried":
+                terminalreporter.write_line(f"{told} tried: {report.nodeid}")
+
+
 @pytest.fixture
 def inline(monkeypatch):
     """Trainers are in this process; the list of them, in the order in which they were started."""

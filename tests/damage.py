@@ -125,7 +125,7 @@ def may_be_quiet(file: Path, damage: Callable[[Path, bytes], None], used: Collec
     return (
         file.name in ("lock", "free", "events.jsonl", "released")
         or file.name.endswith((".part", ".at", "-shm", "-wal"))  # sent again; SQLite's own
-        or "train" in file.parts  # written anew before it is read
+        or bool({"train", "ranks"} & {*file.parts})  # written anew before it is read; read by people alone
         or (bool({"blobs", "inbox", "outbox", "checkpoints"} & {*file.parts}) and file not in used)
         or (file.name == "manifest.json" and damage is remove)  # as of a save that was never finished
         or (file.suffix == ".db" and damage in (flip, flip_another, zero, extend, swap))  # see -wal
@@ -205,7 +205,7 @@ class Star:
             if self.masks:
                 answers = secure_rounds.UnderMasks(
                     config, cohort, self._emit, federation=SimulatedKeys.FEDERATION,
-                    callers=self.keys, verifier=self.keys, plans=store,
+                    callers=self.keys, verifier=self.keys, store=store,
                 )  # fmt: skip
             journal = Journal(config, store, self._emit)
             result = await federated.run(journal, answers, strategy)
@@ -258,7 +258,7 @@ class Wire:
         self, site: Site, ledger: Ledger, inbox: Spool, masks: bool, watch: Callable[[int], None]
     ) -> None:
         self.site, self.ledger, self.inbox, self.watch = site, ledger, inbox, watch
-        self.requests = secure_site.REQUESTS if masks else Train | Evaluate
+        self.requests = secure_site.SECURE_REQUESTS if masks else Train | Evaluate
         self.replies = secure_rounds.REPLIES if masks else Found
 
     async def __call__(self, request: Request) -> Reply:

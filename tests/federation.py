@@ -14,7 +14,7 @@ import torch
 
 from fedtrain.arena import Arena
 from fedtrain.config import LimitsConfig
-from fedtrain.events import Emit, silent
+from fedtrain.events import Emit, Event, silent
 from fedtrain.messages import Evaluate, Reply, Request, Train, Update
 from fedtrain.pki import Credentials, aggregator_target, identity_of, init, issue
 from fedtrain.pki.proof import AggregatorCheck, prove
@@ -75,7 +75,12 @@ async def aggregator(
     **options: Any,
 ) -> AsyncIterator[Aggregator]:
     events: list[tuple[str, dict[str, Any]]] = []
-    limits = limits or LimitsConfig()
+    limits, more = limits or LimitsConfig(), options.pop("emit", silent)
+
+    def tell(event: Event) -> None:
+        events.append((event.kind, event.fields()))
+        more(event)
+
     cohort = RemoteCohort(
         transport(certs / "aggregator", options),
         listen=f"127.0.0.1:{port}",
@@ -85,7 +90,7 @@ async def aggregator(
         schemas=[schema],
         inbox=lambda site: Spool(folder / "inbox" / site),
         prove=options.pop("prove", proving(certs)),
-        emit=lambda event: events.append((event.kind, event.fields())),
+        emit=tell,
         **options,
     )
     await cohort.start()

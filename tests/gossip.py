@@ -76,7 +76,8 @@ class Party:
         )
         peer.start()
         self.peers[name] = peer
-        self.enrol(Contact(name, curve.public, f"127.0.0.1:{peer.port}" if peer.port else None))
+        address = f"127.0.0.1:{peer.port}" if peer.port else None
+        self.enrol(Contact(name, curve.public, address, relays="relay_bytes_s" in options))
         return peer
 
     def enrol(self, contact: Contact) -> None:

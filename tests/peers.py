@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ class Toy(Trains):
     metrics: ClassVar[Metrics] = {}  # of each evaluation
 
     def __init__(self, target: float, pace_s: float, task: str = "t") -> None:
-        self.target, self.pace_s = target, pace_s
+        self.target, self.pace_s, self.woken = target, pace_s, asyncio.Event()
         self.description = msg.Description(SCHEMA, task)
 
     async def _ask(self, message: Any) -> Any:
@@ -42,7 +42,9 @@ class Toy(Trains):
             case msg.Initial(out):
                 return msg.Saved(written(Arena.zeros(SCHEMA), Path(out)).digest)
             case msg.TrainOne(_, _, place, out):
-                await asyncio.sleep(self.pace_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.pace_s):
+                        await self.woken.wait()
                 delta, weights = Arena.zeros(SCHEMA), ArenaFile(SCHEMA, Path(place.path)).load()
                 trained_part(delta).copy_((self.target - trained_part(weights)) / 2)
                 loss = {"loss": (self.target, 1.0)}
@@ -63,10 +65,11 @@ def written(arena: Arena, path: Path) -> ArenaFile:
 class Village:
     """Peers of one federation, their settings in one folder; `with` ends them."""
 
-    def __init__(self, root: Path, names: str, *, rounds: int = 10_000, **gossip: Any) -> None:
+    def __init__(self, root: Path, names: Sequence[str], *, rounds: int = 10_000, **gossip: Any) -> None:
         self.root, self.names, self.rounds, self.gossip = root, names, rounds, gossip
         self.ports = {name: free_port() for name in names}
         self.running: dict[str, asyncio.Task[Any]] = {}
+        self.trainers: dict[str, Toy] = {}
         self.events: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         root.mkdir(parents=True, exist_ok=True)
         (root / "task.py").write_text("# its trainer is a Toy\n")
@@ -89,12 +92,13 @@ class Village:
 
     def start(
         self, name: str, *, pace_s: float = 0.01, task: str = "t", invitation: Invitation | None = None,
-        **changes: Any,
+        toy: Callable[..., Toy] = Toy, **changes: Any,
     ) -> asyncio.Task[Any]:  # fmt: skip
         events = self.events.setdefault(name, [])
 
         async def start_trainer(scratch: Path) -> Toy:
-            return Toy(float(ord(name) - ord("a")), pace_s, task)
+            self.trainers[name] = toy(float(ord(name[-1]) - ord("a")), pace_s, task)
+            return self.trainers[name]
 
         changes.setdefault("network", {"listen": f"127.0.0.1:{self.ports[name]}"})
         own = self.config(**changes)
@@ -143,7 +147,7 @@ class Village:
 
 
 @contextlib.asynccontextmanager
-async def village(root: Path, names: str, **options: Any) -> AsyncIterator[Village]:
+async def village(root: Path, names: Sequence[str], **options: Any) -> AsyncIterator[Village]:
     made = Village(root, names, **options)
     try:
         yield made

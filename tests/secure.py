@@ -94,6 +94,7 @@ class Member:
         """The values, then ones for the metrics."""
         out[: len(self.values)] = self.values.astype(out.dtype)
         out[len(self.values) :] = 1
+        out += out.dtype.type(self._federation.terms.fixed_point.zero)
 
     def answers(self, kind: type) -> list[Any]:
         return [reply for reply in self.said if isinstance(reply, kind)]

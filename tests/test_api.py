@@ -250,6 +250,7 @@ def test_a_warm_call_in_process_takes_less_than_to_load_torch(project):
     assert warm < bare
 
 
+@pytest.mark.slow(3)
 def test_what_a_task_raises_here_is_the_error_that_a_worker_would_tell(project):
     (project / "heart_task.py").write_text(
         TASK.replace("return torch.nn.functional", "raise OSError(7)\n        return torch.nn.functional")

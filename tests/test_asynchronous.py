@@ -646,6 +646,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow(2)
 def test_the_simulation_with_a_full_buffer_at_equal_speeds_is_that_of_rounds(folder):
     cfg = configured(folder, task="Natural")
     expected = by_plain_loop(cfg).digest
@@ -654,6 +655,7 @@ def test_the_simulation_with_a_full_buffer_at_equal_speeds_is_that_of_rounds(fol
     assert weights.digest == expected
 
 
+@pytest.mark.slow(2)
 def test_neither_workers_nor_processes_change_a_bit_of_an_asynchronous_simulation(folder):
     cfg = configured(folder, task="Natural", rounds=6)
     cfg = replace(

@@ -78,6 +78,7 @@ def leaves(batch):
     return [t for part in batch for t in leaves(part)] if isinstance(batch, list | tuple) else []
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_a_batch_of_any_kind_moves_to_the_device_and_keeps_its_type(kind):
     batch = BATCHES[kind]()

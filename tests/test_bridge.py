@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 
+import pytest
+
 from fedtrain.config import Config
 from fedtrain.events import silent
 from fedtrain.runtime.datacenters import datacenter
@@ -17,6 +19,7 @@ def weights(folder, number):
         return store.load(number).weights.digest
 
 
+@pytest.mark.slow(4)
 def test_a_model_goes_from_a_federation_to_a_datacenter_and_back(tmp_path):
     Waves(tmp_path, pace=0.0)
 
@@ -35,6 +38,7 @@ def test_a_model_goes_from_a_federation_to_a_datacenter_and_back(tmp_path):
     assert weights(third.simulate_dir, 0) == moved
 
 
+@pytest.mark.slow(2)
 def test_what_begins_where_another_ended_is_not_begun_twice(tmp_path):
     Waves(tmp_path, pace=0.0)
     sets = ["run.rounds=1", "train.local_steps=2", "simulate.sites=3", "run.name=a"]

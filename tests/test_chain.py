@@ -111,6 +111,27 @@ def test_a_line_that_was_not_finished_was_not_added(path):
     assert [value.n for value in read(path)] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("lines", [0, 2])
+def test_a_line_of_which_a_power_cut_left_some_sectors_was_not_added(path, lines):
+    """Found by seed 968 of tests.vsim: it is as long as it was to be, with zeros where sectors are missing;
+    its copy was not begun. Where both files have such a line it was once whole, and is not forgotten."""
+    whole = path.read_bytes().splitlines(keepends=True)
+    torn = whole[lines][:40] + bytes(len(whole[lines]) - 41) + b"\n"
+    copy, told = path.with_name("given.copy"), []
+    path.write_bytes(b"".join(whole[:lines]) + torn)
+    copy.write_bytes(path.read_bytes())
+    with pytest.raises(Damaged, match="its copy doesn't have all of it"):
+        read(path)
+    if lines:
+        copy.write_bytes(b"".join(whole[:lines]))
+    else:
+        copy.unlink()
+    assert read(path, told.append) == VALUES[:lines]
+    assert len(told) == 1
+    Chain(path, Value, "Restore it.").append(VALUES[lines])
+    assert read(path) == VALUES[: lines + 1]
+
+
 def test_after_a_full_disk_the_chain_goes_on(path, monkeypatch):
     chain, fsync = Chain(path, Value, ""), os.fsync
 

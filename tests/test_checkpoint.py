@@ -497,6 +497,7 @@ def test_a_large_tensor_goes_to_a_bucket_in_parts(s3):
     assert torch.equal(found.values["t"], made)
 
 
+@pytest.mark.slow(2)
 def test_a_bucket_that_is_away_for_a_while_is_waited_for(s3):
     url, wire = s3
     saved, run = checkpoints(f"{url}/away", background=True, patience_s=60), Run().steps(1)

@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 from fedtrain.runtime.threads import ThreadPool
 from fedtrain.secagg.checksum import Checksums
 from fedtrain.secagg.fixedpoint import FixedPoint
-from fedtrain.secagg.masking import BLOCK_BYTES
+from fedtrain.secagg.masking import BLOCK_BYTES, add_masks, serial
 from fedtrain.secagg.messages import CHECKSUM_BITS
 
 
 def session(seed, ring, sites, length):
     """(checksums, the sum of the sites' vectors, the sum of their checksums, names)"""
     draw = np.random.default_rng(seed)
-    point = FixedPoint(sites, ring, 1.0, 100.0)
+    point = FixedPoint(sites, ring, 1.0, 100.0, unsigned=True)
     both, names = Checksums(draw.bytes(32), point), tuple(f"s{i:02}" for i in range(sites))
     total, checksum = np.zeros(length, point.dtype), np.zeros(point.digits(CHECKSUM_BITS), point.dtype)
     for name in names:
         edge = draw.integers(0, 8)  # some sites send what is largest, so that sums touch both ends
-        high = point.q_max if edge else 0
-        vector = draw.integers(-point.q_max, high, length, endpoint=True).astype(point.dtype)
+        high = 2 * point.q_max if edge else point.q_max
+        vector = draw.integers(0, high, length, endpoint=True).astype(point.dtype)
         if edge == 1:
-            vector[:] = point.dtype.type(point.q_max)
+            vector[:] = point.dtype.type(high)
         total += vector
         checksum += both.of(vector, name)
     return both, total, checksum, names
@@ -87,9 +87,31 @@ def test_long_vectors_have_a_key_for_each_block_and_all_cores_find_the_same(ring
     assert not both.fits(total, checksum, names)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("ring", [16, 32, 64])
+@pytest.mark.parametrize("beside", [-3, 0, 1])
+def test_masked_in_one_pass_a_vector_is_what_its_checksum_and_its_masks_make_one_after_the_other(
+    ring, beside, threads
+):
+    """Also where the checksum begins in one block and ends in another."""
+    both, vector, _, (name, *_) = session(ring, ring, 3, 2 * BLOCK_BYTES // (ring // 8) + beside)
+    masks = [(b"k" * 16, 1), (b"l" * 16, -1)]
+    expected = np.append(vector, both.of(vector, name))
+    found, wrote = np.append(vector, np.zeros_like(both.of(vector, name))), []
+    add_masks(expected, masks)
+    parallel = ThreadPool(threads) if threads > 1 else serial
+    Checksums(both.seed, both.point, parallel).mask(
+        found, len(vector), name, masks, lambda start, stop: wrote.append((start, stop))
+    )
+    assert np.array_equal(found, expected)
+    starts, stops = zip(*sorted(wrote), strict=True)  # each part once, as it will travel
+    assert (0, *stops[:-1]) == starts
+    assert stops[-1] == len(found)
+
+
 def test_a_checksum_alone_says_nothing_of_its_vector():
     """Under one site's pad it is evenly spread, so equal vectors have unlike checksums."""
-    point = FixedPoint(3, 32, 1.0, 100.0)
+    point = FixedPoint(3, 32, 1.0, 100.0, unsigned=True)
     vector = np.arange(50, dtype=np.uint32)
     found = {tuple(Checksums(bytes([i]) * 32, point).of(vector, "a")) for i in range(20)}
     found |= {tuple(Checksums(bytes(32), point).of(vector, name)) for name in "bcde"}

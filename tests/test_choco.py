@@ -12,7 +12,7 @@ from fedtrain import compression
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError
 from fedtrain.gossip import build, tuning
-from fedtrain.runtime.peers.gossip_setup import algorithm_of, with_gamma
+from fedtrain.runtime.peers.gossip_setup import algorithm_of, as_begun
 from fedtrain.store import RunStore
 from fedtrain.topology import parse
 
@@ -37,6 +37,7 @@ def choco(text, **keys):
     return build("choco", keys, compression.parse(text).contraction())
 
 
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("text", COMPRESSORS)
 def test_with_the_gamma_that_is_found_every_compressor_beats_no_communication(text):
     found = tuning.tuned(choco(text), TORUS, NUMEL)
@@ -45,18 +46,21 @@ def test_with_the_gamma_that_is_found_every_compressor_beats_no_communication(te
     assert tuning.distance(found, alone, NUMEL) == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.slow(3)
 def test_what_costs_nothing_keeps_gamma_1_and_what_leaves_much_out_gets_less():
     gammas = {text: tuning.tuned(choco(text), TORUS, NUMEL).gamma for text in ("quantize:8", "topk:0.1")}
     assert gammas["quantize:8"] == 1.0
     assert gammas["topk:0.1"] < 1.0
 
 
+@pytest.mark.slow(3)
 def test_a_gamma_with_which_peers_drift_apart_is_refused_and_a_good_one_named():
     with pytest.raises(ConfigError, match=r"gossip.gamma: with 1 and .* Set gossip.gamma = 0\.\d+"):
         tuning.check(choco("randomk:0.1"), TORUS, NUMEL)
     tuning.check(choco("quantize:8"), TORUS, NUMEL)
 
 
+@pytest.mark.slow(4)
 def test_a_compressor_that_is_worth_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"gossip.compressor: .* loses so much"):
         tuning.tuned(choco("randomk:0.001"), TORUS, NUMEL)
@@ -96,7 +100,7 @@ def test_a_run_keeps_the_gamma_that_it_found(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "tuned", None)  # it is not looked for again
     simulated(settings)
     algorithm, graph = algorithm_of(settings)
-    assert with_gamma(settings, algorithm, graph, 21, kept).gamma == kept
+    assert as_begun(settings, algorithm, graph, 21, {"gamma": kept}).gamma == kept
 
 
 # --- on data

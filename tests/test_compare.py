@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext
 
 import pytest
 from click.testing import CliRunner
 
 import fedtrain
+from fedtrain import api
 from fedtrain.cli import cli
+from fedtrain.config import Config
+from fedtrain.events import silent
+from fedtrain.runtime.datacenters import datacenter
+from tests.worlds import world
 
 TASK = """
 import torch
@@ -53,7 +60,19 @@ def test_runs_stand_side_by_side_with_what_differs_and_nothing_else(project):
     slow, fast = map(float, rows["loss"][1:])
     assert fast < slow
     assert "strategy.kind" not in text
-    assert compare("fast", "fast")[1].splitlines()[-1].split() == ["settings", "the", "same"]
+    assert compare("fast", "fast")[1].splitlines()[-1].split()[-2:] == ["the", "same"]
+
+
+def test_settings_that_only_say_how_it_is_worked_at_are_listed_apart(project):
+    for name, workers in (("one", 0), ("two", 1)):
+        settings = {"run.name": name, "simulate.workers": workers, "train.device": "cpu"}
+        fedtrain.simulate(".", settings, progress=False)
+    said = [line.split() for line in compare("one", "two")[1].splitlines()[-2:]]
+    assert said == [
+        ["settings", "that", "decide", "the", "model", "the", "same"], ["simulate.workers", "0", "1"],
+    ]  # fmt: skip
+    found = json.loads(compare("one", "two", "--json")[1])
+    assert (found["settings"], found["others"]) == ({}, {"simulate.workers": ["0", "1"]})
 
 
 def test_a_program_gets_the_same_as_json(project):
@@ -76,6 +95,30 @@ def test_one_run_or_an_unknown_one_is_refused_with_what_to_do(project):
     code, text = compare("slow")
     assert code == 2
     assert "name two runs or more; `fedtrain runs` lists them." in text
-    done = CliRunner().invoke(cli, ["compare", "slow", "fats"])
-    assert done.exit_code == 1
-    assert "has no run 'fats'" in str(done.exception)
+    code, text = compare("slow", "fats")
+    assert code == 1
+    assert "has no run 'fats'. Found here: fast+simulate, slow+simulate." in text
+
+
+def train_on_ranks(rank, ranks, folder):
+    """A run whose ranks each keep the whole model, and one whose ranks keep a part each."""
+    os.environ["WORLD_SIZE"] = str(ranks)  # in the group that this world has already
+    for name, zero in (("whole", 0), ("sharded", 2)):
+        settings = [f"run.name={name}", f"parallel.zero={zero}", "train.device=cpu"]
+        config = Config.load(folder / "fedtrain.toml", settings)
+        log = api.logged(config.datacenter_dir, silent) if rank == 0 else nullcontext(silent)
+        with log as emit:
+            datacenter.run(config, emit=emit)
+
+
+@pytest.mark.slow
+def test_a_datacenters_runs_that_differ_in_how_ranks_shard_are_of_the_same_settings(project):
+    world(2, train_on_ranks, project)
+    runs = "whole+datacenter", "sharded+datacenter"
+    found = json.loads(compare(*runs, "--json")[1])
+    assert [run["round"] for run in found["runs"]] == [3, 3]
+    assert (found["settings"], found["others"]) == ({}, {"parallel.zero": ["0", "2"]})
+    said = [line.split() for line in compare(*runs)[1].splitlines()[-2:]]
+    assert said == [
+        ["settings", "that", "decide", "the", "model", "the", "same"], ["parallel.zero", "0", "2"],
+    ]  # fmt: skip

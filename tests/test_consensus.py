@@ -10,18 +10,19 @@ from safetensors.torch import load_file
 
 from fedtrain import gossip
 from fedtrain.aggregation import WeightedMean
-from fedtrain.exchange import ReceivedShare
+from fedtrain.exchange import Share
 from fedtrain.gossip import rules
 from fedtrain.messages import Update
-from fedtrain.runtime.peers.consensus import EXCHANGES, Consensus, mass_of, of_all, sha256
+from fedtrain.runtime.peers.consensus import EXCHANGES, Consensus
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.gossip_setup import fewest, without_memory
-from fedtrain.runtime.peers.keeping_up import Wishes
-from fedtrain.runtime.peers.parcels import trained_part
+from fedtrain.runtime.peers.keeping_up import reason_to_end
+from fedtrain.runtime.peers.parcels import Inbox, trained_part
+from fedtrain.runtime.peers.whole_models import mass_of, of_all, sha256
+from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.keys import KeyPair
 from fedtrain.secagg.peer_sums import PeerSums
 from fedtrain.topology import names, parse
-from fedtrain.transport.membership import View
 from fedtrain.transport.memory import LocalNetwork
 
 from .limits import bounded
@@ -42,7 +43,18 @@ class Dies(Exception):
     """A peer's process ends."""
 
 
-async def ended(algorithm, n, graph="base:1", schema=PLAIN, sums=None, rounds=ROUNDS, touch=None, dies=None):
+async def ended(
+    algorithm,
+    n,
+    graph="base:1",
+    schema=PLAIN,
+    sums=None,
+    rounds=ROUNDS,
+    touch=None,
+    dies=None,
+    turns=1,
+    sees=lambda name, up: up,
+):
     """What each of n peers has in the end. `touch(peer)`: after its last round; `dies`: (name,
     exchange of the end in which it dies, whether its own bytes have left)."""
     network, up, peers = LocalNetwork(names(n)), set(names(n)), {}
@@ -60,7 +72,7 @@ async def ended(algorithm, n, graph="base:1", schema=PLAIN, sums=None, rounds=RO
                 touch(peer)
             if dies and dies[0] == name:
                 mortal(neighbors, *dies[1:])
-            end = Consensus(peer, rounds, arena(schema, 77), lambda: up, DEADLINE_S)
+            end = Consensus(peer, rounds, arena(schema, 77), lambda: sees(name, up), DEADLINE_S, turns=turns)
             try:
                 found = await end.run(max(2, fewest(algorithm, bool(sums))))
             except Dies:
@@ -82,8 +94,17 @@ async def ended(algorithm, n, graph="base:1", schema=PLAIN, sums=None, rounds=RO
         neighbors.exchange = until
 
     found = await asyncio.gather(*(live(name, i) for i, name in enumerate(names(n))))
-    assert network.now <= (1 + EXCHANGES) * DEADLINE_S  # nobody waits for long
+    assert network.now <= (1 + EXCHANGES) * turns * DEADLINE_S  # nobody waits for long
     return peers, dict(zip(names(n), found, strict=True))
+
+
+def masked(n, pair=True):
+    made = {name: PeerSums(name, "r", 5, KeyPair(os.urandom(32)) if pair else None) for name in names(n)}
+    for one in made.values():
+        for name, other in made.items():
+            if name != one.me:
+                one.meet(name, other.public)
+    return made
 
 
 def digests(found):
@@ -122,6 +143,42 @@ def test_when_a_peer_dies_in_the_end_the_others_have_one_model_all_the_same(last
     assert len(digests(found)) == 1
 
 
+@pytest.mark.parametrize(("rule", "masks"), [("mean", False), ("mean", True), ("median", False)])
+def test_many_peers_that_turn_to_few_at_a_time_end_with_the_same_bits(rule, masks):
+    both = [
+        bounded(ended(with_rule(rule), 9, "complete", sums=masked(9) if masks else None, turns=turns))[1]
+        for turns in (1, 3)
+    ]
+    assert len(digests(both[0]) | digests(both[1])) == 1
+
+
+@pytest.mark.parametrize("last", [0, 1, 3, 7])
+def test_when_one_of_many_dies_between_turns_the_others_have_one_model_all_the_same(last):
+    _, found = bounded(ended(with_rule("mean"), 9, "complete", dies=("2", last, False), turns=3))
+    assert found.pop("2") is None
+    assert None not in found.values()
+    assert len(digests(found)) == 1
+
+
+def test_a_peer_that_counts_with_other_members_keeps_nobody_from_the_model_and_takes_it():
+    apart = {"2": {"4"}}  # whom it takes for dead; blocks of so small a model are of one size all the same
+    sees = lambda name, up: up - apart.get(name, set())
+    tiny = Schema((TensorSpec("w", (3,), "float64", True),))
+    _, found = bounded(ended(with_rule("mean"), 5, "complete", tiny, sees=sees))
+    assert None not in found.values()
+    assert len(digests(found)) == 1
+
+
+def test_several_of_many_who_count_with_other_members_each_keep_nobody_from_the_model_and_take_it():
+    """In turns most of the others see them where they expect them, and few see that anything is wrong."""
+    apart = {"03": {"17"}, "11": {"05", "20"}}
+    sees = lambda name, up: up - apart.get(name, set())
+    tiny = Schema((TensorSpec("w", (3,), "float64", True),))
+    _, found = bounded(ended(with_rule("mean"), 24, "base:1", tiny, sees=sees, turns=3))
+    assert None not in found.values()
+    assert len(digests(found)) == 1
+
+
 def test_who_comes_when_the_others_have_finished_takes_their_model():
     """Its share is not in it; it is not left with a model of its own."""
 
@@ -146,17 +203,36 @@ def test_who_comes_when_the_others_have_finished_takes_their_model():
     assert "c" in found[2].peers
 
 
-def test_under_masks_the_last_model_is_the_mean_and_that_of_the_same_sums_without_masks():
-    def sums(pair):
-        made = {name: PeerSums(name, "r", 5, KeyPair(os.urandom(32)) if pair else None) for name in names(6)}
-        for one in made.values():
-            for name, other in made.items():
-                if name != one.me:
-                    one.meet(name, other.public)
-        return made
+def test_a_share_for_one_who_has_finished_is_refused_at_once():
+    """Its giver would wait for the deadline, and by then all who have the model may be gone."""
 
+    async def main():
+        network, algorithm = LocalNetwork("abc"), gossip.build("dpsgd", {})
+
+        async def has(name, number):
+            async with network.join(name) as neighbors:
+                peer = Peer(name, algorithm, arena(PLAIN, number), halfway_to(torch.zeros(50)), neighbors)
+                await Consensus(peer, 0, arena(PLAIN, 77), lambda: "ab", DEADLINE_S).run(2)
+                await neighbors.sleep(3 * DEADLINE_S)
+
+        async def gives():
+            async with network.join("c") as neighbors:
+                await neighbors.sleep(DEADLINE_S)
+                gifts = {name: Share(memoryview(b"x" * 8)) for name in "ab"}
+                done = await neighbors.exchange(EXCHANGES, gifts, [], Inbox({}, {}, 0), DEADLINE_S)
+                return network.now, done
+
+        *_, (now, done) = await asyncio.gather(has("a", 0), has("b", 1), gives())
+        assert now < 1.5 * DEADLINE_S
+        assert done.kept.keys() == {"a", "b"}
+
+    bounded(main())
+
+
+def test_under_masks_the_last_model_is_the_mean_and_that_of_the_same_sums_without_masks():
     results = [
-        bounded(ended(gossip.build("dpsgd", {}), 6, "complete", MIXED, sums(pair))) for pair in (True, False)
+        bounded(ended(gossip.build("dpsgd", {}), 6, "complete", MIXED, masked(6, pair)))
+        for pair in (True, False)
     ]
     (peers, found), (_, plain) = results
     assert digests(found) == digests(plain)
@@ -200,6 +276,7 @@ def test_a_simulations_last_model_is_the_rules_and_was_evaluated(tmp_path, rule)
     assert result.metrics["accuracy"] > 0.5
 
 
+@pytest.mark.slow(3)
 def test_real_peers_end_together_with_one_model_that_each_exports(tmp_path):
     async def main():
         async with village(tmp_path, "abc", rounds=4, topology="base:1") as v:
@@ -218,6 +295,7 @@ def test_real_peers_end_together_with_one_model_that_each_exports(tmp_path):
     bounded(main())
 
 
+@pytest.mark.slow(3)
 def test_peers_whose_patience_is_over_end_all_with_the_same_round(tmp_path, monkeypatch):
     monkeypatch.setattr(Toy, "metrics", {"loss": (1.0, 2.0)})
 
@@ -236,25 +314,21 @@ def test_peers_whose_patience_is_over_end_all_with_the_same_round(tmp_path, monk
 
 def test_one_peer_whose_patience_is_over_goes_on_with_the_others():
     class Others:
-        me, told = "a", ()
+        me, said = "a", {}
 
-        def take(self):
-            return []
+        def ends(self):
+            return self.said
 
-        def view(self):
-            return View(("a", "b", "c"), 0, False)
-
-        def post(self, round, shares):
-            self.told = (*self.told, (round, sorted(shares)))
+        def end_after(self, round):
+            self.said = self.said | {"a": round}
 
     class Roster:
         def peers(self):
             return ["a", "b", "c"]
 
-    others = Others()
-    wishes = Wishes(others, Roster())
-    assert [wishes.reason_to_stop(t, "it has not improved") for t in range(4, 9)] == [None] * 5
-    assert others.told == ((4, ["b", "c"]),)
-    others.take = lambda: [ReceivedShare("b", 8, None)]
-    assert wishes.reason_to_stop(9, None) is None
-    assert wishes.reason_to_stop(10, None) == "2 of 3 peers see no improvement any more"
+    others, roster = Others(), Roster()
+    assert [reason_to_end(others, roster, t, "it has not improved") for t in range(4, 9)] == [None] * 5
+    assert others.said == {"a": 4}
+    others.said |= {"b": 8, "struck": 1}
+    assert reason_to_end(others, roster, 9, None) is None
+    assert reason_to_end(others, roster, 10, None) == "2 of 3 peers see no improvement any more"

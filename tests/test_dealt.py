@@ -7,7 +7,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedtrain.config import TrainConfig
+from fedtrain.digest import seed_of
+from fedtrain.training.devices import seed_all
+from fedtrain.training.examples import examples_of
 from fedtrain.training.parallel.data import Dealt
+from fedtrain.training.parallel.reading import read_once
 from fedtrain.training.shards import ShardedDataset, write_shards
 
 
@@ -126,6 +130,40 @@ def test_each_rank_reads_its_share_of_the_examples_alone(source):
             seen += sum(len(batch) for batch, _ in dealt.take())
         assert seen == 1000
         assert 1000 <= int(data.reads.sum()) <= 1050
+
+
+@pytest.mark.parametrize("source", ["loader", "loader with workers", "dataset", "dataset read ahead"])
+def test_each_rank_reads_its_share_alone_in_an_evaluation_and_in_a_round_of_a_site(source):
+    evaluated = []
+    for rank in range(4):
+        data, readers = Counted(), int("ahead" in source)
+        workers = 1 if "with" in source else 0
+        given = DataLoader(data, 40, shuffle=True, num_workers=workers) if "loader" in source else data
+        dealt = Dealt(given, TrainConfig(batch_size=40), 5, "site", rank, 4, readers=readers)
+        dealt.begin(3)
+        assert sum(len(batch) for step in dealt.round() for batch, _ in step) == 1000
+        assert 1000 <= int(data.reads.sum()) <= 1050
+        del dealt
+        data = Counted()
+        given = DataLoader(data, 40, shuffle=True, num_workers=workers) if "loader" in source else data
+        shares = read_once(examples_of(given), 10, 7, rank, 4, readers, torch.device("cpu"))
+        mine = [batch[:, 0] for batch, counts in shares if counts]
+        assert int(data.reads.sum()) == 1000
+        evaluated += torch.cat(mine).tolist()
+    assert sorted(evaluated) == list(range(4000))
+
+
+def test_a_site_of_ranks_takes_the_batches_that_a_loader_gives_a_site_of_one_process():
+    data = TensorDataset(torch.arange(20.0).view(20, 1))
+    given = DataLoader(data, batch_size=6, shuffle=True)
+    seed_all(seed_of(5, 3, "site"), torch.device("cpu"))
+    alone = [batch[0] for _ in range(2) for batch in given]
+    ranks = [Dealt(given, TrainConfig(local_epochs=2), 5, "site", rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.begin(3)
+    steps = zip(*(rank.round() for rank in ranks), strict=True)
+    whole = [torch.cat([share[0][0][0] for share in step]) for step in steps]
+    assert all(torch.equal(a, b) for a, b in zip(alone, whole, strict=True))
 
 
 def test_the_next_steps_are_read_while_one_is_computed():

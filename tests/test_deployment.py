@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from fedtrain.cli import cli
+from fedtrain.pki import Credentials
+from tests.federation import certificates
 
 FOLDER = Path(__file__).parents[1] / "deployment"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
@@ -85,6 +87,71 @@ def test_systemd_finds_the_unit_little_exposed(path):
     check(systemd, "security", "--offline=yes", "--threshold=25", path)  # of 100; 92 is a plain service
 
 
+@pytest.mark.parametrize("path", UNITS, ids=lambda p: p.name)
+def test_a_key_that_is_a_credential_is_one_that_the_unit_and_fedtrain_take(path, tmp_path):
+    """The unit with its drop-in, as systemd reads it; its ExecStartPre, run here; then the key is read."""
+    systemd = validator("systemd-analyze", "apt-get install systemd")
+    name = path.name.replace("@", "@north")
+    text = path.read_text().replace("/opt/fedtrain/bin/fedtrain", sys.executable)
+    more = FOLDER / "credentials" / f"{path.stem}.conf"
+    (tmp_path / name).write_text(text.replace("[Install]", f"{more.read_text()}\n[Install]"))
+    check(systemd, "verify", "--man=no", tmp_path / name)
+
+    service = unit(more)["Service"]
+    (command,) = service["ExecStartPre"]
+    (where,) = service["RuntimeDirectory"]
+    role = "aggregator" if "aggregator" in path.name else "sites/north"
+    certs = certificates(tmp_path / "certs", "north") / role
+    sealed = service["LoadCredentialEncrypted"][0].partition(":")[0].replace("%i", "north")
+    (certs / "key.pem").rename(tmp_path / sealed)
+    (tmp_path / sealed).chmod(0o440)  # as a newer systemd shows what its access lists allow
+    where = tmp_path / where.replace("%i", "north")
+    where.mkdir(mode=0o700)
+    (certs / "key.pem").symlink_to(where / "key.pem")
+    command = command.replace("%i", "north").replace("${CREDENTIALS_DIRECTORY}", str(tmp_path))
+    subprocess.run(shlex.split(command.replace("/run/", f"{tmp_path}/")), check=True)
+    assert Credentials.load(certs).key.startswith(b"-----BEGIN")
+
+
+# --- Without a network
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_bundle_installs_and_trains_where_there_is_no_network_and_a_changed_byte_is_refused(tmp_path):
+    """236 MB of wheels, fetched here; then a new environment, in a network namespace without an interface."""
+    bundle = tmp_path / "bundle"
+    fetched = subprocess.run([sys.executable, FOLDER / "bundle.py", bundle], capture_output=True, text=True)
+    if fetched.returncode:
+        pytest.skip(f"the wheels of the locks can't be fetched here: {fetched.stderr[-200:]}")
+    alone = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--map-root-user"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no network namespaces here")
+
+    def there(*command):
+        env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHON": sys.executable}
+        return subprocess.run([*alone, *command], cwd=tmp_path, capture_output=True, text=True, env=env)
+
+    assert there("python3", "-c", "import socket; socket.create_connection(('127.0.0.1', 9), 1)").returncode
+    done = there("sh", "bundle/install.sh", "venv")
+    assert done.returncode == 0, done.stdout + done.stderr
+    program = str(tmp_path / "venv" / "bin" / "fedtrain")
+    assert there(program, "new", "clinic").returncode == 0
+    done = there(program, "simulate", "--config", "clinic/fedtrain.toml", "--set", "run.rounds=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    wheel = next((bundle / "wheels").glob("click-*"))
+    wheel.write_bytes(wheel.read_bytes()[:-1] + b"x")
+    done = there("sh", "bundle/install.sh", "other")
+    assert done.returncode
+    assert wheel.name in done.stdout + done.stderr
+    sums = bundle / "SHA256SUMS"
+    sums.write_text("".join(line for line in sums.read_text().splitlines(True) if wheel.name not in line))
+    done = there("sh", "bundle/install.sh", "other")
+    assert done.returncode
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stdout + done.stderr
+
+
 # --- What they start
 
 
@@ -111,6 +178,7 @@ def test_nothing_but_the_package_can_enter_the_image():
     assert not re.search(r"^ADD|\.pem|\.key|certs/|secret|password", DOCKERFILE, re.I | re.M)
 
 
+@pytest.mark.slow(5)
 def test_compose_runs_an_aggregator_and_three_sites_with_our_commands():
     services = compose()["services"]
     assert {name: s["command"] for name, s in services.items()} == {
@@ -150,7 +218,9 @@ def test_a_unit_starts_our_command_as_an_ordinary_user_and_comes_back(path):
     assert service["ProtectSystem"] == ["strict"]
 
 
-@pytest.mark.parametrize("path", [COMPOSE, FOLDER / "Dockerfile", *UNITS], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [COMPOSE, FOLDER / "Dockerfile", *UNITS, *FOLDER.glob("helm/*/templates/*")], ids=lambda p: p.name
+)
 def test_what_is_set_by_environment_are_keys_of_the_configuration(path):
     from fedtrain.config import Config
 

@@ -107,15 +107,20 @@ def test_what_lies_in_memory_has_a_backend_beside_what_lies_on_gpus(device, back
 
 
 def test_nccl_writes_down_what_hangs_and_the_environment_comes_first(monkeypatch, tmp_path):
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+    for name in (
+        "NCCL_LAUNCH_ORDER_IMPLICIT",
+        "TORCH_FR_BUFFER_SIZE",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    ):
         monkeypatch.setenv(name, "7")
         monkeypatch.delenv(name)
     record_collectives("gloo", tmp_path / "hangs")
-    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
+    assert not {"TORCH_NCCL_DUMP_ON_TIMEOUT", "NCCL_LAUNCH_ORDER_IMPLICIT"} & os.environ.keys()
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "50")
     record_collectives("cpu:gloo,cuda:nccl", tmp_path / "hangs")
     assert os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == str(tmp_path / "hangs" / "nccl-")
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "50"
     assert (tmp_path / "hangs").is_dir()
 

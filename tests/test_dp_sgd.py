@@ -236,6 +236,7 @@ def settings(root, **keys):
     return private(root, privacy=privacy, train=train, **keys)
 
 
+@pytest.mark.slow(2)
 def test_a_simulation_pays_for_the_steps_of_the_smallest_site_and_repeats_itself(tmp_path):
     found = []
     for root in (tmp_path / "1", tmp_path / "2"):

@@ -76,6 +76,29 @@ def test_the_sum_is_the_weighted_mean_to_a_step_and_exact_in_buffers_and_metrics
     assert total.metrics == {"accuracy": (0.0, 0.0), "loss": (9.0, weight)}
 
 
+@pytest.mark.parametrize("terms", [(16, 0), (32, 12), (32, 0), (64, 12), (64, 0)])
+def test_with_checksums_each_integer_is_as_much_above_0_as_it_may_be_below_and_the_sum_says_the_same(terms):
+    how, above = (
+        encoding(ring_bits=terms[0], value_bits=terms[1], unsigned=unsigned) for unsigned in (False, True)
+    )
+    updates = [update(i, size=30.0 if i == 2 else 0.1) for i in range(SITES - 1)]
+    updates.append(replace(update(SITES - 1), weight=0.0))  # weighs nothing
+    (plain, n), (total, _) = total_of(how, updates), total_of(above, updates)
+    assert np.array_equal(plain + plain.dtype.type(n * how.point.q_max), total)
+    one, lifted = (encoded(e, updates[2], NAMES, rounding_seed(1)) for e in (how, above))
+    assert np.array_equal(one + one.dtype.type(how.point.q_max), lifted)
+    assert lifted.max() <= 2 * how.point.q_max
+    mean, same = how.decode(plain, n, NAMES), above.decode(total, n, NAMES)
+    assert torch.equal(mean.delta.data, same.delta.data)
+    assert (mean.weight, mean.clipped, mean.metrics) == (same.weight, same.clipped, same.metrics)
+    rows = Slab(SCHEMA, torch.stack([each.delta.data for each in updates])).arenas()
+    stacked = [above.row(replace(u, delta=row), rounding_seed(7, 0, i)) for i, (u, row) in
+               enumerate(zip(updates, rows, strict=True))]  # fmt: skip
+    summed = np.zeros(above.length, above.point.dtype)
+    above.add_rows(stacked, summed)
+    assert np.array_equal(summed, total[: above.length])
+
+
 @pytest.mark.parametrize("ring_bits", [16, 32, 64])
 def test_updates_in_a_slab_are_summed_as_one_by_one(ring_bits):
     """Some of them, too: others of a slab may be in another sum, or in none."""

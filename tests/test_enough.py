@@ -1,16 +1,19 @@
 """Rounds that close when enough of their sites have answered, in memory, under masks and over mutual TLS."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
+import torch
 
 from fedtrain.config import Config
-from fedtrain.errors import ConfigError
+from fedtrain.errors import ConfigError, TooFewSites
 from fedtrain.messages import Failure, Train, Update
 from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.star import federated
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.runtime.star.enough import ClosesEarly, closing_early, needed
+from fedtrain.secagg.messages import Advertise, Unmask
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import build
 from fedtrain.transport.memory import LocalCohort
@@ -18,7 +21,7 @@ from tests.federation import aggregator, certificates, link, random_arena, sites
 from tests.limits import bounded
 from tests.test_clock import config
 from tests.test_federated import SITES, Events, arena, handlers, pull
-from tests.test_secure import MaskedLosing, fixed, mean_of, openly
+from tests.test_secure import MaskedLosing, RunStoreOf, fixed, mean_of, openly
 from tests.test_secure import config as secure_config
 
 
@@ -77,6 +80,29 @@ def test_under_masks_the_sum_is_over_those_who_answered_first_and_never_below_th
     assert sorted(mean.sites) == [*inside]
     expected = fixed(cfg, cohort=openly(loses=lambda site, request: site not in inside))
     assert mean.delta.digest == expected.delta.digest
+
+
+def test_under_masks_a_sum_that_may_have_been_opened_waits_for_each_of_its_sites(tmp_path):
+    """Found by seed 440 of tests.vsim: a to d were summed and gave shares; over the first three of them
+    that answer again they refuse for ever."""
+    sites = [*"abcde"]
+    cfg = secure_config(tmp_path, run={"rounds": 1}, strategy={"enough": 0.6, "min_sites": 3, "attempts": 2})
+
+    def loses(site, request):
+        return isinstance(request, {"e": Advertise, "a": Unmask, "b": Unmask}.get(site, ()))
+
+    with RunStoreOf(cfg) as store:
+        for lost in (loses, lambda site, request: site == "e"):
+            answers = MaskedLosing(cfg, lost, sites).answers(Events())
+            answers._store = store
+            answers.cohort = ClosesEarly(cfg, answers.cohort)
+            journal = Journal(cfg, store, Events())
+            with suppress(TooFewSites):
+                asyncio.run(federated.run(journal, answers, build("fedavg", {})))
+            assert store.opened(0) == [("a", "b", "c", "d")]
+        weights = store.latest().weights
+    expected = fixed(cfg, cohort=openly(sites, loses=lambda site, request: site == "e"))
+    assert torch.equal(weights.views()["w"], expected.delta.views()["w"])
 
 
 def test_several_sums_in_a_round_and_an_early_close_are_refused(tmp_path):

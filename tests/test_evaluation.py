@@ -68,6 +68,7 @@ def started(mode, config):
     return asyncio.run(work.simulate(config, emit=silent))
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_unknown_metric_ends_the_run_after_its_first_evaluation_with_the_nearest(
     tmp_path, monkeypatch, mode
@@ -84,6 +85,7 @@ def test_an_unknown_metric_ends_the_run_after_its_first_evaluation_with_the_near
     assert rounds == 1
 
 
+@pytest.mark.slow(2)
 def test_a_peer_and_an_asynchronous_run_name_the_nearest_metric_too(tmp_path):
     class Measures(Toy):
         metrics: ClassVar = {"loss": (1.0, 1.0)}
@@ -128,6 +130,7 @@ def test_a_metric_that_was_there_may_count_nothing_in_a_later_round(tmp_path):
     assert run(cfg, LocalCohort({"a": seen_once}))[0].rounds == 3
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_plain_means_are_a_task_error_that_shows_sum_and_count(tmp_path, monkeypatch, mode):
     config = project(tmp_path, monkeypatch, "Means")

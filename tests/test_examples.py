@@ -29,6 +29,12 @@ HOSPITALS = {
     "va-long-beach": (87, 43),
 }
 
+SUMS = {  # what evaluate() counts, of examples whose metric is no accuracy
+    "lung": {"loss", "concordance"},
+    "credit": {"loss", "cost", "histogram"},
+    "shuttle": {"loss", "confusion"},
+}
+
 
 @pytest.fixture
 def fashion(tmp_path):
@@ -65,7 +71,7 @@ def test_a_task_learns_from_its_own_data(name, fashion):
     for tensor, change in zip(weights.views().values(), delta.views().values(), strict=True):
         tensor += change
     after = engine.evaluate(task.eval_data(site), weights)
-    assert set(after) == {"loss", "accuracy"}
+    assert set(after) == SUMS.get(name, {"loss", "accuracy"})
     assert after["loss"][0] < before["loss"][0]
 
 
@@ -165,6 +171,56 @@ def test_under_masks_four_hospitals_over_mutual_tls_learn_what_they_learn_in_the
         return {site: engine.evaluate(task.eval_data(site), weights)["accuracy"] for site in HOSPITALS}
 
     assert table("demo") == table("heart+simulate")
+
+
+# --- Survival, loans, sensors
+
+
+def test_institutions_lenders_and_devices_have_what_their_readmes_count():
+    _, lung = project("lung")
+    parts = [(lung.data(site), lung.eval_data(site)) for site in lung.sites()]
+    assert len(parts) == 17
+    assert sum(len(train[0]) + len(test[0]) for train, test in parts) == 225
+    _, credit = project("credit")
+    loans = [(credit.data(site)[1], credit.eval_data(site)[1]) for site in credit.sites()]
+    assert sum(len(test) for _, test in loans) == 332
+    assert sum(float(train.sum() + test.sum()) for train, test in loans) == 300
+    _, shuttle = project("shuttle")
+    assert [len(shuttle.data("a")[1]), len(shuttle.eval_data("a")[1])] == [9820, 2455]
+    assert f"{float(shuttle.y.float().mean()):.2f}" == "0.07"
+
+
+@pytest.mark.slow(6)
+def test_the_lung_federation_ends_where_the_pooled_study_has_its_maximum(tmp_path):
+    """Cox's stratified model, worked by Newton's method on all institutions' patients in one place."""
+    from fedtrain import simulate
+
+    _, task = project("lung")
+    parts = [task.data(site) for site in task.sites()]
+
+    def pooled(weights):
+        found = [task.loss(lambda x: (x @ weights).unsqueeze(1), part) for part in parts]
+        return sum(loss for loss, _ in found) / sum(deaths for _, deaths in found)
+
+    weights = torch.zeros(6)
+    for _ in range(8):
+        slope = torch.autograd.functional.jacobian(pooled, weights)
+        weights = weights - torch.linalg.solve(torch.autograd.functional.hessian(pooled, weights), slope)
+    settings = {"simulate.workers": 0, "evaluate.every": 0, "run.dir": str(tmp_path)}
+    run = simulate(EXAMPLES / "lung", settings, progress=False)
+    assert torch.allclose(run.model().weight[0], weights, atol=1e-3)
+
+
+@pytest.mark.slow(4)
+def test_what_sites_gain_by_training_together_is_printed_for_each_way_to_train(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import beside
+
+    for name, ways in (("lung", 4), ("shuttle", 3)):
+        found = beside.main(name, rounds=1)
+        assert len(found) == ways
+        printed = capsys.readouterr().out
+        assert all(f"{value:.3f}" in printed for metrics in found.values() for value in metrics.values())
 
 
 # --- Fashion-MNIST

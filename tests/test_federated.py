@@ -422,6 +422,7 @@ def test_a_round_is_planned_by_the_commit_before_it_unless_an_evaluation_is_betw
     store.close()
 
 
+@pytest.mark.slow(5)
 @pytest.mark.parametrize("kind", ["fedavg", "fedadam"])
 def test_stopped_after_any_exchange_and_started_again_the_model_is_the_same(tmp_path, kind):
     class Stop(BaseException):
@@ -453,6 +454,7 @@ def test_another_configuration_does_not_go_on_with_an_old_run(tmp_path):
         run(config(tmp_path, train={"lr": 0.5}), LocalCohort(handlers()))
 
 
+@pytest.mark.slow(3)
 def test_a_run_that_goes_on_with_the_same_code_starts_no_process_to_load_it(tmp_path, monkeypatch):
     task = tmp_path / "begun_task.py"
     task.write_text(

@@ -121,7 +121,7 @@ def trained(cfg, workers, wrap=lambda pool: pool):
             await pool.close()
 
     digest = asyncio.run(go())
-    told = [(k, {n: v for n, v in f.items() if n != "seconds"}) for k, f in events]
+    told = [(k, {n: v for n, v in f.items() if n not in ("seconds", "commit_s")}) for k, f in events]
     return digest, told, rounds
 
 

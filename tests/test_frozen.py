@@ -29,7 +29,7 @@ from fedtrain.runtime.trainers.trainer_messages import Freeze
 from fedtrain.schema import Schema
 from fedtrain.store import RunStore
 from fedtrain.tracking.export import export
-from fedtrain.training.engine import build_model
+from fedtrain.training.building import build_model
 from fedtrain.training.local import Engine
 from fedtrain.training.task import Task, load_task
 from fedtrain.wire.gossip import Greeting
@@ -182,6 +182,7 @@ def test_in_every_mode_frozen_parameters_are_constants_to_the_last_bit(tmp_path,
     assert found["1.running_mean"].any(), "buffers move"
 
 
+@pytest.mark.slow(3)
 def test_peers_keep_frozen_parameters_and_tell_each_other_only_their_digest(tmp_path, inline):
     config = project(tmp_path, gossip={"topology": "complete"}, evaluate={"every": 0})
     committed = []

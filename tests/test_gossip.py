@@ -20,6 +20,7 @@ from fedtrain.gossip import (
     Choco,
     LocalSteps,
     Mailbox,
+    Meet,
     Parcel,
     Receive,
     Received,
@@ -155,7 +156,8 @@ def test_models_on_the_base_graph_are_equal_after_the_tables_rounds_and_not_befo
 
 
 @pytest.mark.parametrize(
-    "kind", ["dpsgd", "gradient-tracking", "noloco", "periodic", "sgp", "epidemic", "choco", "diloco"]
+    "kind",
+    ["dpsgd", "gradient-tracking", "noloco", "periodic", "sgp", "epidemic", "choco", "diloco", "adpsgd"],
 )
 def test_the_mean_is_kept_to_1e_12(kind):
     compressor = compression.parse(INT8) if kind == "choco" else None
@@ -342,7 +344,8 @@ def test_the_mean_of_the_trackers_is_the_mean_gradient_in_every_round():
     ("dpsgd", "regular:4", 0.3), ("choco", "regular:4", 0.3), ("sgp", "exponential", 0.3),
     ("epidemic", "epidemic:3", 0.6), ("diloco", "complete", 0.01),
     ("noloco", "matching", 0.6), ("swift", "regular:4", 0.3), ("periodic", "ring", 0.6),
-    ("gradient-tracking", "regular:4", 0.01),
+    ("gradient-tracking", "regular:4", 0.01), ("adpsgd", "regular:4", 0.6),
+    ("streaming-diloco", "complete", 1.0),
 ])  # fmt: skip
 def test_every_algorithm_comes_near_the_optimum_of_the_sum(kind, graph, within):
     train, best = quadratic(8, lr=0.02)
@@ -516,7 +519,7 @@ def test_a_round_that_is_given_up_has_changed_nothing(kind):
     state = algorithm.init(x)
     before = {name: value.clone() for name, value in state.items()}
     party, answer = algorithm.round(x, state, near, 0), None
-    while not isinstance(request := party.send(answer), Receive | Mailbox):
+    while not isinstance(request := party.send(answer), Receive | Mailbox | Meet):
         answer = request.x * 2 if isinstance(request, LocalSteps) else None
     party.close()
     assert x.tolist() == [0, 1, 2, 3, 4]
@@ -556,7 +559,7 @@ def test_the_table_names_every_algorithm_once():
     ("kind", "options", "line"),
     [
         ("dpsdg", {}, "Did you mean 'dpsgd'"),
-        ("adpsgd", {}, "waits for its partner"),
+        ("adpsgd", {"staleness": 0}, "1 or more"),
         ("dpsgd", {"gamma": 1}, 'gossip.gamma: dpsgd has no such option. gossip.algorithm = "choco" has it'),
         ("choco", {}, "gossip.compressor"),
         ("noloco", {"momentum": 0.5, "gamma": 1.5}, "= 1.5"),
@@ -576,6 +579,38 @@ def test_diloco_and_noloco_peers_come_together_with_their_momentum(graph):
     for kind in ("diloco", "noloco"):
         peers = Peers(build(kind, {}), graph, 16)
         assert peers.run(150).disagreement < 1e-2 * peers.first, kind
+
+
+@pytest.mark.parametrize("graph", ["matching", "one-peer-exponential", "base:1"])
+def test_streaming_dilocos_peers_come_together_though_a_fragment_meets_a_part_of_the_rounds(graph):
+    """Both graphs that change repeat after four rounds, as four fragments would."""
+    peers = Peers(build("streaming-diloco", {}), graph, 16)
+    assert peers.run(300).disagreement < 0.05 * peers.first
+    assert peers.drift < 1e-12
+
+
+def test_streaming_diloco_sends_one_fragment_a_round_and_all_in_as_many_rounds_as_there_are():
+    algorithm, x, sent = build("streaming-diloco", {"fragments": 3}), torch.arange(8.0, dtype=F64), []
+    near = parse("complete").round(["a", "b"], 0).graph["a"]
+    for t in range(6):
+        (part,) = next(algorithm.round(x, algorithm.init(x), near, t)).parcel.parts.values()
+        sent += part.tolist()
+    for found in (sent[:8], sent[8:]):  # without training each is the model's own
+        assert sorted(found) == x.tolist()
+
+
+def test_streaming_diloco_with_one_fragment_of_equal_peers_is_diloco_that_is_a_round_late():
+    """φ is worked by hand: v ← βv + Δ, φ ← φ + η(Δ + βv), θ ← αθ' + (1 − α)φ."""
+    algorithm = build("streaming-diloco", {"fragments": 1, "outer_lr": 0.5, "momentum": 0.5, "alpha": 0.25})
+    x0 = torch.zeros(1, dtype=F64)
+    peers = Peers(algorithm, "complete", 3, xs={p: x0.clone() for p in names(3)}, train=lambda _, x: x + 1)
+    theta = phi = v = 0.0
+    for _ in range(5):
+        delta = theta - phi
+        v = 0.5 * v + delta
+        phi += 0.5 * (delta + 0.5 * v)
+        theta = 0.25 * (theta + 1) + 0.75 * phi
+        assert all(float(x) == pytest.approx(theta, rel=1e-12) for x in peers.run(1).xs.values())
 
 
 def spread_of_pairs(alpha, gamma, n, rounds=1):

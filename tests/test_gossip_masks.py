@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fedtrain import gossip
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, JoinRefused, SecAggError
+from fedtrain.messages import Update
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.gossip_setup import algorithm_of, check_hearing
 from fedtrain.runtime.peers.parcels import Inbox, other_parts, trained_part
@@ -19,7 +20,7 @@ from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.keys import KeyPair
 from fedtrain.secagg.peer_sums import Layout, PeerSums
 from fedtrain.topology import names, parse
-from fedtrain.transport.memory import Faults
+from fedtrain.transport.memory import Faults, LocalNetwork
 from fedtrain.wire.gossip import Greeting
 
 from .gossip import party
@@ -304,3 +305,35 @@ def test_masks_that_make_no_sense_are_refused_before_anything_starts(tmp_path, k
 def test_a_graph_of_less_than_three_neighbours_is_refused(graph):
     with pytest.raises(ConfigError, match="a sum of fewer than 3 hides nobody"):
         check_hearing(gossip.build("dpsgd", {}), parse(graph), names(8), 0, masks=True)
+
+
+@pytest.mark.parametrize("kind", ["dpsgd", "gradient-tracking"])
+def test_a_sum_to_which_a_member_gave_another_weight_by_its_own_view_is_none(kind, tmp_path):
+    """3 knows that 4 and 5 have left, the others do not yet: each circle of these has the members that 3
+    sees, and 3 counts 1/4 there by its own degree, 1/6 by theirs. Summed, one model of all grew by 1/12."""
+    pairs = ["0 1", "0 2", "0 3", "1 2", "1 3", "2 3", "3 4", "3 5"]
+    (tmp_path / "graph.txt").write_text("\n".join(pairs))
+    graph, made = parse(f"file:{tmp_path / 'graph.txt'}"), sums_of(names(4))
+    near = dict(graph.round(names(6), 0).graph) | {"3": graph.round(names(4), 0).graph["3"]}
+    assert near["0"].incoming.keys() == near["3"].outgoing.keys() - {"0"} | {"3"}
+    network, told, ended = LocalNetwork(names(4)), {}, {}
+
+    async def still(round, weights, delta):
+        return Update(delta=delta, num_examples=1.0, metrics={"loss": (1.0, 1.0)})
+
+    async def live(name):
+        async with network.join(name) as neighbors:
+            peer = Peer(name, gossip.build(kind, {}), arena(SINGLE, 1), still, neighbors, made[name])
+            told[name] = await peer.step(near[name], 5.0)
+            ended[name] = trained_part(peer.model)
+
+    async def main():
+        await asyncio.gather(*map(live, names(4)))
+
+    bounded(main())
+    for name in "012":
+        assert told[name].missing == {
+            "3": "refused: it counts 0.25 by its view of who is here, 0.166667 by ours"
+        }
+    for x in ended.values():
+        torch.testing.assert_close(x, trained_part(arena(SINGLE, 1)), rtol=0, atol=1e-6)

@@ -230,9 +230,10 @@ def faults_of(seed):
     )
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     "seeds",
-    [[*range(60), 95], *(pytest.param(range(at, at + 235), marks=pytest.mark.slow(25)) for at in QUARTERS)],
+    [[*range(60), 95], *(pytest.param(range(at, at + 235), marks=pytest.mark.soak) for at in QUARTERS)],
     ids=["some", *(f"from-{at}" for at in QUARTERS)],
 )
 def test_seeded_runs_with_drop_duplicate_reorder_delay_and_crash_conserve_mass_and_never_hang(seeds):

@@ -21,6 +21,7 @@ from fedtrain.gossip.choco import _name
 from fedtrain.messages import Update
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.gossip_setup import algorithm_of
+from fedtrain.runtime.peers.mailbox import Letters
 from fedtrain.runtime.peers.parcels import Inbox, ParcelHeader, other_parts, share_of, trained_part, write
 from fedtrain.runtime.peers.pledges import Pledges
 from fedtrain.runtime.simulations import gossip_simulation, simulation
@@ -184,7 +185,7 @@ async def run_peers(
     [
         ("dpsgd", "base:1"), ("dpsgd", "regular:4"), ("sgp", "exponential"), ("epidemic", "epidemic:2"),
         ("gradient-tracking", "ring"), ("choco", "regular:4"), ("diloco", "torus"), ("noloco", "matching"),
-        ("periodic", "ring"),
+        ("periodic", "ring"), ("streaming-diloco", "torus"),
     ],
 )  # fmt: skip
 def test_peers_over_a_network_have_the_bits_of_the_plain_driver(kind, graph):
@@ -424,6 +425,7 @@ def test_s17_values_that_are_not_finite_are_refused_before_they_are_mixed(value)
 # --- the simulation
 
 
+@pytest.mark.slow(5)
 def test_gossip_on_the_complete_graph_is_fedavg_with_all_sites(tmp_path):
     """Equal sites, float64: the same model to 1e-12, from the engine to the store."""
     settings = config(tmp_path, topology="complete")
@@ -571,8 +573,7 @@ def test_a_letter_that_can_t_be_read_is_as_if_it_had_not_come():
         def take(self):
             return [ReceivedShare("1", 0, Share(memoryview(b"garbage"), note=b"garbage"))]
 
-    peer = Peer("0", gossip.build("swift", {}), arena(PLAIN, 0), halfway_to(torch.zeros(50)), Silent())
-    assert dict(peer._newest(8, {"x": torch.zeros(50, dtype=F64)}).parcels) == {}
+    assert dict(Letters(Silent(), False).newest(0, 8, {"x": torch.zeros(50, dtype=F64)}).parcels) == {}
 
 
 @pytest.mark.parametrize(
@@ -588,8 +589,7 @@ def test_s16_a_letter_that_is_not_as_ours_is_as_if_it_had_not_come(parts):
         def take(self):
             return [ReceivedShare("1", 0, share_of(Parcel(parts), 0.5, 1))]
 
-    peer = Peer("0", gossip.build("swift", {}), arena(PLAIN, 0), halfway_to(torch.zeros(50)), Sent())
-    assert dict(peer._newest(8, {"x": torch.zeros(50, dtype=F64)}).parcels) == {}
+    assert dict(Letters(Sent(), False).newest(0, 8, {"x": torch.zeros(50, dtype=F64)}).parcels) == {}
 
 
 ONES = float(_name(torch.ones(20, dtype=F64)))  # the number of the copy that both ends begin with

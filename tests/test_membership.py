@@ -39,19 +39,27 @@ class World:
         self.names = [f"p{i}" for i in range(n)]
         self.up, self.due, self.number = {}, [], itertools.count()
         self.cut = lambda a, b: False
-        self.deaths = []
+        self.deaths, self.linked = [], {}
         for name in self.names:
             self.start(name)
         self.run(5.0)
 
-    def start(self, name):
+    def start(self, name, near=None):
+        """`near`: with whom it is connected from the start; None: with all."""
         self.up[name] = member = view_of(name, self.now)
+        self.linked[name] = set()
         member.add(self.names, self.now)
         for other in self.names:
             if other != name and other in self.up:
                 self.up[other].add([name], self.now)
-                member.met(other)
-                self.up[other].met(name)
+                self.linked[other].discard(name)
+                if near is None or other in near:
+                    self.meet(name, other)
+
+    def meet(self, one, other):
+        for a, b in ((one, other), (other, one)):
+            self.linked[a].add(b)
+            self.up[a].met(b)
 
     def run(self, seconds):
         until = self.now + seconds
@@ -62,7 +70,10 @@ class World:
                 self.deaths += [(self.now, name, gone) for gone in before - set(member.alive())]
                 while member.outbox:
                     to, kind, body = member.outbox.popleft()
-                    if self.draw.random() >= self.drop and not self.cut(name, to):
+                    if to not in self.linked[name]:
+                        if to in self.up and not self.cut(name, to):
+                            self.meet(name, to)
+                    elif self.draw.random() >= self.drop and not self.cut(name, to):
                         at = self.now + self.draw.uniform(0, self.delay_s)
                         heapq.heappush(self.due, (at, next(self.number), name, to, kind, body))
             steps = [m.wake_s() for m in self.up.values()] + [at for at, *_ in self.due[:1]]

@@ -58,6 +58,7 @@ def test_sites_have_the_states_that_files_of_their_own_would_have(tmp_path, seed
     }
 
 
+@pytest.mark.slow(2)
 def test_ten_thousand_sites_take_two_files_and_no_more_room_than_three_states_each(tmp_path):
     memories, sites = Memories(tmp_path), [f"site-{i:05}" for i in range(10_000)]
     draw, counted = random.Random(0), {}

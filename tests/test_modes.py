@@ -297,7 +297,8 @@ def test_every_key_is_read_by_some_mode():
     switched_on = Config.of(
         {
             "asynchronous": {"enabled": False}, "privacy": {"noise_multiplier": 1.0},
-            "gossip": {"algorithm": "choco", "masks": True},
+            "gossip": {"algorithm": "choco"},
+            "train": {"command": "train {out}"},
             "parallel": {"ranks": 2, "sync": "local", "comm_hook": "topk", "pp": 2, "zero": 2,
                          "offload": "disk", "offload_dir": "x"},
         }
@@ -305,7 +306,7 @@ def test_every_key_is_read_by_some_mode():
     without_rounds = Config.of(
         {
             "asynchronous": {"enabled": True},
-            "gossip": {"algorithm": "swift"},
+            "gossip": {"algorithm": "swift", "masks": True},
             "parallel": {"comm_hook": "powersgd"},
             "secagg": {"enabled": False},
             "compression": {"up": "topk:0.1"},

@@ -17,8 +17,8 @@ ROOT = Path(fedtrain.__file__).parent.parent
 FILES = {"task.py", "fedtrain.toml", "README.md", ".gitignore", "certs"}
 
 
-def new(name):
-    return CliRunner().invoke(cli, ["new", str(name)])
+def new(name, *options):
+    return CliRunner().invoke(cli, ["new", str(name), *options])
 
 
 @pytest.fixture
@@ -63,6 +63,34 @@ def test_the_new_task_is_at_most_forty_lines_and_trains_as_it_is(project):
     assert task.loss(model, data["site-1"]).item() < 0.8 * before
     correct, count = task.evaluate(model, task.eval_data("site-2"))["accuracy"]
     assert 0 <= correct <= count == 200
+
+
+@pytest.mark.slow(4)
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # of transformers
+@pytest.mark.parametrize("template", ["vision", "text", "lora", "gossip"])
+def test_each_template_trains_as_it_is(tmp_path, template):
+    if template == "lora":
+        pytest.importorskip("peft", reason="needs the extra hf")
+    assert new(tmp_path / "p", "--template", template).exit_code == 0
+    assert not any("PROJECT" in path.read_text() for path in (tmp_path / "p").iterdir() if path.is_file())
+    gossip = template == "gossip"
+    settings = {"run.rounds": 5} if gossip else {"simulate.workers": 0}
+    run = fedtrain.simulate(tmp_path / "p", settings, mode="gossip" if gossip else "federated")
+    assert run.metrics["accuracy"] > 0.6
+
+
+def test_the_lora_template_is_the_example_with_sites_of_its_own():
+    example = (ROOT / "examples/lora/task.py").read_text()
+    template = (ROOT / "fedtrain/templates/lora/task.py").read_text()
+    renamed = example.replace("class Notes(", "class Task(")
+    assert template == renamed.replace('"basel", "bern", "geneva"', '"site-1", "site-2", "site-3"')
+
+
+def test_an_unknown_template_is_refused_with_those_that_there_are(tmp_path):
+    result = new(tmp_path / "p", "--template", "audio")
+    assert result.exit_code == 2
+    assert "'tabular', 'vision', 'text', 'lora', 'gossip'" in result.output
+    assert not (tmp_path / "p").exists()
 
 
 def test_the_readme_names_every_command_that_a_run_needs(project):
@@ -116,3 +144,4 @@ def test_the_wheel_carries_the_template(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     there = {name for name in zipfile.ZipFile(wheel).namelist() if "templates/" in name}
     assert {Path(name).name for name in there} == {name.removeprefix(".") for name in FILES - {"certs"}}
+    assert {Path(name).parent.name for name in there} == {"tabular", "vision", "text", "lora", "gossip"}

@@ -121,6 +121,7 @@ def test_clipped_values_of_updates_in_slabs_are_counted_too(tmp_path):
     assert "values were clipped to secagg.clip" in events.of("notice")[0]["text"]
 
 
+@pytest.mark.slow(4)
 def test_a_simulation_tells_the_epsilon_that_its_sites_spend(tmp_path):
     """One line a round: of the site that has spent most."""
     log = Log()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
 
 from fedtrain.config import Config, ParallelConfig, TrainConfig
 from fedtrain.errors import ConfigError, TaskError
@@ -17,13 +21,15 @@ from fedtrain.schema import Schema, TensorSpec
 from fedtrain.training.engine import MAX_SKIPPED
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.optimizers import TorchOptimizer, schedule
+from fedtrain.training.parallel import context
 from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.parallel.estimate import estimate
-from fedtrain.training.parallel.families import KNOWN, plan_of
+from fedtrain.training.parallel.families import Heads, plan_of
 from fedtrain.training.parallel.flops import peak_flops
 from fedtrain.training.parallel.outer import split
 from fedtrain.training.parallel.pipeline import Replay, even_cuts, inputs_of
 from fedtrain.training.parallel.plan import Plan
+from fedtrain.training.parallel.wrap import save_memory
 from fedtrain.training.task import Task
 
 CPU = torch.device("cpu")
@@ -285,11 +291,69 @@ def test_the_tasks_own_plan_comes_first():
     assert plan_of(Rows(), nn.Linear(1, 1)) == Plan()
 
 
-def test_known_models_have_plans():
-    for name, make in KNOWN.items():
-        assert make().blocks, name
+class Shipping(nn.Module):
+    """What a transformers' model says of itself."""
+
+    base_model_prefix = "body"
+
+    def __init__(self, style):
+        super().__init__()
+        self.body = nn.ModuleDict({"words": nn.Embedding(5, 4)})
+        self.head = nn.Linear(4, 5)
+        plan = {"layers.*.attn.q_proj": "colwise", "layers.*.attn.o_proj": style}
+        self.config = SimpleNamespace(base_model_tp_plan=plan)
+
+    def get_input_embeddings(self):
+        return self.body["words"]
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_a_model_is_split_as_it_says_itself_where_that_is_by_columns_and_rows_alone():
+    plan = plan_of(Rows(), Shipping("rowwise"))
+    assert plan.blocks == "body.layers"
+    layers = {f"body.layers.*.{name}" for name in ("attn", "attn.q_proj", "attn.o_proj")}
+    assert plan.tensor.keys() == {*layers, "body.words", "head"}
+    assert isinstance(plan.tensor["body.layers.*.attn"], Heads)
+    assert plan_of(Rows(), Shipping("moe_tp_experts")) == Plan()
 
 
 def test_blocks_that_are_not_there_are_named():
     with pytest.raises(ConfigError, match=r"'layers' is not in the model, which has 0, 1, 2"):
         Plan(blocks="layers").units(Rows().model())
+
+
+@pytest.mark.parametrize("kind", ["zero-bubble", "zbv"])
+def test_a_gradient_in_two_halves_is_refused_where_torch_gets_it_wrong(kind):
+    for other, named in (({"zero": 3}, "zero = 3"), ({"compile": True}, "compile")):
+        config = ParallelConfig(pp=2, schedule=kind, **other)
+        with pytest.raises(ConfigError, match=f"^parallel.schedule: {kind} .* beside {named}"):
+            save_memory([], config)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_causal_attention_over_parts_is_that_over_the_whole_and_makes_no_mask(monkeypatch, rank):
+    query, key, value = torch.randn(3, 2, 4, 8, 16, generator=torch.Generator().manual_seed(1)).unbind()
+    parts = [t.chunk(2, -2)[rank] for t in (query, key, value)]
+    whole = {id(part): t for part, t in zip(parts, (query, key, value), strict=True)}
+    asked = []
+
+    class Asked(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is F.scaled_dot_product_attention:
+                asked.append(args)
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(context, "all_gather", lambda part, dim, group: whole[id(part)])
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda part: part)  # else it is another one
+    gathered = object.__new__(context.Gathered)
+    gathered.rank, gathered.ranks, gathered.group = rank, 2, None
+    with Asked():
+        mine = gathered.attention(*parts, is_causal=True)
+    monkeypatch.undo()
+    plain = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert torch.allclose(mine, plain.chunk(2, -2)[rank], atol=1e-6)
+    ((_, keys, _, mask, *_), *_) = asked
+    assert isinstance(mask, CausalBias)  # which a kernel takes for what it is
+    assert keys.shape[-2] == 4 * (rank + 1)  # later ones are seen by none of these queries

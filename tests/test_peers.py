@@ -20,11 +20,12 @@ from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.keeping_up import catch_up
 from fedtrain.runtime.peers.parcels import trained_part
 from fedtrain.runtime.peers.peer import Shape
+from fedtrain.runtime.trainers import trainer_messages as msg
 from fedtrain.transport.admission import join
 from fedtrain.transport.memory import LocalNetwork
 
 from .limits import WAIT_S, bounded
-from .peers import SCHEMA, village
+from .peers import SCHEMA, Toy, village
 from .ports import serving
 
 torch.set_num_threads(1)
@@ -33,6 +34,7 @@ torch.set_num_threads(1)
 # --- who comes and goes
 
 
+@pytest.mark.slow(3)
 def test_whoever_comes_or_goes_peers_go_on_with_the_graph_nearest_to_theirs(tmp_path):
     """regular:3 is nothing for five peers, nor for three: it ends nobody's run."""
 
@@ -99,6 +101,7 @@ def test_a_peer_that_waits_says_who_is_missing_and_what_answers_in_their_place(t
     bounded(main())
 
 
+@pytest.mark.slow(2)
 def test_a_peer_that_had_finished_ends_at_once_when_it_is_started_again(tmp_path):
     async def main():
         async with village(tmp_path, "ab", rounds=3) as v:
@@ -111,6 +114,7 @@ def test_a_peer_that_had_finished_ends_at_once_when_it_is_started_again(tmp_path
     bounded(main())
 
 
+@pytest.mark.slow(3)
 def test_all_peers_stopped_and_started_again_go_on_where_they_were(tmp_path):
     async def main():
         async with village(tmp_path, "abc", rounds=12, topology="ring") as v:
@@ -131,6 +135,7 @@ def test_all_peers_stopped_and_started_again_go_on_where_they_were(tmp_path):
     bounded(main())
 
 
+@pytest.mark.slow(5)
 def test_peers_that_can_not_be_called_take_part_over_the_calls_that_they_make(tmp_path):
     """b and c can't be called, so they never meet: a is between them, and all three agree all the same."""
 
@@ -167,9 +172,50 @@ def test_nobody_waits_for_a_slow_peer_where_peers_never_wait_and_it_keeps_its_ow
     bounded(main())
 
 
+@pytest.mark.slow(5)
+def test_a_peer_that_nobody_waits_for_any_more_ends_with_the_others(tmp_path):
+    """They ended while it trained, and are gone: its own rounds would lead away from their model."""
+
+    async def main():
+        async with village(tmp_path, "abc", rounds=6, round_deadline="300ms") as v:
+            slow = v.start("c", pace_s=3600.0)
+            for task in [v.start(name, strategy={"min_sites": 3}) for name in "ab"]:
+                assert (await task).rounds == 6
+            assert v.of("c", "round_started")
+            await v.until(lambda: len(v.of("c", "site_lost")) >= 2)
+            v.trainers["c"].pace_s = 0.0
+            v.trainers["c"].woken.set()
+            ended = await slow
+            assert (ended.reason, ended.rounds) == ("most peers have done all rounds", 1)
+
+    bounded(main())
+
+
+@pytest.mark.slow(5)
+def test_what_a_peer_finds_counts_that_trains_for_longer_than_the_deadline(tmp_path):
+    """It gives its model at the start of a round then, with what it found before it took that of others."""
+
+    async def main():
+        async with village(tmp_path, "abc", rounds=10_000, round_deadline="400ms") as v:
+            for name in "ab":
+                v.start(name)
+            v.start("c", pace_s=1.5)
+            late = "did not finish within 0.4 s"
+            await v.until(lambda: any(late in each["reason"] for each in v.of("a", "update_refused")))
+            heard = len(done_by("c", v.of("a", "site_state")))
+            await v.until(lambda: len(done_by("c", v.of("a", "site_state"))) >= heard + 3)
+
+    bounded(main())
+
+
+def done_by(name, states):
+    return [each for each in states if each["site"] == name and each["state"] == "done"]
+
+
 # --- what does not fit
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -192,6 +238,7 @@ def test_a_peer_with_other_settings_is_named_with_what_differs_and_the_others_go
     bounded(main())
 
 
+@pytest.mark.slow(2)
 def test_peers_with_different_graph_files_do_not_train_together(tmp_path):
     async def main():
         (tmp_path / "graph").write_text("a b\nb c\n")
@@ -206,6 +253,7 @@ def test_peers_with_different_graph_files_do_not_train_together(tmp_path):
     bounded(main())
 
 
+@pytest.mark.slow(2)
 def test_a_disconnected_graph_is_refused_before_a_round(tmp_path):
     async def main():
         (tmp_path / "graph").write_text("a b\n")
@@ -320,6 +368,129 @@ def test_s16_a_newcomer_refuses_a_state_with_nan_names_who_gave_it_and_takes_ano
     assert told[0][0] == "update_refused"
     assert told[0][1]["site"] == "a"
     assert "w has 20 NaN or Inf of 20 values" in told[0][1]["reason"]
+
+
+def test_two_peers_that_can_not_be_called_average_with_each_other_by_a_relay(tmp_path):
+    async def main():
+        async with village(tmp_path, "abc", rounds=12, topology="ring") as v:
+            hidden = {"listen": "", "heartbeat": "1s"}
+            ends = [
+                v.start("a", network=hidden), v.start("b", network=hidden), v.start("c", gossip={"relay": 50})
+            ]  # fmt: skip
+            await asyncio.gather(*ends)
+            met = [each for each in v.of("a", "round_committed") if each["sites"] == 3]
+            assert len(met) > 6  # a heard b and c
+            assert len({v.of(name, "agreed")[-1]["digest"] for name in "abc"}) == 1
+            assert v.of("a", "agreed")[-1]["peers"] == ["a", "b", "c"]
+
+    bounded(main())
+
+
+def test_a_relay_that_can_not_be_called_is_refused(tmp_path):
+    async def main():
+        async with village(tmp_path, "ab") as v:
+            with pytest.raises(ConfigError, match=r"gossip.relay: a peer that can't be called"):
+                await v.start("a", network={"listen": ""}, gossip={"relay": 5})
+
+    bounded(main())
+
+
+def test_a_peer_that_is_alone_says_so_and_no_disagreement_until_others_are_back(tmp_path):
+    async def main():
+        async with village(tmp_path, "abc") as v:
+            for name in "abc":
+                v.start(name, pace_s=0.02)
+            await v.until(lambda: v.rounds_of("a") > 2)
+            for name in "bc":
+                await v.stop(name)
+            await v.until(
+                lambda: (
+                    v.are_with("a", "a") and "disagreement" not in v.of("a", "round_committed")[-1]["metrics"]
+                )
+            )
+            said = [each["text"] for each in v.of("a", "notice") if each["text"].startswith("alone: ")]
+            assert len(said) == 1
+            assert "none of the 2 others answers" in said[0]
+            v.start("b", pace_s=0.02)
+            await v.until(lambda: "disagreement" in v.of("a", "round_committed")[-1]["metrics"])
+
+    bounded(main())
+
+
+@pytest.mark.slow(6)
+def test_a_peer_that_stood_still_while_the_others_ended_the_run_ends_and_says_so(tmp_path):
+    class Stands(Toy):
+        trained, goes_on = 0, None
+
+        async def _ask(self, message):
+            Stands.trained += isinstance(message, msg.TrainOne)
+            if Stands.trained == 3:
+                await Stands.goes_on.wait()
+            return await super()._ask(message)
+
+    async def main():
+        Stands.goes_on = asyncio.Event()
+        async with village(tmp_path, "abc", rounds=6, round_deadline="1s") as v:
+            standing = v.start("a", toy=Stands)
+            await asyncio.gather(v.start("b"), v.start("c"))
+            Stands.goes_on.set()
+            result = await standing
+            assert result.rounds == 3
+            assert result.reason == "most peers have done all rounds"
+            assert "no model of all" in v.of("a", "notice")[-1]["text"]
+            assert not v.of("a", "agreed")
+            assert len(v.of("b", "agreed")) == 1
+            Stands.trained = 100
+            has_it, result = v.start("b"), await v.start("a")
+            assert (result.rounds, result.reason) == (6, "rounds done")
+            assert v.of("a", "agreed")[-1]["digest"] == v.of("b", "agreed")[-1]["digest"]
+            assert (await has_it).rounds == 6
+
+    bounded(main())
+
+
+@pytest.mark.slow(9)
+def test_a_peer_that_is_started_again_after_the_others_ended_takes_their_model_from_one_of_them(tmp_path):
+    """It says what it waits for. One alone gives it the model, also where a sum takes four peers."""
+
+    async def main():
+        names = "abcde"
+        async with village(tmp_path, names, rounds=8, masks=True) as v:
+            least = {"min_sites": len(names)}
+            ends = [v.start(name, strategy=least, pace_s=0.05) for name in names]
+            await v.until(lambda: v.rounds_of("a") >= 2)
+            await v.stop("a")
+            await asyncio.gather(*ends[1:])
+            others = {v.of(name, "agreed")[-1]["digest"] for name in names[1:]}
+            late = v.start("a", strategy=least)
+            wait = "start one of them again: it gives this peer the model"
+            await v.until(lambda: any(wait in each["text"] for each in v.of("a", "notice")))
+            has_it = v.start("b", strategy=least)
+            assert (await late).rounds == 8
+            assert {v.of("a", "agreed")[-1]["digest"]} == others
+            await has_it
+            assert torch.equal(v.model("a"), v.model("b"))
+
+    bounded(main())
+
+
+@pytest.mark.slow(4)
+def test_a_peer_that_is_started_again_while_the_others_end_ends_with_their_model(tmp_path):
+    """They stay for it, for the idle time, and as long as it comes nearer."""
+
+    async def main():
+        async with village(tmp_path, "abc", rounds=5) as v:
+            network = lambda name: {"listen": f"127.0.0.1:{v.ports[name]}", "idle": "30s"}
+            ends = {name: v.start(name, strategy={"min_sites": 3}, network=network(name)) for name in "abc"}
+            await v.until(lambda: v.rounds_of("a") >= 2)
+            await v.stop("a")
+            await v.until(lambda: v.of("b", "agreed") and v.of("c", "agreed"))
+            assert not ends["b"].done()
+            assert (await v.start("a", network=network("a"))).rounds == 5
+            assert all([(await ends[name]).rounds == 5 for name in "bc"])  # before the idle time is over
+            assert len({v.of(name, "agreed")[-1]["digest"] for name in "abc"}) == 1
+
+    bounded(main(), 25)
 
 
 @pytest.mark.slow(4)

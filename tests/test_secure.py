@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import math
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -258,7 +257,7 @@ def test_too_few_groups_for_the_rule_fail_the_attempt(tmp_path):
 
 def test_a_sum_that_broke_off_while_it_was_opened_is_had_again_over_the_same_sites(tmp_path):
     """a and b gave shares for a sum over a, b and c; they would refuse one over others."""
-    cfg, events, settled = config(tmp_path, run={"rounds": 1}), Events(), []
+    cfg, events = config(tmp_path, run={"rounds": 1}), Events()
 
     def loses(site, request):
         if request.id.split("/")[2] != "0":
@@ -266,11 +265,32 @@ def test_a_sum_that_broke_off_while_it_was_opened_is_had_again_over_the_same_sit
         return (site == "d" and isinstance(request, Mask)) or (site == "c" and isinstance(request, Unmask))
 
     answers = MaskedLosing(cfg, loses).answers(events)
-    answers._plans = SimpleNamespace(set_plan=settled.append)
     with RunStoreOf(cfg) as store:
+        answers._store = store
         asyncio.run(federated.run(Journal(cfg, store, events), answers, build("fedavg", {})))
         weights = store.latest().weights
-    assert [plan.sites for plan in settled] == [["a", "b", "c"]] * 2
+        assert store.opened(0) == [("a", "b", "c")]
+    expected = fixed(cfg, cohort=openly(loses=lambda site, request: site == "d"))
+    assert torch.equal(weights.views()["w"], expected.delta.views()["w"])
+
+
+def test_an_aggregator_that_gave_up_asks_for_the_sum_that_it_began_to_open_when_it_is_started_again(tmp_path):
+    """Found by seed 176 of tests.vsim: it asked for all sites then, and those that gave shares refused for
+    ever."""
+    cfg, events = config(tmp_path, run={"rounds": 1}, strategy={"attempts": 2}), Events()
+
+    def loses(site, request):
+        return isinstance(request, {"c": Unmask, "d": Mask}.get(site, ()))
+
+    with RunStoreOf(cfg) as store:
+        answers = MaskedLosing(cfg, loses).answers(events)
+        answers._store = store
+        with pytest.raises(TooFewSites, match="unmask"):
+            asyncio.run(federated.run(Journal(cfg, store, events), answers, build("fedavg", {})))
+        again = MaskedLosing(cfg, lambda site, request: False).answers(events)
+        again._store = store
+        asyncio.run(federated.run(Journal(cfg, store, events), again, build("fedavg", {})))
+        weights = store.latest().weights
     expected = fixed(cfg, cohort=openly(loses=lambda site, request: site == "d"))
     assert torch.equal(weights.views()["w"], expected.delta.views()["w"])
 
@@ -506,8 +526,8 @@ class Federation:
         worker = Site(site, SCHEMA, ledger, self.trainers[site], secure=mine)
         link = SiteLink(
             GrpcTransport(tls(self.certs / "sites" / site), 5.0), address=f"127.0.0.1:{self.cohort.port}",
-            target="aggregator.fedtrain.fedtrain", inbox=ledger.inbox, requests=secure_site.REQUESTS | Train,
-            emit=silent, trust=check,
+            target="aggregator.fedtrain.fedtrain", inbox=ledger.inbox,
+            requests=secure_site.SECURE_REQUESTS | Train, emit=silent, trust=check,
         )  # fmt: skip
 
         async def answer(request):

@@ -155,6 +155,7 @@ def sizes(folder):
     return {p.name: p.stat().st_size for p in folder.iterdir() if p.suffix == "" and p.name != "lock"}
 
 
+@pytest.mark.slow(4)
 def test_a_bucket_is_read_through_a_cache_that_keeps_its_bound(s3, tmp_path):
     url, _ = s3
     largest = max(s.bytes for s in ShardedDataset(url, cache=tmp_path).index.shards)

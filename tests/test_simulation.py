@@ -119,6 +119,7 @@ def test_any_number_of_workers_gives_the_bits_of_a_plain_loop(folder):
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+@pytest.mark.slow(3)
 def test_the_stacked_engine_gives_the_loops_numbers_up_to_rounding(folder):
     _, stacked = simulated(configured(folder, engine="stacked"))
     torch.testing.assert_close(stacked.views(), by_hand(configured(folder)).views(), rtol=1e-3, atol=1e-5)
@@ -135,6 +136,7 @@ def test_a_simulation_goes_on_from_its_last_round_and_fresh_forgets(folder):
     assert again.digest == weights.digest
 
 
+@pytest.mark.slow(3)
 def test_a_killed_trainer_changes_nothing(folder):
     config = configured(folder, task="Natural")
     (folder / "kill").touch()
@@ -153,6 +155,7 @@ def test_the_first_error_of_the_task_ends_a_simulation_even_where_the_other_site
         simulated(config)
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("engine", ["loop", "stacked"])
 def test_a_site_whose_update_is_nan_is_refused_and_named_among_its_neighbours(folder, engine):
     (folder / "nan").touch()
@@ -164,6 +167,7 @@ def test_a_site_whose_update_is_nan_is_refused_and_named_among_its_neighbours(fo
     assert bool(weights.flat(weights.schema.sections[0]).isfinite().all())
 
 
+@pytest.mark.slow(4)
 def test_a_round_of_many_sites_tells_of_refused_updates_only(folder):
     few, _ = simulated(configured(folder, sites=TOLD_SITES, rounds=1, name="few"))
     many, _ = simulated(configured(folder, sites=TOLD_SITES + 1, rounds=1, name="many"))
@@ -171,6 +175,7 @@ def test_a_round_of_many_sites_tells_of_refused_updates_only(folder):
     assert not any(kind == "update_received" for kind, _ in many)
 
 
+@pytest.mark.slow(2)
 def test_the_debugged_site_runs_in_this_process_and_gives_the_same_model(folder):
     config = configured(folder, task="Natural", rounds=2)
     _, weights = simulated(config, debug="south")
@@ -180,6 +185,7 @@ def test_the_debugged_site_runs_in_this_process_and_gives_the_same_model(folder)
     assert weights.digest == by_hand(config).digest
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize(
     ("debug", "sites", "message"),
     [("sout", 7, "--debug sout: there is no such site"), (None, 1, "the simulation has 1 sites")],
@@ -189,6 +195,7 @@ def test_what_cannot_be_simulated_is_said_before_the_first_round(folder, debug, 
         simulated(configured(folder, sites=sites), debug=debug)
 
 
+@pytest.mark.slow(2)
 def test_stopping_an_exchange_early_leaves_the_pool_fit_for_the_next(folder):
     config = configured(folder, sites=40)
 
@@ -208,6 +215,7 @@ def test_stopping_an_exchange_early_leaves_the_pool_fit_for_the_next(folder):
     asyncio.run(main())
 
 
+@pytest.mark.slow(2)
 def test_a_block_is_used_again_once_nobody_looks_at_it_and_not_before():
     memory = SharedMemory()
     offset, view = memory.take(100)

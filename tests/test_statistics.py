@@ -680,10 +680,11 @@ def configured(tmp_path, allow=True, **sections):
     return project(tmp_path, TASK, **sections)
 
 
-async def served(config, work, own=None, names=SITES):
-    """`work()` of the aggregator, with sites that run as long as it does."""
+async def served(config, work, own=None, names=SITES, **rules):
+    """`work()` of the aggregator, with sites that run as long as it does, under policies with these rules."""
+    own = own or {}
     ends = [
-        asyncio.create_task(site.run(allowed((own or {}).get(name, config), name), name, emit=silent))
+        asyncio.create_task(site.run(allowed(own.get(name, config), name, **rules), name, emit=silent))
         for name in names
     ]
     try:
@@ -789,8 +790,12 @@ def test_under_masks_a_site_that_refuses_the_first_question_is_left_out_of_all(f
 
 
 @pytest.mark.usefixtures("inline")
-def test_no_site_gives_statistics_into_a_sum_over_other_sites_than_the_first(four, monkeypatch):
-    """Two sums over sets that differ by one site would tell what that site has."""
+@pytest.mark.parametrize("cohort_change", [3, 0])
+def test_no_site_gives_statistics_into_a_sum_over_other_sites_than_the_first(
+    four, monkeypatch, cohort_change
+):
+    """Two sums over sets that differ by one site would tell what that site has. It holds without the cohort
+    guard, too."""
     config, names = four
     session = statistics.UnderMasks.session
 
@@ -801,6 +806,7 @@ def test_no_site_gives_statistics_into_a_sum_over_other_sites_than_the_first(fou
 
     monkeypatch.setattr(statistics.UnderMasks, "session", without_one)
     monkeypatch.setattr(statistics, "_willing", all_join)
+    collect = lambda: fedtrain.aggregate_stats(config)
     with pytest.raises(TooFewSites, match="statistics over 4 sites were unmasked here"):
-        asyncio.run(served(config, lambda: fedtrain.aggregate_stats(config), names=names))
+        asyncio.run(served(config, collect, names=names, cohort_change=cohort_change))
     assert not (config.run_dir / "statistics.json").exists()

@@ -15,7 +15,8 @@ from fedtrain.arena import Arena
 from fedtrain.digest import digest_of
 from fedtrain.errors import Broken, Damaged, StoreError, WireError
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool
+from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool, chain, redo, runs
+from fedtrain.store import folder as run_folder
 from fedtrain.store.disk import refuse_network_disk
 from tests.damage import DAMAGES, extend, flip, flip_another, swap
 from tests.worlds import FORKED
@@ -272,6 +273,7 @@ def test_a_transaction_that_fails_after_it_was_written_down_is_in_neither_file(s
     store.close()
 
 
+@pytest.mark.slow(3)
 def test_any_bit_of_a_database_or_its_logs_that_changed_changes_nothing(store, tmp_path):
     """As kill -9 left it, and as it lies after an orderly end."""
     filled(store)
@@ -318,6 +320,70 @@ def test_a_changed_number_in_the_database_is_found(store, tmp_path, lines):
 def test_one_process_holds_a_run_and_a_second_is_told_which(store, tmp_path):
     with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
         RunStore(tmp_path / "run")
+
+
+def test_a_database_that_a_power_cut_tore_before_its_first_transaction_begins_anew(tmp_path, lines):
+    """Found by seed 195 of tests.vsim: the run stopped for ever, and nothing of it had been done."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.db").write_bytes(bytes(4096))
+    store = RunStore(folder, warn=lines.append)
+    commit(store, 0)
+    store.close()
+    assert re.search(r"run\.db is damaged.*quarantine/run\.db now.*no run\.redo: it begins anew", lines[0])
+
+
+def test_a_torn_database_without_its_redo_log_is_no_new_run_where_there_are_models(store, tmp_path):
+    commit(store, 0)
+    store.close()
+    (tmp_path / "run/run.redo").unlink()
+    (tmp_path / "run/run.db").write_bytes(bytes(4096))
+    for _ in range(2):
+        with pytest.raises(StoreError, match="knows of no round, though"):
+            RunStore(tmp_path / "run")
+
+
+def test_a_name_that_a_killed_process_left_is_on_the_disk_before_more_depends_on_it(tmp_path, monkeypatch):
+    """Found by seed 277 of tests.vsim: a kill between a rename and the folder's sync, then a power cut."""
+    for life in range(2):
+        synced = []
+        for module in (redo, run_folder, chain):
+            monkeypatch.setattr(module, "sync_folder", synced.append)
+        store = RunStore(tmp_path / "run")
+        store.begin(SCHEMA, {})
+        store.put_blob(arena(1.0))
+        store.close()
+        chain.Chain(tmp_path / "releases.jsonl", int, "").append(life)
+    assert synced == [tmp_path / "run", tmp_path / "run/blobs", tmp_path]
+
+
+def test_the_models_of_a_run_that_a_start_forgets_are_gone_for_sure_before_the_run_is(tmp_path, monkeypatch):
+    """Found by seed 1536 of tests.vsim --gossip: after a power cut the models were back, and not the run."""
+    store, seen = RunStore(tmp_path / "run"), []
+    store.begin(SCHEMA, {})
+    store.put_blob(arena(1.0))
+    monkeypatch.setattr(
+        runs, "sync_folder", lambda folder: seen.append((folder, store._strangers(), bool(store.meta())))
+    )
+    store.forget_if_unused()
+    assert seen == [(store.blobs, 0, True)]
+    assert not store.meta()
+    store.close()
+
+
+def test_a_line_that_a_killed_process_wrote_is_on_the_disk_before_more_depends_on_it(tmp_path, monkeypatch):
+    """Found by seed 2646 of tests.vsim: killed before the sync of a round's line, an aggregator found that
+    round when it was started again, told its sites that the run was over, and lost it in a power cut."""
+    folder, written = tmp_path / "run", 0
+    for _ in range(2):
+        synced = []
+        with monkeypatch.context() as during:
+            during.setattr(redo.os, "fdatasync", lambda fd, to=synced: to.append(os.fstat(fd).st_size))
+            store = RunStore(folder)
+        store.begin(SCHEMA, {})
+        store.close()
+        assert not written or written in synced
+        written = (folder / "run.redo").stat().st_size
 
 
 def test_a_reader_of_no_run_is_told_how_to_find_one(tmp_path):

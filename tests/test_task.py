@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fedtrain.errors import ConfigError, TaskError, story_of
+from fedtrain.training.signatures import model_of
 from fedtrain.training.task import load_task, mean_and_weight, sources, task_digest, user_code
 
 TASK = """
@@ -82,6 +83,17 @@ def test_a_wrong_task_name_is_refused_with_what_to_change(tmp_path, spec, says):
     half = "class Half(fedtrain.Task):\n    def model(self): ...\n"
     with pytest.raises(ConfigError, match=re.escape(says)):
         load_task(spec, write(tmp_path, task=TASK + half))
+
+
+@pytest.mark.parametrize("name", ["on_round_end", "on_epoch_start", "on_before_optimizer_step"])
+def test_a_callback_is_refused_with_what_is_there_instead(tmp_path, name):
+    task = load_task("task:Heart", write(tmp_path, task=f"{TASK}    def {name}(self, round): ...\n"))
+    with pytest.raises(ConfigError, match=rf"{name}\(\): a round calls nothing back.*fedtrain track"):
+        model_of(task, 0)
+
+
+def test_a_method_that_only_begins_like_a_callback_is_the_users_own(tmp_path):
+    model_of(load_task("task:Heart", write(tmp_path, task=f"{TASK}    def on_device(self): ...\n")), 0)
 
 
 def test_an_error_in_the_task_names_its_type_and_line_but_not_its_message(tmp_path):

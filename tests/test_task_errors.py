@@ -155,6 +155,7 @@ class Broken(fedtrain.Task):
 """
 
 
+@pytest.mark.slow(3)
 def test_equal_errors_of_many_sites_and_trainers_are_one_traceback(tmp_path):
     (tmp_path / "broken_task.py").write_text(TASK)
     settings = Config.of({"run": {"task": "broken_task:Broken"}}, tmp_path)
@@ -174,3 +175,12 @@ def test_equal_errors_of_many_sites_and_trainers_are_one_traceback(tmp_path):
     assert told.count("Traceback") == 1
     assert len(told.splitlines()) <= 8
     assert "KeyError: 'patients of a'" in told
+
+
+def test_nobody_is_advised_to_ask_fewer_sites_where_a_site_has_a_full_disk():
+    full = "no room for sums.json: No space left on device. Free some: the same command goes on."
+    for error in (
+        TooFewSites("round 1", 2, 3, failed={"a": full}),
+        Unfinished("shares", 2, 3, dropped={"a": full}, blamed={}, failed={"a": full}),
+    ):
+        assert str(error).endswith(full)

@@ -330,6 +330,7 @@ def test_graphs_that_change_or_point_one_way_can_be_drawn(spec, tmp_path):
     assert (tmp_path / "graph.png").stat().st_size > 1000
 
 
+@pytest.mark.slow(3)
 def test_a_graph_of_many_peers_is_analysed_in_few_products():
     assert 250_000 < rounds_to(parse("ring"), 1000, 1e-3) < 350_000
 

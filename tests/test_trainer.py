@@ -79,6 +79,7 @@ async def pids(folder):
     return [int(pid) for pid in (folder / "pids").read_text().split()]
 
 
+@pytest.mark.slow(2)
 def test_a_trainer_process_gives_the_bits_of_the_engine_and_survives_a_failing_task(config, tmp_path):
     async def main():
         async with await Trainer.start(config, scratch=tmp_path, log=tmp_path / "log") as trainer:
@@ -107,6 +108,7 @@ def test_a_trainer_process_gives_the_bits_of_the_engine_and_survives_a_failing_t
     assert evaluation == bench.evaluate("site-1", 0, weights)
 
 
+@pytest.mark.slow(3)
 def test_a_killed_trainer_is_a_task_error_and_another_gives_the_same_bits(config, tmp_path):
     async def main():
         first = await Trainer.start(config, scratch=tmp_path)
@@ -212,6 +214,7 @@ def test_the_parent_loads_no_torch_and_its_trainer_has_no_keys_and_dies_with_it(
     assert not [name for name, value in seen.items() if "/secret" in value]
 
 
+@pytest.mark.slow(2)
 def test_a_request_nobody_waits_for_does_not_keep_the_trainer_for_ever(config, tmp_path, monkeypatch):
     monkeypatch.setattr("fedtrain.runtime.trainers.trainer.ABANDONED_S", 0.2)
 
@@ -229,8 +232,8 @@ def test_a_request_nobody_waits_for_does_not_keep_the_trainer_for_ever(config, t
 
 
 def test_an_arena_larger_than_a_page_and_empty_sections_travel_by_file(tmp_path):
-    from fedtrain.runtime.trainers.workbench import new_file
     from fedtrain.schema import Schema, TensorSpec
+    from fedtrain.store.disk import new_file
 
     schema = Schema((TensorSpec("w", (5000,), "float32", True), TensorSpec("none", (0,), "int64", False)))
     with new_file(schema, tmp_path / "whole") as arena:

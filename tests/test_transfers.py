@@ -107,6 +107,7 @@ class Walked(dict):
         return super().__getitem__(row)
 
 
+@pytest.mark.slow(3)
 def test_peers_that_walk_at_random_use_the_rows_of_both_tables_and_miss_none(monkeypatch):
     giving, taking = Walked(GIVING), Walked(TAKING)
     monkeypatch.setattr(sender, "GIVING", giving)

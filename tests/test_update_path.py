@@ -61,7 +61,7 @@ class Calls:
 
 @pytest.mark.usefixtures("inline")
 def test_a_masked_update_enters_few_files_and_few_of_them_call_each_other_both_ways(tmp_path):
-    task = (Path(fedtrain.__file__).parent / "templates/project/task.py").read_text()
+    task = (Path(fedtrain.__file__).parent / "templates/tabular/task.py").read_text()
     config = project(tmp_path, task, run={"task": "task:Task", "rounds": ROUNDS}, train={"optimizer": "adam"})
     calls = Calls()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import signal
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from ..events import Emit
 
 T = TypeVar("T")
+
+STOP_S = 4.0  # for a site to end in order once it was told to; what still works then is ended with it (S40)
 
 
 class Stopped(SystemExit):
@@ -123,8 +127,9 @@ with_data = click.option(
 )  # fmt: skip
 
 
-def drive(work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work. Ctrl-C, SIGTERM and SIGHUP cancel the work, which cleans up behind itself."""
+def drive(work: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
+    """The result of the work. Ctrl-C, SIGTERM and SIGHUP cancel the work, which cleans up behind itself;
+    after so many seconds the process ends whatever still works, threads too."""
     import asyncio
 
     stopped = 0
@@ -135,27 +140,42 @@ def drive(work: Coroutine[Any, Any, T]) -> T:
 
         def stop(number: int) -> None:
             nonlocal stopped
+            if not stopped and within_s is not None:
+                last = threading.Timer(within_s, os._exit, [128 + number])
+                last.daemon = True
+                last.start()
             stopped = stopped or number
             task.cancel()
 
-        for number in ends():
+        numbers = ends()
+        if within_s is not None and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            numbers.append(signal.SIGINT)
+        for number in numbers:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
         return await work
 
     try:
         return asyncio.run(until_told_to_stop())
     except asyncio.CancelledError:
+        if stopped == signal.SIGINT:
+            raise KeyboardInterrupt from None
         if stopped:
             raise Stopped(128 + stopped) from None
         raise
 
 
-def drive_shown(work: Callable[[Emit], Coroutine[Any, Any, T]], *, json: bool, plain: bool = False) -> T:
+def drive_shown(
+    work: Callable[[Emit], Coroutine[Any, Any, T]],
+    *,
+    json: bool,
+    plain: bool = False,
+    within_s: float | None = None,
+) -> T:
     """As `drive`, for work that is given what shows its events: a table, plain lines, or JSON."""
     from ..tracking.live import screen
 
     with screen(json=json, plain=plain) as show:
-        return drive(work(show))
+        return drive(work(show), within_s)
 
 
 def which_rounds(_: object, __: object, values: tuple[str, ...]) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ConfigError, FedtrainError
-from .arguments import Commands, as_json, with_config
+from .arguments import Command, Commands, as_json, with_config
 from .output import print_json, short
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _tell(found: Verdict) -> None:
         click.echo(f"  WRONG: {line}")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model", metavar="FOLDER", type=click.Path(path_type=Path, exists=True))
 @with_config
 @as_json
@@ -95,6 +95,8 @@ def verify(config: Config, model: Path, json: bool, root: Any, against: Path | N
     click.echo(f"  sites       {', '.join(found.sites)}; {found.updates} in this round")
     click.echo(f"  task        {found.task_digest}")
     click.echo(f"  settings    {found.config_digest}")
+    for graph, digest in sorted(found.graphs.items()):
+        click.echo(f"  graph       {graph}, {digest[:16]}…")
     for site, (epsilon, delta) in sorted(found.epsilon.items()):
         click.echo(f"  epsilon     {epsilon:.3g} at delta {delta:g}, {site}")
     return click.echo(f"  audit log   line {found.audit[0]}, {found.audit[1][:16]}…")

@@ -9,7 +9,6 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 75 a datacenter's rank that was tol
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from contextlib import nullcontext
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
-from ..errors import ConfigError, FedtrainError, writing
+from ..errors import FedtrainError, writing
 from .arguments import (
+    STOP_S,
     Commands,
     as_json,
     begin_with,
@@ -36,7 +36,7 @@ from .arguments import (
     with_data,
 )
 from .audit import audit, verify
-from .certificates import begin_authority, certs, join
+from .certificates import certs, join
 from .comparing import compare
 from .output import (
     columns,
@@ -49,7 +49,11 @@ from .output import (
     row_of_the_table,
     short,
 )
+from .pages import dashboard, report
 from .policies import policy, task
+from .projects import new
+from .sweeping import doctor, sweep
+from .tracking import track
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -86,25 +90,7 @@ def main() -> None:
 # --- a project, on one machine
 
 
-@cli.command()
-@click.argument("folder", metavar="NAME", type=click.Path(path_type=Path))
-def new(folder: Path) -> None:
-    """Make a folder with a small project that runs as it is."""
-    name = folder.resolve().name
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) is None:
-        raise ConfigError(f"{name!r} cannot name a project: use 1 to 64 letters, digits, '.', '_' or '-'.")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} exists and is not empty. Choose another name, or empty it first.")
-    folder.mkdir(parents=True, exist_ok=True)
-    for template in sorted((Path(__file__).parents[1] / "templates" / "project").iterdir()):
-        if template.is_file():
-            text = template.read_text(encoding="utf-8").replace("PROJECT", name)
-            to = folder / {"gitignore": ".gitignore"}.get(template.name, template.name)
-            with writing(to):
-                to.write_text(text, encoding="utf-8")
-    made_up = [f"site-{number}" for number in (1, 2, 3)]
-    begin_authority(folder / "certs", name, ["aggregator", *made_up])
-    click.echo(f"{folder} is ready. Next: cd {folder} && fedtrain simulate")
+cli.add_command(new)
 
 
 @cli.command()
@@ -182,13 +168,14 @@ def topology(
         click.echo("\n".join(report.lines(parameters)))
 
 
+cli.add_command(sweep)
+
+
 # --- across machines
 
 
-cli.add_command(certs)
-cli.add_command(join)
-cli.add_command(task)
-cli.add_command(policy)
+for each in (certs, join, task, policy):
+    cli.add_command(each)
 
 
 @cli.command()
@@ -218,7 +205,9 @@ def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
     """Join the aggregator as NAME; train on the data here."""
     from .. import api
 
-    drive_shown(lambda show: api.site(name, config, data_dir=data_dir, on_event=show), json=json)
+    drive_shown(
+        lambda show: api.site(name, config, data_dir=data_dir, on_event=show), json=json, within_s=STOP_S
+    )
 
 
 @cli.command()
@@ -367,7 +356,8 @@ def runs(config: Config, json: bool) -> None:
         click.echo(f"No run in {short(config.root / config.run.dir)} yet. Start one: fedtrain simulate")
 
 
-cli.add_command(compare)
+for each in (doctor, compare, report, dashboard, track):
+    cli.add_command(each)
 
 
 @cli.command()
@@ -380,26 +370,26 @@ cli.add_command(compare)
               help="Which round; without it, the last.")  # fmt: skip
 @click.option("--site", "name", metavar="NAME",
               help="This site's own model, where the strategy gives each site one.")  # fmt: skip
+@click.option("--format", "formats", multiple=True,
+              type=click.Choice(["safetensors", "onnx", "torch-export"]),
+              help="Also as a graph that runs without the task; may be repeated.")  # fmt: skip
 @with_data
 def export(
     config: Config, run: str | None, json: bool, out: Path | None, round_: Any, name: str | None,
-    data_dir: Path | None,
+    formats: tuple[Any, ...], data_dir: Path | None,
 ) -> None:  # fmt: skip
-    """Write a run's model as safetensors, with a model card."""
+    """Write a run's model as files that need no fedtrain."""
     import msgspec
 
     from ..api import run_dir
     from ..runtime import lineage
     from ..tracking.export import export, staying
 
-    source = run_dir(config, run)
-    if name is None and data_dir is not None:
-        raise click.UsageError("--data: only a site's own model may need data; name the site with --site.")
+    source, graphs = run_dir(config, run), sorted(set(formats) - {"safetensors"})
+    if name is None and data_dir is not None and not graphs:
+        raise click.UsageError("--data is for --format, or a site's own model: name the site with --site.")
     if name is None:
         folder = export(source, out or Path(f"{source.name}-model"), round_)
-        (folder / lineage.FILE).unlink(missing_ok=True)  # of another round
-        if source.resolve() == config.run_dir.resolve():
-            lineage.sign(config, folder)
     else:
         from ..runtime import personal
 
@@ -407,6 +397,21 @@ def export(
         whose = source.name if source.name.endswith(f"@{name}") else f"{source.name}-{name}"
         folder = personal.export(config, source, name, out or Path(f"{whose}-model"), data_dir=data_dir)
     about = (folder / "model.json").read_bytes()
+    for file in (lineage.FILE, *lineage.GRAPHS):  # of another round
+        (folder / file).unlink(missing_ok=True)
+    if ours := name is None and source.resolve() == config.run_dir.resolve():
+        lineage.sign(config, folder)
+    if graphs:
+        from ..runtime import portable
+
+        sites = msgspec.json.decode(about)["sites"]
+        for each in graphs:
+            apart = portable.add(
+                config, source, folder, each, round=round_, site=name, data_dir=data_dir, sites=sites
+            )
+            if ours:
+                lineage.sign(config, folder, graphs=True)
+            click.echo(f"{portable.FILES[each]}: outputs within {apart:.0e} of the model's", err=True)
     if local := msgspec.json.decode(about).get("local"):
         click.echo(staying(source, local), err=True)
     if json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .arguments import as_json, with_config
+from .arguments import Command, as_json, with_config
 from .output import columns, print_json
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..tracking.comparison import Comparison
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run", metavar="RUN RUN...", nargs=-1, required=True)
 @with_config
 @as_json
@@ -56,8 +56,8 @@ def _rows(found: Comparison) -> Iterator[tuple[str, ...]]:
     yield "bytes", *(size(cost.bytes) for cost in found.costs)
     yield ("",) * (len(runs) + 1)
     if not found.settings:
-        yield "settings", "the same", *("",) * (len(runs) - 1)
-    for key, values in found.settings.items():
+        yield "settings that decide the model", "the same", *("",) * (len(runs) - 1)
+    for key, values in (found.settings | found.others).items():
         yield key, *("-" if value is None else value for value in values)
 
 

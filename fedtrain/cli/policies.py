@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,29 @@ def policy_pin(config: Config, members: tuple[str, ...], sites: tuple[str, ...])
         keep_policy(folder, replace(own, members={**own.members, **pins}))
         _enter(config, folder, f"policy: members {', '.join(members)}")
         click.echo(f"{folder.name} sums with {', '.join(pins)} from its next start on")
+
+
+@policy.command("sign")
+@with_config
+@click.argument("path", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False))
+@at_sites
+def policy_sign(config: Config, path: Path, sites: tuple[str, ...]) -> None:
+    """Sign the list of all members, and pass FILE on; when all have, this site holds to it."""
+    from ..runtime.sites import approval
+
+    def agree(new: Mapping[str, str]) -> bool:
+        columns([(f"  {name}", key) for name, key in sorted(new.items())])
+        return click.confirm("These are not pinned here. Do their people read you these keys?")
+
+    for folder in approval.folders_of(config, sites):
+        missing = approval.sign_members(folder, path, agree)
+        _enter(config, folder, f"members: signed; {len(missing)} have not")
+        if missing:
+            click.echo(f"{folder.name} has signed {short(path)}. Pass it on to {', '.join(missing)}")
+        else:
+            click.echo(
+                f"{folder.name} holds to {short(path)} from its next start on: all members have signed"
+            )
 
 
 def _values(texts: Iterable[str]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from .load import Source, build
 from .policy import SitePolicy, keep_policy, policy_from
 from .schema import (
+    COMMAND_WORDS,
+    COMMANDS,
     MACHINE,
     AsynchronousConfig,
     CompressionConfig,
@@ -30,9 +32,9 @@ from .values import (
 )  # fmt: skip
 
 __all__ = [
-    "MACHINE", "SITE_MODELS", "UNITS", "AsynchronousConfig", "CompressionConfig", "Config", "EvaluateConfig",
-    "GossipConfig", "LimitsConfig", "ParallelConfig", "PrivacyConfig", "SecAggConfig", "Seconds",
-    "SimulateConfig", "SitePolicy", "Source", "StrategyConfig", "TrainConfig", "build", "check_options",
-    "keep_policy", "numbers_in", "one_of", "options_in", "options_of", "policy_from", "require",
-    "user_module", "value_of",
+    "COMMANDS", "COMMAND_WORDS", "MACHINE", "SITE_MODELS", "UNITS", "AsynchronousConfig",
+    "CompressionConfig", "Config", "EvaluateConfig", "GossipConfig", "LimitsConfig", "ParallelConfig",
+    "PrivacyConfig", "SecAggConfig", "Seconds", "SimulateConfig", "SitePolicy", "Source", "StrategyConfig",
+    "TrainConfig", "build", "check_options", "keep_policy", "numbers_in", "one_of", "options_in",
+    "options_of", "policy_from", "require", "user_module", "value_of",
 ]  # fmt: skip

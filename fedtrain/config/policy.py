@@ -42,6 +42,7 @@ class SitePolicy(Settings):
 
     secure_sums: bool = said(True, "results leave this site in secure sums only")
     pin_members: bool = said(True, "only sites listed under [members] may be in its cohort")
+    signed_members: bool = said(False, "and only while all of them have signed one list of them: policy sign")
     min_cohort: Annotated[int, Meta(ge=3)] = said(3, "fewest sites in a secure sum")
     cohort_change: Count = said(3, "fewest sites by which two sums of near models may differ; 0: any number")
     cohort_near: NotNegative = said(0.01, "how near models are, as a part of the norm of an own update")

@@ -43,7 +43,9 @@ PORT = r"([0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 ADDRESS = Meta(pattern=rf"|\[?[^\s/]+\]?:{PORT}", description='"host:port", the port at most 65535')
 FOLDER = Meta(pattern=r"(?!.*://).*|s3://.*", description='a folder, or "s3://bucket/prefix"')
 MACHINE = ("train.device", "train.deterministic", "train.tf32", "train.threads", "train.eval_batch_size")
-LOCAL = (*MACHINE, "limits.max_ratio")  # keys of agreed sections that may differ
+COMMANDS = ("train.command", "train.command_timeout")
+LOCAL = (*MACHINE, *COMMANDS, "limits.max_ratio")  # keys of agreed sections that may differ
+COMMAND_WORDS = ("weights", "out", "report", "request", "site", "round")  # in braces in train.command
 OWN = {"root", "given"}  # fields of a Config that are no sections
 
 
@@ -60,7 +62,7 @@ class RunConfig(Settings):
 
 @dataclass(frozen=True)
 class TrainConfig(Settings):
-    """How a site trains. Everything here but MACHINE is the same at all sites."""
+    """How a site trains. Everything here but MACHINE and COMMANDS is the same at all sites."""
 
     local_epochs: AtLeastOne = 1  # passes over the site's data in a round
     local_steps: Count = 0  # optimizer steps in a round; 0: local_epochs decides
@@ -80,6 +82,14 @@ class TrainConfig(Settings):
     deterministic: bool = False  # on a GPU: the same bits each time, by slower kernels; a CPU's are so anyhow
     tf32: bool = False  # on a GPU: products of fp32 matrices in TF32, faster, with 10 bits of the fraction
     threads: AtLeastOne = 1  # CPU threads; equal numbers give equal bits
+    # A shell command that trains in place of fedtrain, such as "python train.py {weights} {out} {report}"
+    command: str = ""
+    command_timeout: Duration = Seconds(3600)  # of one training by `command`, which is then ended
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        said = not self.command or "{request}" in self.command or "{out}" in self.command
+        require(said, "train.command", "has no {out}, the file that it is to write; nor {request}")
 
     def steps_in_round(self, count: int) -> int:
         """Optimizer steps of a round on so many examples."""
@@ -245,12 +255,13 @@ class GossipConfig(Settings):
     algorithm: str = "dpsgd"  # a name in gossip.ALGORITHMS
     topology: str = "base:1"  # who talks to whom, a graph that `fedtrain topology` knows
     weights: str = ""  # metropolis, uniform or push-sum; empty: what suits the topology
-    compressor: str = "quantize:8"  # of the algorithm choco
+    compressor: str = "quantize:8"  # of choco, diloco, noloco and streaming-diloco; empty: whole models
     rule: str = "mean"  # what a peer makes of its neighbours' models: median, self_clip:f=1, ...
     masks: bool = False  # a peer learns the sum of its neighbours' models and no single one
     clip: Positive = 16.0  # under masks: bound on each coordinate of a model times its weight
     round_deadline: Duration = Seconds(600)  # from a peer's own start; a later neighbour is left out
     agree: bool = True  # after the last round all peers average once more, without training, to one model
+    relay: NotNegative = 0.0  # MB a second forwarded, sealed, between peers that can't be called; 0: none
     roster: str = "roster"  # folder of the peers' signed entries, relative to the configuration file
     options: dict[str, Any] = field(default_factory=dict)  # the algorithm's own keys
 
@@ -270,7 +281,7 @@ class ParallelConfig(Settings):
     sp: bool = False  # sequence parallelism between the tensor-parallel ranks
     pp: AtLeastOne = 1  # ranks that are stages of a pipeline
     cp: AtLeastOne = 1  # context-parallel ranks: each has a part of every sequence
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"  # of the pipeline
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"] = "1f1b"  # of the pipeline
     microbatches: Count = 0  # pieces into which a batch is cut for the pipeline; 0: twice pp
     offload: Literal["none", "cpu", "disk", "nvme"] = "none"  # where shards rest; needs zero = 2 or 3
     offload_dir: str = ""  # for offload to disk or nvme: a folder on a disk of this machine
@@ -293,6 +304,7 @@ class ParallelConfig(Settings):
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # nccl on GPUs; with gloo, ranks may share a GPU
     readers: Count = 0  # processes of each rank that read examples ahead of their step; 0: none
     timeout: Duration = Seconds(600)  # after which a collective counts as hanging
+    step_timeout: Duration = Seconds(600)  # the same, where it is less, once a rank took its first step
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import config
 from ..errors import ConfigError
+from .adpsgd import ADPSGD, partner
 from .base import (
     Algorithm,
     Blend,
@@ -16,6 +17,7 @@ from .base import (
     Judged,
     LocalSteps,
     Mailbox,
+    Meet,
     Mix,
     Parcel,
     Receive,
@@ -33,10 +35,12 @@ from .periodic import PeriodicAverage
 from .rules import GraphMean, MixingRule
 from .rules.base import Ruled
 from .sgp import SGP
+from .streaming import StreamingDiLoCo
 from .swift import Swift
 from .tracking import GradientTracking
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
+    "adpsgd": ADPSGD,
     "choco": Choco,
     "diloco": DiLoCo,
     "dpsgd": DPSGD,
@@ -45,12 +49,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "noloco": NoLoCo,
     "periodic": PeriodicAverage,
     "sgp": SGP,
+    "streaming-diloco": StreamingDiLoCo,
     "swift": Swift,
 }
 
 __all__ = [
     "ALGORITHMS", "Algorithm", "Blend", "Choco", "CompressorLike", "Fold", "Judged", "LocalSteps", "Mailbox",
-    "Mix", "MixingRule", "Parcel", "Receive", "Received", "Request", "Ruled", "Send", "build", "step",
+    "Meet", "Mix", "MixingRule", "Parcel", "Receive", "Received", "Request", "Ruled", "Send", "build",
+    "partner", "step",
 ]  # fmt: skip
 
 
@@ -62,20 +68,15 @@ def build(
 ) -> Algorithm:
     """The algorithm that [gossip] describes. `options`: the keys that are its fields. ConfigError for an
     unknown algorithm or option, for a compressor that is missing, or a rule that the algorithm can't use."""
-    if kind == "adpsgd":
-        raise ConfigError(
-            "gossip.algorithm: what was called adpsgd waits for its partner, which AD-PSGD doesn't. It is "
-            'gossip.algorithm = "dpsgd" with gossip.overlap = true on gossip.topology = "matching". Where '
-            'nobody shall wait, use "swift".'
-        )
     config.one_of("gossip.algorithm", kind, ALGORITHMS)
     cls = ALGORITHMS[kind]
     own = config.options_of(cls)
     parts: dict[str, Any] = {}
     if "compressor" in own:
-        if compressor is None:
+        if compressor is None and cls is Choco:
             raise ConfigError(
-                f'gossip.algorithm: {kind} sends compressed differences. Set gossip.compressor = "int8".'
+                f"gossip.algorithm: {kind} sends compressed differences. "
+                'Set gossip.compressor = "quantize:8".'
             )
         parts["compressor"] = compressor
     if rule is not None and not isinstance(rule, GraphMean):

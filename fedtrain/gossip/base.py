@@ -8,6 +8,7 @@ sockets, clocks, threads and the training engine:
     Send(parcel)     None           at once; the bytes move while the peer goes on
     Receive()        Received       every in-neighbour is done, dead, or past the deadline
     Mailbox(k)       Received       at once: the newest parcel of each neighbour, at most k rounds old
+    Meet(Δ, k)       a new vector   at once: the model as averages with neighbours have made it by now, plus Δ
     Judged(shares)   None           at once; the shares are for the log
 
 It returns (x, state), which commit together. To abandon a round, a driver closes the generator.
@@ -64,10 +65,12 @@ class LocalSteps:
 @dataclass(frozen=True)
 class Send:
     """Send the parcel to the out-neighbours of this round. The driver adds the parts of the in-neighbours'
-    parcels that `blends` names to those mixes as they arrive."""
+    parcels that `blends` names to those mixes as they arrive. `model`: the peer's own before the average,
+    where the parcel has no whole "x"."""
 
     parcel: Parcel
     blends: Mapping[str, Mix] = field(default_factory=dict)
+    model: Vector | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,16 @@ class Mailbox:
     """Don't wait. The driver sends back a Received of the neighbours whose newest parcel is at most
     `staleness` of the peer's own rounds old."""
 
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Add what local steps found to the model, which neighbours may have averaged with theirs since the
+    round began. The driver sends back the sum; when the round is over it asks one neighbour for an average.
+    It waits only where an earlier question is `staleness` of the peer's own rounds old, and not answered."""
+
+    moved: Vector
     staleness: int
 
 
@@ -98,7 +111,7 @@ class Judged:
     shares: Mapping[PeerId, float]
 
 
-Request = LocalSteps | Send | Receive | Mailbox | Judged
+Request = LocalSteps | Send | Receive | Mailbox | Meet | Judged
 if TYPE_CHECKING:
     Round = Generator[Request, Any, tuple[Vector, State]]
 
@@ -212,6 +225,11 @@ class Blend:
 
     def begin(self, peer: PeerId, fields: Mapping[str, float]) -> None:
         self._weight[peer] = self._near.incoming[peer] * fields.get("mass", 1.0)
+
+    def given(self, peer: PeerId, weight: float) -> None:
+        """After `begin`: its giver parted with so much of it, by a view that may differ from ours for a
+        moment. Where a sum must stay, that counts."""
+        self._weight[peer] *= weight / self._near.incoming[peer]
 
     def add(self, peer: PeerId, chunk: Vector) -> None:
         at, weight = self._came[peer], self._weight[peer]

@@ -51,7 +51,7 @@ class Choco(Algorithm):
         payload, remembered = self._encode(trained - state["copy"], seed_of(near.peer, t), state)
         mine, base = state["copy"] + self._decode(payload, near.peer, t, x), int(state.get("base", 0))
         fields = {"base": float(base)} | {f"lost/{j}": 1.0 for j, copy in held.items() if copy is None}
-        yield Send(Parcel({"q": payload} | ({"copy": mine} if asked else {}), fields))
+        yield Send(Parcel({"q": payload} | ({"copy": mine} if asked else {}), fields), model=trained)
         received: Received = yield Receive()
 
         after, mixed = remembered | {"copy": mine, "base": _number(_name(payload, base))}, trained.clone()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..config.values import BelowOne, Positive
-from .base import LocalSteps, Parcel, Receive, Send
+from .base import CompressorLike, LocalSteps, Parcel, Receive, Send
+from .coded import Coded
 from .rules.base import Ruled
 
 if TYPE_CHECKING:
@@ -26,17 +27,19 @@ class DiLoCo(Ruled):
 
     sums: ClassVar[bool] = True
 
+    compressor: CompressorLike | None = None
     outer_lr: Positive = 0.7
     momentum: BelowOne = 0.9
 
     def init(self, x: Vector) -> State:
-        return {"momentum": x.new_zeros(x.shape)}
+        return {"momentum": x.new_zeros(x.shape)} | Coded.init("x", x, self.compressor)
 
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         delta = (yield LocalSteps(x)) - x
         v = (state["momentum"] * self.momentum).add_(delta)
         stepped = x + delta.add_(v, alpha=self.momentum).mul_(self.outer_lr)
-        mix = self.rule.over(stepped, near, t)
-        yield Send(Parcel({"x": stepped}), {"x": mix})
-        yield Receive()
-        return (yield from self.settle(mix)), {"momentum": v}
+        sent = Coded("x", stepped, near, t, self.compressor, state)
+        mix = self.rule.over(sent.told, near, t)
+        yield Send(Parcel({"x": sent.part}), sent.blends(mix), stepped)
+        sent.read(mix, (yield Receive()))
+        return sent.whole((yield from self.settle(mix))), {"momentum": v} | sent.kept

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..exchange import Neighborhood, PeerId
-from .base import LocalSteps, Mailbox, Parcel, Receive, Received, Request, Send
+from .adpsgd import partner
+from .base import LocalSteps, Mailbox, Meet, Parcel, Receive, Received, Request, Send
 
 if TYPE_CHECKING:
     from .base import Algorithm, State, Vector
@@ -36,8 +37,9 @@ def step(
     while len(done) < len(peers):
         sends: dict[PeerId, Send] = {}
         waiting: dict[PeerId, Receive | Mailbox] = {}
+        met: dict[PeerId, Vector] = {}
         for peer, party in peers.items():  # each runs until it waits for others
-            while peer not in done and peer not in waiting:
+            while not (peer in done or peer in waiting or peer in met):
                 try:
                     request: Request = party.send(answers[peer])
                 except StopIteration as end:
@@ -50,6 +52,13 @@ def step(
                     sends[peer] = request
                 elif isinstance(request, Receive | Mailbox):
                     waiting[peer] = request
+                elif isinstance(request, Meet):
+                    met[peer] = xs[peer] + request.moved
+        for peer in met:  # one average after the other
+            other = partner(graph[peer], t)
+            if other in met and not lost(peer, other) and not lost(other, peer):
+                met[peer] = met[other] = (met[peer] + met[other]) / 2
+        answers |= met
         for sender, send in sends.items():
             for receiver in graph[sender].outgoing:
                 if not lost(sender, receiver):

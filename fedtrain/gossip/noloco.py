@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..config.values import BelowOne, Positive, require
-from .base import Algorithm, Blend, LocalSteps, Parcel, Receive, Send
+from .base import Algorithm, Blend, CompressorLike, LocalSteps, Parcel, Receive, Send
+from .coded import Coded
 
 if TYPE_CHECKING:
     from ..exchange import Neighborhood
@@ -24,6 +25,7 @@ class NoLoCo(Algorithm):
     whose code γ = β. Each peer sends two models a round.
     """
 
+    compressor: CompressorLike | None = None
     outer_lr: Positive = 0.7  # β
     momentum: BelowOne = 0.5  # α
     gamma: float = 0.7
@@ -35,13 +37,19 @@ class NoLoCo(Algorithm):
         require(0 < self.gamma < most, "gossip.gamma", f"{self.gamma} {advice}")
 
     def init(self, x: Vector) -> State:
-        return {"momentum": x.new_zeros(x.shape)}
+        coded = Coded.init("x", x, self.compressor) | Coded.init("delta", x, self.compressor)
+        return {"momentum": x.new_zeros(x.shape)} | coded
 
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         delta = (yield LocalSteps(x)) - x
-        slow, found = Blend(x, near), Blend(delta, near)
-        yield Send(Parcel({"x": x, "delta": delta}), {"x": slow, "delta": found})
-        yield Receive()
-        v = (state["momentum"] * self.momentum).add_(found.to_self(), alpha=self.outer_lr)
-        v.add_(slow.to_self().sub_(x), alpha=self.gamma)
-        return x + v, {"momentum": v}
+        xs, deltas = (
+            Coded(name, own, near, t, self.compressor, state) for name, own in (("x", x), ("delta", delta))
+        )
+        slow, found = Blend(xs.told, near), Blend(deltas.told, near)
+        yield Send(Parcel({"x": xs.part, "delta": deltas.part}), xs.blends(slow) | deltas.blends(found), x)
+        received = yield Receive()
+        xs.read(slow, received)
+        deltas.read(found, received)
+        v = (state["momentum"] * self.momentum).add_(deltas.whole(found.to_self()), alpha=self.outer_lr)
+        v.add_(xs.whole(slow.to_self()).sub_(x), alpha=self.gamma)
+        return x + v, {"momentum": v} | xs.kept | deltas.kept

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from ..errors import CertificateError, ConfigError, writing
-from .identity import USAGE, certificates, check_label, dns_name, serial_hex
+from .identity import USAGE, certificates, check_label, dns_name, identity_of, serial_hex
 
 PublicKey = ec.EllipticCurvePublicKey
 PrivateKey = ec.EllipticCurvePrivateKey
@@ -150,6 +150,19 @@ def issue(
     )
     _enter(certs_dir, name if role == "site" else "aggregator", certificate)
     return save(folder, certificate, authority, key)
+
+
+def reissue(certs_dir: Path, authority: Authority, chain: bytes, now: datetime, until: datetime) -> bytes:
+    """The chain, in PEM, of a new certificate with the name, the role and the key of an earlier one, which
+    the caller has found to count."""
+    identity, public = identity_of(chain), certificates(chain)[0].public_key()
+    assert isinstance(public, ec.EllipticCurvePublicKey), "as Verifier.trust finds it"
+    certificate = sign(
+        authority, public, identity.name, dns=[str(identity)], usages=[USAGE[identity.role]],
+        not_before=now - CLOCK_SKEW, not_after=until,
+    )  # fmt: skip
+    _enter(certs_dir, identity.name, certificate)
+    return pem(certificate) + pem(authority.certificate)
 
 
 def _enter(certs_dir: Path, name: str, certificate: x509.Certificate) -> None:

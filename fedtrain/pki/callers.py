@@ -50,6 +50,10 @@ class Callers:
         chain, printed = self._seen[site]
         return identity_of(chain).serial, printed
 
+    def that_count(self) -> list[tuple[SiteId, bytes]]:
+        """The sites that have called, and their latest certificates, of those whose certificate counts."""
+        return [(site, chain) for site, (chain, _) in self._seen.items() if not self._fault(site)[0]]
+
     async def watch(
         self,
         cut: Cut,

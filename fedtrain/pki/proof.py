@@ -18,6 +18,7 @@ from ..errors import CertificateError, ConnectError
 from ..events import Emit, Notice
 from ..messages import SiteId
 from .identity import Credentials, Current
+from .renewal import keep
 from .revocation import LIST, Revoked
 from .signing import Signed, Signer, Verifier, signed_claim
 
@@ -50,6 +51,7 @@ class AggregatorCheck:
         self.verifier = Verifier(credentials.root, federation, revoked=self.revoked, pinned=pinned)
         self._site, self._emit = self.verifier.trust(credentials.chain).identity.name, emit
         self._nonce, self._chain = b"", b""
+        self._folder = Path(certs) / "sites" / self._site
 
     def nonce(self) -> bytes:
         """A new nonce, for the next Hello."""
@@ -78,6 +80,13 @@ class AggregatorCheck:
                 self.revoked.add(lists)
         except (CertificateError, OSError) as e:
             self._emit(Notice(text=f"revoked certificates that the aggregator passed on: {e}"))
+
+    def renewed(self, chain: bytes) -> None:
+        """Keep a new certificate of ours that the aggregator brings; it counts within seconds."""
+        try:
+            keep(self._folder, chain)
+        except (CertificateError, OSError) as e:
+            self._emit(Notice(text=f"a renewed certificate that the aggregator brought is not kept: {e}"))
 
     async def watch(self, cut: Callable[[str], None], own: Current) -> None:
         """Read the lists again and again; `cut(reason)` ends the session of an aggregator whose certificate

@@ -27,6 +27,7 @@ from .identity import Credentials, Identity, certificates, identity_of, serial_h
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 CHAIN_BYTES = 16 << 10  # the longest certificate chain read; ours have under 2 KiB
+VERIFIED = 4096  # signatures that need not be verified again
 SIGNED_BYTES = 32 << 10  # the longest signed claim read; ours have under 3 KiB
 
 Claim = TypeVar("Claim")
@@ -83,6 +84,7 @@ class Verifier:
         self._federation, self._revoked, self._now = federation, revoked, now
         self._pinned = pinned
         self._trusted = lru_cache(maxsize=4096)(self._trust)
+        self._signed: dict[bytes, None] = {}  # digests of what was verified: a roster is read again and again
 
     def verify(
         self, certificate: bytes, message: bytes, signature: bytes, role: str = "site"
@@ -90,12 +92,17 @@ class Verifier:
         """The signer's name, and the fingerprint of its key. `certificate`: PEM, leaf first.
         CertificateError unless `trust` finds no fault and the signature is of this key and this message."""
         trusted = self.trust(certificate, role)
-        try:
-            trusted.key.verify(signature, message, ECDSA)
-        except InvalidSignature:
-            raise CertificateError(
-                f"{trusted.identity}: a signature is not by its key, or over something else"
-            ) from None
+        whole = hashlib.sha256(msgspec.msgpack.encode((certificate, role, message, signature))).digest()
+        if whole not in self._signed:
+            try:
+                trusted.key.verify(signature, message, ECDSA)
+            except InvalidSignature:
+                raise CertificateError(
+                    f"{trusted.identity}: a signature is not by its key, or over something else"
+                ) from None
+            if len(self._signed) >= VERIFIED:
+                self._signed.pop(next(iter(self._signed)), None)
+            self._signed[whole] = None
         return trusted.identity.name, trusted.fingerprint
 
     def trust(self, certificate: bytes, role: str = "site") -> Trusted:

@@ -2,26 +2,30 @@
 
 After each round the aggregator sends all sites its log's signed head, and each site answers with its own,
 which says whose head it had before it: so each signature of one end stands in the log of the other one, and
-neither can rewrite the past. With a head goes the newest one that its sender has of the addressee: an
-addressee whose log does not have it says so in its log, and to people.
+neither can rewrite the past. Peers, who are equals, each state one head to those that they are connected
+with, and keep the others' in their logs, which their next heads cover. With a head goes the newest one that
+its sender has of the addressee: an addressee whose log does not have it says so in its log, and to people.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import msgspec
 
 from ..config import Config
-from ..errors import CertificateError, FedtrainError
+from ..errors import CertificateError, ConnectError, FedtrainError
 from ..events import Emit, Event, HeadWitnessed, LogDisputed, Notice, RoundCommitted
 from ..messages import SiteId
 from ..pki import Credentials
-from ..pki.identity import certificates, identity_of
+from ..pki.identity import Current, certificates, identity_of
 from ..pki.signing import Signed, Signer, Verifier, signed_claim
 from ..tracking.audit import AuditLog, LogHead, audit_file, head_file, lines_of, signed_head
 from ..wire.frames import AuditHead
@@ -29,13 +33,35 @@ from ..wire.frames import AuditHead
 CONTEXT = b"fedtrain audit head;"
 
 ROLES = {"aggregator": "aggregator"}  # of a log's name; any other name is a site's
+DATACENTER = "datacenter"  # whose log nobody signs, where it has no certificate
+UNSIGNED = b"unsigned"  # in the place of a certificate
 
 
-def audited(config: Config, name: str, emit: Emit, credentials: Credentials | None = None) -> Audit:
+def audited(config: Config, name: str, emit: Emit, credentials: Credentials | Current | None = None) -> Audit:
     """The open audit log of this role, and `emit` as what it does not keep; without `credentials` nobody
-    signs it."""
-    log = AuditLog(audit_file(config, name), None if credentials is None else signing(credentials))
-    return Audit(log, emit, credentials)
+    signs it. Current ones sign with the renewed certificate from then on."""
+    path = audit_file(config, name)
+    if credentials is None:
+        known, _ = _signed_head(path, None)
+        return Audit(AuditLog(path, unsigned, known=known), emit, None)
+
+    def now() -> Credentials:
+        return credentials if isinstance(credentials, Credentials) else credentials()
+
+    known, _ = _signed_head(path, now().root)
+    return Audit(AuditLog(path, lambda head: signing(now())(head), known=known), emit, now().root)
+
+
+def datacenter_credentials(config: Config) -> Credentials | None:
+    """Who signs the log of a datacenter: the holder of the certificate that the authority issued to that
+    name; None where there is none."""
+    folder = config.root / config.network.certs / "sites" / DATACENTER
+    return Credentials.load(folder) if (folder / "cert.pem").exists() else None
+
+
+def unsigned(head: LogHead) -> bytes:
+    """The bytes of a head that nobody signs."""
+    return Signed(claim=msgspec.msgpack.encode(head), signature=b"", certificate=UNSIGNED).encode()
 
 
 @cache
@@ -58,8 +84,10 @@ class Audit:
 
     log: AuditLog
     emit_on: Emit
-    credentials: Credentials | None
+    root: bytes | None  # the federation's, in PEM
     after_round: Callable[[], None] = lambda: None  # called when a round is committed
+    _stating: set[asyncio.Task[None]] = field(default_factory=set)
+    _heard: set[SiteId] = field(default_factory=set)  # whose heads came since the last own round
     _known: set[tuple[SiteId, bytes]] = field(default_factory=set)  # certificates that the log has
     _shown: dict[SiteId, bytes] = field(default_factory=dict)  # the newest certificate that each has sent
 
@@ -75,7 +103,38 @@ class Audit:
 
     def statement(self) -> AuditHead:
         """This log's signed head, for all."""
-        return framed(self._sign(self.log.head()))
+        return framed(self.log.stated())
+
+    def state_after_rounds(self, state: Callable[[AuditHead], object], every_s: float = 0.0) -> None:
+        """Have the head stated after each round, when the disk has the log: no round waits for that. Rounds
+        that follow in less than `every_s` have one head."""
+        next_s = 0.0
+
+        async def work() -> None:
+            with suppress(ConnectError):  # whoever would be told is gone
+                state(await asyncio.to_thread(self.statement))
+
+        def begin() -> None:
+            nonlocal next_s
+            self._heard.clear()
+            if (now := time.monotonic()) < next_s:
+                return
+            next_s = now + every_s
+            self._stating.add(task := asyncio.create_task(work()))
+            task.add_done_callback(self._stating.discard)
+
+        self.after_round = begin
+
+    async def stated(self) -> None:
+        """What is being stated is."""
+        await asyncio.gather(*self._stating, return_exceptions=True)
+
+    def overheard(self, who: SiteId, frame: AuditHead) -> None:
+        """`witness`, of an equal that nobody asked: of each one head for each own round, so that none fills
+        this log."""
+        if who not in self._heard:
+            self._heard.add(who)
+            self.witness(who, frame)
 
     def place_of(self, who: SiteId) -> tuple[int, str] | None:
         """The newest head of another log that is kept here: its lines, and the last one's seal."""
@@ -85,7 +144,7 @@ class Audit:
     def answer(self, frame: AuditHead, who: SiteId = "aggregator") -> AuditHead:
         """Keep the head that another end states; this log's own, which countersigns that one."""
         self.witness(who, frame)
-        return framed(self._sign(self.log.head(self.place_of(who))))
+        return framed(self.log.stated(self.place_of(who)))
 
     def witness(self, who: SiteId, frame: AuditHead) -> None:
         """Keep the head that another end states. What is no head, or denies an earlier one, is told."""
@@ -110,13 +169,9 @@ class Audit:
             claim, signature = b64encode(signed.claim).decode(), b64encode(signed.signature).decode()
             self.log.append(HeadWitnessed(of=who, claim=claim, signature=signature, certificate=new))
 
-    def _sign(self, head: LogHead) -> bytes:
-        assert self.credentials is not None, "only who has a key states how a log stands"
-        return signing(self.credentials)(head)
-
     def _checked(self, who: SiteId, signed: bytes) -> LogHead:
-        assert self.credentials is not None, "only who has a root can check what others sign"
-        return checked(self.credentials.root, who, signed)
+        assert self.root is not None, "only who has a root can check what others sign"
+        return checked(self.root, who, signed)
 
     def _dispute(self, who: SiteId, reason: str) -> None:
         self.log.append(LogDisputed(of=who, reason=reason))
@@ -127,7 +182,7 @@ def checked(root: bytes, who: SiteId, signed: bytes, *, then: bool = False) -> L
     """The head that `who` has signed; CertificateError unless it is of its own log, and its certificate leads
     to the root and is valid, or was (`then`)."""
     certificate = msgspec.msgpack.decode(signed, type=Signed).certificate
-    federation, role = identity_of(certificate).federation, ROLES.get(who, "site")
+    federation, role = _federation(certificate), ROLES.get(who, "site")
     verifier = _verifier(root, federation)
     if then:
         issued = certificates(certificate)[0].not_valid_before_utc
@@ -141,6 +196,11 @@ def checked(root: bytes, who: SiteId, signed: bytes, *, then: bool = False) -> L
 @cache
 def _verifier(root: bytes, federation: str) -> Verifier:
     return Verifier(root, federation)
+
+
+@lru_cache(maxsize=1024)
+def _federation(certificate: bytes) -> str:
+    return identity_of(certificate).federation
 
 
 def _claim(data: bytes) -> LogHead:
@@ -205,22 +265,27 @@ def verify(path: Path, root: bytes | None, others: Sequence[Path] = ()) -> Verdi
     size = sum(len(text) for text in path.read_bytes().rpartition(b"\n")[2:])
     return Verdict(
         log=path.stem, lines=len(lines), since=min(times, default=None), until=max(times, default=None),
-        signed=0 if signed is None else signed.lines, witnessed=found, torn_bytes=size, disputes=disputes,
-        problems=problems,
+        signed=signed.lines if signed is not None and _has_signer(path) else 0, witnessed=found,
+        torn_bytes=size, disputes=disputes, problems=problems,
     )  # fmt: skip
+
+
+def _has_signer(path: Path) -> bool:
+    """Whether a log's head, which can be read, was signed with a key."""
+    signed = msgspec.msgpack.decode(signed_head(path) or b"", type=Signed)
+    return signed.certificate != UNSIGNED
 
 
 def _signed_head(path: Path, root: bytes | None) -> tuple[LogHead | None, list[str]]:
     """The signed head of a log, and what is wrong with it."""
     file, data = head_file(path), signed_head(path)
     if data is None:
-        alone = path.stem == "datacenter"  # which has no key
-        return None, [] if alone else [f"{file.name} is missing: nothing says how long the log must be"]
+        return None, [f"{file.name} is missing: nothing says how long the log must be"]
     try:
         signed = msgspec.msgpack.decode(data, type=Signed)
         head = _claim(signed.claim)
-        if root is not None:  # whether it has expired since is no matter
-            head = checked(root, path.stem, data, then=True)
+        if root is not None and (signed.certificate != UNSIGNED or path.stem != DATACENTER):
+            head = checked(root, path.stem, data, then=True)  # whether it has expired since is no matter
     except (FedtrainError, msgspec.MsgspecError, ValueError) as e:
         return None, [f"{file.name} is not signed by {path.stem}: {e}"]
     return head, []

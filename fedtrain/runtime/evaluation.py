@@ -25,7 +25,7 @@ from ..messages import Metrics, SiteId, summed
 from ..population import EACH
 from ..schema import Schema, unique_tensors
 from ..tracking.export import EvaluationReport, completed, filled, keep_evaluated, model_of
-from ..training.engine import build_model
+from ..training.building import build_model
 from ..training.local import Engine
 from ..training.partition import SimulatedSites
 from ..training.task import Task, folder_of, load_task, shown, test_split, user_code

@@ -31,7 +31,7 @@ HIDDEN = (
     "masks, of one pool of data, and at a peer. "
 )
 NO_SERVER = 'The server evaluates on data of its own, eval_data("server"), with evaluate.server = true. '
-AGREED = "agreed"  # in a checkpoint's state: SHA-256 of the model, where peers agreed on it
+AGREED = "agreed"  # in a checkpoint's state, where peers agreed: SHA-256 of the model, and who has it
 Averages = dict[str, float]
 Evaluators = Callable[[int, Sequence[SiteId]], Sequence[SiteId]]  # who of the members evaluates in a round
 # (sums over all sites, each site's own) -> what people are shown of both
@@ -172,18 +172,26 @@ class Journal:
         """Make a round the last one, and say so. The other arguments are RunStore.commit's."""
         if (clock := self.clock) is not None:
             record = Record(**record, clock_s=clock.now_s, late=clock.late, away=clock.away)
+        began = time.perf_counter()
         self.store.commit(after, record, prepared, inside, following, suspects)
-        self.emit(events.RoundCommitted(round=after.round, **record))
+        took = time.perf_counter() - began
+        self.emit(events.RoundCommitted(round=after.round, commit_s=took, **record))
 
     def agreed(self, after: Checkpoint, model: Arena, digest: str, peers: Sequence[SiteId]) -> Checkpoint:
         """Make the model that peers agreed on the last round's; the state from which peers go on stays."""
         import torch
 
-        mark = {AGREED: torch.frombuffer(bytearray(bytes.fromhex(digest)), dtype=torch.uint8)}
-        made = Checkpoint(after.round, model, after.state | mark)
+        mark = bytearray(bytes.fromhex(digest) + "\n".join(peers).encode())
+        kept = {AGREED: torch.frombuffer(mark, dtype=torch.uint8)}
+        made = Checkpoint(after.round, model, after.state | kept)
         self.store.commit(made, self.store.rounds()[-1].record)
         self.emit(events.PeersAgreed(round=after.round, digest=digest, peers=peers))
         return made
+
+    @staticmethod
+    def have_agreed(after: Checkpoint) -> set[SiteId]:
+        """Who has the model that peers agreed on, as far as this peer knew then."""
+        return {*bytes(after.state[AGREED].tolist())[32:].decode().split("\n")}
 
     # --- evaluations
 

@@ -1,12 +1,12 @@
 """Whose work an exported model is: lineage.json beside it, signed by the aggregator that made it.
 
-The statement binds the model's bytes to the task, the settings, the sites and the round, to the privacy that
-the aggregator's own log has as spent, and to the head of its audit log, which other ends keep too.
+The statement binds the bytes of the model, and of the graphs beside it, to the task, the settings, the sites
+and the round, to the privacy that the aggregator's own log has as spent, and to the head of its audit log,
+which other ends keep too.
 """
 
 from __future__ import annotations
 
-import hashlib
 from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from ..config import Config
+from ..digest import sha256_of
 from ..errors import CertificateError, StoreError
 from ..events import Admitted, PrivacySpent
 from ..pki import Credentials
@@ -23,11 +24,12 @@ from ..tracking.audit import audit_file, lines_of
 from ..tracking.export import MODEL
 
 FILE = "lineage.json"
+GRAPHS = ("model.onnx", "model.onnx.data", "model.pt2")  # of `fedtrain export --format`, beside the model
 CONTEXT = b"fedtrain lineage 1;"
 SAME = ("run", "round", "sites", "updates", "task_digest", "config_digest", "schema_digest", "sha256")
 
 
-class Lineage(msgspec.Struct, frozen=True, kw_only=True):
+class Lineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the aggregator signs of a model."""
 
     sha256: str  # of model.safetensors
@@ -43,10 +45,12 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
     privacy: dict[str, Any]  # the agreed settings of [privacy], by which sites add noise of their own
     audit: tuple[int, str]  # lines of the aggregator's audit log then, and the last one's seal
     fedtrain: str
+    graphs: dict[str, str] = {}  # file -> SHA-256, of those that were made with it
 
 
-def sign(config: Config, folder: Path) -> bool:
-    """Write lineage.json beside an export of this project's aggregator; False where its key is not here."""
+def sign(config: Config, folder: Path, *, graphs: bool = False) -> bool:
+    """Write lineage.json beside an export of this project's aggregator; False where its key is not here.
+    `graphs`: those in the folder are of this model."""
     certs = config.root / config.network.certs / "aggregator"
     log = audit_file(config, "aggregator")
     if not (certs / "key.pem").exists() or not log.exists():
@@ -61,7 +65,7 @@ def sign(config: Config, folder: Path) -> bool:
             prints[line.entry.site] = line.entry.fingerprint
     lineage = Lineage(
         **cast("dict[str, Any]", {name: about.get(name) for name in SAME}), audit=place, epsilon=epsilon,
-        fedtrain=about["fedtrain"],
+        fedtrain=about["fedtrain"], graphs=_graphs(folder) if graphs else {},
         fingerprints={site: prints[site] for site in about["sites"] if site in prints},
         privacy={key: value for key, value in about["config"].items() if key.startswith("privacy.")},
     )  # fmt: skip
@@ -90,12 +94,18 @@ def verify(folder: Path, root: bytes, log: Path | None = None) -> Lineage:
     _, lineage, _ = signed_claim(data, Lineage, CONTEXT, "lineage", verifier, "aggregator")
     if shown != msgspec.json.decode(msgspec.json.encode(lineage)):
         raise CertificateError(f"{file} shows something else than what was signed")
-    with (folder / MODEL).open("rb") as model:
-        if hashlib.file_digest(model, "sha256").hexdigest() != lineage.sha256:
-            raise CertificateError(f"{folder / MODEL} is not the model that was signed")
+    if sha256_of(folder / MODEL) != lineage.sha256:
+        raise CertificateError(f"{folder / MODEL} is not the model that was signed")
+    if odd := [name for name, digest in _graphs(folder).items() if lineage.graphs.get(name) != digest]:
+        raise CertificateError(f"{folder / odd[0]} is not the one that was signed with the model")
     about = msgspec.json.decode((folder / "model.json").read_bytes(), type=dict[str, Any])
     if odd := [name for name in SAME if about.get(name) != getattr(lineage, name)]:
         raise CertificateError(f"{folder / 'model.json'} has another {odd[0]} than what was signed")
     if log is not None and not any((line.number, line.seal) == lineage.audit for line in lines_of(log)):
         raise StoreError(f"{log.name} does not have line {lineage.audit[0]} as the lineage names it")
     return lineage
+
+
+def _graphs(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each graph that is in a folder."""
+    return {name: sha256_of(folder / name) for name in GRAPHS if (folder / name).exists()}

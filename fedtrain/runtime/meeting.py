@@ -31,6 +31,12 @@ ADVICE = (
     "again after a machine has come or gone."
 )
 
+OPEN = (
+    "torchrun's own store listens on all interfaces of this machine and loads pickles: whoever reaches its "
+    "port runs code as you. Start plain `torchrun --nproc-per-node` on one machine; on several, only in a "
+    "network that no other machine reaches."
+)
+
 _met: list[RankStore] = []  # torch's groups ask it, and don't keep it alive
 
 
@@ -82,6 +88,17 @@ def _store(secret: str, rank: int, ranks: int, address: str, timeout_s: float) -
 def shares_store() -> bool:
     """Whether torchrun's ranks use torchrun's own store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def advice() -> list[str]:
+    """What people should know of how torchrun has started this rank. Its c10d rendezvous, --standalone too,
+    gives a run an id, and loads pickles from a store that torch binds to all interfaces."""
+    found = []
+    if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        found.append(ADVICE)
+    if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        found.append(OPEN)
+    return found
 
 
 def secret_of(runs: Path, one_machine: bool) -> str:

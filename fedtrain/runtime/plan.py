@@ -23,7 +23,7 @@ from ..schema import Schema
 from ..secagg.fixedpoint import FixedPoint, held
 from ..secagg.masking import KEY_BYTES, add_masks
 from ..strategies import build
-from ..training.engine import build_model
+from ..training.building import build_model
 from ..training.examples import examples_of
 from ..training.partition import SimulatedSites
 from ..training.task import Task, load_task

@@ -29,3 +29,23 @@ def ending(status: int) -> str:
         return f"ended with exit status {status}"
     oom = ", often for want of memory" if -status == signal.SIGKILL else ""
     return f"was ended by signal {-status} ({signal.Signals(-status).name}{oom})"
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process that is ours, and all that it started and that it started in turn."""
+    found = {pid}
+    while more := {child for child, parent in _parents() if parent in found and child not in found}:
+        found |= more
+    for each in found:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _parents() -> list[tuple[int, int]]:
+    """(process, its parent) of all that there are."""
+    pairs = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with suppress(OSError), open(f"/proc/{entry.name}/stat") as file:
+                pairs.append((int(entry.name), int(file.read().rpartition(")")[2].split()[1])))
+    return pairs

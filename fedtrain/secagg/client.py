@@ -65,6 +65,7 @@ class Owed(Struct, frozen=True):
     cohort: int  # sites that were asked
     sites: tuple[SiteId, ...]  # U3
     names: tuple[str, ...]  # of the metrics in the sum
+    version: int = 0  # messages.VERSION: what one version adds up, another reads as something else
 
 
 class Guards(Protocol):
@@ -247,16 +248,13 @@ def take_part(
     arena, numel = site.arena(terms, share.names), terms.numel(share.names)
     own.write(share.names, arena.vector[:numel])
     check_seed = msg.check_seed(sid, roster.hash, {peer: part for peer, (_, _, part) in held.items()})
+    added = [(masks[peer], pair_mask_sign(me, peer)) for peer in mask.sealed]
+    added.insert(0, (self_mask_key(seed, sid, me), 1))
     if terms.verify:
         checksums = Checksums(check_seed, terms.fixed_point, site.parallel)
-        arena.vector[numel:] = checksums.of(arena.vector[:numel], me)
-    own_mask = self_mask_key(seed, sid, me)
-    add_masks(
-        arena.vector,
-        [(own_mask, 1), *((masks[peer], pair_mask_sign(me, peer)) for peer in mask.sealed)],
-        site.parallel,
-        arena.wrote,
-    )
+        checksums.mask(arena.vector, numel, me, added, arena.wrote)
+    else:
+        add_masks(arena.vector, added, site.parallel, arena.wrote)
     signature = sign(msg.masked_statement(sid, roster.hash, arena.digest))
 
     # 3: one list of survivors
@@ -264,7 +262,7 @@ def take_part(
     check_survivors(site, terms, roster, mask, agree)
     survivors = msg.survivors_statement(sid, roster.hash, agree.sites)
     if terms.verify:  # now, for who has enough shares waits for no others
-        site.owe(Owed(sid, terms.round, check_seed, len(terms.cohort), agree.sites, share.names))
+        site.owe(Owed(sid, terms.round, check_seed, len(terms.cohort), agree.sites, share.names, msg.VERSION))
 
     # 4: of each site whose shares are held here, one
     unmask = due(msg.Unmask, (yield msg.Agreed(signature=sign(survivors))))

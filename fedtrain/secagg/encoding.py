@@ -157,7 +157,7 @@ class Encoding:
             if weight:
                 clipped += self.point.encode_into(read, weight * scale, seed, out, at, parallel)
             else:
-                out[:] = 0
+                out[:] = self.point.zero
             at += length
         for section, start, stop, point in self._extras:
             out, read = vector[at : at + stop - start], reading(delta, section, start)

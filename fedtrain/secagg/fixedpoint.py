@@ -13,13 +13,14 @@ is cut into limbs of b − 1 bits, the top one signed, which add up without carr
 and 42 above it hold counts and sums up to 4·10^12, to a millionth.
 
 Both lie within ±q_max, so n sites cannot wrap if n·q_max <= 2^(r−1) − 1: checked when a FixedPoint is made.
+Where sums have checksums, q_max is added to each integer of a site: then none is negative, and none wraps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import mul
 from typing import Any
 
@@ -63,6 +64,8 @@ class FixedPoint:
     clip: float  # c, the bound on a coordinate of (w/w_max)·Δ
     max_weight: float  # w_max
     value_bits: int = 0  # b; 0: as many as n sites leave in the ring
+    # Each integer of a site has q_max added to it. Not in repr(), of which keys of noise are made.
+    unsigned: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         n, r = self.sites, self.ring_bits
@@ -89,6 +92,11 @@ class FixedPoint:
     def q_max(self) -> int:
         """The largest integer that one site sends."""
         return (1 << (self.value_bits - 1)) - 1
+
+    @property
+    def zero(self) -> int:
+        """The integer that stands for 0."""
+        return self.q_max if self.unsigned else 0
 
     @property
     def step(self) -> float:
@@ -209,7 +217,7 @@ class FixedPoint:
             random >>= 16 - bits
         random |= 1
         np.add(y, random, out=y)
-        y += shift
+        y += kind(float(shift) + self.zero * 2.0**bits)
         integers = y.view(f"i{y.itemsize}")
         if self.dtype.itemsize >= y.itemsize:
             integers -= shift.view(integers.dtype)  # whose own bits a narrower ring doesn't see
@@ -238,11 +246,11 @@ class FixedPoint:
         assert total.dtype == self.dtype
         if not weights > 0:
             raise SecAggError(f"the weights of {sites} sites sum to {weights:g}, so they have no mean")
-        factor, signed = self.step * self.max_weight / weights, total.view(f"i{total.itemsize}")
+        factor = self.step * self.max_weight / weights
 
         def decode(block: int) -> None:
             these = slice(block * PER_BLOCK, (block + 1) * PER_BLOCK)
-            part = signed[these]
+            part = self._signed(total[these], sites)
             self._check_sums(part, sites)
             np.multiply(part, factor, out=out[these], dtype=np.float64, casting="unsafe")
 
@@ -254,6 +262,12 @@ class FixedPoint:
         mean = np.empty(len(total))
         self.decode_into(total, sites, weights, mean)
         return mean
+
+    def _signed(self, sums: RingVector, sites: int) -> NDArray[np.signedinteger[Any]]:
+        """Without what was added at each site."""
+        if self.unsigned:
+            sums = sums - sums.dtype.type(sites * self.zero)
+        return sums.view(f"i{sums.itemsize}")
 
     def _check_sums(self, sums: NDArray[np.signedinteger[Any]], sites: int) -> None:
         most = sites * self.q_max
@@ -294,11 +308,11 @@ class FixedPoint:
         whole = np.rint(values * ONE).astype(np.int64)
         digits = [whole >> (i * self.limb_bits) for i in range(self.limbs)]
         low = [digit & self.q_max for digit in digits[:-1]]
-        return np.concatenate([*low, digits[-1]], axis=-1).astype(self.dtype)
+        return (np.concatenate([*low, digits[-1]], axis=-1) + self.zero).astype(self.dtype)
 
     def decode_scalars(self, total: RingVector, sites: int) -> NDArray[np.float64]:
         """Σ over sites of each scalar, rounded once, to float64; from the sum of `sites` encoded vectors."""
-        signed = total.view(f"i{total.itemsize}")
+        signed = self._signed(total, sites)
         self._check_sums(signed, sites)
         columns = signed.reshape(self.limbs, -1).T.tolist()
         places = [1 << (i * self.limb_bits) for i in range(self.limbs)]

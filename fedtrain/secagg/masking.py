@@ -63,10 +63,14 @@ def add_masks(
     masks: Sequence[tuple[bytes, int]],
     parallel: Parallel = serial,
     wrote: Callable[[int, int], object] = lambda start, stop: None,
+    read: Callable[[int], object] = lambda block: None,
+    blocks: range | None = None,
 ) -> None:
     """vector += Σ sign · stream(key) modulo 2^r in place, over all (key, sign) of `masks`.
 
-    `wrote(start, stop)` is called for each part of the vector when it is done, in the thread that did it.
+    `wrote(start, stop)` is called for each part of the vector when it is done, in the thread that did it, and
+    `read(block)` before it is begun, for who wants a part that is in the cache then anyway. `blocks`: of the
+    vector, to go on with others later.
     """
     assert vector.ndim == 1
     assert vector.flags.c_contiguous
@@ -82,6 +86,7 @@ def add_masks(
         except IndexError:
             streams = [(opened(key), np.add if sign > 0 else np.subtract) for key, sign in masks]
         part = vector[block * per_block : (block + 1) * per_block]
+        read(block)
         nonce, zeros = _block(block, part.nbytes)
         with buffers.one() as buffer:
             out = buffer.data[: part.nbytes + TAG_BYTES]
@@ -92,8 +97,13 @@ def add_masks(
         idle.append(streams)
         wrote(block * per_block, block * per_block + len(part))
 
-    with parallel(add, range(-(-len(vector) // per_block))) as mine:
+    with parallel(add, range(blocks_of(vector)) if blocks is None else blocks) as mine:
         exhaust(mine)
+
+
+def blocks_of(vector: RingVector) -> int:
+    """How many blocks it has."""
+    return -(-vector.nbytes // BLOCK_BYTES)
 
 
 def keystream(key: bytes, block: int, out: Bytes, nbytes: int = BLOCK_BYTES) -> None:

@@ -31,7 +31,7 @@ from .fixedpoint import FixedPoint
 if TYPE_CHECKING:
     import torch
 
-VERSION = 7  # of all that is hashed, signed or sealed here
+VERSION = 8  # of all that is hashed, signed or sealed here
 NONCE_BYTES = 16
 SHARE_COMMITMENT_BYTES = 24  # two shares with the same one take 2^96 hashes to find
 CHECKSUM_BITS = 130  # a number modulo 2^130 - 5, see checksum.py
@@ -77,7 +77,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fixed_point(self) -> FixedPoint:
-        return FixedPoint(len(self.cohort), self.ring_bits, self.clip, self.max_weight, self.value_bits)
+        n, ring = len(self.cohort), self.ring_bits
+        return FixedPoint(n, ring, self.clip, self.max_weight, self.value_bits, self.verify)
 
     def numel(self, names: tuple[str, ...]) -> int:
         """Ring elements of what is summed: `length`, then the sum or sums and count of each metric."""

@@ -36,6 +36,7 @@ class Chain:
         self._paths, self._type, self._remedy = (path, path.with_name(path.name + COPY)), type, remedy
         self.values: list[Any] = []
         self._seal, self._nbytes, self._warn = b"", 0, warn
+        self._named = False  # whether this process has the files' names on the disk
         if path.parent.exists():
             with self.alone():  # what is here now is read
                 pass
@@ -65,17 +66,30 @@ class Chain:
         body = msgspec.json.encode(value)
         seal = seal_of(self._seal, body)
         line = seal + b" " + body + b"\n"
-        for path in self._paths:
-            with explained(path), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-                file.seek(self._nbytes)
-                file.truncate()  # what a full disk left of a line
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-        if not self.values:
+        for path in self._paths:  # one is on the disk before the other is touched: a power cut tears one only
+            with explained(path):
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    if os.fstat(file).st_size > self._nbytes:
+                        os.ftruncate(file, self._nbytes)  # what a full disk left of a line
+                    at = 0
+                    while at < len(line):
+                        at += os.pwrite(file, line[at:], self._nbytes + at)
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+        if not self._named:
             sync_folder(self._paths[0].parent)
+            self._named = True
         self.values.append(value)
         self._seal, self._nbytes = seal, self._nbytes + len(line)
+
+    def settle(self) -> None:
+        """What was read is on the disk when this returns, also where a process was killed before its sync."""
+        for path in filter(Path.exists, self._paths):
+            with explained(path), open(path, "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(self._paths[0].parent)
 
     def _read(self, warn: Warn) -> None:
         found: dict[Path, list[bytes]] = {}  # whole lines of the files that are there
@@ -94,17 +108,22 @@ class Chain:
             self.values, self._seal, self._nbytes = [], b"", 0
             return
         best = max(good, key=lambda path: len(good[path]), default=None)
-        if best is None or len(good[best]) < max(map(len, found.values())):
+        sure = found[best] if best is not None else []
+        torn = (best is not None or len(found) == 1) and all(_torn(found[path], sure) for path in bad)
+        if (best is None or len(sure) < max(map(len, found.values()))) and not (bad and torn):
             path, why = next(iter(bad.items()))
             raise Damaged(f"{path} is damaged, and its copy doesn't have all of it: {why}. {self._remedy}")
-        if other := [path for path in good if found[path] != found[best][: len(found[path])]]:
+        if other := [path for path in good if found[path] != sure[: len(found[path])]]:
             raise Damaged(f"{other[0]} and {best} tell different things. {self._remedy}")
         for path, why in bad.items():
             warn(f"{path} is damaged ({why}); the other of the two files is used. {set_aside(path)}")
-        self.values, whole = good[best], b"".join(line + b"\n" for line in found[best])
-        self._nbytes, self._seal = len(whole), b"".join(found[best][-1:]).partition(b" ")[0]
+        self.values = good[best] if best is not None else []
+        whole = b"".join(line + b"\n" for line in sure)
+        self._nbytes, self._seal = len(whole), b"".join(sure[-1:]).partition(b" ")[0]
+        if best is None:
+            return
         for path in self._paths:
-            if path in bad or found.get(path) != found[best] or odd[path]:
+            if path in bad or found.get(path) != sure or odd[path]:
                 write_whole(path, whole, durable=True)
                 if path not in bad:
                     warn(f"{path} {odd[path] or 'lacks lines'}. It was made again from {best.name}.")
@@ -116,6 +135,12 @@ class Chain:
             if seal != seal_of(before, body):
                 raise msgspec.ValidationError(f"line {number} is not sealed with those before it")
             yield msgspec.json.decode(body, type=self._type)
+
+
+def _torn(lines: list[bytes], sure: list[bytes]) -> bool:
+    """Whether these are `sure` and what a power cut left of one more that was being written: sectors of it
+    are missing, and no line has zeros in it. Nothing has depended on it yet: the other file lacks it."""
+    return lines[:-1] == sure and b"\0" in lines[-1]
 
 
 def seal_of(before: bytes, body: bytes) -> bytes:

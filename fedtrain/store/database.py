@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import Damaged, StoreError
+from ..errors import Damaged, StoreError, Unreadable
 from .disk import Warn, explained, private, set_aside, silent
 from .redo import EMPTY, Recovered, Redo, packed, toggled
 
@@ -134,13 +134,15 @@ class Database:
         try:
             self._open(redo, tables)
         except Damaged as e:
-            if logged.number < 0:
+            if logged.number < 0 and redo.path.exists():
                 raise
             self._db.close()
             lost = f"{str(e).removesuffix(self._remedy)}{set_aside(self.path)}"
             for end in ("-wal", "-shm"):
                 self.path.with_name(self.path.name + end).unlink(missing_ok=True)
             self._open(redo, tables)
+            if logged.number < 0:  # the log comes before the first transaction: there was none
+                warn(f"{lost} There was no {redo.path.name}: it begins anew.")
         number, digest = self._state()
         if logged.number > number:
             self._replace(logged)
@@ -156,9 +158,8 @@ class Database:
             if aside or number > 1:  # else it is new, or an earlier fedtrain had none
                 warn(f"{redo.path} is damaged or old: {wrong}. {aside} It was made again.")
         own = self._definitions()
-        self.change(
-            "UPDATE commits SET tables = ? WHERE tables != ?", (own, own)
-        )  # a later fedtrain has more
+        # a later fedtrain has more
+        self.change("UPDATE commits SET tables = ? WHERE tables != ?", (own, own))
 
     def _open(self, redo: Redo, tables: str) -> None:
         """The database as it is on the disk, with a digest that each change brings up to date."""
@@ -176,17 +177,18 @@ class Database:
 
             self._db.create_function("changed", -1, changed)
             self._db.execute("PRAGMA recursive_triggers=ON")  # or REPLACE removes rows and tells nobody
+            script = "BEGIN;"  # one for all: each by itself takes as long again
             for table in self._tables() - {"seal"}:
                 columns = [row[1] for row in self._db.execute(f"PRAGMA table_info({table})")]
                 for event, rows in {"INSERT": ["NEW"], "DELETE": ["OLD"], "UPDATE": ["OLD", "NEW"]}.items():
+                    script += f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} BEGIN "
                     for row in rows:
                         values = ", ".join([f"'{table}'", *(f"{row}.{column}" for column in columns)])
-                        change = f"UPDATE seal SET digest = changed(digest, {row == 'NEW':d}, {values});"  # noqa: S608 - names of ours
-                        trigger = f"TEMP TRIGGER {table}_{event}_{row} AFTER {event} ON main.{table}"
-                        self._db.execute(f"CREATE {trigger} BEGIN {change} END")
+                        script += f"UPDATE seal SET digest = changed(digest, {row == 'NEW':d}, {values});"  # noqa: S608 - names of ours
+                    script += "END;"
+            self._db.executescript(f"{script}COMMIT;")
             if not self._db.execute("SELECT 1 FROM commits").fetchone():
-                first = bool(before), self._definitions()
-                self._db.execute("INSERT INTO commits VALUES (?, ?)", first)
+                self._db.execute("INSERT INTO commits VALUES (?, ?)", (bool(before), self._definitions()))
             redo.forget()
 
     def _connect(self, wait_s: float) -> None:
@@ -242,11 +244,8 @@ class Database:
                 wrong = "its rows do not have the digest they were written with"
             if wrong == "ok" and "commits" in tables:
                 own = self._db.execute("SELECT tables FROM commits").fetchone()
-                wrong = (
-                    "ok"
-                    if own in (None, (self._definitions(),))
-                    else "its tables are not those that were made"
-                )
+                if own not in (None, (self._definitions(),)):
+                    wrong = "its tables are not those that were made"
             if wrong != "ok":
                 raise Damaged(f"{self.path} is damaged: {wrong}. {self._remedy}")
         finally:
@@ -275,12 +274,16 @@ class Database:
         code = getattr(e, "sqlite_errorcode", 0)
         if code & PRIMARY in DISK and code != sqlite3.SQLITE_IOERR_SHORT_READ:
             free = shutil.disk_usage(self.path.parent).free
-            return StoreError(
+            return Unreadable(
                 f"{self.path} can't be read or written: {e}; {free:,} bytes are free on its disk. Free some, "
-                f"or see to the disk: the same command goes on."
+                f"or see to the disk and to the limit of open files: the same command goes on."
             )
         if code & PRIMARY in IN_USE:
             return StoreError(f"{self.path} is in use by another program: {e}. Close it there.")
         if code & PRIMARY in NOT_OURS and not os.access(self.path, os.W_OK):
             return StoreError(f"{self.path} can't be written: {e}. Whose folder is {self.path.parent}?")
+        for file in (self.path, self.path.with_name(f"{self.path.name}-wal")):
+            if file.exists():
+                with explained(file):  # of a log that can't be read SQLite says that it is damaged
+                    file.read_bytes()
         return Damaged(f"{self.path} is damaged: {e}. {self._remedy}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from typing import IO, Any
 
 import msgspec
 
+from ..arena import Arena
 from ..digest import digest_of
-from ..errors import Damaged, StoreError
+from ..errors import Damaged, StoreError, Unreadable
+from ..schema import Schema
 
 Warn = Callable[[str], None]  # one line for a person
 
@@ -60,18 +63,18 @@ def silent(line: str) -> None:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """What goes wrong on the disk when the block works on this file is a StoreError that names it."""
+    """What goes wrong on the disk when the block works on this file is an Unreadable that names it."""
     try:
         yield
     except OSError as e:
         if e.errno in FULL:
             free = next((shutil.disk_usage(p).free for p in path.parents if p.exists()), 0)
-            raise StoreError(
+            raise Unreadable(
                 f"no room for {path}: {e.strerror}; {free:,} bytes are free on its disk. Free some: the same "
                 f"command goes on."
             ) from e
         code = errno.errorcode.get(e.errno or 0, type(e).__name__)
-        raise StoreError(
+        raise Unreadable(
             f"{path} can't be read or written: {e.strerror or e} ({code}). See to its folder and its disk: "
             f"the same command goes on."
         ) from e
@@ -257,3 +260,29 @@ class Kept:
         """Forget it."""
         for path in self._paths:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_file(schema: Schema, path: Path) -> Iterator[Arena]:
+    """An arena in a file, to be written in the with block. The file gets its name when the block has ended,
+    and is not there at all when the block raises.
+
+    A file of the same size under that name, an older update, is written over: new pages cost more.
+    """
+    partial = path.with_name(path.name + ".new")
+    try:
+        with explained(path):
+            if path.exists() and path.stat().st_size == schema.nbytes:
+                path.replace(partial)
+            file = open(private(partial, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115  # closed in the block
+        with file as f:
+            with explained(path):
+                f.truncate(schema.nbytes)
+                if schema.nbytes:  # else a write to the map ends the process when the disk is full
+                    os.posix_fallocate(f.fileno(), 0, schema.nbytes)
+            nbytes = schema.nbytes
+            yield Arena.wrap(schema, mmap.mmap(f.fileno(), nbytes)) if nbytes else Arena.zeros(schema)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -13,7 +13,7 @@ from ..errors import Damaged, StoreError
 from ..messages import SiteId
 from ..schema import Schema
 from .database import Database
-from .disk import Warn, lock, private_folder, refuse_network_disk, silent
+from .disk import Warn, explained, lock, private_folder, refuse_network_disk, silent, sync_folder
 from .spool import Spool, damage
 
 
@@ -86,6 +86,9 @@ class RunFolder:
         if not self._models.has(arena.digest, arena.schema.nbytes):
             whole = arena.load() if isinstance(arena, ArenaFile) else arena
             self._models.put(arena.digest, whole.payload, durable=self.durable)
+        elif self.durable:  # a kill may have come between its rename and this
+            with explained(self.blobs):
+                sync_folder(self.blobs)
         return arena.digest
 
     # --- the run's frozen parameters

@@ -55,10 +55,11 @@ class Newest(msgspec.Struct, frozen=True):
 class Ledger:
     """One site's directory for one run; held by one process at a time."""
 
-    def __init__(self, folder: Path, warn: Warn = silent) -> None:
-        """`warn` hears of what is damaged."""
+    def __init__(self, folder: Path, warn: Warn = silent, records: Path | None = None) -> None:
+        """`warn` hears of what is damaged. `records`: of the site, over all its runs."""
         refuse_network_disk(folder)
         self.folder, self.warn, self._lock = folder, warn, lock(folder)
+        self.records = records
         try:
             self.inbox, self.outbox = Spool(folder / "inbox", warn), Spool(folder / "outbox", warn)
             remedy = "Use another run.name: without it this site could give one update into two sums."
@@ -70,10 +71,8 @@ class Ledger:
 
     def _open(self, warn: Warn) -> Database:
         path, remedy = self.folder / DB, "What it knew is worked out again."
-        for last in (
-            False,
-            True,
-        ):  # a power cut may lose replies: they are then trained again, to the same bits
+        # a power cut may lose replies: they are then trained again, to the same bits
+        for last in (False, True):
             try:
                 return Database(path, TABLES, durable=False, remedy=remedy, warn=warn)
             except Damaged as e:
@@ -103,10 +102,11 @@ class Ledger:
 
     def model_of(self, number: int, model: str) -> str:
         """The model that this site was first asked about after so many rounds: this one, if none was."""
+        if row := self._db.one("SELECT model FROM models WHERE number = ?", (number,)):
+            return str(row[0])
         with self._db.transaction():
-            self._db.change("INSERT OR IGNORE INTO models VALUES (?, ?)", (number, model))
-        row = self._db.one("SELECT model FROM models WHERE number = ?", (number,))
-        return str(row[0]) if row else model
+            self._db.change("INSERT INTO models VALUES (?, ?)", (number, model))
+        return model
 
     def spare(self) -> Path:
         """Where the next update is to be written: over an old one's file, when one is done with."""

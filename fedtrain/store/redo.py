@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from .disk import explained, private, write_whole
+from .disk import explained, private, sync_folder, write_whole
 
 Row = tuple[Any, ...]  # the name of its table, then its values
 EMPTY = bytes(16)  # the digest of no rows
@@ -141,6 +141,9 @@ class Redo:
             if not self.path.exists():
                 return Recovered()
             data = self.path.read_bytes()
+            if self._durable:  # a kill may have come before the sync of its last line, or of its name
+                os.fdatasync(self._open())
+                sync_folder(self.path.parent)
         found, at = Recovered(), 0
         while (end := data.find(b"\n", at)) >= 0 and (line := _read(data[at:end])):
             if found.number not in (-1, line.number - 1) or not found.rows.keys() >= {*line.removed}:

@@ -17,22 +17,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from ..arena import PATCHES, Arena, ArenaFile, Patch
-from ..errors import Damaged, StoreError
+from ..errors import Damaged, StoreError, Unreadable
 from ..messages import SiteId
 from ..schema import Schema
 from . import counted, turns
-from .disk import Warn, explained, silent
+from .disk import Warn, explained, silent, sync_folder
 from .folder import RunFolder
 from .rounds import Checkpoint, Round, RoundPlan
 from .spool import damage, is_digest
-
-if TYPE_CHECKING:
-    pass
 
 VERSION = 3
 TABLES = """
@@ -104,6 +101,8 @@ class RunStore(RunFolder):
         if self.db.one("SELECT MAX(round) FROM rounds")[0] or not self.meta():
             return
         self._models.keep_only(())
+        if self.durable:  # models without a word of what they are would be those of a lost database
+            sync_folder(self.blobs)
         with self.db.transaction():
             self.db.change("DELETE FROM meta")
         self.forget_after(-1)
@@ -220,7 +219,7 @@ class RunStore(RunFolder):
             try:
                 checkpoint = self.load(number)
             except StoreError as e:
-                if self._lock is None:
+                if self._lock is None or isinstance(e, Unreadable):
                     raise
                 damaged.append(e)
                 continue
@@ -331,6 +330,19 @@ class RunStore(RunFolder):
     def set_plan(self, plan: RoundPlan) -> None:
         """Keep who is asked; before the first request goes out."""
         self.db.put("plan", plan.round, plan.attempt, plan.sites, plan.registered)
+
+    def opened(self, number: int) -> list[tuple[SiteId, ...]]:
+        """The sites of each sum under masks of this round that was, or may have been, opened."""
+        return self._opened().get(number, [])
+
+    def opens(self, number: int, sums: list[tuple[SiteId, ...]]) -> None:
+        """Keep whose sums of this round may be opened; before they are."""
+        newest = dict(sorted((self._opened() | {number: sums}).items())[-KEEP:])
+        self.db.put("meta", "opened", msgspec.json.encode(newest).decode())
+
+    def _opened(self) -> dict[int, list[tuple[SiteId, ...]]]:
+        row = self.db.one("SELECT value FROM meta WHERE key = 'opened'")
+        return msgspec.json.decode(row[0], type=dict[int, list[tuple[SiteId, ...]]]) if row else {}
 
     def counted(self, sites: Iterable[SiteId] | None = None) -> dict[SiteId, int]:
         """The last round (without rounds: turn) in which each of these sites (None: of all) is in the model,

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from ..arena import AnyArena, ArenaFile
-from ..errors import StoreError
+from ..errors import StoreError, Unreadable
 from ..messages import Metrics, SiteId, Update
 from .folder import RunFolder
 
@@ -126,6 +126,8 @@ class Turns:
         for (version,) in self._db.all("SELECT DISTINCT version FROM turns WHERE state = 'owed'"):
             try:
                 read(version)
+            except Unreadable:
+                raise
             except StoreError as e:
                 self._run.back(f"{e} Who was training from it begins another turn.")
                 self._db.change(

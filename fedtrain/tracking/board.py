@@ -17,7 +17,7 @@ RECENT = 10  # rounds that the ETA is drawn from
 class SiteRow:
     """One site, as last heard of."""
 
-    state: str = "waiting"  # waiting | connected | training | uploading | evaluating | done | lost | refused
+    state: str = "waiting"  # waiting | connected | done | lost | refused, or as in SiteState
     round: int | None = None
     num_examples: float | None = None
     loss: float | None = None
@@ -62,6 +62,7 @@ class Board:
     history: dict[int, RoundRow] = field(default_factory=dict)
     trained: Averages = field(default_factory=dict)  # the last round's, beside its loss: "disagreement", say
     step: e.Stepped | None = None  # a datacenter's last
+    spent: e.PrivacySpent | None = None  # the last one
     best: e.Best | None = None
     finished: e.RunFinished | None = None
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=3))
@@ -145,6 +146,8 @@ class Board:
                 self._end("evaluating")
             case e.PeersAgreed():
                 self.notices.append(f"{len(event.peers)} peers have one model, sha256 {event.digest}")
+            case e.PrivacySpent():
+                self.spent = event
             case e.Best():
                 self.best = event
             case e.Denied():
@@ -153,14 +156,14 @@ class Board:
                 self.notices.append(event.text)
             case e.RunFinished():
                 self.finished, self.under_way, self.need = event, None, None
-                self._end("connected", "waiting", "training", "uploading", "evaluating")
+                self._end("connected", "waiting", "training", "masking", "uploading", "evaluating")
 
     def _start(self, event: e.RunStarted) -> None:
         self.run, self.mode, self.rounds = event.run, event.mode, event.rounds
         self.noun = "version" if event.buffer else "round"
         self.config_digest, self.started = event.config_digest, event.time
         self.round, self.under_way = event.resumed_from or 0, None
-        self.need = self.finished = self.step = None
+        self.need = self.finished = self.step = self.spent = None
         self.history = {n: row for n, row in self.history.items() if n <= self.round}
         if self.best is not None and self.best.round > self.round:
             self.best = None

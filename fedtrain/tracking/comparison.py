@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -12,6 +13,7 @@ from .board import Board
 from .log import read
 from .runs import Summary, summary_of
 
+CARRIED_OUT = ("parallel", "simulate")  # sections that a store has whole
 Column = list[str | None]  # a value of each run; None where a run has none
 
 
@@ -27,30 +29,48 @@ class Comparison(msgspec.Struct, frozen=True):
 
     runs: list[Summary]
     costs: list[Cost]
-    settings: dict[str, Column]  # those that are not the same in all
+    settings: dict[str, Column]  # those that decide the model and are not the same in all
+    others: dict[str, Column]  # of how it was worked at, such as parallel.zero
 
 
 def compared(folders: Sequence[Path]) -> Comparison:
-    """These run directories side by side. Settings are those that decide the model; a site's directory, which
-    has none, differs in none."""
-    settings = [_settings(folder) for folder in folders]
+    """These run directories side by side. A site's directory, which has no settings, differs in none."""
+    settings = [settings_of(folder) for folder in folders]
+    deciding = {key for found in settings for key in found}
+    others = [_carried_out(folder, deciding) for folder in folders]
+    runs, costs = [*map(summary_of, folders)], [*map(_cost, folders)]
+    return Comparison(runs, costs, _differing(settings), _differing(others))
+
+
+def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, Column]:
+    """Those that are not the same in all runs that have any."""
     known = [found for found in settings if found]
-    differ = {
+    return {
         key: [found.get(key) for found in settings]
         for key in sorted({key for found in known for key in found})
         if len({found.get(key) for found in known}) > 1
     }
-    return Comparison([*map(summary_of, folders)], [*map(_cost, folders)], differ)
 
 
-def _settings(folder: Path) -> dict[str, str]:
+def _carried_out(folder: Path, deciding: Collection[str]) -> dict[str, str]:
+    meta = _meta(folder)
+    found = {f"{of}.{key}": repr(v) for of in CARRIED_OUT for key, v in meta.get(of, {}).items()}
+    return {key: value for key, value in found.items() if key not in deciding}
+
+
+def _meta(folder: Path) -> dict[str, Any]:
     if not (folder / "run.db").exists():
         return {}
     store = RunStore(folder, read_only=True)
     try:
-        meta = store.meta()
+        return store.meta()
     finally:
         store.close()
+
+
+def settings_of(folder: Path) -> dict[str, str]:
+    """The settings that decide a run's model, as text; {} of a directory that has none."""
+    meta = _meta(folder)
     task = {"task (SHA-256)": meta["task_digest"]} if meta.get("task_digest") else {}
     agreed: dict[str, str] = {k: v for k, v in meta.get("agreed", {}).items() if k != "run.name"}
     return agreed | task

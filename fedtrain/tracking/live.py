@@ -29,9 +29,10 @@ FEW_SITES = 8  # up to so many in a round, plain text has a line for each update
 BETWEEN_PEERS = ("peer", "gossip")  # modes in which a round has bytes of its own to show
 REFRESHES = 4  # of the live table, a second
 SPARKS = "▁▂▃▄▅▆▇█"
+WORK = ("training", "masking", "uploading", "evaluating")
 # What a person looks for first, when not all sites fit on the screen.
-ORDER = ("refused", "lost", "uploading", "training", "evaluating", "waiting", "connected", "done")
-COLORS = {"refused": "red", "lost": "red", "uploading": "cyan", "training": "yellow",
+ORDER = ("refused", "lost", "uploading", "masking", "training", "evaluating", "waiting", "connected", "done")
+COLORS = {"refused": "red", "lost": "red", "uploading": "cyan", "masking": "cyan", "training": "yellow",
           "evaluating": "magenta", "done": "green"}  # fmt: skip
 
 
@@ -152,7 +153,7 @@ def line(event: Event, board: Board) -> str | None:
             near = f", hears {', '.join(event.neighbors)}" if event.neighbors else ""
             return f"{_round(event.round, board)}started{who}{near}{again}"
         case e.SiteState():
-            mine = board.mode in ("site", "") and event.state in ("training", "uploading", "evaluating")
+            mine = board.mode in ("site", "") and event.state in WORK
             return f"{_round(event.round, board)}{event.state}" if mine else None
         case e.UpdateReceived():
             if board.asked > FEW_SITES:
@@ -168,6 +169,8 @@ def line(event: Event, board: Board) -> str | None:
             return f"round {event.round}: asked to {event.what} with {', '.join(sorted(event.cohort))}"
         case e.Denied():
             return f"denied: {event.reason}"
+        case e.PrivacySpent():
+            return f"{_round(event.round, board)}{event.site}: {_spent(event)}"
         case e.RoundFailed():
             return f"{_round(event.round, board)}failed, attempt {event.attempt}{_because(event.reason)}"
         case e.RoundCommitted():
@@ -198,6 +201,10 @@ def line(event: Event, board: Board) -> str | None:
             model = f"; model in {event.model}" if event.model else ""
             return f"run {board.run or 'is'} finished{after}{_because(event.reason)}{model}"
     return None
+
+
+def _spent(event: e.PrivacySpent) -> str:
+    return f"epsilon {event.epsilon:.3g} at delta {event.delta:g}, after {event.releases} updates"
 
 
 def _bytes(round: e.RoundCommitted | RoundRow) -> str:
@@ -355,6 +362,8 @@ def _numbers(board: Board) -> str:
         parts += ["evaluated: " + averages(board.metrics)]
     if board.best is not None:
         parts += [f"best {board.best.metric} {number(board.best.value)} in {board.noun} {board.best.round}"]
+    if board.spent is not None:
+        parts += [_spent(board.spent)]
     if board.step is not None and board.finished is None:
         parts += [_step(board.step)]
     parts += [sparkline([r.loss for r in list(board.history.values())[-30:]])]

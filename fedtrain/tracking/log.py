@@ -1,5 +1,8 @@
 """The log of a run: one JSON line an event, in the run directory's events.jsonl.
 
+When the file is long, it begins anew, and events.1.jsonl keeps what lasts of all earlier lines: without those
+whose number grows with the sites, so that a log of 10,000 rounds of 1,000 sites is no longer than of one.
+
 The file is for people and programs beside the run (`watch`, `runs`, a dashboard); what the run itself needs
 to go on is in store/. Written by one process, read by any, without locks.
 """
@@ -15,16 +18,30 @@ from pathlib import Path
 
 import msgspec
 
+from .. import events
 from ..errors import FedtrainError, writing
 from ..events import AnyEvent, Emit, Event, Notice, RunStarted, decode, encode
-from ..store.disk import private, private_folder
+from ..store.disk import private, private_folder, write_whole
 
 TEXT_CHARS = 500  # of a reason or notice; it may come from another site
+LOG_BYTES = 64 << 20  # of events.jsonl, before it begins anew
+PASSING = tuple(
+    b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode()
+    for kind in (
+        events.SiteState, events.UpdateReceived, events.UpdateRefused, events.SiteJoined, events.SiteLost,
+        events.SiteRefused, events.Admitted, events.CohortAsked, events.ReplySent, events.HeadWitnessed,
+    )
+)  # fmt: skip
 POLL_S = 0.2  # how often a follower looks for new lines
 
 
 def events_file(run_dir: Path) -> Path:
     return run_dir / "events.jsonl"
+
+
+def earlier_file(run_dir: Path) -> Path:
+    """What lasts of the lines before those of events.jsonl."""
+    return run_dir / "events.1.jsonl"
 
 
 class EventLog:
@@ -71,7 +88,22 @@ class EventLog:
         with writing(self._path):
             while line:
                 line = line[os.write(self._fd, line) :]
+            if os.lseek(self._fd, 0, os.SEEK_CUR) > LOG_BYTES:
+                self._begin_anew()
         return event
+
+    def _begin_anew(self) -> None:
+        """Keep what lasts of the file, and begin another one."""
+        earlier = earlier_file(self._path.parent)
+        kept = earlier.read_bytes() if earlier.exists() else b""
+        with self._path.open("rb") as file:
+            kept += b"".join(line for line in file if not line.startswith(PASSING))
+        write_whole(earlier, kept, durable=False)
+        self.close()
+        fresh = self._path.with_suffix(".new")
+        os.close(private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        fresh.replace(self._path)
+        self._fd = _open(self._path)
 
 
 def printable(text: str) -> str:
@@ -123,7 +155,17 @@ def running(run_dir: Path) -> bool:
 
 def read(run_dir: Path) -> Iterator[AnyEvent]:
     """Every event so far, oldest first; lines that are no events are passed over."""
-    with events_file(run_dir).open("rb") as f:
+    yield from _earlier(run_dir)
+    yield from _in(events_file(run_dir))
+
+
+def _earlier(run_dir: Path) -> Iterator[AnyEvent]:
+    with suppress(FileNotFoundError):
+        yield from _in(earlier_file(run_dir))
+
+
+def _in(path: Path) -> Iterator[AnyEvent]:
+    with path.open("rb") as f:
         for line in f:
             if line.endswith(b"\n") and (event := decode(line)) is not None:
                 yield event
@@ -133,20 +175,23 @@ def follow(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> Iterat
     """Every event from the first on, for ever; None each time that there is nothing new.
 
     Only whole lines are taken, so a line under way, or torn and healed later, is read once, when it is whole.
-    A file made anew (`simulate --fresh`) is read from its start.
+    A file made anew (`simulate --fresh`, or a long log) is read from its start, after what the file before it
+    had that was not read.
     """
-    path, at, first = events_file(run_dir), 0, b""
+    path, at, first, last_s = events_file(run_dir), 0, b"", 0.0
     while True:
         try:
             with path.open("rb") as f:
                 if (line := f.readline()) != first:  # its time tells one file of this name from the next
                     at, first = 0, line
+                    yield from (event for event in _earlier(run_dir) if event.time > last_s)
                 f.seek(at)
                 for line in f:
                     if not line.endswith(b"\n"):
                         break
                     at += len(line)
                     if (event := decode(line)) is not None:
+                        last_s = event.time
                         yield event
         except FileNotFoundError:
             at, first = 0, b""

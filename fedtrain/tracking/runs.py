@@ -63,8 +63,10 @@ def summary_of(run_dir: Path) -> Summary:
 
 
 def find(runs_dir: Path, name: str) -> Path:
-    """The directory of a run that was named by a person: its folder's name, without +simulate, or a path."""
-    for path in (runs_dir / name, runs_dir / f"{name}+simulate", Path(name)):
+    """The directory of a run that was named by a person: its folder's name, with or without +simulate,
+    +gossip or +datacenter, or a path."""
+    kinds = (runs_dir / f"{name}+{kind}" for kind in ("simulate", "gossip", "datacenter"))
+    for path in (runs_dir / name, *kinds, Path(name)):
         if events_file(path).exists():
             return path
     there = [path.parent.name for path in runs_dir.glob("*/events.jsonl")]

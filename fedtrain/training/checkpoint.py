@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..config import Config
-from ..errors import StoreError
+from ..errors import StoreError, Unreadable
 from .checkpoint_plans import PlanFailed, everyone_of, first_of, read, write
 from .checkpoint_storage import LoadPlanner, Reader, SavePlanner, Writer
 from .manifest import Manifest, check, newest, read_manifest, verify
@@ -184,6 +184,8 @@ class Checkpoints:
         def look() -> tuple[Manifest | None, list[str]]:
             try:
                 return read_manifest(self.place, name), []
+            except Unreadable:
+                raise
             except StoreError as e:
                 return None, [str(e).rstrip(".")]
 

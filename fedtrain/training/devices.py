@@ -86,8 +86,10 @@ def refuse_shared(store: Store, device: torch.device, backend: str) -> None:
 
 def record_collectives(backend: str, folder: Path) -> None:
     """Have NCCL write down, when a collective hangs, which ones each rank was in: `folder`/nccl-RANK, for
-    torch's `torchfrtrace`. What the environment says already stays."""
+    torch's `torchfrtrace`; and start collectives of several groups in the program's order, which is every
+    rank's: else an island's sum beside its shards' can hang. What the environment says already stays."""
     if "nccl" in backend:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(COLLECTIVES))
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

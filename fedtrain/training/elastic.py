@@ -5,11 +5,12 @@ limit, from torchrun when a machine joins or leaves. All ranks then finish the s
 and exit with code LEFT, which tells the caller that the same command goes on from the checkpoint.
 
 The same signal comes when another rank has died. Then the step may never end, and `Leave` ends the process.
+So it does where no signal comes and a rank hangs, once all its threads' stacks are in the rank's log.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import select
 import signal
@@ -17,8 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -26,11 +26,13 @@ import torch
 import torch.distributed as dist
 
 from ..errors import FedtrainError, story_of
+from .rank_log import RankLog, main_thread_stands, tell_torchrun
 
 EVERY_S = 0.25  # seconds between two exchanges in which ranks learn whether one of them got SIGTERM
 MAX_STEPS = 20  # the most steps between two exchanges, in case steps become slow
 STUCK_S = 4.0  # after SIGTERM, a step this long, and three times as long as any before, counts as stuck
 STORE_S = 2.0  # seconds that a failing rank waits for the ranks' shared store
+OVER = b"\0"  # no signal's number: what ends the thread that looks for stuck steps
 LEFT = 75  # exit code, EX_TEMPFAIL of sysexits.h: neither done nor failed; start the command again
 
 
@@ -51,7 +53,13 @@ class Leave:
                 break
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, hangs_s: float = math.inf,
+        log: RankLog | None = None,
+    ) -> None:  # fmt: skip
+        """`hangs_s`: where there are several ranks, a step (see `during`) that lasts longer hangs, and the
+        process ends; `log` then has its threads' stacks."""
+        self._hangs_s, self._log = math.inf, log
         self.told_at: float | None = None  # when this rank got SIGTERM, in seconds of `clock`
         self._clock = clock
         self._before: Any = None
@@ -62,6 +70,7 @@ class Leave:
         self._work: dist.Work | None = None
         self._period, self._calls, self._since = 1, 0, clock()
         if dist.is_initialized() and dist.get_world_size() > 1:
+            self._hangs_s = hangs_s
             self._group = dist.new_group(backend="gloo")  # of its own, apart from training's collectives
         self._woken = self._woken_before = -1  # file descriptors to which Python writes signal numbers
         self._doing: tuple[str, float] | None = None  # (a step that may never end, its start)
@@ -73,7 +82,8 @@ class Leave:
         os.set_blocking(self._woken, False)
         self._woken_before = signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._forked)
-        threading.Thread(target=self._end_what_is_stuck, args=(wake,), daemon=True).start()
+        self._watch = threading.Thread(target=self._end_what_is_stuck, args=(wake,), daemon=True)
+        self._watch.start()
         return self
 
     def __exit__(
@@ -81,7 +91,9 @@ class Leave:
     ) -> None:
         signal.signal(signal.SIGTERM, self._before)
         signal.set_wakeup_fd(self._woken_before)
+        os.write(self._woken, OVER)  # a child that was forked may have the pipe open
         os.close(self._woken)
+        self._watch.join(STORE_S)
         self._woken = -1
         if self._work is not None and kind is None:
             self._work.wait()  # ends, because every rank has begun this collective
@@ -89,8 +101,9 @@ class Leave:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Mark a block in which this rank waits for others, so for ever if one is gone. After SIGTERM, a
-        block that lasts three times as long as any with the same `what` before ends the process."""
+        """Mark a block in which this rank waits for others, so for ever if one is gone. A block that lasts
+        three times as long as any with the same `what` before ends the process, after SIGTERM, or where it
+        lasts longer than `hangs_s`, too."""
         began = time.monotonic()
         self._doing = what, began
         yield
@@ -151,22 +164,36 @@ class Leave:
     def _end_what_is_stuck(self, wake: int) -> None:
         """The body of a thread. Python calls _tell only between two instructions of the main thread, so never
         during a call that doesn't return; but it writes the signal's number to `wake` at once."""
+        signalled, often = math.inf, min(1.0, self._hangs_s / 4) if self._hangs_s < math.inf else None
         with open(wake, "rb", buffering=0) as numbers:
-            while (number := numbers.read(1)) != signal.SIGTERM.to_bytes():
-                if not number:
-                    return
-            signalled = time.monotonic()
             while True:
-                if select.select([wake], [], [], 0.1)[0] and not numbers.read(1):
-                    return
-                what, began = self._doing or ("", 0.0)
-                now = time.monotonic()
-                if now > signalled + STUCK_S and now > began + 3 * self._longest.get(what, now):
-                    rank = os.environ.get("RANK", "0")
-                    line = f"fedtrain: rank {rank} was told to leave (SIGTERM), but its {what} of "
-                    line += f"{now - began:.0f} s does not end. It ends without a checkpoint.\n"
-                    os.write(2, line.encode())
-                    os._exit(1)
+                if select.select([wake], [], [], 0.1 if signalled < math.inf else often)[0]:
+                    if (number := numbers.read(1)) in (b"", OVER):
+                        return
+                    if number == signal.SIGTERM.to_bytes():
+                        signalled = min(signalled, time.monotonic())
+                self._end_if_stuck(signalled)
+
+    def _end_if_stuck(self, signalled: float) -> None:
+        what, began = self._doing or ("", 0.0)
+        now, longest = time.monotonic(), self._longest.get(what)
+        told = now > signalled + STUCK_S
+        if self._log is not None and self._hangs_s < math.inf:
+            self._log.write_stacks_after(self._hangs_s if longest is not None else 0)
+        if longest is None or now - began < max(3 * longest, 0.0 if told else self._hangs_s):
+            return
+        rank, lasted = os.environ.get("RANK", "0"), f"its {what} of {now - began:.0f} s does not end"
+        if told:
+            line = f"rank {rank} was told to leave (SIGTERM), but {lasted}. It ends without a checkpoint."
+        else:
+            line = f"rank {rank} stands still: {lasted}. It is at {main_thread_stands()}."
+        if self._log is not None:
+            self._log.write_stacks(line)
+            line += f" Its threads' stacks are in {self._log.path}."
+        os.write(2, f"fedtrain: {line}\n".encode())
+        if not told:
+            tell_torchrun(line, int(time.time()))
+        os._exit(1)
 
     def _forked(self) -> None:
         """In a forked child: stop writing the child's signals to the parent's pipe."""
@@ -200,11 +227,8 @@ def fail(error: Exception, line: str) -> NoReturn:
     line = f"rank {rank}: {line}" if first else f"rank {rank} ends, for another one has failed"
     story = story_of(error) if first and not ours else ""
     os.write(2, f"{story}fedtrain: {line}\n".encode())  # one write: other ranks write to the same file
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        at = began if first else int(time.time()) + 1  # so torchrun sees the first rank's error as the oldest
-        report = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(at)}}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": report}))
+    # The first rank's error is the oldest to torchrun.
+    tell_torchrun(line, began if first else int(time.time()) + 1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

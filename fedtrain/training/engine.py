@@ -16,7 +16,7 @@ from torch import nn
 
 from ..config import TrainConfig
 from ..digest import seed_of
-from ..errors import ConfigError, TaskError
+from ..errors import TaskError
 from ..learning import Context, Correct
 from ..messages import Metrics, add_metrics
 from .batches import Batch, move
@@ -24,7 +24,7 @@ from .devices import seed_all, set_arithmetic
 from .examples import Examples, Stream, examples_of
 from .optimizers import Factor, Optimizer, schedule
 from .precision import LossScale, autocast
-from .signatures import model_of, optimizer_of
+from .signatures import optimizer_of
 from .task import Task, collate_of, folder_of, measured, user_code
 
 T = TypeVar("T")
@@ -266,18 +266,3 @@ def weighs_items(task: Task, model: nn.Module, batches: Iterable[Batch]) -> bool
 def checksum(tensor: torch.Tensor) -> int:
     """A sum of a tensor's bits that changes when one of them does, taken where they lie."""
     return int(tensor.contiguous().view(INTS[tensor.itemsize]).sum(dtype=torch.int64))
-
-
-def build_model(task: Task, run_seed: int, device: torch.device) -> nn.Module:
-    """The task's model as every site, and every rank, begins with it; on the CPU."""
-    seed_all(seed_of(run_seed, "init"), device)
-    with user_code(folder_of(task), "model()"):
-        model = model_of(task, run_seed)
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"model() returned a {type(model).__name__}, not a torch.nn.Module")
-    if (parameters := list(model.parameters())) and not any(p.requires_grad for p in parameters):
-        raise ConfigError(
-            f"model() has nothing to train: requires_grad is False of all its {len(parameters)} parameters. "
-            f"Leave it True for those that training is to change."
-        )
-    return model

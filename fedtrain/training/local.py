@@ -21,17 +21,9 @@ from ..learning import Context, Correct, Only
 from ..messages import Metrics, SiteId, Update
 from ..schema import Schema, unique_tensors
 from .batches import Batch, examples_in
+from .building import build_model
 from .devices import device_of
-from .engine import (
-    FROZEN_CHANGED,
-    Step,
-    Steps,
-    Trainable,
-    build_model,
-    checksum,
-    groups,
-    weighs_items,
-)
+from .engine import FROZEN_CHANGED, Step, Steps, Trainable, checksum, groups, weighs_items
 from .examples import Examples, examples_of, in_groups
 from .optimizers import OPTIMIZERS, TorchOptimizer
 from .task import Task, mean_and_weight, user_code
@@ -101,6 +93,11 @@ class Engine(Trainable):
     @property
     def schema(self) -> Schema:
         return self.local.schema
+
+    @property
+    def frozen_weights(self) -> Arena:
+        """The parameters that no training changes, as they are now; in memory."""
+        return self._frozen.to(torch.device("cpu"))
 
     def initial(self, *, frozen: bool = False) -> Arena:
         """The weights that a run starts from, equal at all sites; or the frozen parameters."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ..errors import StoreError
+from ..errors import StoreError, Unreadable
 from .places import Place
 
 MANIFEST = "manifest.json"
@@ -98,6 +98,8 @@ def verify(place: Place, name: str, file: str, expected: File) -> str:
             size += len(block)
     except FileNotFoundError:
         return f"{place}/{name}/{file} is gone"
+    except Unreadable:
+        raise
     except StoreError as e:
         return str(e).rstrip(".")
     if size != expected.bytes:

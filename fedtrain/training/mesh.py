@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -98,6 +99,15 @@ class Mesh:
     def alone(self) -> bool:
         """Whether it is a group of one rank, such as `torchrun --nproc-per-node 1` starts."""
         return self._whole is not None and self.sizes.world == 1
+
+    def limit(self, seconds: float) -> None:
+        """From here on a collective counts as hanging after so many seconds."""
+        if self._whole is None:
+            return
+        groups = {dist.group.WORLD, *(mesh.get_group() for mesh in self._flats.values())}
+        for group in filter(None, groups | {self[axis].get_group() for axis in AXES}):
+            for device in group._device_types:
+                group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
     # --- data
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, StoreError, Unreadable
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -100,13 +100,21 @@ class Folder:
             ) from e
 
     def read(self, path: str, ranges: Sequence[Range] | None = None) -> Iterator[memoryview]:
-        try:
+        with self._explained(path):
             yield from self._read(path, ranges)
+
+    @contextmanager
+    def _explained(self, path: str) -> Iterator[None]:
+        """Unreadable where the disk fails; a file that is not there is another matter."""
+        try:
+            yield
         except FileNotFoundError:
             raise
         except OSError as e:
-            raise StoreError(
-                f"{self.root / path} can't be read: {e.strerror} ({errno.errorcode[e.errno or 0]})."
+            code = errno.errorcode.get(e.errno or 0, type(e).__name__)
+            raise Unreadable(
+                f"{self.root / path} can't be read or removed: {e.strerror} ({code}). See to its disk: the "
+                f"same command goes on."
             ) from e
 
     def _read(self, path: str, ranges: Sequence[Range] | None) -> Iterator[memoryview]:
@@ -127,18 +135,21 @@ class Folder:
                 yield buffer
 
     def names(self) -> list[str]:
-        return sorted(p.name for p in self.root.iterdir() if p.is_dir()) if self.root.is_dir() else []
+        with self._explained(""):
+            return sorted(p.name for p in self.root.iterdir() if p.is_dir()) if self.root.is_dir() else []
 
     def files(self, folder: str) -> list[str]:
         here = self.root / folder
-        return sorted(p.name for p in here.iterdir() if p.is_file()) if here.is_dir() else []
+        with self._explained(folder):
+            return sorted(p.name for p in here.iterdir() if p.is_file()) if here.is_dir() else []
 
     def remove(self, path: str) -> None:
         target = self.root / path
         if target.is_dir():
             shutil.rmtree(target, ignore_errors=True)
         else:
-            target.unlink(missing_ok=True)
+            with self._explained(path):
+                target.unlink(missing_ok=True)
 
 
 class S3Bucket:

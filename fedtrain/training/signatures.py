@@ -5,6 +5,7 @@ seed, optimizer(self, parameters, round) the round. A method that does not name 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,25 @@ if TYPE_CHECKING:
 OwnOptimizer = Callable[["Iterable[nn.Parameter]", int], "torch.optim.Optimizer | None"]
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
+WHEN = "fit|train|training|evaluat[a-z]*|validation|round|epoch|step|batch|update|optimizer_step|commit"
+CALLBACK = re.compile(rf"on_(?:before_|after_)?(?:{WHEN})(?:_\w*)?")
+
+
+def _refuse_callbacks(task: type[Task]) -> None:
+    """ConfigError for a method that is named like other frameworks' callbacks: nobody would call it."""
+    for name in dir(task):
+        if CALLBACK.fullmatch(name) and callable(getattr(task, name)):
+            raise ConfigError(
+                f"run.task: {task.__name__}.{name}(): a round calls nothing back, so that it gives the same "
+                f"bits everywhere. To log, use `fedtrain track --to MODULE:CLASS`; for the learning rate "
+                f"train.warmup and train.decay; to stop early evaluate.patience (docs/trackers.md)."
+            )
+
 
 def model_of(task: Task, seed: int) -> nn.Module:
     """What the task's model() returns; it is told the run's seed if it asks for `seed`. ConfigError where it
-    asks for something else."""
+    asks for something else, or the task has callbacks."""
+    _refuse_callbacks(type(task))
     model: nn.Module = task.model(**asked(task.model, (), {"seed": seed}))
     return model
 

@@ -64,8 +64,7 @@ class Task:
     def data(self, site: str) -> Any:
         """The examples of this site: a Dataset, a tuple or dict of tensors, or an iterable of ready batches.
 
-        An iterable of batches, such as a DataLoader, decides their size and order: train.batch_size and
-        train.drop_last do not apply.
+        An iterable of batches, such as a DataLoader, decides their size and order, and [train] does not.
         """
         raise NotImplementedError
 
@@ -113,14 +112,16 @@ class Task:
         fedtrain.Population; None: the data is one pool to partition."""
         return None
 
+    def weights(self) -> Path | str | None:
+        """A safetensors file, or a folder of them, with which the model begins; None: as model() makes it."""
+        return None
+
     def parallel_plan(self) -> Plan | None:
-        """How to split the model over ranks, for tensor, sequence, context and pipeline parallelism; None: by
-        the model's class, for classes in parallel.families.KNOWN."""
+        """How tp, sp, cp and pp split the model; None: as a transformers' model says (parallel.families)."""
         return None
 
 
 Averages = dict[str, float]
-
 REQUIRED = ("model", "data", "loss")
 _loaded: dict[Path, int] = {}  # a task's file -> its modification time when it was loaded
 _parsing = threading.Lock()
@@ -153,8 +154,7 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
         raise ConfigError(
             f"run.task: {spec} is not a fedtrain.Task. Write class {class_name}(fedtrain.Task)."
         )
-    missing = [name for name in REQUIRED if getattr(found, name) is getattr(Task, name)]
-    if missing:
+    if missing := [name for name in REQUIRED if getattr(found, name) is getattr(Task, name)]:
         raise ConfigError(f"run.task: {spec} does not define {', '.join(f'{name}()' for name in missing)}.")
     with user_code(root):
         task = found.__new__(found, *args, **kwargs)
@@ -178,8 +178,8 @@ def task_digest(spec: str, root: Path, *also: str) -> str:
 
 
 def words(tree: ast.AST) -> Iterator[str]:
-    """A syntax tree as words, without positions and docstrings, parents first. Every version of Python gives
-    the same words, unlike ast.dump: empty fields, as those that a new version adds, are left out."""
+    """A syntax tree as words, without positions and docstrings, parents first: in every version of Python the
+    same, unlike ast.dump, for empty fields are left out."""
     todo: list[Any] = [tree]
     while todo:  # no recursion: the tree of a sum of a thousand terms is a thousand deep
         match todo.pop():
@@ -308,8 +308,8 @@ def _imports(module: str, file: Path) -> list[str]:
 def user_code(folder: Path, during: str = "") -> Iterator[None]:
     """Turn any exception of the user's code, which runs inside the block, into a TaskError.
 
-    A TaskError has the exception's type and place, but not its message: the message may quote data, and a
-    TaskError is sent over the network (S35). The exception itself is chained, for a reader at the site.
+    A TaskError is sent over the network, so it has the exception's type and place, but not its message, which
+    may quote data (S35). The exception itself is chained, for a reader at the site.
     """
     try:
         yield

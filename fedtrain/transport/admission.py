@@ -88,6 +88,14 @@ class LocalPeer:
     sign: Callable[[bytes], bytes]  # as `roster.proves` finds it right at the others
     roster: PeerDirectory
     stamp: Stamp  # that its messages bear
+    relay_bytes_s: float = 0.0  # forwarded at most for others that can't be called; 0: nothing
+
+    def check(self, peer: PeerId, stamp: Stamp) -> None:
+        """JoinRefused where a peer's messages are of another model or another run."""
+        if stamp.schema != self.stamp.schema:
+            raise JoinRefused(f"{peer} and {self.name} train different models")
+        if stamp.run != self.stamp.run:
+            raise JoinRefused(f"{peer} and {self.name} are in different runs")
 
 
 class Authenticator:
@@ -98,9 +106,11 @@ class Authenticator:
         context: zmq.Context[zmq.Socket[bytes]],
         local: LocalPeer,
         banned: Callable[[PeerId], bool],
+        has_room: Callable[[PeerId], bool],
         emit: Emit,
     ) -> None:
-        self._local, self._banned, self._emit = local, banned, emit
+        """`has_room`: whether there is a place for a peer; otherwise it is to call again."""
+        self._local, self._banned, self._has_room, self._emit = local, banned, has_room, emit
         self._strangers = 0
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.linger = 0
@@ -116,6 +126,8 @@ class Authenticator:
                 if why := self._why_not(key if domain == DOMAIN else b""):
                     self._log(address.decode("ascii", "replace"), why)
                     self.socket.send_multipart([version, number, b"400", b"unknown key", b"", b""])
+                elif (peer := self._local.roster.peer_of(key)) is not None and not self._has_room(peer):
+                    self.socket.send_multipart([version, number, b"300", b"call again", b"", b""])
                 else:
                     self.socket.send_multipart([version, number, b"200", b"OK", key, b""])
 

@@ -54,9 +54,11 @@ class Courier:
         self.sender.stop("the exchange was stopped here", now)
         self._check_end(now)
 
-    def post(self, round: int, shares: Mapping[PeerId, Share], now: float) -> None:
+    def post(self, round: int, shares: Mapping[PeerId, Share], answers: bool, now: float) -> list[PeerId]:
+        """Returns the peers that are dead, to whom nothing goes."""
         for peer, share in shares.items():
-            self.sender.post(peer, Kind.POST, round, share, now)
+            self.sender.post(peer, Kind.ANSWER if answers else Kind.POST, round, share, now)
+        return [peer for peer in shares if peer in self.state.dead]
 
     def publish(self, round: int, share: Share) -> None:
         self.sender.publish(round, share)
@@ -131,7 +133,7 @@ class Courier:
                 self.receiver.cancelled(peer, header)
             case Kind.WANT:
                 self.sender.wanted(peer, header)
-            case Kind.POST | Kind.STATE:
+            case Kind.POST | Kind.ANSWER | Kind.STATE:
                 self.receiver.unscheduled(peer, header, body)
             case Kind.PULL:
                 self.sender.pulled(peer, now)

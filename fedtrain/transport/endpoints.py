@@ -10,8 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -19,7 +30,7 @@ import msgspec
 
 from ..arena import AnyArena
 from ..errors import BadUpdate, Broken, CertificateError, ConnectError, JoinRefused, StoreError, WireError
-from ..events import Emit, Notice, SiteRefused
+from ..events import Emit, Event, Notice, SiteRefused
 from ..messages import Found, Reply, Request, SiteId
 from ..schema import Schema
 from ..wire import frames
@@ -32,6 +43,7 @@ from .tls import Tls
 
 TRANSPORTS: dict[str, Callable[[Callable[[], Tls], float], streams.Transport]] = {"grpc": GrpcTransport}
 JOINS, JOIN_S = 30, 0.5  # of a site: so many at once, and then one in so many seconds
+GREETS = 2  # Hellos of a site that are read at once: each may have megabytes
 CALLS, CALL_S = 1000, 0.004  # of a site likewise, transfers among them: a round has one or two
 HELLO_BYTES = 256 << 10  # of a Hello, beside twice what describes the models
 HELLO_S = 10.0  # a session that has not said Hello by then is closed
@@ -66,9 +78,10 @@ class RemoteCohort:
         model() has others; `schemas`: those that every site that fits has too, see SiteLink.serve. With
         `inline` small models are sent with the requests that name them; who makes models of patches seldom
         needs them. `witness`: as in AggregatorEnd."""
-        emit = Sparing(emit)
+        emit = Sparing(partial(self._tell, emit))
         self._transport, self._listen, self._emit = transport, listen, emit
         self._joins, self._calls = Rate(JOINS, JOIN_S), Rate(CALLS, CALL_S)
+        self._greets = Counter[SiteId]()  # Hellos that are being read
         self._identify, self._welcome, self._admit = identify, welcome, admit
         self._inbox, self._replies, self._known = inbox, replies, known(schemas)
         described = sum(len(msgspec.msgpack.encode(schema)) for schema in schemas)
@@ -84,6 +97,13 @@ class RemoteCohort:
         self._timer: asyncio.TimerHandle | None = None
         self.bytes_in = self.bytes_out = 0
         self.port = 0
+
+    def _tell(self, emit: Emit, event: Event) -> None:
+        try:
+            emit(event)
+        except OSError as e:  # raised in a site's call it would end that call alone
+            self._end.broken(e)
+            raise
 
     async def start(self) -> None:
         calls = dict(zip(streams.CALLS, (self._session, self._download, self._upload), strict=True))
@@ -120,6 +140,10 @@ class RemoteCohort:
     def pass_on(self, lists: bytes) -> None:
         """Give new lists of revoked certificates to all sites."""
         self._end.pass_on(lists)
+
+    def renew(self, site: SiteId, chain: bytes) -> None:
+        """Give a site its new certificate."""
+        self._end.renew(site, chain)
 
     def tell(self, site: SiteId, line: str) -> None:
         self._end.tell(site, line)
@@ -198,11 +222,12 @@ class RemoteCohort:
     async def _session(self, certificate: bytes, stream: streams.MessageStream) -> None:
         site = self._caller(certificate)
         try:
-            async with asyncio.timeout(HELLO_S):
-                first = await stream.read()
+            with self._greeting(site):
+                async with asyncio.timeout(HELLO_S):
+                    first = await stream.read()
             if first is None:  # the site left as it came
                 return
-            self._may_join(site, len(first))
+            self._check_size(site, len(first))
             hello: frames.Hello = decode(first, frames.Hello)
             now = asyncio.get_running_loop().time()
             if contested := self._end.contested(site, hello.process, now):
@@ -234,13 +259,22 @@ class RemoteCohort:
             self._end.lose(session, asyncio.get_running_loop().time())
             self._sessions_changed()
 
-    def _may_join(self, site: SiteId, nbytes: int) -> None:
-        """BadUpdate for a site that joins too often, or whose Hello has `nbytes` of another model."""
-        if self._joins.wait_s(site, asyncio.get_running_loop().time()):
+    @contextmanager
+    def _greeting(self, site: SiteId) -> Iterator[None]:
+        """The block reads a Hello of the site. BadUpdate, before a byte of it, where it joins too often."""
+        if self._joins.wait_s(site, asyncio.get_running_loop().time()) or self._greets[site] >= GREETS:
             raise BadUpdate(
                 f"it joins too often: at most {JOINS} times at once, then every {JOIN_S:g} s. Stop its other "
                 f"processes; if there are none, its key was copied: revoke its certificate"
             )
+        self._greets[site] += 1
+        try:
+            yield
+        finally:
+            self._greets[site] -= 1
+
+    def _check_size(self, site: SiteId, nbytes: int) -> None:
+        """JoinRefused for a site whose Hello has `nbytes` of another model."""
         if nbytes > self._hello_bytes:
             raise JoinRefused(
                 f"{site} sent a Hello of {nbytes:,} bytes, and one of this run's model has "

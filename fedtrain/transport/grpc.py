@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -13,8 +15,8 @@ import grpc.aio
 from ..errors import CertificateError, ConnectError, FedtrainError, WireError
 from ..events import Emit, silent
 from ..wire.frames import CHUNK_BYTES, MESSAGE_BYTES
-from .port import Watch, connections
-from .streams import Connection, Denied, Flooding, MessageStream, Serve
+from .port import Caller, Watch, connections
+from .streams import UPLOAD, Connection, Denied, Flooding, MessageStream, Serve
 from .tls import Tls, explain, first_words, serving
 
 SERVICE = "fedtrain.Star"
@@ -83,16 +85,14 @@ class GrpcTransport:
         self._server = grpc.aio.server(options=[*channel_options(self.heartbeat_s), *server_options(most)])
         watch = Watch(most, emit)
         handlers = {
-            name: grpc.stream_stream_rpc_method_handler(_handler(serve, watch))
+            name: grpc.stream_stream_rpc_method_handler(_handler(serve, watch, uploads=name == UPLOAD))
             for name, serve in calls.items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:
-            port: int = self._server.add_secure_port(address, serving(self._tls))
+            port: int = self._server.add_secure_port(address, serving(self._tls, watch.arrived))
         except RuntimeError:
-            raise ConnectError(
-                f"cannot listen on {address}: the port is in use or not ours. Change network.listen."
-            ) from None
+            raise ConnectError(f"cannot listen on {address}: {_why_not(address)}") from None
         await self._server.start()
         self._watching = asyncio.create_task(watch.run(port))
         return port
@@ -127,15 +127,34 @@ class GrpcTransport:
             yield call
 
 
-def _handler(serve: Serve, watch: Watch) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
+def _why_not(address: str) -> str:
+    """Why nobody can listen there, which gRPC does not say."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, *_, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(where)
+            one.listen()
+        return "just now. Start the same command again."
+    except OSError as e:
+        mend = "Raise ulimit -n." if e.errno == errno.EMFILE else "Change network.listen."
+        return f"{(e.strerror or str(e)).lower()}. {mend}"
+
+
+def _handler(
+    serve: Serve, watch: Watch, *, uploads: bool
+) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[None]]:
     """A call's handler for gRPC. Who calls is read from the certificates of this very connection (S5)."""
 
     async def handle(_: Any, context: grpc.aio.ServicerContext) -> None:
-        watch.called(context.peer())
+        caller = watch.called(context.peer())
         try:
             said = context.auth_context()
+            caller.name = said.get("x509_subject_alternative_name", [b"?"])[0].decode().partition(".")[0]
+            caller.transfers = caller.transfers or uploads
             chain = said.get("x509_pem_cert", [b""])[0] + said.get("x509_pem_cert_chain", [b""])[0]
-            await serve(chain, AggregatorStream(context))
+            await serve(chain, AggregatorStream(context, caller))
         except tuple(CODES) as e:
             code = next(code for kind, code in CODES.items() if isinstance(e, kind))
             await context.abort(code, str(e))
@@ -150,15 +169,18 @@ def _handler(serve: Serve, watch: Watch) -> Callable[[Any, grpc.aio.ServicerCont
 class AggregatorStream:
     """A call as its server sees it. Implements streams.MessageStream."""
 
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
-        self._context = context
+    def __init__(self, context: grpc.aio.ServicerContext, caller: Caller) -> None:
+        self._context, self._caller = context, caller
 
     async def read(self) -> bytes | None:
         try:
-            data = await self._context.read()
+            data: Any = await self._context.read()
         except CLOSED as e:
             raise ConnectError(str(e)) from None
-        return None if data is END else data
+        if data is END:
+            return None
+        self._caller.heard += len(data)
+        return cast(bytes, data)
 
     async def write(self, message: bytes) -> None:
         try:

@@ -16,7 +16,7 @@ from ..exchange import Contact, PeerId
 from ..wire.gossip import Stamp
 from .shares import Parts
 
-OUR_CALL = 0  # a way to a peer; the others are its calls, by their fds
+OUR_CALL, BY_RELAY = 0, -1  # ways to a peer; the others are its calls, by their fds
 TOKENS = 4000.0  # control messages that a peer may send at once
 TOKENS_S = 3000.0  # control messages that a peer may send in a second, for long
 
@@ -36,6 +36,7 @@ class Link:
     queue: deque[tuple[bytes, Parts]] = field(default_factory=deque)  # shares that no socket has taken yet
     urgent: deque[tuple[bytes, Parts]] = field(default_factory=deque)  # all else
     way: int | None = None  # by which shares went last
+    via: PeerId | None = None  # the relay by which the peer is reached
     lent: deque[weakref.ref[memoryview]] = field(default_factory=deque)  # chunks that libzmq may still read
     contact: Contact | None = None  # as it was on the roster when it was called
     greeted: bool = False  # the peer accepted our Hello
@@ -45,9 +46,12 @@ class Link:
     met: bool = False  # both Hellos were accepted at least once
     trouble: str = ""  # what became of our last call, where nobody answered it
     boot: bytes = b""  # the start of the peer's process that said the Hello we accepted
+    known: bytes = b""  # a digest of the peer's roster, as its Hello said
     hello_s: float = -math.inf  # when we last said Hello
-    down_s: float = 0.0  # since when there is no connection
+    down_s: float = 0.0  # since when there is no connection, or it is missed
+    used_s: float = 0.0  # when it was asked for last
     dead: bool = False
+    denials: int = 0  # of our key by the peer, one after the other
     recall_s: float = math.inf  # when to call it again, which refused our key
     tokens: float = 0.0  # control messages that the peer could send at once at tokens_s
     tokens_s: float = -math.inf
@@ -56,7 +60,7 @@ class Link:
 
     @property
     def up(self) -> bool:
-        return self.calling or bool(self.routes)
+        return self.calling or bool(self.routes) or self.via is not None
 
     @property
     def agreed(self) -> bool:
@@ -64,8 +68,8 @@ class Link:
 
     @property
     def ways(self) -> list[int]:
-        """How the peer is reached: by our call, and by its own, the latest first."""
-        return [OUR_CALL] * self.calling + [*reversed(self.routes)]
+        """How the peer is reached: by our call, and by its own, the latest first; else by a relay."""
+        return [OUR_CALL] * self.calling + [*reversed(self.routes)] or [BY_RELAY] * (self.via is not None)
 
     @property
     def waiting(self) -> int:

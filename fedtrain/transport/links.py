@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,16 +27,22 @@ from ..events import Event
 from ..exchange import PeerId
 from ..wire.gossip import FRAME_BYTES, Header, Kind, pack, short
 from .admission import Authenticator, Guests, LocalPeer
-from .link import OUR_CALL, Link, Source
+from .link import BY_RELAY, OUR_CALL, Link, Source
+from .sealing import DATA, URGENT
 from .shares import Limits, Parts
 
 SENDING = 16  # messages queued in libzmq on a connection, each of a batch of chunks at most
+# Credit keeps an honest peer far below it. Where a queue is full when its connection ends, libzmq's heartbeat
+# ends this process: "Assertion failed: !_io_error", libzmq issue 4364.
+RECEIVING = 1000
 BATCH = 64  # messages read from one socket before the others are looked at
 COPIED = 64 << 10  # bytes up to which libzmq gets a copy, rather than the memory itself for a while
+SPARE = 4  # calls that are kept for a while though nobody needs them now
+STRANGE = 16  # calls of others, whom we don't need now, that are taken
 FULL_S = 0.002  # until a full socket is tried again: a ROUTER can't be polled for one of its peers
 # HELLO makes a call known as ours; what a ROUTER got last is read when its connection has ended, too; and a
 # list of the revoked (MEMBERS) is read before the good-bye of whoever was revoked.
-SHARES = (Kind.OFFER, Kind.CHUNK, Kind.POST, Kind.STATE)
+SHARES = (Kind.OFFER, Kind.CHUNK, Kind.POST, Kind.ANSWER, Kind.STATE)
 OVER_OUR_CALL = (*SHARES, Kind.HELLO, Kind.MEMBERS, Kind.LEAVE, Kind.LEFT)
 NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # an enum's | costs more than a message
 POLLIN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
@@ -55,11 +61,14 @@ class LinkSettings:
 class Observer(Protocol):
     """What links tell the thread that drives them."""
 
+    @property
+    def near(self) -> frozenset[PeerId]: ...  # whom it is to be connected with
     def greet(self, link: Link) -> None: ...  # a connection was made
     def owes(self, peer: PeerId) -> bool: ...  # whether a share is on its way to it
     def key_refused(self, link: Link) -> None: ...  # by a peer, and the key is ours
     def refresh_roster(self) -> None: ...  # a guest may have joined
     def woken(self) -> None: ...  # by `wake`
+    def relay(self, link: Link, header: bytes, parts: Parts, lane: int) -> None: ...  # to a peer behind one
     def emit(self, event: Event) -> None: ...
 
 
@@ -81,7 +90,9 @@ class Links:
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}  # of what can be polled, but for peers' messages
         # before the ROUTER, which takes no call without one
-        self.authenticator = Authenticator(self._context, local, self._is_banned, observer.emit)
+        self.authenticator = Authenticator(
+            self._context, local, self._is_banned, self._has_room, observer.emit
+        )
         self._on(self.authenticator.socket, self.authenticator.answer)
         self._on(self._wakee.fileno(), self._wake_up)
         self._router = self._socket(zmq.ROUTER)
@@ -110,6 +121,13 @@ class Links:
     def get(self, peer: PeerId) -> Link | None:
         return self._links.get(peer)
 
+    def link(self, peer: PeerId) -> Link:
+        """The link with a peer, which need not be called."""
+        if peer not in self._links:
+            stamp = msgspec.structs.replace(self._local.stamp, sender=short(peer))
+            self._links[peer] = Link(peer, stamp, down_s=time.monotonic())
+        return self._links[peer]
+
     def agrees(self, peer: PeerId) -> bool:
         """Whether there is a connection over which shares may go."""
         return peer in self._links and self._links[peer].agreed
@@ -133,10 +151,8 @@ class Links:
 
     def to(self, peer: PeerId) -> Link:
         """The link with a peer; calls it when it has an address and is not being called."""
-        link = self._links.get(peer)
-        if link is None:
-            stamp = msgspec.structs.replace(self._local.stamp, sender=short(peer))
-            link = self._links[peer] = Link(peer, stamp, down_s=time.monotonic())
+        link = self.link(peer)
+        link.used_s = time.monotonic()
         if link.dealer is None:
             link.contact = self._local.roster.contact(peer)
             if link.contact is not None and link.contact.address is not None:
@@ -181,22 +197,41 @@ class Links:
             time.sleep(0.001)
         link.lent.clear()
 
+    def close_spare(self, spare: Sequence[Link], since_s: float) -> None:
+        """Drop our calls with these, but for a few that were used last and after `since_s`, and for those
+        who have yet to answer."""
+        called = sorted((link for link in spare if link.dealer is not None), key=lambda link: -link.used_s)
+        young_s = time.monotonic() - 2 * self._heartbeat_s
+        for at, link in enumerate(called):
+            if link.used_s < since_s or (at >= SPARE and (link.agreed or link.used_s < young_s)):
+                self.hang_up(link)
+                if not link.up:
+                    link.went_down()
+
     def cut(self, link: Link) -> None:
         """End our call and its calls."""
         self.hang_up(link)
         for fd, (_, address) in link.routes.items():
             _shut(fd, address)
         link.routes.clear()
+        link.via = None
         link.went_down()
 
     def _is_banned(self, peer: PeerId) -> bool:
         link = self._links.get(peer)
         return link is not None and link.is_banned()
 
+    def _has_room(self, peer: PeerId) -> bool:
+        """Whether a peer may call: it is near, or few that are not are connected."""
+        away = {link.peer for link in self._links.values() if link.routes} - self._observer.near
+        contact, relays = self._local.roster.contact(peer), self._local.relay_bytes_s > 0
+        hidden = contact is not None and contact.address is None
+        return peer in self._observer.near or peer in away or len(away) < STRANGE or (relays and hidden)
+
     def _socket(self, kind: int) -> Source:
         made: Source = self._context.socket(kind)
         made.linger = 0
-        made.sndhwm = made.rcvhwm = SENDING
+        made.sndhwm, made.rcvhwm = SENDING, RECEIVING
         made.maxmsgsize = FRAME_BYTES
         made.sndtimeo = 1000
         made.heartbeat_ivl = int(self._heartbeat_s * 1000)
@@ -286,7 +321,7 @@ class Links:
             while link.monitor is not None:
                 match parse_monitor_message(link.monitor.recv_multipart(NOBLOCK))["event"]:
                     case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        link.calling, link.trouble = True, ""
+                        link.calling, link.trouble, link.denials = True, "", 0
                         self._observer.greet(link)
                     case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                         self._observer.key_refused(link)
@@ -312,16 +347,18 @@ class Links:
 
     def say(self, link: Link, header: Header, parts: Parts = ()) -> None:
         """To be sent by the next `send`."""
-        queue = link.queue if header.kind in OVER_OUR_CALL else link.urgent
+        behind = header.kind is Kind.RELAY and header.index == DATA
+        queue = link.queue if behind or header.kind in OVER_OUR_CALL else link.urgent
         queue.append((pack(header, self._local.stamp), parts))
         self._talking[link] = None
 
     def send(self) -> None:
         """All that sockets take; the rest stays for the next time."""
-        for link in list(self._talking):
-            self._drain(link)
-            if not link.waiting:
-                del self._talking[link]
+        for relayed in (True, False):  # what goes to a peer by a relay is then to be sent to the relay
+            for link in [each for each in self._talking if (each.via is not None) is relayed]:
+                self._drain(link)
+                if not link.waiting:
+                    del self._talking[link]
 
     def _drain(self, link: Link) -> None:
         """Shares go by our call, and what is urgent by the peer's, where shares come in and none go out: so
@@ -330,7 +367,10 @@ class Links:
             while queue and (ways := link.ways):
                 way = self._way_of_shares(link, ways) if queue is link.queue else ways[len(ways) > 1]
                 try:
-                    self._over(way, link, *queue[0])
+                    if way == BY_RELAY:
+                        self._observer.relay(link, *queue[0], DATA if queue is link.queue else URGENT)
+                    else:
+                        self._over(way, link, *queue[0])
                 except zmq.Again:
                     break
                 except zmq.ZMQError as e:
@@ -339,7 +379,7 @@ class Links:
                     del link.routes[way]
                     continue
                 header, parts = queue.popleft()
-                self.wire_out += len(header) + sum(map(len, parts))
+                self.wire_out += (len(header) + sum(map(len, parts))) * (way != BY_RELAY)
         if link.waiting and not link.ways:
             link.queue.clear()
             link.urgent.clear()

@@ -147,6 +147,7 @@ class LocalNetwork:
         if name not in self._up:
             for other in self._up.values():
                 other.courier.lost(name, why, self.now)
+                other.on_lost(name)
                 self.touched(other)
 
     def touched(self, peer: LocalNeighbors) -> None:
@@ -190,6 +191,7 @@ class LocalNetwork:
                     peer.courier.receive(giver, header, parts, self.now)
                 except WireError as e:
                     self.refused.append((giver, taker, str(e)))
+                peer.hear()
             self._busy.append(taker)
 
     def _later(self, after_s: float, what: Callable[[], None]) -> None:
@@ -234,6 +236,8 @@ class LocalNeighbors:
         self._over: Callable[[], bool] = lambda: False
         self._until_s = math.inf
         self._wake_s: float | None = None
+        self._heard: Callable[[ReceivedShare], None] | None = None
+        self.on_lost: Callable[[PeerId], None] = lambda peer: None
 
     @property
     def bytes_in(self) -> int:
@@ -271,13 +275,20 @@ class LocalNeighbors:
         assert self.courier.finished is not None
         return self.courier.finished
 
-    def post(self, round: int, shares: Mapping[PeerId, Share]) -> None:
-        self.courier.post(round, shares, self._network.now)
+    def post(self, round: int, shares: Mapping[PeerId, Share], *, answers: bool = False) -> None:
+        for gone in self.courier.post(round, shares, answers, self._network.now):
+            self.on_lost(gone)
         self._network.touched(self)
 
     def take(self) -> list[ReceivedShare]:
         received = self.courier.receiver.take_posted()
-        return [received[peer] for peer in sorted(received)]
+        return [received[key] for key in sorted(received)]
+
+    def listen(self, heard: Callable[[ReceivedShare], None], lost: Callable[[PeerId], None]) -> None:
+        self._heard, self.on_lost = heard, lost
+
+    async def until(self, over: Callable[[], bool], timeout_s: float) -> bool:
+        return over() or await self._wait(over, timeout_s)
 
     def publish(self, round: int, share: Share) -> None:
         self.courier.publish(round, share)
@@ -306,6 +317,11 @@ class LocalNeighbors:
             self._waiting = None
             self._network.waiting.discard(self.name)
         return over()
+
+    def hear(self) -> None:
+        if self._heard is not None and self.courier.receiver.posted:
+            for received in self.take():
+                self._heard(received)
 
     def wake(self) -> None:
         self._wake_s = None

@@ -16,34 +16,34 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
 
 import msgspec
-import zmq
 
-from ..errors import CertificateError, ConnectError, JoinRefused, WireError
+from ..errors import ConnectError, JoinRefused, WireError
 from ..events import Emit, Event, Notice, SiteJoined, SiteLost, SiteRefused, UpdateRefused
 from ..exchange import Exchanged, Mixer, PeerId, ReceivedShare, Share
 from ..wire.codec import decode, encode
-from ..wire.frames import Refused
+from ..wire.frames import AuditHead, Refused
 from ..wire.gossip import Greeting, Header, Kind, Stamp, text_of, unpack
-from .admission import LocalPeer, bundles
+from .admission import LocalPeer
 from .courier import Courier
+from .goodbye import part
+from .introductions import Introductions
 from .link import Link
 from .links import Links, LinkSettings
 from .membership import Liveness, Membership, Voice
+from .promises import Promises
+from .relay import Relays
 from .shares import Body, Parts
 
 WAITING = 1000  # messages that wait here for one peer: credit keeps an honest one far below
 PATIENCE = 20  # breaches of the protocol after which a peer is cut off
 BAN_S = 60.0  # how long a peer stays cut off for its breaches
 RECALL_S = 3.0  # before a peer is called again that refused our key
-LAST_WORDS_S = 1.0  # the longest time that the others have to answer a LEAVE
 POLL_S = 0.25  # the longest time between two ticks of the clock
-CHUNKED = (Kind.OFFER, Kind.CHUNK)
+CHUNKED = (Kind.OFFER, Kind.CHUNK, Kind.RELAY)
 GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REJECT)
 
-T = TypeVar("T")
 Welcome = Callable[[PeerId, Greeting], None]
 
 
@@ -56,7 +56,7 @@ class PeerThread:
         """`welcome` raises JoinRefused when a peer does not fit. Call it on the event loop on which `emit`
         is called, and futures are settled."""
         self._local, self._settings, self._welcome, self._emit = local, settings, welcome, emit
-        self._loop = asyncio.get_running_loop()
+        self.promises = Promises()
         self._greeting = msgspec.structs.replace(greeting, boot=secrets.token_bytes(8))
         self.courier = Courier(
             settings.limits, first_transfer=secrets.randbits(31),
@@ -65,25 +65,26 @@ class PeerThread:
         voice = Voice(local.sign, local.roster.proves, local.stamp.run, time.time_ns() // 1_000_000)
         self.owes = self.courier.sender.owes
         self.courier.state.reachable = lambda peer: self.links.agrees(peer)
-        self._membership = Membership(
+        self.membership = Membership(
             local.name, voice, now=time.monotonic(), draw=random.Random(secrets.randbits(64)),
             period_s=settings.heartbeat_s, suspicion_s=settings.idle_s,
         )  # fmt: skip
         self._commands: deque[Callable[[], object]] = deque()
-        self._lock = threading.Lock()  # over _posted, which both threads touch
-        self._posted: dict[PeerId, ReceivedShare] = {}
-        self._waiting: set[asyncio.Future[Any]] = set()  # all that `answer` gave; the loop's
+        self.heard: Callable[[Mapping[tuple[PeerId, Kind], ReceivedShare]], None] = lambda posted: None
+        self.lost: Callable[[PeerId], None] = lambda peer: None  # both are called on the loop
         self._exchange: asyncio.Future[Exchanged] | None = None  # who waits for the end of the exchange
         self._pulls: dict[PeerId, asyncio.Future[ReceivedShare | None]] = {}  # who waits for a peer's state
-        self._passed_on: frozenset[bytes] = frozenset()  # statements that all connected peers were sent
-        self._round = 0
-        self.view = self._membership.view()
-        self._seen = 0  # changes of the membership that the view has
+        self._introductions = Introductions(local.roster)
+        self.view = self.membership.view()
+        self.ends: dict[PeerId, int] = {}  # as in ZmqNeighbors
+        self._round = self._seen = 0  # the latter: changes of the membership that the view has
+        self.witness: Callable[[PeerId, AuditHead], object] = lambda peer, head: None  # on the loop
         self._tick_s = -math.inf  # when the clock is to tick next
         self._stopping = self._closed = False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"gossip {local.name}", daemon=True)
         self.links = Links(local, settings, self)
+        self.relays = Relays(local, self.links, self.greet, self.emit, settings.heartbeat_s)
 
     def start(self, listen: str | None) -> int:
         """Bind host:port, where this peer is called, if it is; the port. ConnectError when it is in use."""
@@ -92,6 +93,7 @@ class PeerThread:
         except ConnectError:
             self.links.close()
             raise
+        self.membership.add(self._local.roster.peers(), time.monotonic())
         self._thread.start()
         return port
 
@@ -109,18 +111,6 @@ class PeerThread:
         self._commands.append(command)
         self.links.wake()
 
-    def answer(self) -> asyncio.Future[Any]:
-        """What a command will settle; it fails where the thread ends before. Call it on the loop."""
-        answer = self._loop.create_future()
-        self._waiting.add(answer)
-        answer.add_done_callback(self._waiting.discard)
-        return answer
-
-    def take_posted(self) -> dict[PeerId, ReceivedShare]:
-        with self._lock:
-            posted, self._posted = self._posted, {}
-        return posted
-
     # --- what the caller's side submits
 
     def begin(
@@ -128,7 +118,28 @@ class PeerThread:
         expected: Sequence[PeerId], mixer: Mixer, deadline_s: float,
     ) -> None:  # fmt: skip
         self._exchange, self._round = done, max(round, self._round)
+        if not {*shares, *expected} <= self.near:
+            self.keep({*shares, *expected})
         self.courier.begin(round, shares, expected, mixer, deadline_s, time.monotonic())
+
+    def keep(self, peers: Iterable[PeerId] | None = None) -> None:
+        """Be connected with the circle and with these; None: with those that were so before."""
+        before = self.near
+        self.membership.keep(None if peers is None else self.relays.all().union(peers))
+        for link in map(self.links.to, self.near):
+            if link.peer not in before and not link.up:
+                link.down_s = time.monotonic()
+
+    def relay(self, link: Link, header: bytes, parts: Parts, lane: int) -> None:
+        self.relays.say(link, header, parts, lane)
+
+    @property
+    def near(self) -> frozenset[PeerId]:  # whom this peer is to be connected with
+        return self.membership.near
+
+    def post(self, round: int, shares: Mapping[PeerId, Share], answers: bool) -> None:
+        for gone in self.courier.post(round, shares, answers, time.monotonic()):
+            self.promises.call(self.lost, gone)
 
     def pull(self, peer: PeerId, answer: asyncio.Future[ReceivedShare | None]) -> None:
         self._pulls[peer] = answer
@@ -149,23 +160,25 @@ class PeerThread:
         try:
             while not self._stopping:
                 self._turn()
-            self._part()
+            part(self.links)
         except Exception as e:  # whatever it is, those who wait must get it
             self._error = e
         finally:
             self._closed = True
-            self._on_loop(self._fail_waiting)
+            self.promises.fail(self._error or ConnectError(f"{self._local.name} has left"))
             self.links.close()
 
     def _turn(self) -> None:
         """Wait, receive what came, do what is due, send what follows, deliver what is over."""
         for link, message in self.links.receive(max(self._tick_s - time.monotonic(), 0.0)):
-            self._dispatch(link, message)
+            self._dispatch(link, [frame.buffer for frame in message])
         if (now := time.monotonic()) >= self._tick_s:
             self.courier.tick(now)
-            self._membership.tick(now)
+            self.membership.tick(now)
             self._check_links(now)
-            self._tick_s = min(self.courier.wake_s(), self._membership.wake_s(), now + POLL_S)
+            self.relays.tick(now, self.near)
+            wake_s = min(self.courier.wake_s(), self.membership.wake_s(), self.relays.wake_s(now))
+            self._tick_s = min(wake_s, now + POLL_S)
         self._refresh_view()
         self._write()
         self._deliver_results()
@@ -180,39 +193,53 @@ class PeerThread:
         if not link.dead and not self._stopping:
             link.dead = True
             self.courier.lost(link.peer, why, time.monotonic())
+            self.promises.call(self.lost, link.peer)
             self.emit(SiteLost(site=link.peer, reason=why))
 
     def _refresh_view(self) -> None:
-        membership = self._membership
+        membership = self.membership
         while membership.outbox:
             peer, kind, body = membership.outbox.popleft()
             if (link := self.links.get(peer)) and link.agreed:
                 self._say(link, self.courier.heading(kind, peer, self._round), body)
+            elif not self._stopping:  # one that is doubted, or is to help: `met` says it then
+                self.links.to(peer)
         while membership.reports:
             peer, what = membership.reports.popleft()
             self.emit(UpdateRefused(site=peer, reason=what))
         if membership.changes != self._seen:
             self._seen, before = membership.changes, self.view.alive
-            self.view = membership.view()
+            self.view, self.ends = membership.view(), membership.ends()
             self.courier.state.epoch = self.view.epoch
-            for link in filter(None, map(self.links.get, {*before} ^ {*self.view.alive})):
-                self._came_or_went(link)
+            for peer in sorted({*before} ^ {*self.view.alive}):
+                self._came_or_went(peer)
 
-    def _came_or_went(self, link: Link) -> None:
+    def _came_or_went(self, peer: PeerId) -> None:
         """The view has changed its mind on this peer. The last share of one that has left may still come."""
-        member = self._membership.members.get(link.peer)
-        if member is not None and member.status <= Liveness.SUSPECT:
+        if (member := self.membership.members.get(peer)) is None:
+            return
+        link = self.links.link(peer)
+        if member.status <= Liveness.SUSPECT:
             if link.agreed:
                 self._found(link)
-        elif member is not None and not (link.up and member.status is Liveness.LEFT):
+            elif link.dead:  # it is waited for again, as for any that is called
+                link.dead, link.down_s = False, time.monotonic()
+                self.courier.found(peer, link.down_s)
+        elif not (link.up and member.status is Liveness.LEFT):
             self._gone(link, "has left" if member.status is Liveness.LEFT else "answers nobody's pings")
 
     def _check_links(self, now: float) -> None:
+        known = self.membership.members.keys()
+        away, others = known - self.near, known - self.membership.circle
+        spare = [link for link in self.links if link.peer in away]
+        self.links.close_spare(spare, now - self._settings.idle_s)
         for link in self.links:
-            unanswered = link.up and not link.greeted and not link.rejected
+            unanswered = link.up and not link.agreed and not link.rejected and not link.refused
             if unanswered and now >= link.hello_s + self._settings.limits.retry_s:
                 self.greet(link)
-            if not link.up and not link.dead and now >= link.down_s + self._settings.idle_s:
+            # whether others are here is SWIM's to say: they may be behind, and take no call of ours yet
+            missed = not link.up and not link.dead and link.peer not in others
+            if missed and now >= link.down_s + self._settings.idle_s:
                 self._gone(link, f"no connection for {self._settings.idle_s:g} s")
             if now >= link.recall_s:
                 link.recall_s = math.inf
@@ -221,9 +248,9 @@ class PeerThread:
 
     def refresh_roster(self) -> None:
         known = set(self._local.roster.peers())
-        self._membership.add(sorted(known), time.monotonic())
-        for gone in self._membership.members.keys() - known:
-            self._membership.remove(gone)
+        self.membership.add(sorted(known), time.monotonic())
+        for gone in self.membership.members.keys() - known:
+            self.membership.remove(gone)
         for link in self.links:
             contact = self._local.roster.contact(link.peer)
             if contact is None or (link.contact is not None and contact.key != link.contact.key):
@@ -231,20 +258,18 @@ class PeerThread:
             elif contact != link.contact and link.dealer is not None:  # it has moved
                 self.links.hang_up(link)
                 self.links.to(link.peer)
-        statements = self._local.roster.statements()
-        news = [each for each in statements if each not in self._passed_on]
-        self._passed_on = frozenset(statements)
+        news = list(self._introductions.news())
         for link in self.links:
             if link.agreed:
                 self._introduce(link, news)
 
     def key_refused(self, link: Link) -> None:
         """Our entry may come to its roster later; by itself libzmq calls no peer again that refused a key."""
-        link.recall_s = time.monotonic() + RECALL_S
-        name = self._local.name
-        self._gone(
-            link, f"it refuses our key: is our entry on its roster, and no other process {name} by now?"
-        )
+        link.denials += 1
+        link.recall_s = time.monotonic() + RECALL_S * (link.denials > 1)
+        if link.denials > 1:  # once may be a handshake that was damaged on its way
+            why = f"it refuses our key: is our entry on its roster, and no other process {self._local.name}"
+            self._gone(link, f"{why} by now?")
 
     def _cut(self, link: Link, why: str) -> None:
         self._gone(link, why)
@@ -252,13 +277,13 @@ class PeerThread:
 
     # --- reading
 
-    def _dispatch(self, link: Link, message: list[zmq.Frame]) -> None:
+    def _dispatch(self, link: Link, message: Parts) -> None:
         """One message: is it ours, what does it say?"""
         try:
             if not message:
                 raise WireError("a message of no frames")
-            header, stamp = unpack(message[0].buffer)
-            parts = [frame.buffer for frame in message[1:]]
+            header, stamp = unpack(bytes(message[0]))
+            parts = message[1:]
             if len(parts) > 1 and header.kind not in CHUNKED:
                 raise WireError(f"a {header.kind.name} of {len(message)} frames")
             if stamp.sender != link.stamp.sender:
@@ -284,14 +309,19 @@ class PeerThread:
 
     def _receive(self, link: Link, header: Header, parts: Parts) -> None:
         now, body = time.monotonic(), parts[0] if parts else b""
-        self._membership.heard(link.peer, now)
+        self.membership.heard(link.peer, now)
         match header.kind:
             case Kind.PING | Kind.PONG | Kind.SUSPECT:
                 self.courier.heard(link.peer, header, now)
                 if len(body):  # otherwise it only says where it is
-                    self._membership.receive(link.peer, header.kind, text_of(header, body), now)
+                    self.membership.receive(link.peer, header.kind, text_of(header, body), now)
             case Kind.MEMBERS:
                 self._introduced(link, text_of(header, body))
+            case Kind.RELAY if link.via is None:
+                if (sealed := self.relays.receive(link, header, parts)) is not None:
+                    self._dispatch(*sealed)
+            case Kind.HEAD:
+                self.promises.call(self.witness, link.peer, decode(text_of(header, body), AuditHead))
             case Kind.LEAVE:
                 self._say(link, Header(Kind.LEFT))
                 self._gone(link, "has left")
@@ -303,7 +333,9 @@ class PeerThread:
     def greet(self, link: Link) -> None:
         link.hello_s = time.monotonic()
         if not self._stopping:
-            self._say(link, self.courier.heading(Kind.HELLO, link.peer, self._round), encode(self._greeting))
+            known, lacks = self._introductions.digest, not link.welcomed
+            greeting = msgspec.structs.replace(self._greeting, known=known, lacks=lacks)
+            self._say(link, self.courier.heading(Kind.HELLO, link.peer, self._round), encode(greeting))
 
     def _greeted(self, link: Link, header: Header, stamp: Stamp, body: Body) -> None:
         text = text_of(header, body)
@@ -319,10 +351,7 @@ class PeerThread:
             return
         greeting: Greeting = decode(text, Greeting)
         try:
-            if stamp.schema != self._local.stamp.schema:
-                raise JoinRefused(f"{link.peer} and {self._local.name} train different models")
-            if stamp.run != self._local.stamp.run:
-                raise JoinRefused(f"{link.peer} and {self._local.name} are in different runs")
+            self._local.check(link.peer, stamp)
             self._welcome(link.peer, greeting)
         except JoinRefused as e:
             if link.refused != str(e):
@@ -331,20 +360,22 @@ class PeerThread:
             self._say(link, Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))
             return
         again = link.welcomed and greeting.boot == link.boot
-        link.welcomed, link.boot = True, greeting.boot
+        link.welcomed, link.boot, link.known = True, greeting.boot, greeting.known
         self._say(link, Header(Kind.WELCOME, self._round))
         self.courier.heard(link.peer, header, time.monotonic())
+        if greeting.lacks or not again:
+            self.greet(link)  # it may not have known us before, or count an earlier connection as gone
         if not again:
-            self.greet(link)  # it may not have known us before
             self._agreed(link)
 
     def _agreed(self, link: Link) -> None:
         if link.agreed:
             self._found(link)
-            self._membership.add([link.peer], time.monotonic())
-            self._introduce(link, self._local.roster.statements())
+            self.membership.add([link.peer], time.monotonic())
+            if link.known != self._introductions.digest:
+                self._introduce(link, self._introductions.all())
             self.refresh_roster()  # its entry may have come by a file, and others not know it
-            self._membership.met(link.peer)
+            self.membership.met(link.peer)
 
     def _found(self, link: Link) -> None:
         if link.dead or not link.met:
@@ -352,24 +383,18 @@ class PeerThread:
         link.dead, link.met = False, True
         self.courier.found(link.peer, time.monotonic())
 
-    def _introduce(self, link: Link, statements: Iterable[bytes]) -> None:
-        """Pass on what was signed: a peer that knows one other soon knows all."""
-        for body in bundles(statements):
+    def _introduce(self, link: Link, bodies: Iterable[bytes]) -> None:
+        for body in bodies:
             self._say(link, Header(Kind.MEMBERS), body)
 
     def _introduced(self, link: Link, text: bytes) -> None:
-        known = set(self._local.roster.statements())
-        for statement in decode(text, list[bytes]):
-            if statement not in known:
-                try:
-                    contact = self._local.roster.add(statement)
-                except CertificateError as e:
-                    self.emit(Notice(text=f"{link.peer} passed on an entry that is refused: {e}"))
-                    continue
-                if contact is not None and contact.peer != self._local.name:
-                    self.links.to(contact.peer)
-        if known != set(self._local.roster.statements()):
+        peers, refused = self._introductions.take(text)
+        for why in refused:
+            self.emit(Notice(text=f"{link.peer} passed on an entry that is refused: {why}"))
+        if self._introductions.changed():
             self.refresh_roster()
+        for peer in self.near.intersection(peers):
+            self.links.to(peer)
 
     # --- writing
 
@@ -383,7 +408,7 @@ class PeerThread:
         outbox = self.courier.outbox
         while outbox:
             peer, header, parts = outbox.popleft()
-            link = self.links.get(peer) or self.links.to(peer)
+            link = self.links.to(peer)
             if link.agreed:  # otherwise the courier says it again when the peer is found
                 self._say(link, header, *parts)
         self.links.send()
@@ -400,51 +425,18 @@ class PeerThread:
                     self.links.hang_up(link)
                     self.links.to(peer)
             finished, courier.finished = courier.finished, None
-            self._on_loop(_settle, done, finished)
+            self.promises.settle(done, finished)
         if courier.receiver.posted:
-            with self._lock:
-                self._posted |= courier.receiver.take_posted()
+            self.promises.call(self.heard, courier.receiver.take_posted())
         states = courier.receiver.states
         for peer in list(states):
             if answer := self._pulls.pop(peer, None):
-                self._on_loop(_settle, answer, states.pop(peer))
+                self.promises.settle(answer, states.pop(peer))
 
-    def emit(self, event: Event) -> None:
-        """To the log, which belongs to the caller's side."""
-        self._on_loop(self._emit, event)
+    def emit(self, event: Event) -> None:  # to the log, which belongs to the caller's side
+        self.promises.call(self._emit, event)
 
     def _leave(self) -> None:
         self.refresh_roster()  # a revocation, be it of this peer, is passed on before the good-bye
-        self._membership.leave(time.monotonic())
+        self.membership.leave(time.monotonic())
         self._stopping = True
-
-    def _part(self) -> None:
-        """Say LEAVE and wait until it was read: a DEALER drops what is unread when its connection ends."""
-        unanswered = {link for link in self.links if link.up and link.greeted}
-        for link in unanswered:
-            self._say(link, Header(Kind.LEAVE))
-        until_s = time.monotonic() + LAST_WORDS_S
-        while (unanswered := {link for link in unanswered if link.up}) and time.monotonic() < until_s:
-            self.links.send()
-            for link, message in self.links.receive(max(until_s - time.monotonic(), 0.0)):
-                with contextlib.suppress(WireError):
-                    kind = unpack(message[0].buffer if message else b"")[0].kind
-                    if kind is Kind.LEAVE:  # that peer leaves too
-                        self._say(link, Header(Kind.LEFT))
-                    if kind in (Kind.LEAVE, Kind.LEFT):
-                        unanswered.discard(link)
-        self.links.send()
-
-    def _fail_waiting(self) -> None:
-        """Nobody waits for a thread that is gone, whether it took the command or not. On the loop."""
-        for answer in [each for each in self._waiting if not each.done()]:
-            answer.set_exception(self._error or ConnectError(f"{self._local.name} has left"))
-
-    def _on_loop(self, what: Callable[..., object], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # its loop has ended
-            self._loop.call_soon_threadsafe(what, *args)
-
-
-def _settle(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)

@@ -6,23 +6,36 @@ gRPC's own limits (grpc.py) hold each connection; these hold what gRPC leaves op
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import resource
 import socket
-from collections import Counter
+import sys
+import time
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 import msgspec
 
 from ..events import Emit, Event, Notice, SiteRefused, UpdateRefused
+from .barred import Barred
 
 OWN_FILES = 192  # descriptors that are kept for the store, the logs and Python
 LINE_S = 1.0  # between two lines about one caller
 WATCH_S = 0.5  # between two looks at the connections
 TOLD_S = 10.0  # between two lines about silent ones
+REFUSED = 16  # addresses of refused connections that are told at a time; others are one line
 SILENT = 64  # connections without a call that are nothing to tell of
+HOME_S = 3600.0  # an address from which a site called in it is no stranger's
+COSTS = 20  # between two looks passes so many times what the last one took
+BESIDE = 65 / 64  # bytes on the wire for one of a message
+SPARE_BYTES = 128 << 10  # a second, that may be of no message: headers, pings, windows
+UNREAD_BYTES = 5 << 20  # that may be under way: a message, and what comes with it
+UNDER_WAY_BYTES = 32 << 20  # the same of who uploads: what the kernel and gRPC hold back
+RECEIVED = 128  # where struct tcp_info has tcpi_bytes_received
 Peer = tuple[str, int]  # address and port of the other end
 
 
@@ -96,38 +109,142 @@ class Sparing:
                 timer.cancel()
 
 
+@dataclass(eq=False)
+class Caller:
+    """A connection, as the handlers of its calls know it."""
+
+    name: str = ""  # of the site that calls; "" while it has made no call
+    heard: int = 0  # bytes of messages that were read
+    transfers: bool = False  # it has uploaded, so that megabytes may be under way
+    received: int = 0  # bytes that TCP had when it was looked at last
+    counted: int = 0  # of `heard`, at that time
+    since_s: float = math.inf  # when it was seen first
+    debt: float = 0.0  # bytes that are nobody's messages, beyond what may be
+
+    def owes(self, received: int, now: float, passed_s: float) -> bool:
+        """Whether it has sent far more than its messages: frames that gRPC alone reads."""
+        grown, heard = received - self.received, self.heard - self.counted
+        self.received, self.counted, self.since_s = received, self.heard, min(self.since_s, now)
+        self.debt = max(0.0, self.debt + grown - heard * BESIDE - SPARE_BYTES * passed_s)
+        return self.debt > (UNDER_WAY_BYTES if self.transfers else UNREAD_BYTES)
+
+
 class Watch:
-    """Sees the connections to a port that make no call, and tells where they come from."""
+    """Sees the connections to a port: those that make no call, and those that flood it. It tells where they
+    come from, and bars an address that does such things."""
 
     def __init__(self, most: int, emit: Emit) -> None:
         """`most`: connections that there may be."""
         self._port, self._most, self._emit = 0, most, emit
-        self._called: set[Peer] = set()
-        self._told_s = -TOLD_S
+        self._callers: dict[Peer, Caller] = {}
+        self._barred, self._silent = Barred(), dict[Peer, float]()  # those without a call, and since when
+        self._homes: dict[str, float] = {}  # addresses of sites, and when one of them was seen last
+        self._went: Counter[str] = Counter()  # of strangers, connections that ended without a call
+        self._arrived = deque[dict[Peer, tuple[int, int]]]()  # connections, when one of them was new
+        self._arrives_s = 0.0  # when they are looked at again
+        self._refused: Counter[str] = Counter()  # of strangers, connections that ended since they were told
+        self._told_s = self._forgot_s = self._refused_s = -TOLD_S
+        self._looked_s = 0.0
 
-    def called(self, peer: str) -> None:
+    def arrived(self) -> None:
+        """A connection begins its handshake: one that is refused in it is gone before the next look. gRPC's
+        threads call this."""
+        if self._port and time.monotonic() >= self._arrives_s:
+            began = time.thread_time()
+            self._arrived.append(_connected(self._port))
+            self._arrives_s = time.monotonic() + COSTS * (time.thread_time() - began)
+
+    def called(self, peer: str) -> Caller:
         """A connection makes a call; `peer`: as gRPC names its other end."""
-        self._called.add(_ends(peer))
+        return self._callers.setdefault(_ends(peer), Caller())
 
     def end(self, peer: str) -> None:
-        """Shut down a connection."""
-        if (fd := _connected(self._port).get(_ends(peer))) is not None:
-            _end(fd, self._port)
+        """Shut down a connection that floods, and bar its address."""
+        there = _connected(self._port)
+        self._flooded(_ends(peer), there, "makes far too many calls", asyncio.get_running_loop().time())
 
     async def run(self, port: int) -> None:
         """Watch the connections to this port of ours."""
-        self._port = port
-        while True:
-            await asyncio.sleep(WATCH_S)
-            self._look(asyncio.get_running_loop().time())
+        self._port, loop = port, asyncio.get_running_loop()
+        try:
+            while True:
+                began = time.thread_time()
+                self._look(loop.time())
+                await asyncio.sleep(max(WATCH_S, COSTS * (time.thread_time() - began)))
+        finally:
+            self._count_refused(_connected(port), math.inf)
 
     def _look(self, now: float) -> None:
-        if _lowest_free() <= SILENT + len(self._called):
+        there, passed_s = _connected(self._port), min(now - self._looked_s, TOLD_S)
+        self._looked_s = now
+        self._count_refused(there, now)
+        self._callers = {peer: caller for peer, caller in self._callers.items() if peer in there}
+        for peer, (_, received) in there.items():
+            caller = self._callers.setdefault(peer, Caller())
+            if caller.name:
+                self._homes[peer[0]] = now
+            if caller.owes(received, now, passed_s):
+                self._flooded(peer, there, "sends megabytes that are no messages", now)
+        self._look_at_strangers(there, now)
+        if self._barred.some:
+            self._barred.apply(_listening(self._port), now)
+
+    def _count_refused(self, there: dict[Peer, tuple[int, int]], now: float) -> None:
+        """Count who is gone and never was known by a call."""
+        seen = set(self._silent)
+        while self._arrived:
+            seen.update(self._arrived.popleft())
+        known = {peer for peer, caller in self._callers.items() if caller.name}
+        self._refused.update(address for address, _ in seen - there.keys() - known)
+        self._tell_refused(now)
+
+    def _tell_refused(self, now: float) -> None:
+        if not self._refused or now - self._refused_s <= TOLD_S:
             return
-        there = _connected(self._port)
-        self._called &= there.keys()
+        told = self._refused.most_common(REFUSED)
+        if rest := self._refused.total() - sum(many for _, many in told):
+            told.append(("other addresses", rest))
+        for address, many in told:
+            why = (
+                "refused in the TLS handshake (no certificate, another authority's, expired), or gone unheard"
+            )
+            self._emit(SiteRefused(site="?", reason=f"{many:,} connections from {address}: {why}"))
+        self._refused, self._refused_s = Counter(), now
+
+    def _flooded(self, peer: Peer, there: dict[Peer, tuple[int, int]], what: str, now: float) -> None:
+        address, caller = peer[0], self._callers.get(peer, Caller())
+        if peer in there:
+            _end(there[peer][0], self._port)
+        known = self._barred.has(address)
+        seconds = self._barred.bar(address, now) if not known else 0
+        if caller.name:
+            mend = f"it may call again in {seconds:g} s. If it goes on: fedtrain certs revoke {caller.name}"
+            self._emit(SiteRefused(site=caller.name, reason=f"its connection from {address} {what}: {mend}"))
+        elif not known:
+            others = ", ".join(
+                sorted({c.name for p, c in self._callers.items() if p[0] == address and c.name})
+            )
+            who = f"; from there comes {others}" if others else ""
+            text = f"the port: a connection from {address} {what}{who}. The address may call again in"
+            self._emit(Notice(text=f"{text} {seconds:g} s"))
+
+    def _look_at_strangers(self, there: dict[Peer, tuple[int, int]], now: float) -> None:
+        """Tell of connections that make no call, and bar an address that has nothing else."""
+        silent = {peer: self._silent.get(peer, now) for peer in there if not self._callers[peer].name}
+        self._went.update(peer[0] for peer in self._silent.keys() - there.keys())
+        if now - self._forgot_s > TOLD_S:
+            self._homes = {address: at for address, at in self._homes.items() if now - at < HOME_S}
+            self._went, self._forgot_s = Counter(), now
+        self._silent = silent
         if now - self._told_s > TOLD_S:
-            self._tell([peer for peer in there if peer not in self._called], len(there), now)
+            self._tell([*silent], len(there), now)
+        for address, many in self._went.items():
+            if many > SILENT and address not in self._homes and not self._barred.has(address):
+                seconds = self._barred.bar(address, now)
+                text = f"the port: {address} made {many} connections, and no call: it may not connect for"
+                self._emit(Notice(text=f"{text} {seconds:g} s"))
+                for peer in [peer for peer in silent if peer[0] == address]:
+                    _end(there[peer][0], self._port)
 
     def _tell(self, silent: list[Peer], there: int, now: float) -> None:
         if len(silent) > SILENT:
@@ -151,22 +268,29 @@ def _ends(peer: str) -> Peer:
     return address.strip("[]"), int(port or 0)
 
 
-def _lowest_free() -> int:
-    """The lowest number that no descriptor has: about as many are open."""
-    fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-    os.close(fd)
-    return fd
-
-
-def _connected(port: int) -> dict[Peer, int]:
-    """The other ends of this process's connections to a port of its own, and their descriptors."""
-    found = dict[Peer, int]()
+def _connected(port: int) -> dict[Peer, tuple[int, int]]:
+    """The other ends of this process's connections to a port of its own: descriptor, and bytes received."""
+    found = dict[Peer, tuple[int, int]]()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError, IndexError, ValueError), _borrowed(int(name)) as one:  # it may be no socket
             if one.getsockname()[1] == port:
                 address, of = one.getpeername()[:2]
-                found[address.removeprefix("::ffff:"), of] = int(name)
+                found[address.removeprefix("::ffff:"), of] = int(name), _received(one)
     return found
+
+
+def _received(one: socket.socket) -> int:
+    """Bytes that TCP has acknowledged; 0 where the kernel does not say."""
+    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED + 8)
+    return int.from_bytes(info[RECEIVED:], sys.byteorder)
+
+
+def _listening(port: int) -> Iterator[socket.socket]:
+    """The sockets that listen at a port of this process's."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError, IndexError, ValueError), _borrowed(int(name)) as one:
+            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.getsockname()[1] == port:
+                yield one
 
 
 def _end(fd: int, port: int) -> None:

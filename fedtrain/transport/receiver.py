@@ -50,7 +50,7 @@ class Receiver:
 
     def __init__(self, state: PeerState, refused: Refused) -> None:
         self.bytes_in = 0
-        self.posted: dict[PeerId, ReceivedShare] = {}  # the latest of each peer
+        self.posted: dict[tuple[PeerId, Kind], ReceivedShare] = {}  # the latest of each peer
         self.states: dict[PeerId, ReceivedShare | None] = {}  # answers to `pull`; None: it has none
         self._state, self._limits, self._size = state, state.limits, state.limits.chunk_bytes
         self._refused = refused
@@ -105,7 +105,7 @@ class Receiver:
         self._pulling.pop(peer, None)
         self._coming.pop((peer, Kind.STATE), None)
 
-    def take_posted(self) -> dict[PeerId, ReceivedShare]:
+    def take_posted(self) -> dict[tuple[PeerId, Kind], ReceivedShare]:
         """What was posted since the last call."""
         posted, self.posted = self.posted, {}
         return posted
@@ -367,7 +367,7 @@ class Receiver:
             self._decline(peer, header, "taken back")
 
     def unscheduled(self, peer: PeerId, header: Header, body: Body) -> None:
-        """POST or STATE: a share outside of an exchange comes, into a buffer of its own."""
+        """POST, ANSWER or STATE: a share outside of an exchange comes, into a buffer of its own."""
         if header.kind is Kind.STATE and peer not in self._pulling:
             self._decline(peer, header, "not asked for")
             return
@@ -393,12 +393,13 @@ class Receiver:
         assert offer is not None
         assert coming.into is not None
         share = Share(coming.into, offer.weight, offer.degree, offer.codec, offer.note)
-        received = ReceivedShare(offer.peer, offer.round, share)
-        if self._coming.get((offer.peer, Kind.STATE)) is coming:
-            del self._coming[offer.peer, Kind.STATE], self._pulling[offer.peer]
+        kind = next(kind for kind in UNSCHEDULED if self._coming.get((offer.peer, kind)) is coming)
+        received = ReceivedShare(offer.peer, offer.round, share, kind is Kind.ANSWER)
+        del self._coming[offer.peer, kind]
+        if kind is Kind.STATE:
+            del self._pulling[offer.peer]
             self.states[offer.peer] = received
         else:
-            del self._coming[offer.peer, Kind.POST]
-            self.posted[offer.peer] = received
+            self.posted[offer.peer, kind] = received
         self._finished.setdefault(offer.peer, deque(maxlen=16)).append(coming.transfer)
         self._state.say(offer.peer, Kind.DONE, round=offer.round, transfer=coming.transfer)

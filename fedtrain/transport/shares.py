@@ -12,7 +12,7 @@ from ..wire.gossip import Header, Kind
 
 Body = bytes | bytearray | memoryview
 Parts = Sequence[Body]  # of a message, after its header
-UNSCHEDULED = (Kind.POST, Kind.STATE)  # shares outside of an exchange
+UNSCHEDULED = (Kind.POST, Kind.ANSWER, Kind.STATE)  # shares outside of an exchange
 
 
 @dataclass(frozen=True)

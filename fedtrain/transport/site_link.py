@@ -30,6 +30,7 @@ class Trust(Protocol):
     def nonce(self) -> bytes: ...
     def welcomed(self, proof: bytes, lists: bytes) -> None: ...
     def take(self, lists: bytes) -> None: ...
+    def renewed(self, chain: bytes) -> None: ...
 
 
 def longest(model: Schema) -> int:
@@ -147,6 +148,9 @@ class SiteLink:
                     frame: frames.FromAggregator = decode(data, frames.FromAggregator)
                     if isinstance(frame, frames.Revocations):
                         self._trust.take(frame.lists)
+                        continue
+                    if isinstance(frame, frames.Renewed):
+                        self._trust.renewed(frame.chain)
                         continue
                     if isinstance(frame, frames.Welcome):
                         self._shown = b""

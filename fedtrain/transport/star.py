@@ -57,7 +57,7 @@ class Exchange:
     wake: Callable[[], None]  # called when `replies` or `over` has changed
     waiting: set[SiteId]  # sites that may still reply
     replies: deque[tuple[SiteId, Reply]] = field(default_factory=deque)
-    error: StoreError | None = None  # why replies can't be kept here
+    error: StoreError | OSError | None = None  # why replies can't be kept here
     late: bool = False  # the deadline has passed
 
     @property
@@ -197,6 +197,11 @@ class AggregatorEnd:
         for session in self.sessions.values():
             session.send(frames.Revocations(lists=lists))
 
+    def renew(self, site: SiteId, chain: bytes) -> None:
+        """Give a site its new certificate."""
+        if session := self.sessions.get(site):
+            session.send(frames.Renewed(chain=chain))
+
     def tell(self, site: SiteId, line: str) -> None:
         if session := self.sessions.get(site):
             session.send(frames.Note(line=line))
@@ -327,10 +332,15 @@ class AggregatorEnd:
         if pending.stop is stop:
             pending.stop = None
 
-    def fail(self, pending: Pending, error: StoreError) -> None:
+    def fail(self, pending: Pending, error: StoreError | OSError) -> None:
         """A reply can't be kept here: that ends its exchange."""
         pending.exchange.error = error
         pending.exchange.wake()
+
+    def broken(self, error: OSError) -> None:
+        """This end's own disk fails while it serves a site: that is not the site's trouble."""
+        for pending in self._pending.values():
+            self.fail(pending, error)
 
     def _settle(self, pending: Pending, reply: Reply) -> None:
         """Hand a reply to its exchange, unless the request has been answered or the exchange has ended."""

@@ -33,11 +33,13 @@ class Tls:
         return grpc.ssl_channel_credentials(self.root, self.key, self.chain)
 
 
-def serving(now: Callable[[], Tls]) -> grpc.ServerCredentials:
-    """Requires and verifies a client certificate; asks at each handshake what counts `now`."""
+def serving(now: Callable[[], Tls], arrived: Callable[[], object] = bool) -> grpc.ServerCredentials:
+    """Requires and verifies a client certificate; asks at each handshake what counts `now`, and says that a
+    caller has `arrived`."""
     last = [now()]
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
+        arrived()
         if (tls := now()) == last[0]:
             return None
         last[0] = tls
@@ -58,6 +60,8 @@ def explain(details: str, address: str, joined: bool = False, said: bytes = b"")
             f"{address}: the HTTP proxy {proxy[1]} answered {proxy[2]}. It must allow CONNECT to this "
             f"address; https_proxy may hold a name and a password."
         )
+    if "internal error from core" in text:  # of gRPC's client: its write failed before the answer came
+        return f"{address}: the aggregator ended the call while this end was still sending."
     if "connection refused" in text:
         return f"{address}: nothing listens there yet (connection refused). Is the aggregator started?"
     if "certificate_verify_failed" in text or "verification check failed" in text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,6 +49,8 @@ def decode(body: bytes, kind: Any, known: Known = NOTHING) -> Any:
     if len(body) > MESSAGE_BYTES:
         raise WireError(f"a frame of {len(body)} bytes is over the limit of {MESSAGE_BYTES}")
     try:
+        if known is NOTHING:
+            return _decoder(kind).decode(body)
         return msgspec.msgpack.decode(body, type=kind, dec_hook=partial(_see_arena, known))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, BadUpdate) as e:
         raise WireError(f"not a valid frame: {str(e)[:200]}") from None
@@ -84,6 +86,9 @@ def _see_arena(known: Known, kind: type, value: Any) -> object:
             Patch(base, ArenaFile(named.patch, UNFETCHED, digest)) for base, digest in named.ways[-PATCHES:]
         )
     return arena
+
+
+_decoder = cache(partial(msgspec.msgpack.Decoder, dec_hook=partial(_see_arena, NOTHING)))  # slow to make
 
 
 def _schema_of(known: Known, named: Schema | str) -> Schema:

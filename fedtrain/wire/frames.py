@@ -6,7 +6,7 @@ frame that names them:
 
   Session   Hello, Status..., Answered..., AuditHead..., Leaving
             -> Welcome | Refused, Ask..., Cancel..., Rejected..., AuditHead..., Note..., Revocations...,
-               Finished
+               Renewed..., Finished
   Download  Fetch -> chunks                                the model that an Ask names, from any offset
   Upload    Offer, chunks... -> Resume, Stored | Moot | Refused   a reply's header, then the bytes it names
 
@@ -21,7 +21,7 @@ import msgspec
 from ..questions import Column
 from ..schema import Schema
 
-PROTOCOL = 6  # the protocol's version, which must be the same at both ends
+PROTOCOL = 8  # the protocol's version, which must be the same at both ends
 CHUNK_BYTES = 1 << 20
 INLINE_BYTES = 64 << 10  # of all arenas of a message together: so many at most are in its frame
 MESSAGE_BYTES = 4 << 20  # no frame or chunk is larger; gRPC refuses it before reading it
@@ -106,6 +106,12 @@ class Revocations(Frame, frozen=True, kw_only=True, tag=True):
     """New lists of revoked certificates, as their signers signed them."""
 
     lists: bytes
+
+
+class Renewed(Frame, frozen=True, kw_only=True, tag=True):
+    """The site's new certificate, of the key that it has, as the one it shows is about to end."""
+
+    chain: bytes  # PEM: leaf, then issuing CA
 
 
 class Refused(Frame, frozen=True, kw_only=True, tag=True):
@@ -195,6 +201,6 @@ class Moot(Frame, frozen=True, kw_only=True, tag=True):
 
 FromSite = Hello | Status | Answered | AuditHead | Leaving
 FromAggregator = (
-    Welcome | Refused | Ask | Cancel | Rejected | AuditHead | Note | Revocations | Finished
+    Welcome | Refused | Ask | Cancel | Rejected | AuditHead | Note | Revocations | Renewed | Finished
 )  # fmt: skip
 UploadAnswer = Resume | Stored | Moot | Refused

@@ -25,7 +25,8 @@ How a share travels from its giver to its taker (transport/courier.py). -> giver
 PING, PONG and HELLO say at which round the sender is, and what it has counted of the taker's shares in the
 rounds before, as committed: the last round is `index` - 1, bit i of `transfer` stands for i rounds before it.
 
-A POST is the OFFER of an asynchronous share, which belongs to no round; a STATE is the answer to a PULL.
+A POST is the OFFER of an asynchronous share, which belongs to no round; an ANSWER is one that answers a
+POST, and a STATE is the answer to a PULL.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ..errors import WireError
 from .frames import CHUNK_BYTES
 
 MAGIC = b"FTGP"
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 64
 NOTE_BYTES = 4096  # the longest note of an offer
 TEXT_BYTES = 64 << 10  # the longest body of a HELLO, MEMBERS, PING ...: of all but offers and chunks
@@ -76,6 +77,9 @@ class Kind(IntEnum):
     REFUSE = 19  # refuses a share, with the reason
     JOIN = 20  # a newcomer's entry, with an invitation; the answer is MEMBERS and WELCOME, or REJECT
     LEFT = 21  # the LEAVE was read
+    ANSWER = 22  # a share that answers a POST
+    RELAY = 23  # sealed frames between two others, to be forwarded; the first part says of whom and to whom
+    HEAD = 24  # how the sender's audit log stands: a frames.AuditHead
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -90,8 +94,10 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     agreed: dict[str, str]  # Config.agreed()
     frozen_digest: str = ""  # of the parameters that are not trained
     boot: bytes = b""  # random, of this start of the peer's process
+    known: bytes = b""  # a digest of the sender's roster, which need not be sent to who has the same
     mask_key: bytes = b""  # X25519 public key, made anew at each start; empty without gossip.masks
     mask_number: int = 0  # the number of mask_key, which grows with each start
+    lacks: bool = False  # the sender has no greeting of the receiver's, or not any more: it wants one
 
 
 class Header(msgspec.Struct, frozen=True, gc=False):

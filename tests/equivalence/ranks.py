@@ -53,7 +53,8 @@ class Outcome:
 
 
 def run_case(config: Config, events: list[dict[str, Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """The final model, on rank 0."""
+    """The final model, on rank 0. Where the run evaluates, the model is evaluated before its first step, too:
+    an event `beforehand`."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = Mesh(Sizes.of(config.parallel, world), device, islands=config.parallel.sync == "local")
     task = load_task(config.run.task, config.root)
@@ -62,6 +63,9 @@ def run_case(config: Config, events: list[dict[str, Any]], device: torch.device)
     room = Datacenter(config, task, mesh, store, emit)
     if store is not None:
         store.begin(room.schema, {}, frozen=room.engine.frozen, run=config.run.name, task_digest="")
+    if config.evaluate.every and room.methods is None:
+        sets = room.sites.eval_data().values()
+        events.append({"kind": "beforehand", "metrics": [room.engine.evaluate(data) for data in sets]})
     room.run(None)
     if store is None:
         return {}

@@ -63,7 +63,8 @@ def test_f1_and_auroc_of_a_simulation_are_scikit_learns_on_the_pooled_data(folde
     assert "| auroc |" in (run / "model" / "MODEL_CARD.md").read_text()
 
 
-def test_a_peer_shows_what_its_trainer_makes_of_its_own_sums(tmp_path, monkeypatch):
+@pytest.mark.slow(2)
+def test_a_peer_shows_what_its_trainer_makes_of_its_own_sums(tmp_path):
     class Scorer(peers.Toy):
         metrics: ClassVar = {"loss": (3.0, 2.0), "hits": ([1.0, 2.0], 4.0)}
 
@@ -81,11 +82,10 @@ def test_a_peer_shows_what_its_trainer_makes_of_its_own_sums(tmp_path, monkeypat
     async def main():
         async with peers.village(tmp_path, "ab", rounds=1) as v:
             change = {"evaluate": {"every": 1, "metric": "recall"}}
-            tasks = [v.start(name, **change) for name in "ab"]
+            tasks = [v.start(name, toy=Scorer, **change) for name in "ab"]
             assert [(await task).metrics for task in tasks] == [{"recall": 0.5}] * 2
             assert [e["by_site"] for e in v.of("a", "evaluated")] == [{"a": {"recall": 0.5}}]
 
-    monkeypatch.setattr(peers, "Toy", Scorer)
     asyncio.run(main())
 
 

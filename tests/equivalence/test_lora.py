@@ -109,6 +109,7 @@ def test_a_round_over_mutual_tls_costs_its_adapters_and_gives_the_simulations_bi
     assert load_file(exported[0]).keys() == whole
 
 
+@pytest.mark.slow(2)
 def test_under_ffa_lora_the_product_of_the_means_is_the_mean_of_the_products(tmp_path, monkeypatch):
     """A is not trained, so B is all that is averaged: mean(B_i A) = mean(B_i) A."""
     config = project(tmp_path, "once", False, 1, fixed=["*lora_A*"])

@@ -1,4 +1,4 @@
-"""transformers' models on tensor-parallel ranks, by the plans shipped for them, train the model of one."""
+"""transformers' models on tensor-parallel ranks, by their own plans or ours, train the model of one."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class OneEnd(Gpt2):
         return fedtrain.Plan(tensor={"lm_head": ColwiseParallel()})
 
 class Llama(Text):
-    family = "Llama"
+    family, special = "Llama", {}
 
     def model(self):
         config = getattr(transformers, self.family + "Config")(
             vocab_size=33, max_position_embeddings=8, hidden_size=24, intermediate_size=40,
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False,
-            tie_word_embeddings=self.tied, initializer_range=0.2,
+            tie_word_embeddings=self.tied, initializer_range=0.2, **self.special,
         )
         return getattr(transformers, self.family + "ForCausalLM")(config).to(self.dtype)
 
@@ -61,6 +61,18 @@ class Mistral(Llama):
 
 class Qwen2(Llama):
     family = "Qwen2"
+
+class Granite(Llama):
+    family = "Granite"
+
+class Phi3(Llama):  # queries, keys and values are one layer, and gate and up another
+    family, special = "Phi3", {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+
+class Gemma2(Llama):  # an embedding that is scaled, heads of a width of their own, two kinds of attention
+    family, special = "Gemma2", {"head_dim": 8, "sliding_window": 4, "attn_implementation": "eager"}
+
+class Qwen3(Llama):  # norms within attention, over the width of a head
+    family = "Qwen3"
 
 class Gpt2Single(Gpt2):
     dtype = torch.float32
@@ -90,6 +102,9 @@ TWO = {
     "llama-float32": case("LlamaSingle"),
     "mistral": case("Mistral"),
     "qwen2": case("Qwen2"),
+    "granite": case("Granite"),
+    "phi3": case("Phi3"),
+    "gemma2": case("Gemma2"),
 }
 FOUR = {
     "gpt2-dp": case("Gpt2"),
@@ -120,9 +135,10 @@ def check(folder: Path, outcomes: dict[str, Outcome], cases: dict[str, Table]) -
 
 @pytest.mark.slow(45)  # of which most is loading transformers, once a rank
 def test_two_tensor_parallel_ranks_train_the_model_of_one(folder):
-    outcomes = launch(folder, 2, TWO | {"half": HALF, "one-end": case("OneEnd")})
+    outcomes = launch(folder, 2, TWO | {"half": HALF, "one-end": case("OneEnd"), "qwen3": case("Qwen3")})
     check(folder, outcomes, TWO)
     assert "are one parameter, which the plan splits in two ways" in outcomes["one-end"].error
+    assert "no plan says how a Qwen3ForCausalLM is split" in outcomes["qwen3"].error
     rest = {**TWO["gpt2"], "parallel": {}, "run": TWO["gpt2"]["run"] | {"name": "half"}}
     events = []
     on = run_case(Config.of(rest, folder), events, torch.device("cpu"))

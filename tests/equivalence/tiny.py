@@ -127,10 +127,21 @@ class Head(Natural):  # is trained alone
         return model
 """
 
+MIXED = """
+from mesh_task import Rows
+from torch import nn
+
+class Mixed(Rows):  # layers that see more than one example, or draw random numbers
+    def model(self):
+        first, _, _, _, last = super().model()
+        return nn.Sequential(first, nn.BatchNorm1d(16).double(), nn.Tanh(), nn.Dropout(0.2), last)
+"""
+
 
 def project(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mesh_task.py").write_text(TASK)
+    (folder / "mesh_task.py").write_text(TASK)  # kept runs know it: other tasks go into other files
+    (folder / "mixed_task.py").write_text(MIXED)
     shutil.copy(ROOT / "examples" / "shakespeare" / "gpt.py", folder / "gpt.py")
     return folder
 
@@ -139,7 +150,7 @@ def case(task: str = "Text", *, steps: int = 4, train: dict[str, Any] | None = N
          rounds: int = 2, **parallel: Any) -> Table:  # fmt: skip
     """So many steps of AdamW in all, as one table of a fedtrain.toml."""
     return {
-        "run": {"task": f"mesh_task:{task}", "rounds": rounds, "seed": 5},
+        "run": {"task": task if ":" in task else f"mesh_task:{task}", "rounds": rounds, "seed": 5},
         "train": {"batch_size": 16, "optimizer": "adamw", "lr": 0.01, "local_steps": steps // rounds}
         | (train or {}),
         "strategy": strategy or {},

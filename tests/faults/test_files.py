@@ -43,6 +43,9 @@ MODES = [
 ]  # fmt: skip
 pytestmark = [pytest.mark.slow(2), pytest.mark.timeout(300)]
 MEMORY = Path("/dev/shm")
+EVERY = pytest.mark.parametrize(
+    "every", [pytest.param(3, id="a third"), pytest.param(1, id="all", marks=pytest.mark.soak)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +62,12 @@ def room(memory):
         yield Path(folder)
 
 
-def check(image, files, damage, room, world, whole):
+def check(image, files, damage, room, world, whole, every):
     """`world(folder)` is whoever goes on; each of the files is damaged in a copy of its own."""
     wrong = []
     if damage is flip_another:  # one place in a database tells little of the others
         files = [file for file in files if ".db" in file.name]
+    files = files[DAMAGES.index(damage) % every :: every]  # other files by each damage
     used = used_in(image)
     for i, file in enumerate(files):
         folder = room / str(i)
@@ -103,13 +107,14 @@ def star(request, memory):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_any_file_of_an_aggregator_and_of_a_site(star, room, damage):
+@EVERY
+def test_any_file_of_an_aggregator_and_of_a_site(star, room, damage, every):
     masks, whole, image = star
     files = [file for file in image.files() if file.parts[1] in ("r", "r@b", "@b")]
     kinds = {"blobs", "inbox", "outbox", "run.db", "run.db-wal", "ledger.db", "ledger.db-wal"}
     kinds |= {"sums.json"} if masks else {"releases.jsonl"}
     assert kinds <= {part for file in files for part in file.parts}
-    check(image, files, damage, room, lambda folder: Star(folder, masks=masks), whole)
+    check(image, files, damage, room, lambda folder: Star(folder, masks=masks), whole, every)
 
 
 def test_under_masks_a_round_whose_sum_was_opened_already_is_made_again_from_the_one_before(
@@ -283,10 +288,11 @@ def alone(request, memory):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_any_file_of_who_coordinates_alone(alone, room, damage):
+@EVERY
+def test_any_file_of_who_coordinates_alone(alone, room, damage, every):
     world, whole, image = alone
     assert len(image.files()) >= 6
-    check(image, image.files(), damage, room, world, whole)
+    check(image, image.files(), damage, room, world, whole, every)
 
 
 # --- peers

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from fedtrain.config import Config
 from fedtrain.store import RunStore
-from fedtrain.training.engine import build_model
+from fedtrain.training.building import build_model
 from fedtrain.training.task import load_task
 from tests.inline import simulation
 from tests.processes import Project

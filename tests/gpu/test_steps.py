@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtrain import Arena, Task
 from fedtrain.config import ParallelConfig, TrainConfig
+from fedtrain.runtime.datacenters.profile import WARM_UP, Profile
 from fedtrain.training.local import Engine
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel.engine import MeshEngine
@@ -161,3 +162,19 @@ def test_step_overhead(device):
     used = 6 * sum(p.numel() for p in model.parameters()) * batch[0].numel() / ours / peak
     print(f"{batch[0].numel() / ours:,.0f} tokens/s, MFU {used:.2f}, {ours / theirs:.3f} of bare torch")
     assert ours <= 1.03 * theirs
+
+
+@EACH
+def test_profile_has_a_snapshot_of_the_memory(device, tmp_path, monkeypatch):
+    """Without a GPU: torch is asked for one, where the mesh's device is a GPU."""
+    mesh = Mesh(Sizes(), torch.device(device))
+    if device == "cpu":
+        mesh.device = torch.device("cuda")
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).touch())
+    with Profile(2, tmp_path, mesh) as profile:
+        for _ in range(WARM_UP + 2):
+            torch.ones(8, device=device).sum()
+            profile.step()
+    names = {"rank-00000.json.gz", "memory-00000.pickle"}
+    assert {file.name for file in (tmp_path / "profile").iterdir()} == names

@@ -340,6 +340,7 @@ RANKS = [
 ALL = [*CONFIGURED, *TASKS, *OVER_TLS, *PEERS, *RANKS]
 
 
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("mistake", ALL, ids=lambda m: m.name.replace(" ", "-"))
 def test_a_mistake_ends_with_a_line_that_names_it(mistake, tmp_path, certificates):
     code, lines = attempt(mistake, tmp_path, certificates)

@@ -78,6 +78,23 @@ def test_all_peers_see_the_same_view_and_one_that_leaves_is_gone_from_it():
     bounded(main())
 
 
+@pytest.mark.parametrize("losers", ["a", "ab"])
+def test_a_connection_that_one_end_counted_as_gone_and_the_other_did_not_carries_shares_again(losers):
+    """A call is ended and made anew before the other end saw the first one end: it greets nobody anew."""
+
+    async def main():
+        async with party("ab", heartbeat_s=5.0, idle_s=3600) as p:
+            for name in losers:
+                peer, link = p.peers[name], p.peers[name]._links.to({"a": "b", "b": "a"}[name])
+                forgot = threading.Event()
+                peer._submit(lambda link=link, forgot=forgot: (link.went_down(), forgot.set()))
+                assert await asyncio.to_thread(forgot.wait, WAIT_S)
+            for _, went in await asyncio.gather(*(rounds(p.peers[n], n, "ab", 10) for n in "ab")):
+                assert [each.missing for each in went] == [{}, {}]
+
+    bounded(main())
+
+
 def test_a_good_bye_counts_that_is_read_after_its_connections_have_ended():
     """A busy machine: b has left before a looks at its sockets again."""
 

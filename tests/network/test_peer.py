@@ -68,6 +68,32 @@ CHOCO = (
 )
 
 
+OWN = """
+import json, sys
+from safetensors.numpy import load_file, save_file
+
+request = json.load(open(sys.argv[1]))
+moved, far = load_file(request["weights"]), (1 + request["round"]) / ord(request["site"])
+for name, tensor in moved.items():
+    tensor += (far * (tensor + 1)).astype(tensor.dtype)
+save_file(moved, request["out"])
+json.dump({"examples": ord(request["site"]), "metrics": {"loss": far}}, open(request["report"], "w"))
+"""
+
+
+@pytest.mark.slow(15)
+def test_peers_over_zeromq_that_train_by_a_command_end_with_the_bits_of_their_simulation(tmp_path):
+    with Project(tmp_path, rounds=3) as project:
+        (tmp_path / "own.py").write_text(OWN)
+        ends_as_simulated(project, SITES, "--set", "train.command=python own.py {request}")
+        (last,) = (
+            each
+            for each in project.events("r+gossip@b")
+            if (each["kind"], each.get("round")) == ("round_committed", 3)
+        )
+        assert last["loss"] == pytest.approx(3 / ord("b"))  # the command's own word, of its last training
+
+
 @pytest.mark.slow(20)
 def test_compressed_differences_over_zeromq_give_the_bits_of_their_simulation(tmp_path):
     with Project(tmp_path, rounds=3) as project:
@@ -103,6 +129,62 @@ def test_what_a_compressor_left_out_survives_kill_9_of_a_peer(tmp_path):
                 ours, theirs = states[name][f"{name}/state/copy"], states[other][f"{other}/state/copy/{name}"]
                 assert (ours == theirs).all(), (name, other)
         assert len({model_of(project, f"r+gossip@{name}") for name in SITES}) == 1
+
+
+STREAMING = ("--set", "gossip.algorithm=streaming-diloco", "--set", "gossip.topology=base:1")
+
+
+@pytest.mark.slow(20)
+def test_streaming_diloco_over_zeromq_gives_the_bits_of_its_simulation(tmp_path):
+    """Fragments travel, a byte a coordinate, while the peers train."""
+    with Project(tmp_path, rounds=3) as project:
+        ends_as_simulated(project, SITES, *STREAMING)
+
+
+@pytest.mark.slow(20)
+def test_outer_momentum_and_residuals_of_streaming_diloco_survive_kill_9_of_a_peer(tmp_path):
+    """Four fragments in four rounds: those whose turn was before the kill, in the third, are as they were, at
+    the end."""
+    sets = ("--set", "gossip.algorithm=streaming-diloco", "--set", "gossip.topology=complete", "--set",
+            "gossip.fragments=4", "--set", "strategy.min_sites=2", "--set", "network.idle=300s")  # fmt: skip
+
+    def of_c():
+        store = RunStore(project.root / "runs" / "r+gossip@c", read_only=True)
+        last = store.latest()
+        found = {n.removeprefix("c/state/"): v.clone() for n, v in last.state.items() if "/state/" in n}
+        store.close()
+        return last.round, found
+
+    with Project(tmp_path, rounds=4, task="Held") as project:
+        project.let_train(2)
+        peers = start_peers(project, *sets)
+        project.wait_for(lambda: project.count("round_started", "r+gossip@c") == 3)
+        peers["c"].kill()
+        peers["c"].wait(30)
+        reached, left = of_c()
+        assert reached == 2
+        peers["c"] = start_peers(project, *sets, names=["c"])["c"]
+        project.wait_for(lambda: project.count("round_started", "r+gossip@c") == 4)
+        project.let_train(4)
+        for name, process in peers.items():
+            assert process.wait(200) == 0, project.log(f"peer-{name}")
+        reached, ended = of_c()
+        assert reached == 4
+        assert len({model_of(project, f"r+gossip@{name}") for name in SITES}) == 1
+        assert {"slow", "momentum", "x0/residual"} <= left.keys() == ended.keys()
+        before, after = pieces(left), pieces(ended)
+        done = [p for p in before if bool(before[p]["residual"].any())]
+        assert len(done) == 2
+        assert any(bool(before[p]["momentum"].any()) for p in done)  # but the first: no steps before
+        for p in done:
+            assert all((before[p][what] == after[p][what]).all() for what in before[p]), p
+        assert all(bool(piece["residual"].any()) for piece in after.values())
+
+
+def pieces(state):
+    """What a peer keeps of each of the four fragments."""
+    cut = {what: state[what].tensor_split(4) for what in ("slow", "momentum")}
+    return {p: {what: cut[what][p] for what in cut} | {"residual": state[f"x{p}/residual"]} for p in range(4)}
 
 
 @pytest.mark.slow(60)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,12 +36,7 @@ def main(words: Sequence[str]) -> int:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
-        for name in ("fedtrain", "tests", "docs", "examples", "pyproject.toml", "README.md"):
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "runs"))
-            else:
-                shutil.copy(source, copy / name)
+        copied(copy)
         tests = sorted({check.test for check in chosen})
         if code := run(copy, tests):
             print((copy / "log").read_text()[-3000:])
@@ -54,6 +49,16 @@ def main(words: Sequence[str]) -> int:
         f"{len(chosen) - len(survivors)} of {len(chosen)} checks are missed by a test when they are removed"
     )
     return bool(survivors)
+
+
+def copied(copy: Path) -> None:
+    """Put all that tests need into a folder."""
+    for name in ("fedtrain", "tests", "docs", "examples", "pyproject.toml", "README.md"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+        else:
+            shutil.copy(source, copy / name)
 
 
 def missed(copy: Path, check: Check) -> bool:
@@ -71,28 +76,38 @@ def missed(copy: Path, check: Check) -> bool:
 
 
 def run(copy: Path, tests: Sequence[str]) -> int:
-    """pytest's exit code, of a process that loads the package of the copy; -1 when it did not end."""
+    """pytest's exit code; -1 when it did not end."""
+    return forked(copy, lambda: int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests])))
+
+
+def forked(copy: Path, work: Callable[[], int], longest_s: float = LONGEST_S) -> int:
+    """The exit code that `work` gives in a process that loads the package of the copy; -1 when it did not
+    end in so long."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         try:
-            os._exit(_tested(copy, tests))
+            os.setpgid(0, 0)  # what it starts ends with it, and writes into no other's log
+            _load_from(copy)
+            os._exit(work())
         finally:  # nothing of this process goes on in the parent's place
             traceback.print_exc()
             os._exit(70)
-    until = time.monotonic() + LONGEST_S
-    while time.monotonic() < until:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, 9)
+    until = time.monotonic() + longest_s
+    try:
+        while time.monotonic() < until:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, 9)
     os.waitpid(child, 0)
     return -1
 
 
-def _tested(copy: Path, tests: Sequence[str]) -> int:
+def _load_from(copy: Path) -> None:
     os.chdir(copy)
     os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
@@ -102,7 +117,6 @@ def _tested(copy: Path, tests: Sequence[str]) -> int:
     log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
 
 
 if __name__ == "__main__":

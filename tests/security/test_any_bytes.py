@@ -90,7 +90,7 @@ def test_s21_s33_any_bytes_are_refused_by_the_declared_error_in_bounded_memory(t
 
 
 @pytest.mark.parametrize(
-    "kind", [secure_site.REQUESTS, secure_rounds.REPLIES, ParcelHeader, Probe, list[bytes]]
+    "kind", [secure_site.SECURE_REQUESTS, secure_rounds.REPLIES, ParcelHeader, Probe, list[bytes]]
 )
 def test_s21_any_message_in_place_of_another_is_a_wire_error(kind):
     with pytest.raises(WireError):

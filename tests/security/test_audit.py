@@ -1,11 +1,14 @@
 """S26 to S28: each role's audit log says who, what and when; a line that was changed, left out, moved or cut
 off is found; and what one end rewrites with its own key, the other end's log shows."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -14,10 +17,12 @@ from click.testing import CliRunner
 from fedtrain import events
 from fedtrain.cli import cli
 from fedtrain.config import Config
-from fedtrain.errors import Damaged
+from fedtrain.errors import Damaged, StoreError
 from fedtrain.events import silent
-from fedtrain.pki import Credentials
-from fedtrain.runtime.auditing import audited, root_of, verify
+from fedtrain.pki import Credentials, issue
+from fedtrain.pki.signing import Signed
+from fedtrain.runtime.auditing import audited, datacenter_credentials, root_of, verify
+from fedtrain.tracking import audit
 from fedtrain.tracking.audit import AuditLog, audit_file, head_file, lines_of
 from tests import toy
 from tests.inprocess import certify, federation, with_port
@@ -149,6 +154,137 @@ for n in range(10**6):
     assert all(line.good for line in lines)
     assert [line.entry.what for line in lines][: len(told)] == [str(n) for n in told]
     AuditLog(tmp_path / "a.jsonl").close()
+
+
+# --- a power cut, which takes or tears what was not on the disk
+
+
+def torn_tail(lines):
+    return [*lines[:-2], lines[-2][:40] + b"\0" * 30 + b"\n", b"\0" * 50]
+
+
+TAILS = {
+    "torn": (torn_tail, 2),
+    "lost": (lambda lines: lines[:-2], 2),
+    "zeros": (lambda lines: [*lines[:-1], b"\0" * len(lines[-1])], 1),
+}
+
+
+@pytest.fixture
+def unsynced(log, monkeypatch):
+    """A log with two lines that were on the disk and five that were not; its path, and who opens it. The
+    machine is started again when the test says so."""
+    config, path = log
+    load = lambda: Credentials.load(config.root / "certs/sites/a")
+    monkeypatch.setattr(audit, "SYNC_S", 1e9)
+    for file in (path, head_file(path)):
+        file.unlink()
+    first = audited(config, "a", silent, load())
+    for event in APPROVED[:2]:
+        first.emit(event)
+    first.statement()
+    for event in APPROVED:
+        first.emit(event)
+    return config, path, lambda: audited(config, "a", silent, load())
+
+
+def start_again(monkeypatch, tmp_path):
+    (tmp_path / "boot").write_text("another start of the machine")
+    monkeypatch.setattr(audit, "BOOT", tmp_path / "boot")
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_s27_a_tail_that_a_power_cut_tore_is_cut_off_and_named_and_the_log_goes_on(
+    unsynced, monkeypatch, tmp_path, tail
+):
+    config, path, opened = unsynced
+    change, gone = TAILS[tail]
+    rewrite(path, change)
+    with pytest.raises(Damaged, match=r"was changed|were cut off"):
+        opened()  # nothing but a power cut does this, and there was none
+    start_again(monkeypatch, tmp_path)
+    again = opened()
+    again.emit(APPROVED[0])
+    again.close()
+    assert verify(path, root_of(config)).problems == []
+    *_, torn, _ = [line.entry for line in lines_of(path)]
+    assert (torn.kind, torn.lines) == ("torn", gone)
+    assert (torn.nbytes > 0) == (tail != "lost")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: [lines[0], lines[1].replace(b"ann", b"bob"), *lines[2:]],
+        lambda lines: lines[:1],
+        lambda lines: lines[1:],
+        lambda lines: [],
+    ],
+    ids=["edited", "cut", "first left out", "emptied"],
+)
+def test_s27_a_power_cut_excuses_nothing_that_was_on_the_disk(unsynced, monkeypatch, tmp_path, change):
+    _, path, opened = unsynced
+    rewrite(path, change)
+    start_again(monkeypatch, tmp_path)
+    with pytest.raises(Damaged, match=r"was changed|were cut off"):
+        opened()
+
+
+def test_s27_who_has_no_key_makes_no_head_that_excuses_a_changed_line(unsynced, monkeypatch, tmp_path):
+    _, path, opened = unsynced
+    whole = msgspec.msgpack.decode(head_file(path).read_bytes().rstrip(b"\0"), type=Signed)
+    claim = msgspec.msgpack.decode(whole.claim, type=audit.LogHead)
+    early = msgspec.msgpack.encode(msgspec.structs.replace(claim, synced=(0, "")))
+    head_file(path).write_bytes(msgspec.structs.replace(whole, claim=early).encode())
+    rewrite(path, lambda lines: [lines[0].replace(b"ann", b"bob"), *lines[1:]])
+    start_again(monkeypatch, tmp_path)
+    with pytest.raises(Damaged, match="was changed"):
+        opened()
+
+
+def test_a_stated_head_is_of_lines_that_no_power_cut_takes(unsynced):
+    _, path, _ = unsynced
+    signed = msgspec.msgpack.decode(head_file(path).read_bytes().rstrip(b"\0"), type=Signed)
+    head = msgspec.msgpack.decode(signed.claim, type=audit.LogHead)
+    assert (head.lines, head.synced[0]) == (7, 2)
+
+
+def test_s26_what_waits_for_the_next_line_is_in_the_file_before_a_reply_with_data_leaves(tmp_path):
+    log = AuditLog(tmp_path / "a.jsonl")
+
+    def kinds():
+        return [getattr(line.entry, "what", "") for line in lines_of(log.path)]
+
+    for what in ("Keys", "Shares"):
+        log.append(events.ReplySent(request="q", what=what, nbytes=1))
+    assert kinds() == []
+    log.append(events.ReplySent(request="q", what="Masked", nbytes=1))
+    assert kinds() == ["Keys", "Shares", "Masked"]
+    log.append(events.ReplySent(request="q", what="Agreed", nbytes=1))
+    for sent, what in enumerate(("Unmasked", "Update", "Evaluation", "Failure"), 5):
+        log.append(events.ReplySent(request="q", what=what, nbytes=1))
+        assert len(kinds()) == sent
+    log.append(events.CohortAsked(round=1, what="train", cohort={}))
+    log.close()
+    assert len(kinds()) == 9
+
+
+def test_s27_a_datacenters_log_is_signed_where_the_authority_certified_it(certified, tmp_path):
+    shutil.copytree(certified.root / "certs", tmp_path / "certs")
+    config = Config.of(certified.table(), tmp_path)
+    assert datacenter_credentials(config) is None
+
+    def kept():
+        with closing(audited(config, "datacenter", silent, datacenter_credentials(config))) as log:
+            log.emit(APPROVED[0])
+        return verify(audit_file(config, "datacenter"), root_of(config))
+
+    assert (kept().signed, kept().problems) == (0, [])
+    issue(tmp_path / "certs", "site", "datacenter")
+    found = kept()
+    assert (found.signed, found.problems) == (found.lines, [])
+    rewrite(audit_file(config, "datacenter"), lambda lines: lines[:1])
+    assert "were cut off" in verify(audit_file(config, "datacenter"), root_of(config)).problems[0]
 
 
 def test_two_processes_add_to_one_log_by_turns(tmp_path):
@@ -318,3 +454,36 @@ def test_s27_a_head_that_another_has_signed_is_not_kept(certified, tmp_path):
     assert "b has signed a head of b's log, not a" in told[0].text
     b.close()
     aggregator.close()
+
+
+def test_a_head_from_long_ago_is_looked_up_in_the_file_and_memory_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "REMEMBERED", 3)
+    log = AuditLog(tmp_path / "a.jsonl")
+    for event in APPROVED * 2:
+        log.append(event)
+    seals = [line.seal for line in lines_of(log.path)]
+    assert len(log._seals) == 3
+    assert all(log.holds((number, seal)) for number, seal in enumerate(seals, 1))
+    assert not any(log.holds((number, seals[number - 2])) for number in range(1, 11))
+    assert not log.holds((11, seals[-1]))
+    log.close()
+
+
+def test_a_line_of_which_the_disk_takes_a_part_is_no_line_and_the_log_goes_on(tmp_path, monkeypatch):
+    log, write = AuditLog(tmp_path / "a.jsonl"), os.pwrite
+    log.append(APPROVED[0])
+
+    def full(fd, data, at):
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[: len(data) // 2], at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(StoreError, match="no room for"):
+            log.append(APPROVED[1])
+    log.append(APPROVED[2])
+    log.close()
+    lines = [*lines_of(log.path)]
+    assert all(line.good for line in lines)
+    assert [type(line.entry).__name__ for line in lines] == ["ActionApproved", "LineTorn", "ActionApproved"]

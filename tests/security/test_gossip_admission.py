@@ -121,6 +121,7 @@ def test_a_newcomer_with_an_invitation_and_no_roster_has_all_entries_and_all_hav
     bounded(main())
 
 
+@pytest.mark.slow(2)
 def test_s09_an_invitation_lets_one_peer_in_once_and_still_after_a_restart_of_who_made_it(tmp_path):
     async def main():
         async with members(tmp_path, "a") as m:

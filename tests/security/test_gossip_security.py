@@ -314,6 +314,7 @@ def test_s20_a_pickle_payload_is_bytes_to_be_mixed_and_runs_nothing(tmp_path):
     bounded(main())
 
 
+@pytest.mark.slow(3)
 @pytest.mark.parametrize("what", ["too-long", "too-short", "without-credit"])
 def test_s21_chunks_that_are_not_as_agreed_are_refused(what):
     async def main():
@@ -365,6 +366,7 @@ def test_s21_a_frame_over_the_limit_is_never_read():
     bounded(main())
 
 
+@pytest.mark.slow(2)
 @pytest.mark.parametrize("kind", [Kind.PING, Kind.CHUNK, Kind.OFFER, 99], ids=str)
 def test_s21_a_flood_is_cut_off_and_memory_stays_bounded(kind):
     head = pack(Header(Kind.PING), STAMP)
@@ -420,6 +422,7 @@ def test_s21_garbage_on_the_port_leaves_the_peer_alive():
     bounded(main())
 
 
+@pytest.mark.slow(3)
 def test_a_peer_that_trains_something_else_is_told_so_and_no_data_moves():
     async def main():
         async with party("a") as p:

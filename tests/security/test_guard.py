@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from fedtrain.runtime.journal import Journal
 from fedtrain.runtime.simulations import plain_sums
 from fedtrain.runtime.simulations.simulated_masks import SimulatedMasks
 from fedtrain.runtime.star import checks, federated, guard
-from fedtrain.runtime.star.blame import Suspects
-from fedtrain.store import RunStore
+from fedtrain.runtime.star.blame import Spoiled, Suspects
+from fedtrain.store import RoundPlan, RunStore
 from fedtrain.strategies import build
 from fedtrain.transport.memory import LocalCohort
 from tests import test_asynchronous, test_blame, test_folding
@@ -67,6 +68,7 @@ def three_and(handler):
     return LocalCohort({site: pull(site) for site in "abc"} | {"d": handler})
 
 
+@pytest.mark.slow(6)
 @settings(
     max_examples=40, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -196,6 +198,20 @@ def test_under_masks_an_absurd_sum_is_spoiled_and_who_spoils_it_is_found(tmp_pat
     assert [e["round"] for e in events.of("round_failed")] == [5]
     assert "limits.max_ratio = 100" in events.of("round_failed")[0]["reason"]
     assert max(last.weights.views()[name].abs().max() for name in ("w", "mean")) < 100
+
+
+def test_a_sum_that_cannot_be_read_is_suspected_too_when_all_others_are_absurd():
+    plan = RoundPlan(5, 0, [*"abcd"], earlier=[1.0, 1.0, 1.0])
+    far = arena()
+    far.flat(far.schema.sections[0]).fill_(1e6)
+    sums = [(SimpleNamespace(delta=far), ["c", "d"])]
+    with pytest.raises(Spoiled) as found:
+        guard.sound(sums, arena(), plan, LimitsConfig(), [["a", "b"]])
+    assert found.value.groups == [["a", "b"], ["c", "d"]]
+    near = [(SimpleNamespace(delta=arena()), ["e", "f"])]
+    assert guard.sound([*near, *sums], arena(), plan, LimitsConfig(), [["a", "b"]]) == (
+        near, [["a", "b"], ["c", "d"]],
+    )  # fmt: skip
 
 
 def test_a_simulation_without_masks_gives_what_masks_give_when_a_sum_is_spoiled(tmp_path):

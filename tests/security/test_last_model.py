@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fedtrain.runtime.peers.consensus import EXCHANGES, sha256
+from fedtrain.runtime.peers.consensus import ENDED
 from fedtrain.runtime.peers.parcels import share_of_model, trained_part
+from fedtrain.runtime.peers.whole_models import sha256
 
 from ..limits import bounded
 from ..test_consensus import ROUNDS, digests, ended, with_rule
@@ -64,8 +65,8 @@ def test_with_a_rule_one_peer_that_says_to_be_done_is_not_believed():
     def liar(peer):
         if peer.name == "4":
             model = arena(PLAIN, 500)
-            peer.neighbors.publish(ROUNDS + EXCHANGES, share_of_model(model))
-            peer.neighbors.announce(ROUNDS + EXCHANGES)
+            peer.neighbors.publish(ROUNDS + ENDED, share_of_model(model))
+            peer.neighbors.announce(ROUNDS + ENDED)
 
     _, found = bounded(ended(with_rule("median"), 6, "complete", touch=liar))
     assert found["0"].digest != sha256(arena(PLAIN, 500))

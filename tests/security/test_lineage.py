@@ -1,5 +1,6 @@
 """S36: an exported model says where it comes from, signed by the aggregator that made it."""
 
+import hashlib
 import json
 import shutil
 
@@ -7,11 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from fedtrain.cli import cli
-from fedtrain.errors import CertificateError, StoreError
+from fedtrain.errors import CertificateError, ConfigError, StoreError
 from fedtrain.events import ActionApproved, silent
 from fedtrain.pki import Credentials
 from fedtrain.pki.signing import Signed, Signer
-from fedtrain.runtime import lineage
+from fedtrain.runtime import lineage, portable
 from fedtrain.runtime.auditing import audited, root_of
 from fedtrain.tracking.audit import audit_file
 from fedtrain.tracking.export import export
@@ -89,3 +90,46 @@ def test_s36_another_round_exported_by_hand_is_signed_for_itself(run, tmp_path):
     export(run.run_dir, out, 1)
     assert lineage.sign(run, out)
     assert lineage.verify(out, root_of(run)).round == 1
+
+
+def test_s36_a_graph_beside_the_model_is_signed_with_it(run, tmp_path, monkeypatch):  # noqa: F811
+    """`--format`: the lineage names each file that the command made, and what is put in its place later is
+    refused. Where a graph can't be made the model itself is signed all the same."""
+    (run.root / "fedtrain.toml").touch()
+    (run.run_dir / "events.jsonl").touch()  # by which a run is found
+    out, root = tmp_path / "out", root_of(run)
+    made = {"onnx": ("model.onnx", "model.onnx.data"), "torch-export": ("model.pt2",)}
+
+    def add(config, source, folder, kind, **_):
+        if broken:
+            raise ConfigError("torch can't follow the model")
+        for name in made[kind]:
+            (folder / name).write_bytes(name.encode())
+        return 0.0
+
+    def exported(*kinds):
+        formats = [argument for kind in kinds for argument in ("--format", kind)]
+        toml = str(run.root / "fedtrain.toml")
+        return CliRunner().invoke(
+            cli, ["export", "--config", toml, "--set", "run.name=r", "-o", str(out), *formats]
+        )
+
+    monkeypatch.setattr(portable, "add", add)
+    for kinds in (["onnx", "torch-export"], ["torch-export"], []):
+        broken = False
+        done = exported(*kinds)
+        assert done.exit_code == 0, done.output
+        names = [name for kind in kinds for name in made[kind]]
+        found = lineage.verify(out, root)
+        assert found.graphs == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+        checked = CliRunner().invoke(cli, ["verify", str(out), "--config", str(run.root / "fedtrain.toml")])
+        assert [name for name in lineage.GRAPHS if f"  graph       {name}" in checked.output] == names
+        for name in lineage.GRAPHS:
+            (out / name).write_bytes(b"another")
+            with pytest.raises(CertificateError, match=f"{name} is not the one that was signed"):
+                lineage.verify(out, root)
+            (out / name).unlink()
+            lineage.verify(out, root)  # a copy without the graph is of the same model
+    broken = True
+    assert exported("onnx").exit_code == 1
+    assert lineage.verify(out, root).graphs == {}

@@ -5,6 +5,7 @@ import contextlib
 import time
 
 import msgspec
+import pytest
 import torch
 import zmq
 
@@ -16,7 +17,7 @@ from tests.limits import WAIT_S, bounded
 from tests.security.test_gossip_security import HELLO, STAMP, Caller, until
 
 HONEST = ("a", "b", "c", "d")
-SUSPECT, DEAD, LEFT = 1, 2, 3
+SUSPECT, DEAD, LEFT = 2, 3, 4
 
 
 @contextlib.asynccontextmanager
@@ -40,7 +41,7 @@ async def all_stay(p, callers, lies, seconds=4.0):
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         for to, caller in callers.items():
-            news = [lie for name in HONEST if name != to for lie in lies(p.peers[name]._thread._membership)]
+            news = [lie for name in HONEST if name != to for lie in lies(p.peers[name]._thread.membership)]
             with contextlib.suppress(zmq.Again):  # cut off for her breaches
                 caller.socket.send_multipart(
                     [pack(Header(Kind.PING), STAMP), msgspec.msgpack.encode([news, ""])], zmq.NOBLOCK
@@ -67,6 +68,7 @@ async def all_exchange(p):
     assert all(len(each.arrived) == len(each.given) == 3 for each in found)
 
 
+@pytest.mark.slow(5)
 def test_s05_one_liar_cannot_put_honest_peers_out_by_numbers_that_they_never_signed():
     async def main():
         async with with_liar() as (p, callers):
@@ -78,6 +80,7 @@ def test_s05_one_liar_cannot_put_honest_peers_out_by_numbers_that_they_never_sig
     bounded(main())
 
 
+@pytest.mark.slow(4)
 def test_s05_one_liar_who_calls_all_others_dead_with_their_own_signatures_is_named_and_ends_nobody():
     async def main():
         async with with_liar() as (p, callers):
@@ -93,6 +96,7 @@ def test_s05_one_liar_who_calls_all_others_dead_with_their_own_signatures_is_nam
     bounded(main())
 
 
+@pytest.mark.slow(2)
 def test_s05_a_liars_word_that_a_peer_has_left_counts_only_with_that_peers_signature():
     async def main():
         async with with_liar() as (p, callers):
@@ -102,6 +106,7 @@ def test_s05_a_liars_word_that_a_peer_has_left_counts_only_with_that_peers_signa
     bounded(main())
 
 
+@pytest.mark.slow(5)
 def test_a_neighbour_that_goes_is_told_in_the_log_even_where_its_connection_stays():
     async def main():
         async with party("abc", heartbeat_s=0.3, idle_s=1.0) as p:

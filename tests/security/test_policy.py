@@ -281,6 +281,15 @@ def test_s23_a_mistake_in_a_policy_is_told_and_nothing_runs(project, line, why):
         policy_from(folder)
 
 
+def test_s23_a_site_whose_settings_its_policy_denies_does_not_start(project):
+    """The policy wins over fedtrain.toml, before a line of the task has run."""
+    approve(project)
+    alone = Config.of(project.table() | {"secagg": {"enabled": False}}, project.root)
+    with pytest.raises(ConfigError, match=r"policy.secure_sums: .*secagg.enabled = false"):
+        asyncio.run(sites.run(alone, "north", emit=Events()))
+    assert not (project.root / "ran").exists()
+
+
 def test_a_policy_is_read_as_it_was_written(project):
     folder = approve(project)[1][0]
     own = changed(policy_from(folder), {"metrics": ["lo*"], "session": "2h", "rounds": 7, "min_cohort": 5})

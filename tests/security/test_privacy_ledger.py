@@ -1,6 +1,7 @@
 """S24: what a site's data has given away is counted over all its runs and restarts, and never forgotten."""
 
 import asyncio
+import os
 import re
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from fedtrain.config import Config, SitePolicy
 from fedtrain.errors import ConfigError, Damaged, SecAggError
 from fedtrain.messages import Failure, Train, Update
 from fedtrain.privacy import Release, epsilon
+from fedtrain.runtime.sites.records import ledger_of, records_of
 from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.sites.spent import Budget, Spent, SumKeys
 from fedtrain.runtime.star.secure_terms import policy
@@ -39,6 +41,21 @@ def price(*multipliers, delta=1e-5):
     return epsilon([Release("gaussian", each / 2) for each in multipliers], delta)
 
 
+def test_a_release_that_an_earlier_process_counted_is_on_the_disk_before_it_leaves_again(
+    tmp_path, monkeypatch
+):
+    """That process may have been killed before its sync; then a power cut could take the line."""
+    config, release, synced = private(tmp_path), Release("gaussian", 1.0), []
+    spent_of(config).give("a", 0, release, "sum")
+    again = spent_of(config)
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+    )
+    again.give("a", 0, release, "sum")
+    assert again.releases == 1
+    assert synced == ["releases.jsonl", "releases.jsonl.copy", "@a"]
+
+
 def test_s24_what_was_given_away_in_other_runs_and_by_other_settings_counts(tmp_path):
     """20 releases at multiplier 0.5 cost epsilon 243; a restart at 50, or another run, makes it no less."""
     cheap = spent_of(private(tmp_path, noise_multiplier=0.5))
@@ -53,6 +70,52 @@ def test_s24_what_was_given_away_in_other_runs_and_by_other_settings_counts(tmp_
     other = Log()
     spent_of(private(tmp_path), "b", other).trained("b", 0, 8.0)
     assert other.of("privacy_spent")[0]["epsilon"] == price(2.0)  # another site has other data
+
+
+def test_s24_another_run_dir_leaves_nothing_behind_that_a_site_gave_away(tmp_path):
+    """The folder of the key says where the ledger is, whatever run.dir says."""
+    own, log, capped = tmp_path / "certs/sites/a", Log(), SitePolicy(noise="site", epsilon=price(*[2.0] * 4))
+    own.mkdir(parents=True)
+
+    def started(run_dir):
+        config = private(tmp_path)
+        config = Config.of(config.table() | {"run": {"name": "r", "dir": run_dir}}, tmp_path)
+        ledger = ledger_of(config, "a", own, capped, log)
+        ledger.close()
+        return Spent.of_site(config, ledger.folder, log, capped, ledger.records)
+
+    first = started("runs")
+    for round in range(3):
+        first.trained("a", round, 8.0)
+    second = started("elsewhere")
+    assert second.releases == 3
+    second.trained("a", 3, 8.0)
+    with pytest.raises(ConfigError, match=r"policy.epsilon: .* over all its runs"):
+        second.trained("a", 4, 8.0)
+    assert not log.of("notice")
+    (tmp_path / "runs").rename(tmp_path / "kept")
+    with pytest.raises(Damaged, match=r"records were in .*runs/@a, which is gone.*policy.epsilon"):
+        started("elsewhere")
+    (own / "records").write_text("../../../kept/@a\n")
+    assert started("elsewhere").releases == second.releases
+
+
+def test_s24_two_ledgers_of_a_site_from_before_become_one_and_a_folder_that_is_read_only_is_told(tmp_path):
+    config, own, log = private(tmp_path), tmp_path / "certs/sites/a", Log()
+    own.mkdir(parents=True)
+    spent_of(config).trained("a", 0, 8.0)  # of a fedtrain that knew run.dir alone
+    other = Config.of(config.table() | {"run": {"name": "q", "dir": "other"}}, tmp_path)
+    records = records_of(own, other.site_dir("a"), SitePolicy(), log)
+    before = Spent.of_site(other, other.site_dir("a"), log, SitePolicy(), records)
+    other.site_dir("a").mkdir(parents=True)
+    before.trained("a", 0, 8.0)
+    assert records_of(own, config.site_dir("a"), SitePolicy(), log) == records
+    for _ in range(2):
+        assert Spent.of_site(config, config.site_dir("a"), log, SitePolicy(), records).releases == 2
+    assert not log.of("notice")
+    nowhere = records_of(tmp_path / "none", config.site_dir("a"), SitePolicy(), log)
+    assert nowhere == tmp_path / "runs/@a"
+    assert "can't be written" in log.of("notice")[0]["text"]
 
 
 def test_s24_two_processes_of_one_site_add_to_one_ledger(tmp_path):

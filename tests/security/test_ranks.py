@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 from fedtrain.errors import ConfigError, ConnectError, WireError
 from fedtrain.messages import Metrics
+from fedtrain.runtime import meeting
 from fedtrain.runtime.meeting import VARIABLE, secret_of
 from fedtrain.runtime.rank_store import FRAME_BYTES, RankStore, StoreCall, context_of
 from fedtrain.training import collectives
@@ -183,3 +184,12 @@ def test_s21_a_length_that_a_rank_declares_is_checked_before_room_is_made_for_it
 
 def store_of(hosted: RankStore) -> RankStore:
     return RankStore.joined(SECRET, lambda: ("127.0.0.1", hosted.port), 5)
+
+
+def test_torchruns_own_store_that_loads_pickles_is_told_at_the_start(monkeypatch):
+    """Of c10d, which gives the run an id; plain torchrun calls it "none"."""
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert meeting.advice() == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "5f1c7b1e")
+    assert meeting.advice() == [meeting.OPEN]

@@ -3,18 +3,27 @@
 import asyncio
 import socket
 import ssl
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from cryptography import x509
 
-from fedtrain.pki import Credentials, issue, revocation
+from fedtrain.config import Config
+from fedtrain.errors import CertificateError
+from fedtrain.events import silent
+from fedtrain.pki import Authority, Credentials, init, issue, renewal, revocation, revoke, sign
+from fedtrain.pki.authority import pem
 from fedtrain.pki.callers import Callers
-from fedtrain.pki.identity import Current
+from fedtrain.pki.identity import USAGE, Current
 from fedtrain.pki.proof import AggregatorCheck
+from fedtrain.pki.roster import certificate_of
+from fedtrain.runtime.auditing import audited
+from fedtrain.runtime.peers import enrolment
 from fedtrain.transport.star import SiteEnd
 from fedtrain.transport.tls import Tls
 from tests.federation import aggregator, certificates, echo_plus, hello, link, random_arena
 from tests.limits import bounded
+from tests.peers import village
 
 MODEL = random_arena(1000, 0)
 
@@ -104,3 +113,144 @@ def test_s07_files_that_are_no_good_are_told_and_the_last_good_ones_count(certs)
     issue(certs, "site", "a")
     assert current().identity.serial != before.identity.serial
     assert current.trouble == ""
+
+
+# --- with nobody there
+
+
+def old(certs, role, name="aggregator", days=30, **life):
+    """A certificate of which less than a third is left."""
+    issue(certs, role, name, days=days, now=datetime.now(UTC) - timedelta(days=days * 0.7), **life)
+    return (certs / ("aggregator" if role == "aggregator" else f"sites/{name}") / "cert.pem").read_bytes()
+
+
+def test_s07_with_the_issuing_key_an_aggregator_renews_its_own_and_its_sites_certificates(
+    certs, tmp_path, monkeypatch
+):
+    """Nobody types anything, no process is started again, and no key moves."""
+    monkeypatch.setattr(renewal, "LOOK_S", 0.05)
+    mine, before = old(certs, "aggregator"), old(certs, "site", "a")
+    keys = [(certs / folder / "key.pem").read_bytes() for folder in ("aggregator", "sites/a")]
+    who, current = Callers(Credentials.load(certs / "aggregator"), certs), Current(certs / "aggregator")
+    told = []
+
+    async def main():
+        own, check = Current(certs / "sites/a"), AggregatorCheck(
+            Credentials.load(certs / "sites/a"), certs, told.append
+        )  # fmt: skip
+        async with aggregator(certs, tmp_path, MODEL.schema, identify=who.identify) as agg:
+            site = link(certs, "a", agg.cohort.port, tmp_path, tls=fresh(certs / "sites/a"), trust=check)
+            renewing = renewal.watch(
+                certs, certs / "aggregator", current, told.append, who.that_count, agg.cohort.renew
+            )
+            tasks = [
+                asyncio.create_task(site.serve(hello(MODEL.schema), echo_plus(1))),
+                asyncio.create_task(check.watch(site.cut, own)),
+                asyncio.create_task(renewing),
+            ]
+            while "a" not in who._seen or who._seen["a"][0] == before or current().chain == mine:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert await agg.cohort.members(1) == ["a"]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    bounded(main())
+    for folder in ("aggregator", "sites/a"):
+        assert not renewal.due((certs / folder / "cert.pem").read_bytes(), datetime.now(UTC))
+    assert [(certs / folder / "key.pem").read_bytes() for folder in ("aggregator", "sites/a")] == keys
+    texts = [event.text for event in told if hasattr(event, "text")]
+    assert sorted(t for t in texts if "was renewed" in t) == [
+        "the certificate of a was renewed", "the certificate of aggregator was renewed",
+    ]  # fmt: skip
+
+
+def test_s07_a_site_keeps_no_certificate_of_another_name_key_root_or_that_ends_sooner(certs, tmp_path):
+    folder, now = certs / "sites/a", datetime.now(UTC)
+    old(certs, "site", "a")
+    before = (folder / "cert.pem").read_bytes()
+    good = renewal.renewed(certs, before, now)
+    init(tmp_path / "other", "fedtrain")
+    foreign = renewal.renewed(tmp_path / "other", before, now)
+    other_name = (certs / "sites/b/cert.pem").read_bytes()
+    copy = issue(certs, "site", "c")
+    another_key = sign_for(certs, copy, "a")
+    for chain in (foreign, other_name, another_key, before, b"", good + b" " * (1 << 16)):
+        with pytest.raises(CertificateError):
+            renewal.keep(folder, chain)
+    assert (folder / "cert.pem").read_bytes() == before
+    renewal.keep(folder, good)
+    assert Credentials.load(folder).chain == good
+
+
+def sign_for(certs, folder, name):
+    """A certificate in another's name, of the key in this folder."""
+    authority = Authority.load(certs)
+    public = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes()).public_key()
+    made = sign(
+        authority, public, name, dns=[f"{name}.site.fedtrain.fedtrain"], usages=[USAGE["site"]],
+        not_before=datetime.now(UTC) - timedelta(hours=1), not_after=datetime.now(UTC) + timedelta(days=60),
+    )  # fmt: skip
+    return pem(made) + pem(authority.certificate)
+
+
+def test_s07_where_the_issuing_key_is_not_here_or_its_ca_ends_people_are_told_once(certs, monkeypatch):
+    monkeypatch.setattr(renewal, "LOOK_S", 0.01)
+    issue(certs, "aggregator", days=1000)  # as long as the issuing CA itself
+    with pytest.raises(CertificateError, match="the issuing CA ends on"):
+        renewal.renewed(certs, (certs / "aggregator/cert.pem").read_bytes(), datetime.now(UTC))
+    before, told = old(certs, "aggregator"), []
+    (certs / "ca/issuing.key.pem").rename(certs / "away")
+
+    async def main():
+        task = asyncio.create_task(
+            renewal.watch(certs, certs / "aggregator", Current(certs / "aggregator"), told.append)
+        )
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    bounded(main())
+    assert len(told) == 1
+    assert "ends soon and can't be renewed: the issuing key is not in" in told[0].text
+    assert (certs / "aggregator/cert.pem").read_bytes() == before
+
+
+def test_s07_a_revoked_site_is_given_no_new_certificate(certs):
+    chain = old(certs, "site", "a")
+    who = Callers(Credentials.load(certs / "aggregator"), certs)
+    assert who.identify(chain) == "a"
+    assert who.that_count() == [("a", chain)]
+    revoke(certs, ["a"])
+    who.revoked.reload()
+    assert who.that_count() == []
+
+
+def test_s07_an_audit_log_is_signed_with_the_renewed_certificate(certs, tmp_path):
+    """With the one of the start, the other end would dispute every head once that has ended."""
+    config = Config.of({"run": {"name": "r"}}, tmp_path)
+    log = audited(config, "a", silent, Current(certs / "sites/a"))
+    first = log.statement().certificate
+    issue(certs, "site", "a")
+    second = log.statement().certificate
+    log.close()
+    assert first != second == (certs / "sites/a/cert.pem").read_bytes()
+
+
+def test_s07_a_running_peer_enters_its_renewed_certificate_and_its_neighbours_have_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(enrolment, "RELOAD_S", 0.05)
+
+    async def main():
+        async with village(tmp_path / "v", "ab") as v:
+            for name in "ab":
+                v.start(name)
+            entry = v.root / "roster/a.peer"
+            await v.until(lambda: v.rounds_of("a") > 2 and v.rounds_of("b") > 2)
+            lost = len(v.of("b", "site_lost"))  # of the start, when each is not yet on the other's roster
+            issue(v.root / "certs", "site", "a")
+            new = (v.root / "certs/sites/a/cert.pem").read_bytes()
+            await v.until(lambda: certificate_of(entry.read_bytes()) == new)
+            since = v.rounds_of("b")
+            await v.until(lambda: v.rounds_of("b") > since + 2 and v.are_with("ab", "ab"))
+            assert len(v.of("b", "site_lost")) == lost
+
+    bounded(main())

@@ -1,6 +1,8 @@
 """S12, S14 at a site's own end: what an aggregator can't do with models of one digest, nor with haste."""
 
 import asyncio
+import errno
+import os
 import threading
 
 import pytest
@@ -10,15 +12,17 @@ from msgspec.structs import replace
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.digest import digest_of
-from fedtrain.errors import StoreError, Unfinished
-from fedtrain.messages import Update
+from fedtrain.errors import ConfigError, StoreError, Unfinished
+from fedtrain.events import Notice
+from fedtrain.messages import Failure, Update
 from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
+from fedtrain.runtime.sites.gate import Gate
 from fedtrain.runtime.sites.secure_site import SecureSite
 from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.star.secure_terms import encoding_of, hash_of, policy
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.masking import serial
-from fedtrain.secagg.messages import Advertise, Keys, Mask, Masked, Terms
+from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, Keys, Mask, Masked, Terms, Unmask
 from fedtrain.secagg.server import masked_sum
 from fedtrain.store import Ledger
 from fedtrain.transport.memory import LocalCohort
@@ -200,7 +204,7 @@ def test_s14_what_a_site_gave_shares_for_is_on_disk_before_they_leave(tmp_path):
     model, update = hash_of(Arena.zeros(SCHEMA)), Update(delta=Arena.zeros(SCHEMA), num_examples=5.0)
 
     class Unwritable:
-        folder, warn = tmp_path / "unwritable", print
+        folder, records, warn = tmp_path / "unwritable", None, print
 
         def sums(self):
             return {}
@@ -241,3 +245,59 @@ def test_s14_what_a_site_gave_shares_for_is_on_disk_before_they_leave(tmp_path):
     with pytest.raises(StoreError, match=r"sums\.json is damaged.*another run\.name"):
         again.sums()
     again.close()
+
+
+# --- What a site says of itself when something fails
+
+
+def test_s35_a_failure_leaves_without_the_folders_of_the_sites_machine(tmp_path, monkeypatch):
+    """A full disk, and a trainer that can't be started, name files: to the site's people with their folders,
+    to the aggregator without."""
+    config, keys, told, said = config_of(tmp_path), SimulatedKeys(), [], []
+    ledgers = {name: Ledger(tmp_path / "hospital" / name) for name in SITES}
+    weights = ArenaFile(SCHEMA, tmp_path / "model", digest_of(bytes(SCHEMA.nbytes)))
+    weights.path.write_bytes(bytes(SCHEMA.nbytes))
+
+    class Gone(Blobs):
+        async def evaluate(self, site, round, weights, counted):
+            raise ConfigError(f"{ledgers[site].folder}/task.py is gone")
+
+    def site_of(name):
+        secure = sites_of(config, keys, sums=ledgers[name])[name]
+        return Site(name, SCHEMA, ledgers[name], Gone(), secure=secure, gate=Gate(told.append))
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def handler(site):
+        async def answer(request):
+            with monkeypatch.context() as patch:
+                if isinstance(request, Unmask):
+                    patch.setattr(os, "fsync", full)  # as the guard keeps what is opened
+                said.append(await site.answer(request))
+            return said[-1]
+
+        return answer
+
+    async def run():
+        sites = {name: site_of(name) for name in SITES}
+        cohort = LocalCohort({name: handler(site) for name, site in sites.items()})
+        asked = replace(advertise(config), weights=weights)
+        masked = await masked_sum(
+            cohort, asked.terms, hash_of(weights), dict.fromkeys(SITES, asked), keys.verify,
+            deadline_s=60, step_deadline_s=60,
+        )  # fmt: skip
+        with pytest.raises(Unfinished):
+            await masked.unmask()
+        about = AdvertiseEvaluation(id="e", round=1, weights=weights, terms=replace(asked.terms, round=1))
+        await handler(sites["a"])(about)
+
+    asyncio.run(run())
+    failures = [reply.reason for reply in said if isinstance(reply, Failure)]
+    assert [reason.partition(" for ")[2][:13] for reason in failures[:-1]] == ["cohorts.jsonl"] * 3
+    assert failures[-1] == "task.py is gone"
+    assert "hospital" not in "".join(failures)
+    notices = [event.text for event in told if isinstance(event, Notice)]
+    assert [text.count(str(tmp_path / "hospital")) for text in notices] == [1] * 4
+    for ledger in ledgers.values():
+        ledger.close()

@@ -28,7 +28,7 @@ from fedtrain.runtime.star.aggregator import JoinedSites
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from fedtrain.transport.grpc import SERVICE
-from fedtrain.transport.tls import Tls, serving
+from fedtrain.transport.tls import Tls, explain, serving
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Fetch, Offer, Refused, Resume, Stored, UploadAnswer
 from tests.federation import (
@@ -105,7 +105,7 @@ def test_s01_a_client_without_a_certificate_is_refused_at_the_handshake(certs, t
                 with pytest.raises(grpc.aio.AioRpcError) as e:
                     await channel.unary_unary(f"/{SERVICE}/Session")(b"")
                 assert e.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert agg.events == []
+            assert {kind for kind, _ in agg.events} <= {"join_refused"}
 
     bounded(main())
 
@@ -320,6 +320,7 @@ def test_s18_an_impossible_sample_count_is_refused(certs, tmp_path, claim):
     assert isinstance(got["b"], Update)
 
 
+@pytest.mark.slow(3)
 def test_s21_a_truncated_stream_is_not_an_update_and_may_go_on_later(certs, tmp_path):
     reply = Update(delta=random_arena(1000, 3), num_examples=5)
     answer, got, events = one_upload(
@@ -490,3 +491,8 @@ def test_a_site_that_trains_something_else_is_told_so_once_and_no_data_moves(cer
             assert agg.cohort.bytes_out == 0
 
     bounded(main())
+
+
+def test_a_call_that_ends_while_it_is_written_is_told_in_words_of_ours():
+    said = explain("Internal error from Core", "hospital.example:8440")
+    assert said == "hospital.example:8440: the aggregator ended the call while this end was still sending."

@@ -32,10 +32,11 @@ from ...training.parallel.data import Dealt, data_of, pool_of, sites_of
 from ...training.parallel.engine import MeshEngine
 from ...training.parallel.outer import Outer
 from ...training.parallel.state import State, no_optimizer
+from ...training.rank_log import RankLog
 from ...training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
-from ..auditing import audited
+from ..auditing import DATACENTER, audited, datacenter_credentials
 from ..journal import Averages, Journal, Lap, Result
-from ..meeting import ADVICE, meet, shares_store
+from ..meeting import advice, meet
 from ..star.combinations import beyond, check_islands
 from ..star.federated import central_noise
 from .islands import IslandSites, outer_of
@@ -64,25 +65,27 @@ def run(
     own = [config.strategy.kind] if islands and ":" in config.strategy.kind else []
     digest = task_digest(config.run.task, config.root, *own)
     with joined(partial(meet, config), config.train.device, config.parallel.backend, done) as device:
-        sizes = Sizes.of(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
-        mesh = Mesh(sizes, device, islands=islands)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        mesh = Mesh(Sizes.of(config.parallel, ranks), device, islands=islands)
         task = load_task(config.run.task, config.root, data_dir)
-        if shares_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-            emit(Notice(text=ADVICE))
-        with ExitStack() as stack, Leave() as leave:
+        for line in advice():
+            emit(Notice(text=line))
+        log, limit = RankLog(config.datacenter_dir, mesh.rank), config.parallel.step_timeout
+        with log, ExitStack() as stack, Leave(hangs_s=limit, log=log) as leave:
             store = None  # but for rank 0
             if mesh.rank == 0:
-                emit = stack.enter_context(closing(audited(config, "datacenter", emit))).emit
+                signer = datacenter_credentials(config)
+                emit = stack.enter_context(closing(audited(config, DATACENTER, emit, signer))).emit
                 store = stack.enter_context(closing(RunStore(config.datacenter_dir, warn=noticed(emit))))
             room = Datacenter(config, task, mesh, store, emit, leave)
             if profile:
                 from .profile import Profile
 
-                room.stepped = stack.enter_context(Profile(profile, config.datacenter_dir, mesh.rank)).step
+                room.stepped = stack.enter_context(Profile(profile, config.datacenter_dir, mesh)).step
             if store is not None:
                 store.begin(
                     room.schema, agreed(config), frozen=room.engine.frozen, run=config.run.name,
-                    task_digest=digest, local=sorted(room.engine.kept),
+                    task_digest=digest, local=sorted(room.engine.kept), parallel=config.table()["parallel"],
                 )  # fmt: skip
             return room.run(start)
 
@@ -343,7 +346,5 @@ class Datacenter:
 
 def agreed(config: Config) -> dict[str, str]:
     """What must not change between two starts of one run; the mesh may."""
-    return config.agreed() | {
-        f"parallel.{key}": repr(getattr(config.parallel, key))
-        for key in ("sync", "carry", "fragments", "overlap")
-    }
+    keys = ("sync", "carry", "fragments", "overlap")
+    return config.agreed() | {f"parallel.{key}": repr(getattr(config.parallel, key)) for key in keys}

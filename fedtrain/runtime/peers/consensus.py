@@ -4,6 +4,7 @@ Without a robust rule the model is cut into blocks, and each block has a root: a
 the root adds them up in the order of names, and gives everybody the result. So each peer sends two models,
 whatever the number of peers, and one place decides each bit. With a robust rule every peer gets every
 model and applies the rule itself, so that no peer has the last word. At last all tell each other the digest.
+Many peers turn to a few others at a time, in an order that is the same at both ends.
 """
 
 from __future__ import annotations
@@ -14,18 +15,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ...arena import Arena
 from ...errors import BadUpdate, SecAggError
 from ...exchange import PeerId
-from ...gossip import MixingRule, Parcel, Ruled, rules
+from ...gossip import Parcel
 from ...gossip.one_model import blocks_of, joined, mean, ruled
-from ...secagg.fixedpoint import Floats
-from ...secagg.masking import RingVector
 from ...secagg.peer_sums import Layout, PeerSum, RingSum
+from ...transport.overlay import in_turn
 from .gossip import Peer, sum_name
-from .parcels import Inbox, good, other_parts, share_of, share_of_model, state_of, trained_part, write
+from .parcels import Inbox, good, share_of, share_of_model, state_of
+from .whole_models import as_model, as_numbers, mass_of, parts_of, rule_of, sha256, signed, with_own
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 ATTEMPTS = 4  # at one model, each without those who were lost in the one before
 PHASES = 3  # exchanges of an attempt: models, results, digests
 EXCHANGES = ATTEMPTS * PHASES + 1  # the last one waits for those who still try
+ENDED = 1 << 24  # the number, from the first exchange on, that says that a peer has the model
 PULL_S = 60.0  # for a model to come
 NAMED = 32  # peers that a message names as missing
 
@@ -54,40 +54,44 @@ class Consensus:
 
     def __init__(
         self, peer: Peer, first: int, initial: Arena, alive: Callable[[], Collection[PeerId]],
-        deadline_s: float, roots: Callable[[PeerId], bool] = lambda peer: True,
+        deadline_s: float, roots: Callable[[PeerId], bool] = lambda peer: True, turns: int = 1,
     ) -> None:  # fmt: skip
         """`first`: the number of the first exchange, after those of all rounds. `initial`: the run's first
-        model, which has the parts that never travel. `roots`: whether everybody can reach a peer."""
+        model, which has the parts that never travel. `roots`: whether everybody can reach a peer. `turns`:
+        in how many a peer turns to all others, the same at all peers."""
         self._peer, self._first, self._initial, self._alive = peer, first, initial, alive
         self._deadline_s, self._roots, self._neighbors = deadline_s, roots, peer.neighbors
+        self._turns = turns
+        self._members: Sequence[PeerId] = ()
         self.rule, self.lost, self._silent = rule_of(peer), dict[PeerId, str](), list[PeerId]()
 
     @property
     def done(self) -> int:
         """What a peer announces as its round once it has the model."""
-        return self._first + EXCHANGES
+        return self._first + ENDED
 
     async def run(self, least: int) -> OneModel | None:
         """The model that at least so many agree on; None when they can't, and `lost` says who was missing."""
         slow: set[PeerId] = set()
-        for number in range(self._first, self.done - 1, PHASES):
+        for number in range(self._first, self._first + ATTEMPTS * PHASES, PHASES):
             if (found := await self._of_the_others()) is not None:
                 return found
             members = sorted({*self._alive(), self._peer.name} - slow)
             if len(members) < least:
                 break
+            self._members = members
             model = await (self._by_blocks if self.rule is None else self._by_rule)(number, members)
             if model is not None:
                 self._neighbors.publish(number + PHASES - 1, share_of_model(model))
             digests, named = await self._told(number + PHASES - 1, members, model)
             need = 1 if self.rule is None else len(members) // 2 + 1
             if (found := await self._settle(model, digests, need)) is not None:
-                self._neighbors.publish(self.done, share_of_model(found.model))
-                self._neighbors.announce(self.done)
-                return found
+                return await self._finished(found)
             slow |= {name for name, times in named.items() if 2 * times > 1 + len(digests)}
-        others = sorted({*self._alive()} - {self._peer.name})
-        await self._exchange(self.done - 1, {}, others, Inbox({}, {}, 0))  # until they announce what follows
+        others = sorted(self._neighbors.progress().keys() & {*self._alive()})
+        self._neighbors.announce(self.done - 1)
+        inbox = Inbox({}, {}, 0)  # nothing comes: it is over when they have gone on
+        await self._neighbors.exchange(self.done - 1, {}, others, inbox, self._deadline_s)
         return await self._of_the_others()
 
     # --- one attempt
@@ -101,17 +105,17 @@ class Consensus:
                    for root, each in zip(roots, zip(*blocks, strict=True), strict=True)}  # fmt: skip
         gather = self._summed if self._peer.sums is not None else self._mean
         mine = await gather(number, members, of_root)
-        tag = hashlib.sha256("\x1f".join(members).encode()).hexdigest()[:16]
-        give = {f"{tag}/{name}": part for name, part in (mine or {}).items()}
-        like = {f"{tag}/{name}": part for name, part in of_root[roots[0]].items()}
-        told = dict.fromkeys(others, Parcel(give or nothing())) if me in roots else {}
+        if mine is None and me in roots:  # then nobody has all results
+            return None
+        give, like = _among(members, mine or {}), _among(members, of_root[roots[0]])
+        told = dict.fromkeys(others, Parcel(give)) if give else {}
         came = await self._swap(number + 1, told, [root for root in roots if root != me], like)
         results = {root: parcel.parts for root, parcel in came.items()} | ({me: give} if give else {})
         if any(root not in results for root in roots):
             return None
         wholes = {
-            name: joined([results[root][f"{tag}/{name}"] for root in roots], part)
-            for name, part in self._parts.items()
+            name: joined([results[root][tagged] for root in roots], part)
+            for tagged, (name, part) in zip(like, self._parts.items(), strict=True)
         }
         return self._model(wholes)
 
@@ -120,14 +124,16 @@ class Consensus:
     ) -> Parts | None:
         """This root's block; None when a member's did not come, or this peer is no root."""
         me, mass = self._peer.name, {"mass": mass_of(self._peer)}
-        own = {root: Parcel(parts, mass) for root, parts in of_root.items() if root != me}
+        blocks = {root: _among(members, parts) for root, parts in of_root.items()}
+        own = {root: Parcel(parts, mass) for root, parts in blocks.items() if root != me}
         expected = [name for name in members if name != me] if me in of_root else []
-        came = await self._swap(number, own, expected, next(iter(of_root.values())))
+        came = await self._swap(number, own, expected, next(iter(blocks.values())))
         if me not in of_root or len(came) < len(expected):
             return None
-        came[me] = Parcel(of_root[me], mass)
+        came[me] = Parcel(blocks[me], mass)
         masses = [came[name].fields.get("mass", 1.0) for name in members]
-        return {part: mean([came[name].parts[part] for name in members], masses) for part in of_root[me]}
+        return {part: mean([came[name].parts[tagged] for name in members], masses)
+                for part, tagged in zip(of_root[me], blocks[me], strict=True)}  # fmt: skip
 
     async def _summed(
         self, number: int, members: Sequence[PeerId], of_root: Mapping[PeerId, Parts]
@@ -209,6 +215,8 @@ class Consensus:
         done = [name for name, number in sorted(self._neighbors.progress().items()) if number == self.done]
         need = 1 if self.rule is None else len({*self._alive(), self._peer.name}) // 2 + 1
         holders: dict[str, list[PeerId]] = {}
+        if done and self._turns > 1:  # more than those who are near may have finished
+            done += sorted({*self._alive()} - {self._peer.name, *done})
         for name in done if len(done) >= need else ():
             taken = await self._pull(name)
             if taken is None or taken[0] != self.done:
@@ -216,10 +224,16 @@ class Consensus:
             digest = sha256(taken[1])
             holders.setdefault(digest, []).append(name)
             if len(holders[digest]) >= need:
-                self._neighbors.publish(self.done, share_of_model(taken[1]))
-                self._neighbors.announce(self.done)
-                return OneModel(taken[1], digest, sorted([self._peer.name, *holders[digest]]))
+                found = OneModel(taken[1], digest, sorted([self._peer.name, *holders[digest]]))
+                return await self._finished(found)
         return None
+
+    async def _finished(self, found: OneModel) -> OneModel:
+        """Offer the model, and refuse what others still give: they would wait until this peer has left."""
+        self._neighbors.publish(self.done, share_of_model(found.model))
+        self._neighbors.announce(self.done)
+        await self._neighbors.exchange(self.done, {}, [], Inbox({}, {}, 0), self._deadline_s)
+        return found
 
     # --- what they are made of
 
@@ -253,12 +267,22 @@ class Consensus:
         self, number: int, given: Mapping[PeerId, Parcel], expected: Sequence[PeerId], inbox: Inbox
     ) -> Collection[PeerId]:
         shares = {name: share_of(parcel, 1.0, len(given)) for name, parcel in given.items()}
-        self._neighbors.announce(number)
-        done = await self._neighbors.exchange(number, shares, expected, inbox, self._deadline_s)
-        if (number - self._first) % PHASES == 0:
-            self.lost, self._silent = {}, sorted(done.missing)
-        self.lost |= done.missing
-        return done.arrived
+        arrived, missing = set[PeerId](), dict[PeerId, str]()
+        for turn, part in enumerate(in_turn(self._peer.name, self._members, self._turns)):
+            at = self._first + (number - self._first) * self._turns + turn
+            to = {name: share for name, share in shares.items() if name in part}
+            self._neighbors.announce(at)
+            done = await self._neighbors.exchange(
+                at, to, [name for name in expected if name in part], inbox, self._deadline_s
+            )
+            arrived |= done.arrived
+            missing |= done.missing
+        if (phase := (number - self._first) % PHASES) == 0:
+            self.lost, self._silent = {}, sorted(missing)
+        elif phase == 1:  # who counts with other members fits with nobody
+            self._silent += sorted(name for name, why in missing.items() if why.startswith("refused"))
+        self.lost |= missing
+        return arrived
 
     async def _pull(self, peer: PeerId) -> tuple[int, Arena] | None:
         if (letter := await self._neighbors.pull(peer, PULL_S)) is None:
@@ -270,73 +294,7 @@ class Consensus:
             return None
 
 
-# --- one model of many, without I/O
-
-
-def of_all(peers: Mapping[PeerId, Peer], first: int, initial: Arena) -> Arena | None:
-    """What peers agree on in the open when nothing is lost; None where they are too few for the rule."""
-    names, one = sorted(peers), next(iter(peers.values()))
-    each = [parts_of(peers[name].model) for name in names]
-    rows = {name: [parts[name] for parts in each] for name in each[0]}
-    if (rule := rule_of(one)) is None:
-        masses = [mass_of(peers[name]) for name in names]
-        return as_model({name: mean(vectors, masses) for name, vectors in rows.items()}, initial)
-    return as_model(ruled(rule, names, rows, first), initial) if len(names) >= max(rule.needs, 2) else None
-
-
-def rule_of(peer: Peer) -> MixingRule | None:
-    """The robust rule of a peer's algorithm; None where it has none."""
-    algorithm = peer.algorithm
-    robust = isinstance(algorithm, Ruled) and not isinstance(algorithm.rule, rules.GraphMean)
-    return algorithm.rule if isinstance(algorithm, Ruled) and robust else None
-
-
-def mass_of(peer: Peer) -> float:
-    """How much a peer's model counts: its push-sum mass, where it has one."""
-    return float(peer.state["mass"]) if "mass" in peer.state else 1.0
-
-
-def parts_of(model: Arena) -> Parts:
-    """The parts of a model that are averaged."""
-    return {"x": trained_part(model), **other_parts(model)}
-
-
-def as_model(parts: Parts, initial: Arena) -> Arena:
-    """A model of these parts; what is never averaged is the initial model's."""
-    return write(initial.load(), parts["x"], {name: part for name, part in parts.items() if name != "x"})
-
-
-def as_numbers(parts: Parts) -> tuple[Floats, Floats]:
-    """(a model's values, the exact scalars) of a sum under masks."""
-    scalars = [part.numpy().astype(np.float64) for name, part in parts.items() if name != "x"]
-    return parts["x"].numpy(), np.concatenate([np.empty(0), *scalars])
-
-
-def with_own(own: Parts, weight: float, values: Floats, scalars: Floats) -> Parts:
-    """The mean: a peer's own part of it, and the sum of all others' parts."""
-    import torch
-
-    rest = torch.from_numpy(np.concatenate([values, scalars]))
-    lengths = [len(part) for part in own.values()]
-    pieces = torch.split(rest, lengths)
-    return {name: (part.double() * weight + piece).to(part.dtype)
-            for (name, part), piece in zip(own.items(), pieces, strict=True)}  # fmt: skip
-
-
-def signed(ring: RingVector) -> Vector:
-    """A vector of the ring as the integers in which it travels."""
-    import torch
-
-    return torch.from_numpy(ring.view(f"i{ring.itemsize}"))
-
-
-def nothing() -> Parts:
-    """What a root gives that has no block: nobody takes it."""
-    import torch
-
-    return {"none": torch.zeros(1)}
-
-
-def sha256(model: Arena) -> str:
-    """In hex, of a model's bytes."""
-    return hashlib.sha256(model.payload).hexdigest()
+def _among(members: Sequence[PeerId], parts: Parts) -> Parts:
+    """The parts under names that only a peer takes who counts with the same members."""
+    tag = hashlib.sha256("\x1f".join(members).encode()).hexdigest()[:16]
+    return {f"{tag}/{name}": part for name, part in parts.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ from ...errors import CertificateError, ConfigError, JoinRefused, SecAggError
 from ...events import Emit, Notice
 from ...exchange import Contact, PeerId
 from ...pki import Credentials, Revoked
+from ...pki.identity import Current
 from ...pki.invitation import Guestbook, Invitation
 from ...pki.mask_keys import MaskKey, MaskKeys, state
 from ...pki.revocation import LIST
@@ -21,9 +23,11 @@ from ...pki.roster import Claim, Roster, can_be_called, certificate_of, check, e
 from ...pki.signing import Signer, Verifier
 from ...secagg.peer_sums import PeerSums
 from ...transport.admission import Curve, join
+from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Stamp
 from ..threads import while_awaited
 
+RELOAD_S = 2.0  # between looks at the roster's folder
 JOIN_S = 60.0  # for the peer that has invited this one to answer
 
 
@@ -42,16 +46,8 @@ def enrolled(
     federation = credentials.identity.federation
     revoked = Revoked(config.root / config.network.certs / LIST, credentials.root)
     verifier = Verifier(credentials.root, federation, revoked=revoked, pinned=pinned)
-    folder = config.root / config.gossip.roster
-    signer, address, number, have = Signer.of(credentials), called_at(config), 0, None
-    with suppress(CertificateError, FileNotFoundError):
-        entry = (folder / f"{name}.peer").read_bytes()
-        contact, number = check(entry, verifier, federation)
-        have = (contact.key, contact.address, certificate_of(entry))
-    if have != (curve.public, address, signer.certificate):  # others verify by it what this peer signs
-        number = max(number + 1, int(time.time()))
-        claim = Claim(peer=name, federation=federation, key=curve.public, address=address, number=number)
-        save(folder, name, enrol(signer, claim).encode())
+    folder, signer = config.root / config.gossip.roster, Signer.of(credentials)
+    enter(config, name, credentials, curve, verifier)
     return Roster(
         folder, verifier, federation, revoked=revoked, signer=signer,
         mask_keys=None if sums is None else carried(
@@ -60,6 +56,42 @@ def enrolled(
         guests=Guestbook(config.root / config.network.certs / "sites" / name),
         refuse=lambda file, why: emit(Notice(text=f"roster: {file} is refused: {why}")),
     )  # fmt: skip
+
+
+def enter(config: Config, name: str, credentials: Credentials, curve: Curve, verifier: Verifier) -> None:
+    """Have this peer's own entry in the roster's folder as it is today: others verify by the certificate in
+    it what this peer signs."""
+    folder, federation = config.root / config.gossip.roster, credentials.identity.federation
+    signer, address, number, have = Signer.of(credentials), called_at(config), 0, None
+    with suppress(CertificateError, FileNotFoundError):
+        entry = (folder / f"{name}.peer").read_bytes()
+        contact, number = check(entry, verifier, federation)
+        have = (contact.key, contact.address, contact.relays, certificate_of(entry))
+    if (relays := config.gossip.relay > 0) and address is None:
+        raise ConfigError("gossip.relay: a peer that can't be called relays for nobody. Set network.listen.")
+    if have != (curve.public, address, relays, signer.certificate):
+        number = max(number + 1, int(time.time()))
+        claim = Claim(peer=name, federation=federation, key=curve.public, address=address, relays=relays,
+                      number=number)  # fmt: skip
+        save(folder, name, enrol(signer, claim).encode())
+
+
+async def watch(
+    config: Config, name: str, current: Current, curve: Curve, roster: Roster, neighbors: ZmqNeighbors
+) -> None:
+    """Look at the roster again and again: call who is new, cut off who was struck off; and enter this peer
+    anew when its certificate was renewed."""
+    entry = roster.folder / f"{name}.peer"
+    chain = current().chain
+    while True:
+        neighbors.revoked()
+        neighbors.keep()
+        await asyncio.sleep(RELOAD_S)
+        if (now := current()).chain != chain and entry.exists():  # else it was struck off
+            verifier = Verifier(now.root, now.identity.federation)
+            await asyncio.to_thread(enter, config, name, now, curve, verifier)
+            chain = now.chain
+        await asyncio.to_thread(roster.reload)
 
 
 def carried(

@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arena import Arena
-from ...errors import BadUpdate, SecAggError, TaskError
-from ...exchange import Exchanged, Neighborhood, Neighbors, PeerId, ShareHeader
+from ...errors import SecAggError
+from ...exchange import Exchanged, Neighborhood, Neighbors, PeerId
 from ...gossip import Algorithm, Blend, Judged, LocalSteps, Parcel, Receive, Received, Ruled, Send, rules
+from ...gossip.adpsgd import ADPSGD
+from ...gossip.dpsgd import DPSGD
 from ...messages import Metrics, Update, averages
 from ...secagg.peer_sums import LEAST, Layout, PeerSum, PeerSums, RingSum
 from ...store import Checkpoint
-from .parcels import LEAST_MASS, Inbox, good, other_parts, share_of, trained_part, write
+from .mailbox import Letters
+from .pairs import Pairs
+from .parcels import LEAST_MASS, Inbox, check_finite, other_parts, share_of, trained_part, write
 from .pledges import Pledges
 
 if TYPE_CHECKING:
@@ -87,7 +91,10 @@ class Peer:
         self._own = torch.zeros(2, dtype=torch.float64)  # what this peer measured, as it sent it last
         self._now = torch.zeros(2, dtype=torch.float64)  # what this peer measures now
         self._metrics: Metrics = {}
-        self._posted: dict[PeerId, tuple[int, Parcel]] = {}  # the newest of each, and when it came
+        self.unheard: Vector | None = None  # what it found in its last round, where no neighbour took that
+        self.jumped = self._late = False  # since its last round it took others' model; in it, it was late
+        self._mailbox = Letters(neighbors, self._robust)
+        self.pairs = Pairs(self, algorithm.staleness) if isinstance(algorithm, ADPSGD) else None
 
     @property
     def bytes_out(self) -> int:
@@ -98,6 +105,8 @@ class Peer:
         own = {"model": self.model.data, "gauge": self._gauge, "told": self._own, "now": self._now}
         if self.pledges is not None:
             own |= self.pledges.kept()
+        if self.pairs is not None and self.pairs.began is not None:
+            own["began"] = self.pairs.began
         return own | {f"state/{name}": value for name, value in self.state.items()}
 
     def go_on(self, checkpoint: Checkpoint) -> None:
@@ -109,6 +118,8 @@ class Peer:
         self.round = checkpoint.round
         if self.pledges is not None:
             self.pledges.go_on(kept)
+        if self.pairs is not None:
+            self.pairs.began = kept.get("began")
         self.state = {n.removeprefix("state/"): v for n, v in kept.items() if n.startswith("state/")}
 
     def tell_account(self) -> None:
@@ -118,9 +129,14 @@ class Peer:
 
     async def step(self, near: Neighborhood, deadline_s: float) -> RoundReport:
         """The next round: do what the algorithm asks for; then model and state change together."""
+        if self.pairs is not None:
+            return self._report(await self.pairs.round(near, deadline_s))
         t, others, own = self.round, other_parts(self.model), self._own
         self.neighbors.announce(t, near.incoming.keys() | near.outgoing.keys())
-        party = self.algorithm.round(trained_part(self.model), self.state, near, t)
+        algorithm, early = self.algorithm, False
+        if isinstance(algorithm, DPSGD) and (self.jumped or self._late):
+            algorithm, early = replace(algorithm, overlap=True), True
+        party = algorithm.round(trained_part(self.model), self.state, near, t)
         answer: Vector | Received | None = None
         exchange: _Exchange | None = None
         judged: Mapping[PeerId, float] = {}
@@ -133,7 +149,8 @@ class Peer:
             answer = None
             if isinstance(request, LocalSteps):
                 try:
-                    answer, others = await self._local_steps(request.x, others)
+                    answer, others = await self.local_steps(request.x, others)
+                    found = answer - request.x
                 except BaseException:
                     if exchange is not None:
                         exchange.give_up()
@@ -152,59 +169,39 @@ class Peer:
                 judged = request.shares
             else:
                 assert exchange is not None, "an algorithm sends before it looks into its mailbox"
-                answer = heard = self._newest(request.staleness, exchange.parcel.parts)
+                answer = heard = self._mailbox.newest(t, request.staleness, exchange.parcel.parts)
                 stale = f"sent no model in the last {request.staleness} rounds"
                 exchange.missing = dict.fromkeys(near.incoming.keys() - heard.parcels.keys(), stale)
                 exchange.read(heard)
         assert exchange is not None, "every algorithm tells its neighbours something"
-        if not good(x):  # what neighbours gave was looked at as it came
-            raise TaskError(
-                f"round {t + 1}: the model of {self.name} has NaN, Inf or values whose squares are beyond "
-                f"their dtype, and is not kept: training diverges. Lower train.lr, or set train.clip_norm."
-            )
+        check_finite(x, self.name, t)
         mixed = exchange.mixed()
         self._gauge, self._own = mixed.pop("gauge"), own
         others = {name: mixed[name] + (others[name] - sides[name]) for name in others}
-        if (told := exchange.parcel.parts.get("x")) is not None:
+        if (told := exchange.model) is not None:
             self._now[1] = float((x - told).norm() / x.norm().clamp(min=1e-30)) ** 2
+        if isinstance(self.algorithm, DPSGD):
+            before = self.unheard if exchange.late else None
+            both = found if before is None else found + before
+            self.unheard = both if early or exchange.late else None
+        self.jumped, self._late = False, exchange.late
         if self.pledges is not None:
             self.pledges.note(t, exchange.parcel, exchange.given, exchange.counted)
             accounts = self.neighbors.accounts()
             x, state, self._gauge = self.pledges.settle(accounts, x, state, self._gauge)
         self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
-        loss, moved = self._gauge.tolist()
-        moved = math.sqrt(max(0.0, moved))
-        return RoundReport(
-            self._metrics, exchange.missing, loss, moved, exchange.clipped, judged, exchange.late
-        )
+        return self._report(exchange.missing, exchange.clipped, judged, exchange.late)
 
-    async def _local_steps(
-        self, start: Vector, others: dict[str, Vector]
-    ) -> tuple[Vector, dict[str, Vector]]:
+    def _report(self, missing: Mapping[PeerId, str], *how: Any) -> RoundReport:
+        loss, moved = self._gauge.tolist()
+        return RoundReport(self._metrics, missing, loss, math.sqrt(max(0.0, moved)), *how)
+
+    async def local_steps(self, start: Vector, others: dict[str, Vector]) -> tuple[Vector, dict[str, Vector]]:
         weights, delta = write(self.model.load(), start, others), Arena.zeros(self.model.schema)
         update = await self._train(self.round, weights, delta)
         self._metrics, self._now[0] = update.metrics, averages({"": update.metrics}).get("loss", 0.0)
         moved = other_parts(delta)
         return start + trained_part(delta), {name: v + moved[name] for name, v in others.items()}
-
-    def _newest(self, staleness: int, like: Mapping[str, torch.Tensor]) -> Received:
-        for posted in self.neighbors.take():
-            inbox = Inbox({}, like, 2 * self.model.schema.nbytes + (1 << 16))
-            share = posted.share
-            try:
-                nbytes = len(share.payload)
-                inbox.begin(ShareHeader(posted.peer, posted.round, nbytes, share.weight, share.degree,
-                                        share.codec, share.note))  # fmt: skip
-                inbox.mix(posted.peer, 0, share.payload)
-            except BadUpdate:
-                continue  # as if it had not come: what is stale returns to self
-            parcel = inbox.parcel(posted.peer)
-            if not self._robust and not all(map(good, parcel.parts.values())):
-                continue
-            self._posted[posted.peer] = self.round, parcel
-        return Received(
-            {p: parcel for p, (at, parcel) in self._posted.items() if self.round - at <= staleness}
-        )
 
 
 class _Exchange:
@@ -217,10 +214,11 @@ class _Exchange:
         self._mass = send.parcel.fields.get("mass", 1.0)
         self._blends = {name: peer.algorithm.mix_extras(v, near, self._mass) for name, v in sides.items()}
         self._returned, self.missing, self.clipped, self.late = 0.0, dict[PeerId, str](), 0, False
-        self._again = False
+        self._before = {*near.outgoing} if peer.pledges and peer.pledges.again else set[PeerId]()
         self.given: Mapping[PeerId, float] = {}  # takers that have our share, or may have it -> its weight
         self.counted: Collection[PeerId] = ()  # the givers whose share is in the sum
         self.parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
+        self.model = send.parcel.parts.get("x") if send.model is None else send.model
         self._under_way: asyncio.Future[Exchanged] | None = None
         self._begin(peer, near, send, deadline_s)
 
@@ -229,14 +227,16 @@ class _Exchange:
         share = share_of(parcel, 1.0, len(near.outgoing))  # the bytes are the same for all
         held: Collection[PeerId] = near.outgoing if self._mass < LEAST_MASS else ()
         if peer.pledges is not None:
-            held, self._again = held or peer.pledges.withheld(peer.round), peer.pledges.again
+            held = held or peer.pledges.withheld(peer.round)
+            self._before -= {*held}
         shares = {k: replace(share, weight=w) for k, w in near.outgoing.items() if k not in held}
         if not peer.algorithm.waits:
             peer.neighbors.post(peer.round, shares)
             return
         most_bytes, optional = 2 * peer.model.schema.nbytes + (1 << 16), peer.algorithm.optional
-        mixes, whole = {**send.blends, **self._blends}, bool(peer.algorithm.conserved())
-        self._inbox = Inbox(mixes, parcel.parts, most_bytes, optional, whole)
+        mixes, kept = {**send.blends, **self._blends}, peer.algorithm.conserved()
+        sums = mixes if kept and self._directed else {kept} - {""}  # push-sum divides all parts by one mass
+        self._inbox = Inbox(mixes, parcel.parts, most_bytes, optional, sums)
         self._under_way = asyncio.ensure_future(
             peer.neighbors.exchange(peer.round, shares, list(near.incoming), self._inbox, deadline_s)
         )
@@ -258,10 +258,9 @@ class _Exchange:
         return Received({peer: self._inbox.parcel(peer) for peer in heard}, undelivered)
 
     def _undelivered(self, exchanged: Exchanged) -> set[PeerId]:
-        outgoing = self._near.outgoing
-        may = exchanged.given | exchanged.unsure.keys() | (exchanged.kept.keys() if self._again else set())
-        self.given = {peer: outgoing[peer] for peer in sorted(may)}
-        return outgoing.keys() - self.given.keys()
+        may = exchanged.given | exchanged.unsure.keys() | self._before  # or an earlier life of ours gave it
+        self.given = {peer: self._near.outgoing[peer] for peer in sorted(may)}
+        return self._near.outgoing.keys() - may
 
     def read(self, heard: Received) -> None:
         """Blend the plainly averaged parts of parcels that came outside of an exchange."""
@@ -308,7 +307,7 @@ class _Summed(_Exchange):
         self._sum = RingSum(Layout.of(max(len(expected), 1), peer.clip, values, len(scalars)))
         part = "" if own is None else sum_name(own)
         like = {part: torch.from_numpy(self._sum.total.view(f"i{self._sum.total.itemsize}"))}
-        self._inbox = Inbox({part: self._sum}, like, 0)
+        self._inbox = Inbox({part: self._sum}, like, 0, agreed=near.incoming)
         self._under_way = asyncio.ensure_future(
             peer.neighbors.exchange(peer.round, shares, expected, self._inbox, deadline_s)
         )

@@ -8,10 +8,17 @@ from typing import Any
 
 from ... import aggregation, compression, strategies, topology
 from ...aggregation import Rule
-from ...config import CompressionConfig, Config, SitePolicy
+from ...compression import ErrorFeedback
+from ...compression.bfloat16 import BFloat16
+from ...compression.float16 import Float16
+from ...compression.quantize import Quantize
+from ...config import CompressionConfig, Config, GossipConfig, SitePolicy
 from ...errors import ConfigError
 from ...exchange import PeerId
-from ...gossip import ALGORITHMS, Algorithm, Choco, Ruled, build, rules, tuning
+from ...gossip import ALGORITHMS, Algorithm, Choco, CompressorLike, Ruled, build, rules, tuning
+from ...gossip.diloco import DiLoCo
+from ...gossip.noloco import NoLoCo
+from ...modes import WITH_COMPRESSOR
 from ...secagg.peer_sums import LEAST
 from ...topology import Topology
 from ..sites import privacy
@@ -19,10 +26,11 @@ from ..star.combinations import check_plain
 
 AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
 _AVERAGE = " or ".join(AVERAGE_ONLY)
+LEAST_BITS = 4  # of a coordinate of a whole model
 
 
-PEERS_HOLD = ("secure_sums", "pin_members", "min_examples", "rounds", "confine", "noise", "epsilon", "delta",
-              "members")  # of a policy  # fmt: skip
+PEERS_HOLD = ("secure_sums", "pin_members", "signed_members", "min_examples", "rounds", "confine", "noise",
+              "epsilon", "delta", "members")  # of a policy  # fmt: skip
 
 
 def check_policy(config: Config, policy: SitePolicy) -> None:
@@ -57,11 +65,7 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
             f"strategy.kind: {config.strategy.kind} steps at the server, and gossip has none. "
             f'Use {_AVERAGE}; gossip.algorithm = "diloco" has momentum.'
         )
-    compressor = None
-    if gossip.algorithm == "choco":
-        if gossip.compressor.startswith("error_feedback"):
-            raise ConfigError("gossip.compressor: choco remembers errors itself. Leave error_feedback out.")
-        compressor = compression.parse(gossip.compressor).contraction()
+    compressor = compressor_of(gossip)
     own = {kind: rule for kind, rule in aggregation.RULES.items() if rule.of_rows and not rule.linear}
     rule = rules.parse(gossip.rule, own, without_memory, config.run.rounds)
     algorithm = build(gossip.algorithm, gossip.options, compressor, rule)
@@ -77,17 +81,44 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
         )
     if algorithm.static and graph.period(8) != 1:
         raise ConfigError(
-            f"gossip.topology: {graph} changes from round to round, and {gossip.algorithm} keeps a copy "
-            f'of each neighbour. Use one that stays, as "regular:4".'
+            f"gossip.topology: {graph} changes from round to round, and {gossip.algorithm} needs neighbours "
+            f'that stay. Use another graph, as "regular:4".'
         )
     return algorithm, graph
 
 
-def with_gamma(
-    config: Config, algorithm: Algorithm, graph: Topology, numel: int, kept: float | None
+def compressor_of(gossip: GossipConfig) -> CompressorLike | None:
+    """What the bytes between peers are encoded by; None where whole models travel. ConfigError for one that
+    leaves out more of a model than peers bear."""
+    hides = gossip.masks and gossip.algorithm != "choco"  # sums of whole models; choco has none, and says so
+    if gossip.algorithm not in WITH_COMPRESSOR or hides or not gossip.compressor:
+        return None
+    if gossip.compressor.startswith("error_feedback"):
+        raise ConfigError(
+            f"gossip.compressor: {gossip.algorithm} remembers errors itself. Leave error_feedback out."
+        )
+    found = compression.parse(gossip.compressor)
+    if gossip.algorithm == "choco":
+        return found.contraction()
+    fine = isinstance(found, Quantize) and found.bits >= LEAST_BITS
+    if not fine and not isinstance(found, Float16 | BFloat16):
+        raise ConfigError(
+            f"gossip.compressor: {gossip.algorithm} sends whole models, and {gossip.compressor} leaves out "
+            f'so much of one that peers drift apart. Use "quantize:8", "quantize:4", "float16" or '
+            f'"bfloat16"; or "", which sends models as they are.'
+        )
+    return ErrorFeedback(found)
+
+
+def as_begun(
+    config: Config, algorithm: Algorithm, graph: Topology, numel: int, meta: Mapping[str, Any]
 ) -> Algorithm:
-    """CHOCO with the γ that suits its compressor, or the one that was `kept`; ConfigError for a pair that is
-    worse than no communication. The same at all peers: it depends neither on who is there nor on data."""
+    """The algorithm as a run began with it, by the `meta` of its store. A run of diloco or noloco from before
+    these encoded anything goes on without. CHOCO gets the γ that suits its compressor; ConfigError for a
+    pair that is worse than no communication. The same at all peers: no data decide it, nor who is there."""
+    kept: float | None = meta.get("gamma")
+    if isinstance(algorithm, DiLoCo | NoLoCo):
+        return replace(algorithm, compressor=None) if meta and "feedback" not in meta else algorithm
     if not isinstance(algorithm, Choco):
         return algorithm
     own = graph if graph.kind != "file" else topology.parse("ring")
@@ -101,6 +132,8 @@ def with_gamma(
 
 def begun_with(algorithm: Algorithm) -> dict[str, float]:
     """What a run keeps of its algorithm beside the settings."""
+    if isinstance(algorithm, DiLoCo | NoLoCo) and algorithm.compressor is not None:
+        return {"feedback": 1.0}
     return {"gamma": algorithm.gamma} if isinstance(algorithm, Choco) else {}
 
 
@@ -118,7 +151,7 @@ def without_memory(kind: str, options: Mapping[str, Any]) -> Rule:
 def agreed(config: Config) -> dict[str, str]:
     """The settings that all peers must have alike: key -> value as text."""
     own = {f"gossip.{f.name}": repr(getattr(config.gossip, f.name))
-           for f in fields(config.gossip) if f.name != "roster"}  # fmt: skip
+           for f in fields(config.gossip) if f.name not in ("roster", "relay")}  # fmt: skip
     if config.gossip.agree:  # as in runs from before there was that key
         del own["gossip.agree"]
     return config.agreed() | own

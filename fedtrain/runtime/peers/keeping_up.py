@@ -4,6 +4,7 @@ for those who are slower."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,27 +14,30 @@ from ...arena import Arena
 from ...config import Config
 from ...errors import BadUpdate
 from ...events import Emit, Notice, UpdateRefused
-from ...exchange import PeerId, Share
+from ...exchange import PeerId
 from ...pki.roster import Roster
 from ...store import Checkpoint
+from ...transport.membership import View
+from ...transport.overlay import FEW, turns_of
 from ...transport.zmq import ZmqNeighbors
 from ..journal import AGREED, Journal
-from .consensus import EXCHANGES, Consensus
+from .consensus import ENDED, Consensus
 from .gossip import Peer
 from .gossip_setup import fewest
-from .parcels import share_of_model, state_of, trained_part
+from .parcels import other_parts, share_of_model, state_of, trained_part, write
 
 ANSWERS = 4  # heartbeats within which whoever is called has answered, or shown that it is no peer
 NAMED = 3  # of those who are not here
 POLL_S = 0.1  # between looks at who is there
 PULL_S = 60.0  # for a state to come
-NOTICE = 2  # rounds in which all hear of a wish to end
+NOTICE = 2  # rounds in which all of few hear of a wish to end
+LONGEST = 10  # idle times that a peer stays for others after its end, while these come and move
 BEHIND = 2  # rounds that others are ahead, from which on a peer takes their state
 
 
 async def gather(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, roster: Roster) -> None:
     """Wait for the whole roster, and their keys where there are masks; after the idle time, for as many as a
-    round needs."""
+    round needs. One that has done all rounds is enough: this peer takes its model."""
     config = journal.config
     need = max(2, config.strategy.min_sites, fewest(peer.algorithm, config.gossip.masks))
     began, told, named = time.monotonic(), -1, False
@@ -42,31 +46,46 @@ async def gather(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, roster: 
         alive = neighbors.view().alive
         return len(alive if peer.sums is None else peer.sums.knows(alive))
 
-    while (have := here()) < need or (
-        have < len(roster.peers()) and time.monotonic() < began + config.network.idle
+    while not some_are_done(neighbors, config.run.rounds) and (
+        (have := here()) < need
+        or (have < len(roster.peers()) and time.monotonic() < began + config.network.idle)
     ):
         if have != told:
             journal.waiting(max(need, len(roster.peers())), have)
             told = have
         if not named and time.monotonic() > began + ANSWERS * config.network.heartbeat:
-            journal.emit(Notice(text=f"not here yet: {_who_is_missing(peer, neighbors, roster)}"))
+            ended = " Where they have ended the run, start one of them again: it gives this peer the model."
+            missing = f"not here yet: {_who_is_missing(peer, neighbors, roster)}"
+            journal.emit(Notice(text=missing + (ended if peer.round else "")))
             named = True
         await asyncio.sleep(POLL_S)
 
 
 def _who_is_missing(peer: Peer, neighbors: ZmqNeighbors, roster: Roster) -> str:
     """The first few who are not connected, and why; or how many more have to be on the roster."""
-    away = sorted({*roster.peers()} - {peer.name, *neighbors.connected()})
+    away = sorted(neighbors.near - {*neighbors.connected()})
     if not away:
         return f"the roster has {len(roster.peers())} peers. Enrol others, or look at gossip.roster"
     more = f" and {len(away) - NAMED} more" if len(away) > NAMED else ""
     return f"{', '.join(map(neighbors.trouble, away[:NAMED]))}{more}. Check their network.listen and address"
 
 
-def most_are_done(neighbors: ZmqNeighbors, roster: Roster, rounds: int) -> bool:
-    """Whether a peer that nobody waits for should end too: it would train on alone, away from all others."""
-    done = sum(reached >= rounds for reached in neighbors.reached().values())
-    return 2 * done > len(roster.peers()) - 1 > 0
+def tell_apart(emit: Emit, view: View, roster: Roster, before: str) -> str:
+    """Tell once that half of all peers are here, or fewer, or one. `before`: what this returned last."""
+    others, apart = len(roster.peers()) - 1, ""
+    if len(view.alive) == 1 and others > 0:
+        apart = (
+            f"alone: none of the {others} others answers, so this peer averages with nobody, and its model "
+            f"learns of its own data only. Where the others have ended the run, the model of all is what "
+            f"`fedtrain export` writes at any of them."
+        )
+    elif view.degraded:
+        apart = (
+            f"only {len(view.alive)} of {others + 1} peers are here: the others may go on without this part"
+        )
+    if apart and apart.split(" ")[0] != before.split(" ")[0]:  # the number of those who are here may change
+        emit(Notice(text=apart))
+    return apart
 
 
 async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit, rounds: int) -> bool:
@@ -74,14 +93,14 @@ async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit, rounds: int)
     few, they were away, alone and so fast; what they reach is no reason to drop our own. Nor is one believed
     that says to be further than most, or than the run's `rounds`. Returns whether a state was taken."""
     known = neighbors.progress().items()  # beyond the rounds are those who make one model of all
-    progress = {other: min(reached, rounds) for other, reached in known if reached <= rounds + EXCHANGES}
+    progress = {other: min(reached, rounds) for other, reached in known if reached <= rounds + ENDED}
     ahead = {other: r for other, r in progress.items() if r >= peer.round + BEHIND}
     if 2 * len(ahead) <= len(progress):
         return False
     middle = median_low(ahead.values())
     for other in sorted(ahead, key=lambda p: (abs(ahead[p] - middle), p))[:2]:
         letter = await neighbors.pull(other, PULL_S)
-        if letter is None or not peer.round < letter.round <= rounds + EXCHANGES:
+        if letter is None or not peer.round < letter.round <= rounds + ENDED:
             continue
         reached = min(letter.round, rounds)
         try:
@@ -98,7 +117,11 @@ async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit, rounds: int)
 
 
 def jump(peer: Peer, model: Arena, round: int) -> None:
-    """Go on from the model of others, who are at a later round. A share of a sum stays this peer's."""
+    """Go on from the model of others, who are at a later round. A share of a sum stays this peer's, and what
+    it found in its last round, where it came too late for all its neighbours."""
+    if peer.unheard is not None:
+        model = write(model.load(), trained_part(model) + peer.unheard, other_parts(model))
+    peer.jumped = peer.unheard is not None
     if peer.pledges is None:
         peer.state = peer.algorithm.init(trained_part(model))
     else:
@@ -113,9 +136,10 @@ def checkpoint_of(peer: Peer) -> Checkpoint:
 
 async def agree(
     journal: Journal, peer: Peer, neighbors: ZmqNeighbors, roster: Roster, initial: Arena, wanted: bool
-) -> int:
-    """Have one model with all who are here, where that is `wanted`. Returns what to announce at last."""
-    config = journal.config
+) -> tuple[int, set[PeerId]]:
+    """Have one model with all who are here, where that is `wanted`. Returns what to announce at last, and who
+    needs nothing of this peer any more where they are gone."""
+    config, everybody = journal.config, {*roster.peers()}
 
     def alive() -> Sequence[PeerId]:
         return neighbors.view().alive
@@ -124,58 +148,91 @@ async def agree(
         return (at := roster.contact(name)) is not None and at.address is not None
 
     least = max(2, fewest(peer.algorithm, config.gossip.masks))
-    end = Consensus(peer, config.run.rounds, initial, alive, config.gossip.round_deadline, is_called)
+    end = Consensus(
+        peer, config.run.rounds, initial, alive, config.gossip.round_deadline, is_called,
+        turns_of(len(roster.peers())),
+    )  # fmt: skip
     last = journal.store.latest()
     if last is None or last.round != peer.round:  # it took another's, and no round of its own followed
         last = checkpoint_of(peer)
         journal.store.commit(last, {})
     if not wanted and AGREED in last.state:
         neighbors.publish(end.done, share_of_model(last.weights.load()))
-        return end.done
+        return end.done, journal.have_agreed(last)
     if not wanted:
-        return peer.round
+        return peer.round, everybody
     with suppress(TimeoutError):
         async with asyncio.timeout(config.network.idle):
-            while len(alive()) < least:  # noqa: ASYNC110  # no event tells it
+            while len(alive()) < least and not some_are_done(neighbors, end.done):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
     if (found := await end.run(least)) is not None:
         journal.agreed(last, found.model, found.digest, found.peers)
-        return end.done
+        return end.done, {*found.peers}
     missing = [f"{name} ({why})" for name, why in sorted(end.lost.items())[:NAMED]]
     here = f"{len(alive())} of {len(roster.peers())} peers are here, {least} are needed"
     why = f"no model of all: {', '.join(missing) or here}. This peer ends with its own. Started again"
     journal.emit(Notice(text=f"{why} while peers are there that have agreed, it takes theirs."))
-    return peer.round
+    return peer.round, everybody
 
 
-class Wishes:
-    """Which peers want to end early. Most must, and all end with one round, which follows from the wishes."""
-
-    def __init__(self, neighbors: ZmqNeighbors, roster: Roster) -> None:
-        self._neighbors, self._roster = neighbors, roster
-        self._since: dict[PeerId, int] = {}  # the round after which each first wanted to
-        self._told: set[PeerId] = set()
-
-    def reason_to_stop(self, round: int, own: str | None) -> str | None:
-        """Why all end now; None when they go on. `own`: why this peer would."""
-        me, known = self._neighbors.me, self._roster.peers()
-        self._since |= {letter.peer: letter.round for letter in self._neighbors.take()}
-        if own is not None:
-            self._since.setdefault(me, round)
-        if me in self._since and (new := {*self._neighbors.view().alive} - {me} - self._told):
-            self._neighbors.post(self._since[me], dict.fromkeys(new, Share(memoryview(b"1"))))
-            self._told |= new
-        since = sorted(at for peer, at in self._since.items() if peer in known)
-        most = len(known) // 2 + 1
-        if len(since) < most or round < since[most - 1] + NOTICE:
-            return None
-        return own or f"{len(since)} of {len(known)} peers see no improvement any more"
+def why_end(
+    peer: Peer, neighbors: ZmqNeighbors, roster: Roster, rounds: int, own: str | None, to_agree: bool
+) -> str | None:
+    """Why a peer ends now; None when it goes on. `own`: why it would by itself. Peers that wait for others
+    end all with one round. One that nobody waits for, or that is alone, ends when most have. None ends in a
+    round that it had begun before a restart: others may count its shares, and it would count them, too."""
+    if peer.round < rounds and peer.pledges is not None and peer.pledges.began(peer.round):
+        return None
+    if peer.algorithm.waits and to_agree and peer.round < rounds:
+        own = reason_to_end(neighbors, roster, peer.round, own)
+    unawaited = not peer.algorithm.waits or len(neighbors.view().alive) == 1
+    ended = unawaited and most_are_done(neighbors, rounds)
+    return own or ("most peers have done all rounds" if ended else None)
 
 
-async def see_off(config: Config, neighbors: ZmqNeighbors, reached: int) -> None:
-    """Stay for those who are slower: they may still take our last share, or our state."""
+def some_are_done(neighbors: ZmqNeighbors, rounds: int) -> bool:
+    """Whether a peer is here that has done so many rounds."""
+    return any(reached >= rounds for reached in neighbors.progress().values())
+
+
+def most_are_done(neighbors: ZmqNeighbors, rounds: int) -> bool:
+    """Whether a peer that nobody waits for should end too: it would train on alone, away from all others."""
+    done = sum(reached >= rounds for reached in neighbors.reached().values())
+    return 2 * done > len(neighbors.near) > 0
+
+
+def reason_to_end(neighbors: ZmqNeighbors, roster: Roster, round: int, own: str | None) -> str | None:
+    """Why all peers end now, with one round, which follows from what most want; None when they go on. `own`:
+    why this peer would."""
+    known, ends = roster.peers(), dict(neighbors.ends())
+    if own is not None and neighbors.me not in ends:
+        neighbors.end_after(round)
+        ends[neighbors.me] = round
+    since = sorted(at for peer, at in ends.items() if peer in known)
+    most = len(known) // 2 + 1
+    if len(since) < most or round < since[most - 1] + notice_of(len(known)):
+        return None
+    return own or f"{len(since)} of {len(known)} peers see no improvement any more"
+
+
+def notice_of(peers: int) -> int:
+    """Rounds in which all of so many hear that one would end, which many pass on from peer to peer."""
+    return NOTICE if peers <= FEW else NOTICE * math.ceil(math.log2(peers))
+
+
+async def see_off(config: Config, neighbors: ZmqNeighbors, reached: int, without: set[PeerId]) -> None:
+    """Stay for those who are slower: they may still take our last share, or our state. Of those who are gone
+    only for some: `without` these."""
     neighbors.announce(reached)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(config.network.idle):
-            while any(r < reached for r in neighbors.progress().values()):  # noqa: ASYNC110  # no event tells it
-                await asyncio.sleep(POLL_S)
+
+    def behind() -> dict[PeerId, int]:
+        here, told = neighbors.progress(), neighbors.reached()
+        known = {peer: told.get(peer, -1) for peer in neighbors.near - without | here.keys()}
+        return {peer: at for peer, at in known.items() if at < reached}
+
+    began = came = time.monotonic()
+    waited, idle_s = behind(), config.network.idle
+    while waited and time.monotonic() < min(came + idle_s, began + LONGEST * idle_s):
+        await asyncio.sleep(POLL_S)
+        if (now := behind()) != waited:
+            waited, came = now, time.monotonic()

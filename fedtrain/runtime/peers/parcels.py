@@ -14,7 +14,7 @@ import msgspec
 
 from ...arena import Arena, narrow_into, widened
 from ...digest import digest_of
-from ...errors import BadUpdate, ConfigError, WireError
+from ...errors import BadUpdate, ConfigError, TaskError, WireError
 from ...exchange import PeerId, ReceivedShare, Share, ShareHeader
 from ...gossip import Blend, Fold, Parcel
 from ...schema import ALIGN, FLOATS, Schema
@@ -105,7 +105,7 @@ def share_of(parcel: Parcel, weight: float, degree: int) -> Share:
             data[at : at + len(block)] = block
             at += _padded(len(block))
     else:
-        data = blocks[0]
+        data = blocks[0] if blocks else torch.empty(0, dtype=torch.uint8)
     note = ParcelHeader(
         [(name, str(p.dtype).removeprefix("torch."), p.numel()) for name, p in parcel.parts.items()],
         dict(parcel.fields),
@@ -125,17 +125,17 @@ class Inbox:
     """
 
     def __init__(
-        self,
-        blends: Mapping[str, Fold],
-        like: Mapping[str, torch.Tensor],
-        most_bytes: int,
-        optional: Collection[str] = (),
-        whole: bool = False,
-    ) -> None:
+        self, blends: Mapping[str, Fold], like: Mapping[str, torch.Tensor], most_bytes: int,
+        optional: Collection[str] = (), sums: Collection[str] = (),
+        agreed: Mapping[PeerId, float] | None = None,
+    ) -> None:  # fmt: skip
         """`like`: our own parts; a parcel may lack the `optional` ones, or have them in other sizes.
-        Parts that are not blended may have `most_bytes` together. `whole`: nothing of a parcel is blended
-        before all of it is here."""
-        self._blends, self._most, self._whole = blends, most_bytes, whole
+        Parts that are not blended may have `most_bytes` together. `sums`: parts whose sum over all peers
+        must stay: they count by their givers' weights, and nothing of a parcel is blended before all of it is
+        here. `agreed`: the weights that givers must have used, where they are in the bytes."""
+        self._agreed = agreed
+        self._blends, self._most, self._sums, self._whole = blends, most_bytes, sums, bool(sums)
+        self._weights: dict[PeerId, float] = {}
         self._like = {name: part for name, part in like.items() if name not in optional}
         self._parts: dict[PeerId, list[_Part]] = {}
         self._fields: dict[PeerId, dict[str, float]] = {}
@@ -144,6 +144,11 @@ class Inbox:
         import torch
 
         note = _checked_note(offer.note)
+        if self._sums and not 0 < offer.weight <= 1:
+            raise BadUpdate(f"a share of weight {offer.weight:g}")
+        if self._agreed is not None and offer.weight != (due := self._agreed[offer.peer]):
+            raise BadUpdate(f"it counts {offer.weight:g} by its view of who is here, {due:g} by ours")
+        self._weights[offer.peer] = offer.weight
         at, parts = 0, []
         for name, dtype_name, numel in note.parts:
             dtype: torch.dtype = getattr(torch, dtype_name)
@@ -192,6 +197,8 @@ class Inbox:
             for part in parts:
                 if (blend := self._blends.get(part.name)) is not None and part.held is not None:
                     blend.begin(peer, self._fields[peer])
+                    if part.name in self._sums and isinstance(blend, Blend):
+                        blend.given(peer, self._weights[peer])
                     blend.add(peer, part.held.view(part.dtype))
                     part.held = None
 
@@ -216,6 +223,15 @@ def good(values: torch.Tensor) -> bool:
         return True
     wide = widened(values)
     return math.isfinite(float(wide.dot(wide)))
+
+
+def check_finite(x: Vector, name: PeerId, round: int) -> None:
+    """TaskError unless a peer's own model is good; what neighbours gave was looked at as it came."""
+    if not good(x):
+        raise TaskError(
+            f"round {round + 1}: the model of {name} has NaN, Inf or values whose squares are beyond "
+            f"their dtype, and is not kept: training diverges. Lower train.lr, or set train.clip_norm."
+        )
 
 
 def _checked_note(note: bytes) -> ParcelHeader:

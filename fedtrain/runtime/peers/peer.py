@@ -19,13 +19,14 @@ import zmq
 
 from ... import __version__
 from ...arena import Arena, ArenaFile
-from ...config import Config, policy_from
+from ...config import Config
 from ...errors import CertificateError, ConfigError, TaskError
 from ...events import Emit, Notice, SiteState, UpdateRefused, noticed
 from ...exchange import Neighborhood, PeerId
 from ...gossip import Algorithm
 from ...messages import Update, averages
-from ...pki import Credentials, fingerprint
+from ...pki import fingerprint, renewal
+from ...pki.identity import Current
 from ...pki.invitation import Invitation
 from ...pki.roster import Roster, own_curve
 from ...pki.signing import Signer
@@ -41,22 +42,24 @@ from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
 from ..auditing import audited
 from ..journal import AGREED, Journal, Lap, Result, plain
-from ..sites.approval import Approvals
+from ..sites.approval import Approvals, policy_of
+from ..sites.records import records_of
 from ..sites.spent import Spent
 from ..star.agreement import agree_as_peers
 from ..threads import all_cores, while_torch_loads
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import TRIES, Trainer, Trains
-from .enrolment import accept, enrolled, own_entry
+from .enrolment import accept, enrolled, own_entry, watch
 from .gossip import Peer
 from .gossip_setup import agreed as agreed_of_peers
-from .gossip_setup import algorithm_of, begun_with, check_hearing, check_policy, of_a_peer, with_gamma
-from .keeping_up import Wishes, agree, catch_up, checkpoint_of, gather, most_are_done, see_off
+from .gossip_setup import algorithm_of, as_begun, begun_with, check_hearing, check_policy, of_a_peer
+from .keeping_up import agree, catch_up, checkpoint_of, gather, see_off, tell_apart, why_end
 from .parcels import share_of_model
 from .pledges import Pledges
 
 LATE_ROUNDS = 3  # after which a peer is told that its model comes too late
-RELOAD_S = 2.0  # between looks at the roster's folder
+STATE_S = 1.0  # between heads of this peer's audit log that its neighbours are told
+AHEAD = 2  # rounds whose neighbours are connected with before they begin
 
 
 async def run(
@@ -80,10 +83,10 @@ async def run(
             f"which all could end. Leave it out, or use another gossip.algorithm."
         )
     folder = config.root / config.network.certs / "sites" / name
-    credentials = Credentials.load(folder)
+    credentials = (current := Current(folder))()
     if credentials.identity.name != name:
         raise CertificateError(f"the certificate in {folder} is {credentials.identity.name}'s, not {name}'s")
-    policy, approvals = policy_from(folder), Approvals(folder)
+    policy, approvals = policy_of(folder, credentials), Approvals(folder)
     check_policy(config, policy)
 
     async def start(scratch: Path) -> Trains:
@@ -95,7 +98,8 @@ async def run(
         )
 
     async with AsyncExitStack() as stack:
-        emit = stack.enter_context(closing(audited(config, name, emit, credentials))).emit
+        audit = stack.enter_context(closing(audited(config, name, emit, current)))
+        emit = audit.emit
         store = stack.enter_context(closing(RunStore(config.peer_dir(name), warn=noticed(emit), copies=True)))
         journal = Journal(config, store, emit)
         trainer = await while_torch_loads(Supervised.begin(lambda: start(store.folder)))
@@ -105,9 +109,7 @@ async def run(
             emit(Notice(text=trainer.description.confined))
         store.forget_if_unused()
         schema = trainer.description.schema
-        algorithm = await asyncio.to_thread(
-            with_gamma, config, algorithm, graph, schema.numel, store.meta().get("gamma")
-        )
+        algorithm = await asyncio.to_thread(as_begun, config, algorithm, graph, schema.numel, store.meta())
         agreed = await _begin(config, store, trainer, graph, begun_with(algorithm))
         sums = None
         if config.gossip.masks:
@@ -133,7 +135,7 @@ async def run(
                 config.network.heartbeat, config.network.idle,
                 limits=Limits(payload_bytes=8 * schema.nbytes + (1 << 20)),
             ),
-            emit=emit,
+            emit=emit, relay_bytes_s=config.gossip.relay * 1e6, witness=audit.overheard,
         )  # fmt: skip
         if (speed := await asyncio.to_thread(curve_speed)) < FAST:
             slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"
@@ -141,13 +143,19 @@ async def run(
         files = store.folder / "train"
         private_folder(files)
         model = (await trainer.initial(files / "initial")).load()
-        spent = Spent.of_site(config, store.folder, emit, policy)
+        records = records_of(folder, store.folder, policy, emit)
+        spent = Spent.of_site(config, store.folder, emit, policy, records)
         train = _training(trainer, name, files, spent, emit, policy.min_examples)
         pledges = Pledges(store.folder, algorithm) if algorithm.conserved() else None
         peer = Peer(name, algorithm, model, train, neighbors, sums, config.gossip.clip, pledges)
         neighbors.start()  # ready: others count on this peer from here on
         stack.push_async_callback(neighbors.stop)
-        stack.callback(asyncio.create_task(_watch(roster, neighbors)).cancel)
+        audit.state_after_rounds(neighbors.state_head, STATE_S)
+        stack.push_async_callback(audit.stated)
+        watching = watch(config, name, current, curve, roster, neighbors)
+        stack.callback(asyncio.create_task(watching).cancel)
+        certs = config.root / config.network.certs
+        stack.callback(asyncio.create_task(renewal.watch(certs, folder, current, emit)).cancel)
         return await _rounds(journal, graph, peer, neighbors, roster, trainer, model)
 
 
@@ -188,31 +196,29 @@ async def _rounds(
         shape.check(peer.algorithm, roster.peers(), config.gossip.masks)
         await _catch_up(journal, peer, neighbors)
     late = 0
-    alone, begun_as, wishes = False, roster.contact(peer.name), Wishes(neighbors, roster)
+    apart, begun_as, now = "", roster.contact(peer.name), set[PeerId]()
     while True:
         if peer.algorithm.waits:  # else the fast are ahead of the slow for good, and nobody minds
             await _catch_up(journal, peer, neighbors)
         if journal.evaluation_is_due(peer.round) and not (to_agree and peer.round >= config.run.rounds):
             await _evaluate(journal, peer.name, peer.round, peer.model, trainer)
         reason = journal.reason_to_stop(peer.round, config.gossip.agree and not to_agree)
-        if peer.algorithm.waits and to_agree and peer.round < config.run.rounds:  # all end with one round
-            reason = wishes.reason_to_stop(peer.round, reason)
-        if not peer.algorithm.waits and most_are_done(neighbors, roster, config.run.rounds):
-            reason = reason or "most peers have done all rounds"
+        reason = why_end(peer, neighbors, roster, config.run.rounds, reason, to_agree)
         if reason is not None:
             break
         own_entry(roster, peer.name, begun_as)
         lap, view = Lap(neighbors), neighbors.view()
-        if view.degraded and not alone:
-            here = f"only {len(view.alive)} of {len(roster.peers())} peers are here"
-            journal.emit(Notice(text=f"{here}: the others may go on without this part"))
-        alone = view.degraded
+        apart = tell_apart(journal.emit, view, roster, apart)
         topology = Topology("complete") if peer.algorithm.everyone(peer.round) else None
         # with all there, the graph that a simulation has
         epoch = 0 if list(view.alive) == roster.peers() else view.epoch
         near = shape.round(view.alive, epoch, peer.round, topology)[peer.name]
         if peer.pledges is not None:
             near = peer.pledges.begin(peer.round, near, roster.peers())
+        soon = [shape.round(view.alive, epoch, peer.round + k, None)[peer.name] for k in range(1, AHEAD + 1)]
+        now, before = peers_of(near), now
+        pledged = peer.pledges.takers() if peer.pledges is not None else set[PeerId]()
+        neighbors.keep(now.union(before, pledged, *map(peers_of, soon)))
         journal.round_started(peer.round, list(view.alive), neighbors=list(near.incoming))
         late = late + 1 if await _round(journal, peer, neighbors, near, lap) else 0
         if late == LATE_ROUNDS:
@@ -221,15 +227,21 @@ async def _rounds(
                 f"gossip.round_deadline. Raise that at all peers, train less here, or let nobody wait: swift."
             ))  # fmt: skip
         to_agree = config.gossip.agree
-    reached = await agree(journal, peer, neighbors, roster, initial, to_agree)
+    if peer.pairs is not None:
+        await peer.pairs.end(config.gossip.round_deadline)
+    reached, others = await agree(journal, peer, neighbors, roster, initial, to_agree)
     again = to_agree and journal.store.evaluation(peer.round) is not None  # it was of this peer's own model
     if again or journal.evaluation_is_due(peer.round):
         model = last.weights.load() if (last := journal.store.latest()) is not None else peer.model
         await _evaluate(journal, peer.name, peer.round, model, trainer)
-    await see_off(config, neighbors, reached)
+    await see_off(config, neighbors, reached, others)
     result = journal.result(peer.round, reason)
     journal.finish(result)
     return result
+
+
+def peers_of(near: Neighborhood) -> set[PeerId]:
+    return {*near.incoming, *near.outgoing}
 
 
 async def _catch_up(journal: Journal, peer: Peer, neighbors: ZmqNeighbors) -> None:
@@ -245,11 +257,12 @@ async def _round(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Ne
     emit, store = journal.emit, journal.store
     emit(SiteState(site=peer.name, round=peer.round + 1, state="training"))
     told = await peer.step(near, journal.config.gossip.round_deadline)
-    for other in {peer.name, *near.incoming} - told.missing.keys():
+    for other in sorted({peer.name, *near.incoming} - told.missing.keys()):
         emit(SiteState(site=other, round=peer.round, state="done"))
-    for other, why in told.missing.items() if peer.algorithm.waits else ():
+    for other, why in told.missing.items() if peer.algorithm.waits or peer.pairs is not None else ():
         emit(UpdateRefused(site=other, round=peer.round, reason=why))
-    metrics = averages({peer.name: told.metrics}) | told.estimates
+    estimates = told.estimates if len(neighbors.view().alive) > 1 else {}  # of one peer they say nothing
+    metrics = averages({peer.name: told.metrics}) | estimates
     record = lap.record(metrics, 1 + len(near.incoming.keys() - told.missing.keys()))
     record["doubted"] = told.doubted
     after = checkpoint_of(peer)
@@ -295,15 +308,6 @@ class Shape:
             except ConfigError as e:
                 self._emit(Notice(text=f"{e} Until then each part goes on by itself."))
         return (other or self._now).round(members, t, self._seed, epoch).graph
-
-
-async def _watch(roster: Roster, neighbors: ZmqNeighbors) -> None:
-    """Look at the roster again and again: call who is new, cut off who was struck off."""
-    while True:
-        neighbors.revoked()
-        neighbors.connect([other for other in roster.peers() if other != neighbors.me])
-        await asyncio.sleep(RELOAD_S)
-        await asyncio.to_thread(roster.reload)
 
 
 def _training(

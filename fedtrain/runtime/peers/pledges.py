@@ -63,15 +63,23 @@ class Pledges:
         """The neighbours of a round, before a byte is sent: those it was begun with, where it is done over.
         `members`: the roster; what was given to others is not counted."""
         self._members = members
-        self.again = self._begun is not None and self._begun[0] == round
+        self.again = self.began(round)
         if self._begun is None or not self.again:
             self._file.write((round, near))
             self._begun = round, near
         return self._begun[1]
 
+    def began(self, round: int) -> bool:
+        """Whether a round was begun, here or before a restart: what was given in it may count already."""
+        return self._begun is not None and self._begun[0] == round
+
     def withheld(self, round: int) -> set[PeerId]:
         """The takers that get no share in a round, because they have said nothing about earlier ones."""
         return {taker for taker, given in self._given if given <= round - OPEN_ROUNDS}
+
+    def takers(self) -> set[PeerId]:
+        """The peers that have yet to say what became of a share."""
+        return {taker for taker, _ in self._given}
 
     def note(
         self, round: int, parcel: Parcel, given: Mapping[PeerId, float], counted: Collection[PeerId]
@@ -112,7 +120,7 @@ class Pledges:
     def abandon(self, round: int, x: Vector, state: State, gauge: Vector) -> State:
         """The state of a peer that leaves a round which it may have begun, before a restart, and not ended:
         all that it may have given is out of its hands."""
-        if self._begun is None or self._begun[0] != round or not state:
+        if self._begun is None or not self.began(round) or not state:
             return state
         given, fields = self._begun[1].outgoing, {n: float(v) for n, v in state.items() if n == "mass"}
         parcel = Parcel({"x": x, "gauge": gauge} | state, fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from functools import cache
 from pathlib import Path
@@ -25,11 +25,12 @@ from ...store import Checkpoint, RunStore
 from ...topology import Topology
 from ...transport.memory import LocalNetwork
 from ..journal import AGREED, Journal, Lap, Result
-from ..peers.consensus import Consensus, of_all, sha256
+from ..peers.consensus import Consensus
 from ..peers.gossip import Peer, RoundReport, Train
 from ..peers.gossip_setup import agreed as agreed_of_peers
-from ..peers.gossip_setup import algorithm_of, begun_with, check_hearing, fewest, of_a_peer, with_gamma
+from ..peers.gossip_setup import algorithm_of, as_begun, begun_with, check_hearing, fewest, of_a_peer
 from ..peers.parcels import trained_part
+from ..peers.whole_models import of_all, sha256
 from ..sites.spent import Spent
 from ..trainers.workbench import Workbench
 from .simulation import agreed as agreed_simulation
@@ -70,7 +71,7 @@ async def simulate(
         journal = Journal(config, store, emit)
         agreed = agreed_of_peers(config) | agreed_simulation(config)
         store.forget_if_unused()
-        algorithm = with_gamma(config, algorithm, graph, about.schema.numel, store.meta().get("gamma"))
+        algorithm = as_begun(config, algorithm, graph, about.schema.numel, store.meta())
         store.begin(
             about.schema, agreed, frozen=about.frozen.schema, run=config.run.name,
             task_digest=about.task_digest, **begun_with(algorithm),
@@ -202,10 +203,21 @@ async def _steps(
     def parts(t: int, everyone: bool) -> Mapping[PeerId, Neighborhood]:
         return (Topology("complete") if everyone else graph).round(members, t, config.run.seed).graph
 
-    def step(name: PeerId) -> Awaitable[RoundReport]:
+    def near(name: PeerId) -> Neighborhood:
         t = peers[name].round
-        near = parts(t, peers[name].algorithm.everyone(t))[name]
-        return peers[name].step(near, config.gossip.round_deadline)
+        return parts(t, peers[name].algorithm.everyone(t))[name]
+
+    async def step(name: PeerId) -> RoundReport:
+        peer = peers[name]
+        told = await peer.step(near(name), config.gossip.round_deadline)
+        if peer.pairs is not None:
+            peer.pairs.began = trained_part(peer.model)
+        return told
+
+    for name, peer in peers.items():
+        if peer.pairs is not None:  # it answers in its first round, too
+            peer.pairs.near = near(name)
+            peer.pairs.began = trained_part(peer.model) if peer.pairs.began is None else peer.pairs.began
 
     if all(peer.algorithm.waits for peer in peers.values()):
         return list(zip(peers, await asyncio.gather(*map(step, peers)), strict=True))

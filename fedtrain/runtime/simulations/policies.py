@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...messages import Evaluation, Reply, Request, SiteId
 from ...schema import Schema
 from ...store import RoundPlan
-from ...training.engine import build_model
+from ...training.building import build_model
 from ...training.examples import examples_of
 from ...training.partition import SimulatedSites
 from ...training.task import load_task

@@ -90,6 +90,7 @@ async def simulate(
             store.begin(
                 about.schema, agreed(config) | traced(config), frozen=about.frozen.schema,
                 run=config.run.name, task_digest=about.task_digest, local=about.local, engine=engine,
+                simulate=config.table()["simulate"],
             )  # fmt: skip
             if store.latest() is None:
                 initial, frozen = await pool.beginning(start)
@@ -139,7 +140,7 @@ async def engine_of(config: Config, pool: PoolCohort, emit: Emit) -> str:
     sites, asked = pool.description.sites, config.simulate.engine
     if asked != "auto":
         return asked
-    if not pool.description.pooled or config.asynchronous.enabled:
+    if not pool.description.pooled or config.asynchronous.enabled or config.train.command:
         return "loop"
     a_round = max(config.strategy.min_sites, round(config.strategy.fraction * len(sites)))
     few = min(PROBED_SITES, len(sites))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import getpass
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ from ...digest import sha256_of
 from ...errors import ConfigError, nearest
 from ...events import ActionApproved
 from ...messages import SiteId
+from ...pki import members
 from ...store.chain import Chain
 from ...training.task import sources
 
@@ -119,6 +120,41 @@ def user() -> str:
 
 def now() -> str:
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def policy_of(folder: Path, credentials: pki.Credentials) -> SitePolicy:
+    """The policy of the site with these credentials; CertificateError where its members should have signed a
+    list of them, and have not."""
+    policy, identity = policy_from(folder), credentials.identity
+    if policy.signed_members:
+        own = {identity.name: pki.fingerprint(credentials.chain).hex()}
+        members.check(folder, identity.federation, {**policy.members, **own})
+    return policy
+
+
+def sign_members(folder: Path, path: Path, agree: Callable[[Mapping[SiteId, str]], bool]) -> list[SiteId]:
+    """Sign the list of members in a file, which is made of this site's pins where there is none; who has not
+    signed yet. When all have, the site holds to it. `agree` asks a person about members that are not pinned
+    here."""
+    credentials, policy = pki.Credentials.load(folder), policy_from(folder)
+    me, federation = credentials.identity.name, credentials.identity.federation
+    mine = {**policy.members, me: key_in(folder)}
+    try:
+        found = members.Members.read(path)
+    except FileNotFoundError:
+        found = members.Members(federation=federation, members=dict(sorted(mine.items())))
+    if found.federation != federation:
+        raise ConfigError(f"{path} is of the federation {found.federation[:80]!r}, not of {federation}")
+    new = {name: key for name, key in found.members.items() if mine.get(name) != key}
+    if found.missing() and new and not agree(new):
+        raise ConfigError(f"{me} signs nothing: see to it that {path} has the members that you know")
+    if me not in found.signatures:
+        found = found.signed_by(me, pki.Signer.of(credentials))
+        found.write(path)
+    if not (missing := found.missing()):
+        found.write(folder / members.FILE)
+        keep_policy(folder, replace(policy, members=found.members, signed_members=True))
+    return missing
 
 
 def folders_of(config: Config, sites: Sequence[SiteId] = ()) -> list[Path]:

@@ -61,6 +61,9 @@ class Cohorts:
         """`folder`: of the site, whatever the run. Damaged for a file that can't be read."""
         self.change, self.near = rules.cohort_change, rules.cohort_near
         self._chain = Chain(folder / FILE, Opened, REMEDY, warn)
+        self._by_cohort: dict[tuple[str, tuple[SiteId, ...]], list[Opened]] = {}  # all of the chain's
+        self._indexed = 0
+        self._sketched = (b"", b"")  # a model's hash, and its sketch
 
     @property
     def _opened(self) -> list[Opened]:
@@ -69,19 +72,29 @@ class Cohorts:
     def check(self, asked: Opened) -> None:
         """SecAggError for a sum whose difference from an earlier one would tell of fewer than `change`
         sites."""
-        for before in self._opened if self.change else ():
-            changed = len({*before.sites} ^ {*asked.sites})
-            if before.kind != asked.kind or not changed:
+        for (kind, sites), earlier in self._cohorts().items() if self.change else ():
+            changed = len({*sites} ^ {*asked.sites})
+            if kind != asked.kind or not changed:
                 continue
-            same = before.model == asked.model
-            if same or (changed < self.change and self._near(before, asked)):
-                what = f"{'this' if same else 'a near'} {'model' if asked.weights else 'statistic'}"
-                raise SecAggError(
-                    f"round {asked.round + 1} over {len(asked.sites)} sites: {what} "
-                    f"was answered for in round {before.round + 1} of {before.run} over "
-                    f"{len(before.sites)} sites, and both sums together would tell of {changed} sites alone. "
-                    f"Ask those {len(before.sites)} again, or ask with a model that is trained further"
-                )
+            for before in earlier:
+                same = before.model == asked.model
+                if same or (changed < self.change and self._near(before, asked)):
+                    what = f"{'this' if same else 'a near'} {'model' if asked.weights else 'statistic'}"
+                    raise SecAggError(
+                        f"round {asked.round + 1} over {len(asked.sites)} sites: {what} was answered for in "
+                        f"round {before.round + 1} of {before.run} over {len(sites)} sites, and both sums "
+                        f"together would tell of {changed} sites alone. Ask those {len(sites)} again, or ask "
+                        f"with a model that is trained further"
+                    )
+
+    def _cohorts(self) -> dict[tuple[str, tuple[SiteId, ...]], list[Opened]]:
+        """What was opened, by its kind and its sites: of years of rounds, most are over the same sites."""
+        if self._indexed > len(self._opened):  # the file was read anew
+            self._by_cohort, self._indexed = {}, 0
+        for each in self._opened[self._indexed :]:
+            self._by_cohort.setdefault((each.kind, each.sites), []).append(each)
+        self._indexed = len(self._opened)
+        return self._by_cohort
 
     def session(self, asked: Opened, model: AnyArena | None, update: AnyArena | None) -> Watched:
         """The guard of a session about a model, with this site's update of it."""
@@ -90,7 +103,11 @@ class Cohorts:
                 self._chain.append(Opened("", asked.run, 0, b"", key=os.urandom(KEY_BYTES)))
         key = self._opened[0].key
         # With what a strategy sends beside the model: of IFCA that is all that changes.
-        weights = b"" if model is None else sketch(key, model, model.schema.sections)
+        weights = b""
+        if model is not None:  # the one that a round trains from was evaluated before
+            if self._sketched[0] != asked.model:
+                self._sketched = asked.model, sketch(key, model, model.schema.sections)
+            weights = self._sketched[1]
         moved = b"" if update is None else sketch(key, update, update.schema.model.sections)
         return Watched(self, msgspec.structs.replace(asked, weights=weights, update=moved))
 
@@ -98,7 +115,7 @@ class Cohorts:
         """Keep what is opened, on the disk when this returns; SecAggError as `check`."""
         with self._chain.alone():
             self.check(asked)
-            if asked not in self._opened:
+            if asked not in self._cohorts().get((asked.kind, asked.sites), ()):
                 self._chain.append(asked)
 
     def _near(self, a: Opened, b: Opened) -> bool:

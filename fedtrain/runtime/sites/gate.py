@@ -21,11 +21,12 @@ from fnmatch import fnmatchcase
 
 from ...config import Config, SitePolicy
 from ...errors import ConfigError, some
-from ...events import CohortAsked, Denied, Emit, silent
+from ...events import CohortAsked, Denied, Emit, Notice, silent
 from ...messages import Evaluate, Evaluation, Failure, Reply, Request, SiteId, Train, Update
 from ...questions import Describe, Tally
 from ...secagg.messages import Advertise, AdvertiseEvaluation, AdvertiseTally, Terms
 from ...store import Ledger
+from ...tracking.audit import words
 from ...wire.codec import arenas, encode
 from ...wire.frames import Bounds
 from . import privacy
@@ -69,6 +70,12 @@ class Gate:
             if why := says(request, result):
                 return self._denied(rule, why, request)
         return ""
+
+    def told(self, failure: Failure) -> Failure:
+        """A failure as it leaves: without this machine's folders, which its own people are told."""
+        if (reason := words(failure.reason)) != failure.reason:
+            self._emit(Notice(text=failure.reason))
+        return Failure(reason=reason)
 
     def _denied(self, rule: str, why: str, request: Request) -> str:
         self._emit(Denied(rule=rule, what=what_of(request), round=number_of(request), reason=why))

@@ -23,7 +23,7 @@ from ...schema import Schema
 from ...secagg.checksum import Checksums
 from ...secagg.client import Owed
 from ...secagg.masking import Parallel, serial
-from ...secagg.messages import CHECKSUM_BITS, sum_schema
+from ...secagg.messages import CHECKSUM_BITS, VERSION, sum_schema
 from ...store import Ledger
 from ...store.disk import read_sealed, sealed, set_aside, write_whole
 from ..star.secure_terms import encoding_of
@@ -116,7 +116,8 @@ class Models:
         summed = None
         assert isinstance(patch.arena, ArenaFile), patch
         if self._checked is not None:
-            if (owed := self._checked.known.owed) is None or named(patch.arena.schema) != owed.sid.hex():
+            owed = self._checked.known.owed
+            if owed is None or owed.version != VERSION or named(patch.arena.schema) != owed.sid.hex():
                 return False
             await asyncio.to_thread(self._check, owed, patch.arena)
             summed = Summed(owed.round, owed.cohort, len(owed.sites), owed.names)

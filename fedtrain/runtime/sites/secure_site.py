@@ -31,7 +31,7 @@ from .spent import Spent, SumKeys
 
 NoiseKey = Callable[[int, str], bytes]  # (round, what the noise is for) -> 16 bytes, the same for the same
 Step = msg.Share | msg.Mask | msg.Agree | msg.Unmask  # 1 to 4 of a sum
-REQUESTS = msg.Advertise | msg.AdvertiseEvaluation | msg.AdvertiseTally | Describe | Step
+SECURE_REQUESTS = msg.Advertise | msg.AdvertiseEvaluation | msg.AdvertiseTally | Describe | Step
 
 
 class SecureSite:
@@ -73,7 +73,9 @@ class SecureSite:
         self._extras = extras
         self._noise_key, self._checked = noise_key, checked
         self._has_checked: bool | None = None  # the model that it is asked about
-        self._cohorts = None if sums is None else Cohorts(sums.folder.parent / f"@{site}", rules, sums.warn)
+        self._cohorts = None
+        if sums is not None:
+            self._cohorts = Cohorts(sums.records or sums.folder.parent / f"@{site}", rules, sums.warn)
         opened = {} if sums is None else sums.sums()
         self._clients = {
             kind: Client(

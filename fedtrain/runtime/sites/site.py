@@ -16,7 +16,7 @@ import msgspec
 
 from ... import __version__
 from ...arena import ArenaFile, Frozen, Patch
-from ...config import Config, policy_from
+from ...config import Config
 from ...digest import sha256_of
 from ...errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, Notice, SiteState, noticed
@@ -44,11 +44,11 @@ from ..star.secure_terms import hash_of
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
-from .approval import Approvals
+from .approval import Approvals, policy_of
 from .gate import Gate, check_policy, gate_of
 from .models import CheckedSums, Models
-from .secure_site import REQUESTS as SECURE_REQUESTS
-from .secure_site import SecureSite, secure_site_of
+from .records import ledger_of
+from .secure_site import SECURE_REQUESTS, SecureSite, secure_site_of
 from .spent import Spent
 from .statistics import DataStatistics
 from .statistics import check_config as check_statistics
@@ -122,8 +122,9 @@ class Site:
         """The reply to a request that is not refused. The same question again, in another attempt say, gets
         the same reply; but a failure is no reply to another attempt, which has the work done anew."""
         reply = await self._answer(request)
-        why = self._gate.withheld(request, reply, leaving=True)
-        return Failure(reason=f"{self._name} refuses: {why}") if why else reply
+        if why := self._gate.withheld(request, reply, leaving=True):
+            return Failure(reason=f"{self._name} refuses: {why}")
+        return self._gate.told(reply) if isinstance(reply, Failure) else reply
 
     async def _answer(self, request: Request) -> Reply:
         match request, self._secure:
@@ -159,7 +160,7 @@ class Site:
         if request.counted != NEVER:
             key += f"/after {request.counted}"
         if body := self._ledger.get(key):
-            self._say("uploading", request.round + 1)
+            self._say("masking" if self._secure else "uploading", request.round + 1)
             return self._remembered(body)
         if self._under_way is None or self._under_way[0] != key or failed(self._under_way[1]):
             await self._stop_work()
@@ -225,7 +226,7 @@ class Site:
             update, delta=ArenaFile(update.delta.schema, path, update.delta.digest)
         )
         self._ledger.put(key, encode(kept), kept.delta.digest, kept.delta.schema.nbytes)
-        self._say("uploading", request.round + 1)
+        self._say("masking" if self._secure else "uploading", request.round + 1)
         return kept
 
     def _remembered(self, body: bytes) -> Found:
@@ -264,18 +265,17 @@ async def run(
             f"the certificate is {credentials.identity.name}'s, not {name}'s. "
             f"Start `fedtrain site {credentials.identity.name}`, or issue one for {name}."
         )
-    policy, approvals = policy_from(own), Approvals(own)
+    policy, approvals = policy_of(own, credentials), Approvals(own)
     check_policy(config, policy)
-    audit = audited(config, name, emit, credentials)
+    audit = audited(config, name, emit, current)
     emit = audit.emit
-    ledger = Ledger(config.site_dir(name), noticed(emit))
+    ledger = ledger_of(config, name, own, policy, emit)
 
     async def start() -> Trains:
         approvals.check(config)  # before a line of the task runs, whenever a process loads it
-        if start_trainer is None:
-            scratch = ledger.folder
-            return await Trainer.start(config, data_dir=data_dir, scratch=scratch, confine=policy.confine)
-        return await start_trainer(ledger.folder)
+        if start_trainer is not None:
+            return await start_trainer(ledger.folder)
+        return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder, confine=policy.confine)
 
     pinned = policy.pinned(name, fingerprint(credentials.chain))
     check = AggregatorCheck(credentials, config.root / config.network.certs, emit, pinned)
@@ -304,7 +304,7 @@ async def run(
         if (about := trainer.description).confined:
             emit(Notice(text=about.confined))
         noisy = config.privacy.noise_multiplier > 0
-        spent = Spent.of_site(config, ledger.folder, emit, policy) if noisy else None
+        spent = Spent.of_site(config, ledger.folder, emit, policy, ledger.records) if noisy else None
         secure = None
         checked = CheckedSums(ledger.folder, emit) if config.secagg.enabled and config.secagg.verify else None
         if config.secagg.enabled:

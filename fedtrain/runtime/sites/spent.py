@@ -77,7 +77,8 @@ class Spent:
         not protect what [privacy] says now.
         """
         self._config, self._emit, self._run, self._most = config, emit, run, most
-        self._chain = Chain(folder / FILE, Given, REMEDY, noticed(emit))
+        self._path = folder / FILE
+        self._chain = Chain(self._path, Given, REMEDY, noticed(emit))
         self._refused: Release | None = None  # what was too dear for the budget
         self._take_over(run or folder)
         for mark in () if run is None else run.parent.glob(f"?*{folder.name}/{MARK}"):
@@ -97,9 +98,14 @@ class Spent:
             )
 
     @classmethod
-    def of_site(cls, config: Config, run: Path, emit: Emit, policy: SitePolicy = SitePolicy()) -> Spent:
-        """That of a site's or peer's data, as the run in this folder adds to it."""
-        return cls(config, run.parent / f"@{run.name.rpartition('@')[2]}", emit, run, Budget.of(policy))
+    def of_site(
+        cls, config: Config, run: Path, emit: Emit, policy: SitePolicy = SitePolicy(),
+        records: Path | None = None,
+    ) -> Spent:  # fmt: skip
+        """That of a site's or peer's data, as the run in this folder adds to it. `records`: the folder of
+        the ledger; None: beside the run."""
+        folder = records or run.parent / f"@{run.name.rpartition('@')[2]}"
+        return cls(config, folder, emit, run, Budget.of(policy))
 
     @property
     def releases(self) -> int:
@@ -134,7 +140,7 @@ class Spent:
         privacy, run = self._config.privacy, self._run
         with self._chain.alone():
             if name and any(each.name == name for each in self._chain.values):
-                return
+                return self._chain.settle()
             self._afford(release)
             told = min([delta or privacy.delta, *([self.delta] if self.releases else [])])
             given = Given(round, privacy.unit, release, told, name, "" if run is None else run.name)
@@ -193,11 +199,14 @@ class Spent:
         parameters: as far as anybody knows, those of today."""
         privacy, ledger = self._config.privacy, self._chain
         site = run.name.rpartition("@")[2]
-        for path in sorted(run.parent.glob(f"?*@{site}/{FILE}")) if self._run is not None else ():
+        for path in sorted(run.parent.glob(f"*@{site}/{FILE}")) if self._run is not None else ():
+            if (whose := path.parent.name) == f"@{site}" and path.samefile(self._path):
+                continue
             with ledger.alone():
-                have = sum(each.run == path.parent.name for each in ledger.values)
+                own = whose != f"@{site}"  # else the ledger of a run.dir by itself, of any runs
+                have = sum(each.run == whose for each in ledger.values) if own else 0
                 for each in Chain(path, Given, REMEDY).values[have:]:
-                    ledger.append(msgspec.structs.replace(each, run=path.parent.name))
+                    ledger.append(msgspec.structs.replace(each, run=whose) if own else each)
             forget(path)
         if not privacy.noise_multiplier or not (counts := Kept(run / COUNT, int, REMEDY).read()):
             return

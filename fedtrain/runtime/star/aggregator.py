@@ -14,6 +14,7 @@ from ...exchange import Cohort
 from ...learning import NO_EXTRAS, Extras
 from ...malloc import keep_freed
 from ...messages import Found, Metrics, Reply, Request, SiteId
+from ...pki import renewal
 from ...pki.callers import Callers
 from ...pki.identity import Current
 from ...pki.proof import prove
@@ -26,7 +27,7 @@ from ...transport.endpoints import TRANSPORTS, RemoteCohort
 from ...transport.tls import Tls
 from ...wire.frames import AuditHead, Bounds, Hello
 from .. import lineage
-from ..auditing import Audit, audited
+from ..auditing import audited
 from ..journal import Averages, Journal, Result, Shown, no_data, plain, some_of
 from ..sites import compressed, privacy
 from ..threads import all_cores, while_torch_loads
@@ -119,9 +120,8 @@ async def listening(
 ) -> AsyncGenerator[Listening, None]:
     """Let sites join. At the end they are told whether the run is over."""
     current = Current(config.root / config.network.certs / "aggregator")
-    credentials = current()
     async with AsyncExitStack() as stack:
-        audit = stack.enter_context(closing(audited(config, "aggregator", emit, credentials)))
+        audit = stack.enter_context(closing(audited(config, "aggregator", emit, current)))
         emit = audit.emit
         store = stack.enter_context(closing(RunStore(config.run_dir, warn=noticed(emit))))
         journal = Journal(config, store, emit)
@@ -130,8 +130,7 @@ async def listening(
         schema, task_digest = await while_torch_loads(_begin(config, store, strategy, start, training))
         joined = JoinedSites(journal, schema, task_digest, current, extras_of(strategy))
         cohort = joined.cohort(audit.witness)
-        stating = set[asyncio.Task[None]]()
-        audit.after_round = lambda: state_head(audit, cohort, stating)
+        audit.state_after_rounds(lambda head: cohort.state_head(head, audit.place_of))
         openly = compressed.decompressing(config, schema, cohort, store.turns.keep)
         early = closing_early if training else lambda config, cohort: cohort
         answers = joined.answers(early(config, cohort), early(config, openly))
@@ -142,21 +141,16 @@ async def listening(
         stack.push_async_callback(
             lambda: cohort.stop(journal.over, filter(joined.callers.may_call, store.joined()))
         )
-        stack.push_async_callback(lambda: asyncio.gather(*stating, return_exceptions=True))
+        stack.push_async_callback(audit.stated)
         emit(Notice(text=f"listening on {config.network.listen}"))
         watching = joined.callers.watch(cohort.cut, emit, cohort.pass_on, lambda: current.trouble)
         stack.callback(asyncio.create_task(watching).cancel)
+        certs = config.root / config.network.certs
+        renewing = renewal.watch(
+            certs, certs / "aggregator", current, emit, joined.callers.that_count, cohort.renew
+        )
+        stack.callback(asyncio.create_task(renewing).cancel)
         yield Listening(journal, strategy, joined, cohort, openly, answers, task_digest, own)
-
-
-def state_head(audit: Audit, cohort: RemoteCohort, stating: set[asyncio.Task[None]]) -> None:
-    """Tell all sites how the audit log stands, when the disk has it: no round waits for that."""
-
-    async def state() -> None:
-        cohort.state_head(await asyncio.to_thread(audit.statement), audit.place_of)
-
-    stating.add(task := asyncio.create_task(state()))
-    task.add_done_callback(stating.discard)
 
 
 class JoinedSites:
@@ -203,7 +197,7 @@ class JoinedSites:
             return InTheOpen(self._config, openly, self._emit, self._extras)
         return secure_rounds.UnderMasks(
             self._config, cohort, self._emit, federation=self._credentials().identity.federation,
-            callers=self.callers, verifier=self.callers.verifier, plans=self._store, parallel=all_cores(),
+            callers=self.callers, verifier=self.callers.verifier, store=self._store, parallel=all_cores(),
             frozen=self._store.frozen.sha256, extras=self._extras,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...config import Config
 from ...errors import ConfigError
-from ...strategies import Strategy, extras_of, overrides, remembers
+from ...strategies import Strategy, corrects, extras_of, overrides, remembers
 from .answers import compares, rule_of
 
 
@@ -104,6 +104,22 @@ def check_noise(config: Config, strategy: Strategy) -> None:
     if config.privacy.noise_multiplier:
         why = "the noise is on the deltas of a plain training. Use another strategy"
         check_plain(config, strategy, "privacy.noise_multiplier", why)
+
+
+def check_command(config: Config, strategy: Strategy) -> None:
+    """ConfigError for settings that a command of the site's own can't keep."""
+    check_plain(config, strategy, "train.command", "a command sends deltas alone. Use another strategy")
+    private = config.privacy
+    refused = {
+        f"strategy.kind = {config.strategy.kind} corrects each step": corrects(strategy),
+        "privacy.unit = example adds noise to each step": bool(private.noise_multiplier)
+        and private.unit == "example",
+        f"parallel.ranks = {config.parallel.ranks} takes steps on several ranks": config.parallel.ranks > 1,
+        f"simulate.engine = {config.simulate.engine} trains many sites at once": config.simulate.engine
+        not in ("auto", "loop"),
+    }
+    for what in (words for words, holds in refused.items() if holds):
+        raise ConfigError(f"train.command: {what}, and a command takes its steps itself. Leave out one.")
 
 
 def check_plain(config: Config, strategy: Strategy, key: str, why: str) -> None:

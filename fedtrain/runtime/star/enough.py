@@ -66,3 +66,8 @@ def closing_early(config: Config, cohort: Cohort) -> Cohort:
         return cohort
     check_config(config)
     return ClosesEarly(config, cohort) if config.strategy.enough < 1 else cohort
+
+
+def waiting_for_all(cohort: Cohort) -> Cohort:
+    """The same cohort, for a round that needs each of its sites: nothing closes early."""
+    return cohort._inner if isinstance(cohort, ClosesEarly) else cohort

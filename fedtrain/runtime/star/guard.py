@@ -69,15 +69,17 @@ def name_of(site: SiteId, turn: Turn) -> str:
 
 
 def sound(
-    sums: Sequence[SumOfSites], weights: AnyArena, plan: RoundPlan, limits: LimitsConfig
-) -> tuple[list[SumOfSites], list[Sequence[SiteId]]]:
+    sums: Sequence[SumOfSites], weights: AnyArena, plan: RoundPlan, limits: LimitsConfig,
+    unread: Sequence[Sequence[SiteId]] = (),
+) -> tuple[list[SumOfSites], list[Sequence[SiteId]]]:  # fmt: skip
     """The sums under masks, each with its sites, that may be a step, and the sites of the others. Spoiled
-    where there are only others."""
+    where there are only others. `unread`: the sites of sums that no updates can make: others too."""
     common = usual((), plan.earlier) if len(plan.earlier) >= ENOUGH else 0.0
     why = [total.delta and excess(total.delta, weights, common, limits) for total, _ in sums]
     good = [each for each, problem in zip(sums, why, strict=True) if not problem]
-    spoiled = [sites for (_, sites), problem in zip(sums, why, strict=True) if problem]
-    if spoiled and not good:
+    absurd = [sites for (_, sites), problem in zip(sums, why, strict=True) if problem]
+    spoiled = [*unread, *absurd]
+    if absurd and not good:
         raise Spoiled(spoiled, f"the new model is of no use and is not committed: {next(filter(None, why))}")
     return good, spoiled
 

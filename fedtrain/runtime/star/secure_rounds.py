@@ -34,6 +34,7 @@ from ...store import RoundPlan, RunStore
 from ...transport.patient import Patient
 from .answers import NOBODY, Counted, check_failures, rule_of, tell_clipped
 from .blame import Spoiled
+from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
 from .guard import norm_of, sound, usual
 from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
@@ -138,15 +139,15 @@ class UnderMasks:
         federation: str,
         callers: KnowsCallers,
         verifier: Verifies,
-        plans: RunStore | None = None,
+        store: RunStore | None = None,
         parallel: Parallel = serial,
         frozen: str = "",
         extras: Extras = NO_EXTRAS,
     ) -> None:
         """
         Args:
-            plans: Is given a plan without the sites that dropped out, before a sum is opened: from then on
-                honest sites give their updates of this round into no sum over other sites.
+            store: Is told the sites of a sum before it is opened: from then on honest sites give their
+                updates of this round into no sum over other sites.
             frozen: SHA-256 of the run's frozen parameters.
         """
         check_config(config)
@@ -154,14 +155,15 @@ class UnderMasks:
         self._config, self.cohort, self._emit = config, cohort, emit
         self._policy, self._extras = policy(config, federation, extras), extras
         self._verifier, self._parallel = verifier, parallel
-        self._callers, self._plans, self._frozen = callers, plans, frozen
-        self._round, self._opened = -1, list[Sequence[SiteId]]()  # sites of its sums that may be opened
+        self._callers, self._store, self._frozen = callers, store, frozen
+        self._round, self._opened = -1, list[tuple[SiteId, ...]]()  # sites of its sums that may be opened
         self._shown: msg.RingArena | None = None  # the last sum, where sites check sums
         self._odd: dict[SiteId, set[str]] = {}  # metrics that few have, as they were told
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         if self._round != plan.round:
-            self._round, self._opened = plan.round, []
+            self._round = plan.round
+            self._opened = [] if self._store is None else self._store.opened(plan.round)
         groups = plan.groups or groups_of(self._config, plan, self._opened)
         alone = len(groups) == self._config.secagg.groups == 1
         sums = await asyncio.gather(
@@ -178,8 +180,8 @@ class UnderMasks:
         if plan.groups and not totals:
             raise Spoiled(spoiled, "no group has a sum") if spoiled else failures[0]
         if alone or plan.groups:
-            totals, beyond = await asyncio.to_thread(sound, totals, weights, plan, self._config.limits)
-            spoiled += beyond
+            limits = self._config.limits
+            totals, spoiled = await asyncio.to_thread(sound, totals, weights, plan, limits, spoiled)
         inside = sorted(site for _, sites in totals for site in sites)
         if len(inside) < self._config.strategy.min_sites:
             raise TooFewSites(f"round {plan.round + 1}", len(inside), self._config.strategy.min_sites)
@@ -258,9 +260,10 @@ class UnderMasks:
         if whole:
             terms = msgspec.structs.replace(terms, quorum=len(sites))
         deadline_s, training = self._config.strategy.round_deadline, schema is not None
+        again = training and tuple(sites) in self._opened  # over fewer, who gave shares would refuse
         try:
             masked = await masked_sum(
-                Patient(self.cohort),
+                Patient(waiting_for_all(self.cohort) if again else self.cohort),
                 terms,
                 model,
                 requests(terms),
@@ -277,7 +280,7 @@ class UnderMasks:
             self._tell_dropped(plan.round + training, e.dropped)
             raise
         self._tell(plan, found, training=training)
-        if terms.verify and self._plans is not None:  # a simulation has no sites to be shown anything
+        if terms.verify and self._store is not None:  # a simulation has no sites to be shown anything
             self._shown = msg.shown(terms.sid(model), found.vector)
         vector = found.vector[: terms.numel(found.names)]
         try:
@@ -289,11 +292,12 @@ class UnderMasks:
         return total, found.sites
 
     def _settle(self, plan: RoundPlan, sites: Sequence[SiteId]) -> None:
-        """Ask no other sites together with these in this round."""
-        if sites not in self._opened:
-            self._opened.append(sites)
-        if self._plans is not None and self._config.secagg.groups == 1 and not plan.groups:
-            self._plans.set_plan(replace(plan, sites=list(sites)))
+        """Ask no other sites together with these in this round, also when it is tried again after a restart:
+        honest sites would refuse."""
+        if tuple(sites) not in self._opened:
+            self._opened.append(tuple(sites))
+            if self._store is not None:
+                self._store.opens(plan.round, self._opened)
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The sites that called since this process began, with their keys' fingerprints. The others

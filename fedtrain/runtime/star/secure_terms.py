@@ -138,6 +138,7 @@ def encoding_of(
     point = fixed_point(config, sites, extras)
     if schema is None:
         return Encoding(point, None)
+    point = replace(point, unsigned=config.secagg.verify)
     points = tuple(
         replace(point, clip=rounded_up(config, each.bound) if extras.exact else each.bound, max_weight=1.0)
         for each in extras.up

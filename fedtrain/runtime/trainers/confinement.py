@@ -1,9 +1,10 @@
 """The trainer process, shut in before it loads the task's code: `python -m ... confinement FD HOW FOLDER N`.
 
 The code then has no network but a loopback of its own, and sees an empty folder where the keys lie: by Linux
-namespaces, where the kernel gives them. Where it doesn't (many containers), Landlock hides the keys, and
-closes TCP from version 4 on. The parent is told what holds. Nothing loaded here starts a thread, for only
-the thread that calls is shut in, and those that it starts.
+namespaces, where the kernel gives them. Where it doesn't (many containers), Landlock hides the keys, and a
+seccomp filter refuses sockets. With either, the filter refuses the system calls that reach other processes
+and the kernel (seccomp.py). The parent is told what holds. Nothing loaded here starts a thread, for only the
+thread that calls is shut in, and those that it starts.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+
+from . import seccomp
 
 _NEWNS, _NEWUSER, _NEWNET = 0x00020000, 0x10000000, 0x40000000  # sched.h
 _MS_PRIVATE, _MS_REC, _MS_RDONLY = 1 << 18, 1 << 14, 1  # mount.h
@@ -35,20 +39,42 @@ def shut_in(folder: Path, *, network: bool, loopback: bool) -> tuple[str, bool]:
     asked for. `folder`: has the keys. `network`: is left open; `loopback` at least, as ranks need it."""
     if _works_in_a_child(folder, network):
         _namespaces(folder, network)
+        filtered = _filter(None if network else (*seccomp.LOCAL, *seccomp.INTERNET))
         without = "" if network else "has no network and "
-        return f"the task's code {without}does not see {folder.name}/", True
+        calls = "; seccomp closes calls to other processes and the kernel" if filtered else _NO_FILTER
+        return f"the task's code {without}does not see {folder.name}/{calls}", True
+    hidden = tcp = False
     with suppress(OSError):
         tcp = _landlock(folder, close_tcp=not (network or loopback))
-        closed = "TCP is closed to it, other sockets are open" if tcp else "the network is open to it"
-        return f"the task's code cannot read {folder.name}/ (Landlock); {closed}, for {_NO_NAMESPACES}", False
+        hidden = True
+    filtered = _filter(None if network or loopback else seccomp.LOCAL)
+    no_sockets = filtered and not (network or loopback)
+    closed = (
+        "it opens no socket that leaves the machine (seccomp)" if no_sockets
+        else "TCP is closed to it, other sockets are open" if tcp else "the network is open to it"
+    )  # fmt: skip
+    without = f"{'' if filtered else _NO_FILTER}; for {_NO_NAMESPACES}"
+    if hidden:
+        said = f"the task's code cannot read {folder.name}/ (Landlock); {closed}{without}"
+        return said, network or no_sockets
     return (
         f"the task's code is not shut in, for {_NO_NAMESPACES} and has no Landlock: it runs as the user who "
-        f"owns {folder.name}/, and the network is open to it",
+        f"owns {folder.name}/; {closed}{'' if filtered else _NO_FILTER}",
         False,
     )
 
 
+_NO_FILTER = "; this system has no filter of system calls (seccomp)"
 _NO_NAMESPACES = "this system gives it no namespaces of its own"
+
+
+def _filter(families: Collection[int] | None) -> bool:
+    """Whether system calls are filtered from here on."""
+    try:
+        seccomp.restrict(families)
+    except OSError:
+        return False
+    return True
 
 
 def _works_in_a_child(folder: Path, network: bool) -> bool:

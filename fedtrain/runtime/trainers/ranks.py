@@ -31,9 +31,10 @@ from ...errors import ConfigError, TaskError
 from ...learning import Correct
 from ...messages import Metrics, SiteId, Update
 from ...schema import Schema
+from ...training.building import build_model
 from ...training.collectives import refuse_pickles
 from ...training.devices import backend_of, device_of_rank, record_collectives, refuse_shared
-from ...training.engine import build_model, weighs_items
+from ...training.engine import weighs_items
 from ...training.examples import examples_of
 from ...training.mesh import Mesh, Sizes
 from ...training.parallel.data import Dealt
@@ -107,8 +108,11 @@ class RankGroup:
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
         self._correct: Correct | None = strategy.correct if strategies.corrects(strategy) else None
         self._engine: MeshEngine | None = None
-        model = build_model(task, config.run.seed, torch.device("cpu"))
-        self.schema, self.frozen = Schema.of(model), Frozen.of(Arena.of(model, frozen=True))
+        self._weighs: bool | None = None  # see weighs_items, which a site asks at each join
+        self.schema, self.frozen = Schema(()), Frozen()
+        if rank == 0:  # who alone is asked; the others have no more of the model than they train
+            model = build_model(task, config.run.seed, torch.device("cpu"))
+            self.schema, self.frozen = Schema.of(model), Frozen.of(Arena.of(model, frozen=True))
         self._freezing = False  # all ranks are to be given other frozen parameters: rank 0 has them
         self._given: Arena | None = None
 
@@ -136,10 +140,13 @@ class RankGroup:
 
     def weighs_items(self, dataset: Any) -> bool:
         """Asked of one example on a CPU, for a GPU may not hold the whole model; True where it can't be."""
+        if self._weighs is not None:
+            return self._weighs
         model = build_model(self.task, self.config.run.seed, torch.device("cpu"))
         batches = examples_of(dataset, collate_of(self.task)).batches(1, False, None)
         try:
-            return weighs_items(self.task, model, batches)
+            self._weighs = weighs_items(self.task, model, batches)
+            return self._weighs
         except TaskError:
             if self.mesh.device.type == "cpu":
                 raise

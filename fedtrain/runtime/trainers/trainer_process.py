@@ -74,7 +74,9 @@ def _main(config: Config, channel: int, confine: str) -> list[str]:
     keys = (config.root / config.network.certs).resolve()
     if config.root.resolve().is_relative_to(keys):  # not the task as well
         keys /= "sites"
-    return [f"{__package__}.confinement", str(channel), confine, str(keys), str(config.parallel.ranks)]
+    # Who speak with each other. A command's may have to do without: most are one, and `require` means it.
+    several = config.parallel.ranks > 1 or bool(config.train.command and confine != "require")
+    return [f"{__package__}.confinement", str(channel), confine, str(keys), str(1 + several)]
 
 
 def environment(config: Config, scratch: Path, gpu: str | None = None) -> dict[str, str]:

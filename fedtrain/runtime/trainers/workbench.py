@@ -7,10 +7,8 @@ inside functions, since a site's supervisor imports it too.
 from __future__ import annotations
 
 import mmap
-import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +17,7 @@ from ...arena import Arena, ArenaFile, Slab
 from ...config import Config
 from ...errors import BadUpdate, Forgotten, TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
-from ...schema import Schema
-from ...store.disk import explained, private
+from ...store.disk import new_file
 from ...store.memory import NEVER
 from ..journal import Averages
 from ..simulations.shared_memory import Mapped
@@ -33,6 +30,7 @@ from .rank_monitor import GiveUp, nobody
 if TYPE_CHECKING:
     from ...training.stacked import Stacked
     from ...training.task import Task
+    from .command import OwnTrainer
 
 CACHED_SITES = 1024  # the data of so many sites stays loaded, of those used last
 CACHED_BYTES = 2 << 30  # and no more tensors than this many bytes
@@ -65,7 +63,7 @@ class Workbench:
         from ...training.partition import CENTRAL, SimulatedSites
         from ...training.task import derives, folder_of, load_task
         from ...training.tensors import model_tensors
-        from ..star.combinations import check_noise
+        from ..star.combinations import check_command, check_noise
         from .folding import Folding
         from .learner import Learner
 
@@ -79,6 +77,8 @@ class Workbench:
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
         strategy.check(config.train)
         check_noise(config, strategy)
+        if config.train.command:
+            check_command(config, strategy)
         correct = strategy.correct if strategies.corrects(strategy) else None
         extras = strategies.extras_of(strategy)
         self._ranks = None
@@ -114,6 +114,12 @@ class Workbench:
             comes=encoder.codec.coded if encoder is not None else extras.update(engine.schema),
             personal=strategies.has_personal(strategy),
         )  # fmt: skip
+        self._command: OwnTrainer | None = None
+        if config.train.command:
+            from .command import OwnTrainer
+
+            still = partial(getattr, self._engine, "frozen_weights")
+            self._command = OwnTrainer(config, self._task.data_dir, self._simulated, still)
         alone = None if self._ranks is not None else self._engine
         self._learner = Learner(config, strategy, extras, alone, encoder, simulated=simulated)
         self.description.remembers = self._learner.remembers
@@ -157,9 +163,9 @@ class Workbench:
 
     def train(self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int = NEVER) -> Update:
         """Train one site; its update, in `out`, as it leaves."""
-        if self._ranks is not None:
+        if (trains := self._ranks or self._command) is not None:
             memory = self._learner.memory(site, counted)
-            update = self._ranks.train(site, round, weights, self._learner.room(out))
+            update = trains.train(site, round, weights, self._learner.room(out))
             return self._learner.finished(update, site, round, weights, out, counted, memory, {})
         return self._learner.train(site, self._load("data", site), round, weights, out, counted)
 
@@ -172,6 +178,8 @@ class Workbench:
     def examples(self, site: SiteId) -> float | None:
         from ...training.examples import Stream, examples_of
 
+        if self._command is not None:
+            return None
         data = self._load("data", site)
         examples = examples_of(data)
         if isinstance(examples, Stream) or (self._ranks or self._engine).weighs_items(data):
@@ -320,29 +328,3 @@ def _tensor_bytes(data: Any) -> int:
 
     examples = examples_of(data)
     return sum(c.nbytes for c in examples.columns) if isinstance(examples, Tensors) else 0
-
-
-@contextmanager
-def new_file(schema: Schema, path: Path) -> Iterator[Arena]:
-    """An arena in a file, to be written in the with block. The file gets its name when the block has ended,
-    and is not there at all when the block raises.
-
-    A file of the same size under that name, an older update, is written over: new pages cost more.
-    """
-    partial = path.with_name(path.name + ".new")
-    try:
-        with explained(path):
-            if path.exists() and path.stat().st_size == schema.nbytes:
-                path.replace(partial)
-            file = open(private(partial, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115  # closed in the block
-        with file as f:
-            with explained(path):
-                f.truncate(schema.nbytes)
-                if schema.nbytes:  # else a write to the map ends the process when the disk is full
-                    os.posix_fallocate(f.fileno(), 0, schema.nbytes)
-            nbytes = schema.nbytes
-            yield Arena.wrap(schema, mmap.mmap(f.fileno(), nbytes)) if nbytes else Arena.zeros(schema)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -96,9 +96,9 @@ class Dealt:
         train, rank, ranks = self.train, self.rank, self.ranks
         if isinstance(self.examples, Stream):
             loader: Any = self.examples.source
-            if not (resumes and can_be_read_apart(loader)):
+            if not can_be_read_apart(loader):
                 return Streamed(self.examples, train, seed, rank, ranks, resumes=resumes)
-            apart = LoaderChoice(self.examples, train.accumulate, seed, rank, ranks)
+            apart = LoaderChoice(self.examples, train.accumulate, seed, rank, ranks, resumes=resumes)
             return self._ahead(loader.dataset, loader.collate_fn, apart, loader.num_workers)
         if not (count := self.examples.count):
             raise TaskError(f"{self.name} has no examples: data() is empty")

@@ -18,26 +18,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config import Config
+from ...digest import seed_of
 from ...errors import ConfigError, TaskError
 from ...learning import Context, Correct
 from ...messages import Metrics, summed
 from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in
+from ..building import build_model
 from ..collectives import everyones
-from ..engine import Step, Steps, Trainable, build_model
-from ..examples import Stream, examples_of
+from ..engine import Step, Steps, Trainable
+from ..examples import examples_of
 from ..mesh import Mesh, is_dtensor
 from ..optimizers import TorchOptimizer, of_parameters, with_all_cores
-from ..sampler import share_of
 from ..task import Task, mean_and_weight, user_code
 from ..tensors import Shares, kept_at_a_site
-from .context import Gathered, context_parallel, part_of
+from .context import Gathered, in_parts
 from .data import Dealt
 from .families import plan_of
 from .flops import Flops, peak_flops
 from .hooks import compress
-from .reading import Share
+from .reading import Share, read_once
 from .sharded import ShardedModel, digest_of_model, local, pieces
+from .streamed import StreamedModel
 from .wrap import Loss, check_compiler, data_parallel, is_fsdp, save_memory, split_tensors, with_autocast
 
 if TYPE_CHECKING:
@@ -59,18 +61,27 @@ class MeshEngine(Trainable, ShardedModel):
         self.flops = Flops()
         # Operations a second that this rank's device could do; 0 where nobody knows.
         self.peak = self.parallel.peak_tflops * 1e12 or peak_flops(mesh.device)
+        self._limited = False  # whether collectives have their time limit of a step
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
         self._pipeline: Pipeline | None = None
-        model = build_model(task, self.run_seed, mesh.device)
+        # What is cut into shards is made shard by shard.
+        streams = self.parallel.zero >= 2 and mesh.sizes.tp == mesh.sizes.pp == 1
+        streamed = StreamedModel.of(task, self.run_seed, mesh.device) if streams else None
+        model = streamed.model if streamed is not None else build_model(task, self.run_seed, mesh.device)
         self.kept = kept_at_a_site(model, shares)  # names of tensors that no gather() has
         schema, frozen = Schema.of(model, without=self.kept), Schema.of(model, frozen=True)
-        if not mesh.alike(digest_of_model(model)):
+        digest = digest_of_model(model)
+        self.plan = plan_of(task, model)
+        self._gathered = Gathered(mesh, self.plan) if mesh.sizes.cp > 1 else None
+        parts, self._roots = self._parallel(model, example)
+        if streamed is not None:
+            offloaded = self.parallel.offload != "none"
+            digest ^= streamed.fill(mesh.device, offloaded=offloaded)
+        if not mesh.alike(digest):
             raise TaskError(
                 "model() builds other weights on one rank than on another. It may draw from torch's, numpy's "
                 "and random's generators, which are seeded; not from os.urandom, the clock or the rank."
             )
-        self.plan = plan_of(task, model)
-        parts, self._roots = self._parallel(model, example)
         ShardedModel.__init__(self, mesh, parts, schema, frozen, sharded=any(map(is_fsdp, self._roots)))
         for part in self.parts:
             part.train()
@@ -124,8 +135,13 @@ class MeshEngine(Trainable, ShardedModel):
     @contextmanager
     def _again(self) -> Iterator[None]:
         """What activations are computed again within."""
-        with self.flops.again(), Gathered(self.mesh) if self.mesh.sizes.cp > 1 else nullcontext():
+        with self.flops.again(), self._gathered or nullcontext():
             yield
+
+    def seed(self, *purpose: object) -> int:
+        """A pipeline's stages draw apart: their layers are alike, and the same would be dropped in each."""
+        stage = self.mesh.at["pp"] if purpose != ("evaluate",) else 0
+        return super().seed(*purpose, *([f"stage {stage}"] if stage else []))
 
     # --- one step, see Backend
 
@@ -166,6 +182,9 @@ class MeshEngine(Trainable, ShardedModel):
             whole = self.over_ranks(math.fsum(weights))
             factor = self.mesh.averaging / whole if whole else 0.0
         self._collect(factor / scale)
+        if not self._limited and self.parallel.step_timeout < self.parallel.timeout:
+            self.mesh.limit(self.parallel.step_timeout)  # the first step, which compiles, may take longer
+        self._limited = True
         return Step([*losses], [*weights], total, whole > 0)
 
     def _collect(self, factor: float) -> None:
@@ -250,14 +269,9 @@ class MeshEngine(Trainable, ShardedModel):
         whole = self._roots[0]  # DDP is around a whole model only
         return whole.no_sync() if isinstance(whole, DistributedDataParallel) and not now else nullcontext()
 
-    @contextmanager
-    def _context(self, batch: Batch) -> Iterator[Batch]:
-        if self.mesh.sizes.cp == 1:
-            yield batch
-            return
-        mine, length = part_of(batch, self.plan, self.mesh)
-        with context_parallel(self.parts[0], self.plan, self.mesh, length):
-            yield mine
+    def _context(self, batch: Batch) -> AbstractContextManager[Batch]:
+        first = self.mesh.sizes.tp > 1 and not (self._limited or self.parallel.compile)
+        return in_parts(self.parts[0], batch, self.plan, self.mesh, self._gathered, alike=first)
 
     def present(self, batch: Batch | None) -> Batch:
         """On the device; a batch of before where this rank has none, for its forward pass is a collective."""
@@ -320,22 +334,14 @@ class MeshEngine(Trainable, ShardedModel):
                     dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
 
     def dealt(self, dataset: Any, *, apart: bool = False) -> Iterator[tuple[Batch, bool]]:
-        """(batch, whether it counts): as many on every rank, for a forward pass may be a collective. `apart`:
-        among the ranks of this island."""
+        """See read_once. `apart`: among the ranks of this island."""
         sizes, at = self.mesh.sizes, self.mesh.at
         whole = sizes.dp, at["dp_replicate"] * sizes.dp_shard + at["dp_shard"]
         ranks, rank = (self.mesh.data_ranks, self.mesh.data_rank) if apart else whole
         ranks, rank = ranks * sizes.cp, rank * sizes.cp + at["cp"]
-        examples, size = examples_of(dataset, self._collate), self.config.eval_batch_size
-        if isinstance(examples, Stream):
-            for batch in self.in_order(dataset):
-                low, high = share_of(examples_in(batch), rank, ranks)
-                yield (cut(batch, low, high) if high > low else cut(batch, 0, 1)), high > low
-            return
-        for start in range(0, examples.count, size * ranks):
-            low, high = share_of(min(size * ranks, examples.count - start), rank, ranks)
-            mine = torch.arange(start + low, start + high) if high > low else torch.arange(1)
-            yield examples.take(mine), high > low
+        examples, seed = examples_of(dataset, self._collate), seed_of(self.run_seed, "evaluate")
+        readers, size = self.parallel.readers, self.config.eval_batch_size
+        return read_once(examples, size, seed, rank, ranks, readers, self.device)
 
     def _over_all_ranks(self, mine: Metrics, apart: bool) -> Metrics:
         group = self.mesh.group(self.mesh.axes()) if apart else None

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...config import Config
 from ...schema import is_frozen, unique_tensors
 from ..batches import cut, examples_in
-from ..engine import build_model
+from ..building import build_model
 from ..examples import Stream, examples_of
 from ..mesh import Sizes
 from ..optimizers import OPTIMIZERS

@@ -1,4 +1,4 @@
-"""Tensor parallel of transformers' Llama and GPT-2 families: which layers are split, and how.
+"""Tensor parallel of transformers' models: which layers are split, and how.
 
 As in Megatron-LM (Shoeybi et al. 2019, §3): a layer is split by columns and the next by rows, so that
 attention and the feed-forward part each need one sum over the ranks. The vocabulary is split too.
@@ -7,6 +7,7 @@ attention and the feed-forward part each need one sum over the ranks. The vocabu
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +21,27 @@ from ...errors import ConfigError
 from ..task import Task
 from .plan import Plan
 
+# What transformers calls them, in a model's own plan; there it is done by hooks of its own.
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+}
 
-def llama() -> Plan:
-    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
-    return Plan(
-        blocks="model.layers",
-        tensor={
-            attention: Heads(),
-            **{f"{attention}.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
-            f"{attention}.o_proj": RowwiseParallel(),
-            **{f"{mlp}.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
-            f"{mlp}.down_proj": RowwiseParallel(),
-            **_vocabulary("model.embed_tokens"),
-        },
-    )
+
+def shipped(model: Any) -> Plan:
+    """The plan that transformers has for a causal language model of this class (base_model_tp_plan), where
+    it is of these styles alone; else an empty one."""
+    told = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    if not told or not STYLES.keys() >= {*told.values()} or model.get_output_embeddings() is None:
+        return Plan()
+    names = {module: name for name, module in model.named_modules()}
+    ends = (names[each] for each in (model.get_input_embeddings(), model.get_output_embeddings()))
+    told = {f"{model.base_model_prefix}.{name}": style for name, style in told.items()}
+    shared = {n.rpartition(".")[0]: Heads() for n, how in told.items() if "att" in n and how == "colwise"}
+    layers = {name: STYLES[style]() for name, style in told.items()}
+    return Plan(blocks=next(iter(told)).partition(".*")[0], tensor=shared | layers | _vocabulary(*ends))
 
 
 def gpt2() -> Plan:
@@ -51,24 +59,16 @@ def gpt2() -> Plan:
     )
 
 
-KNOWN: dict[str, Callable[[], Plan]] = {
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": llama,
-    "Qwen2ForCausalLM": llama,
-    "GPT2LMHeadModel": gpt2,
-}  # by the name of a model's class
-
-
 def plan_of(task: Task, model: nn.Module) -> Plan:
-    """The task's own plan, else the plan for the model's class where KNOWN has it, else an empty one."""
-    return task.parallel_plan() or KNOWN.get(type(model).__name__, Plan)()
+    """The task's own plan, else that for GPT-2, else the one that transformers ships, where there is one."""
+    return task.parallel_plan() or (gpt2() if type(model).__name__ == "GPT2LMHeadModel" else shipped(model))
 
 
-def _vocabulary(embedding: str) -> dict[str, ParallelStyle]:
+def _vocabulary(embedding: str, head: str = "lm_head") -> dict[str, ParallelStyle]:
     """Both ends alike, for in many of these models they are one tensor."""
     return {
         embedding: RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        head: ColwiseParallel(output_layouts=Replicate()),
     }
 
 

@@ -23,12 +23,14 @@ from ..mesh import Mesh
 from .plan import Plan
 from .stage import TypedStage
 
-STAGES_A_RANK = 2  # of the interleaved schedule
 SCHEDULES: dict[str, Any] = {
     "1f1b": pipelining.Schedule1F1B,
     "gpipe": pipelining.ScheduleGPipe,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
 }
+FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")  # what an evaluation does of a schedule
 Call = Callable[[nn.Module, Batch], Any]  # the task's loss, or its evaluate
 # (what loss() returned, its batch, where that begins in the whole) -> what backward starts from. May come
 # twice for one microbatch: the first step begins with a rehearsal, from which stages learn their shapes.
@@ -42,7 +44,7 @@ class Pipeline:
         """`stages`: by number, in order, those of this rank; wrapped already."""
         self.loss, self.stages, self.config, self.mesh = loss, stages, config, mesh
         self.group = mesh["pp"].get_group()
-        self.number = mesh.sizes.pp * (STAGES_A_RANK if config.schedule == "interleaved" else 1)
+        self.number = stages_in_all(config)
         self.first, self.last = 0 in stages, self.number - 1 in stages
         self._schedules: dict[tuple[Any, ...], Any] = {}
         self._present: tuple[Batch, Measured] | None = None
@@ -77,10 +79,14 @@ class Pipeline:
                 TypedStage(module, index, self.number, self.mesh.device, group=self.group)
                 for index, module in self.stages.items()
             ]
-            several = self.config.schedule == "interleaved"
+            several = len(stages) > 1
             kind = SCHEDULES[self.config.schedule if training or several else "gpipe"]
             loss = self._loss if training else None
-            self._schedules[key] = kind(stages if several else stages[0], count, loss, scale_grads=False)
+            made = kind(stages if several else stages[0], count, loss, scale_grads=False)
+            if several and not training:  # torch would step backward too, which fails in a V
+                order = made.pipeline_order_with_comms
+                order[made.rank] = [a for a in order[made.rank] if a.computation_type.value in FORWARD]
+            self._schedules[key] = made
         return self._schedules[key]
 
     def _loss(self, output: Any, which: torch.Tensor) -> torch.Tensor:
@@ -139,9 +145,8 @@ def stages_of(
     """This rank's stages by number. As the task's plan cuts them; a Sequential between its children; any
     other model by tracing it with `micro`, the inputs of one microbatch (not beside tp, whose modules a
     trace takes apart)."""
-    ranks = mesh.sizes.pp
-    number = ranks * (STAGES_A_RANK if config.schedule == "interleaved" else 1)
-    mine = [index for index in range(number) if index % ranks == mesh.at["pp"]]
+    number, rank = stages_in_all(config), mesh.at["pp"]
+    mine = [*range(rank, number, config.pp)] if config.schedule != "zbv" else [rank, number - 1 - rank]
     if plan.stage is not None:
         cuts = even_cuts([1] * len(plan.units(model)), number)
         return {
@@ -164,6 +169,11 @@ def stages_of(
     begins = pipelining.SplitPoint.BEGINNING
     traced = pipelining.pipeline(model, micro, split_spec={names[at]: begins for at in starts})
     return {i: traced.get_stage_module(i) for i in mine}
+
+
+def stages_in_all(config: ParallelConfig) -> int:
+    """One a rank, or two."""
+    return config.pp * (1 if config.schedule in ("1f1b", "gpipe") else 2)
 
 
 def even_cuts(weights: list[int], parts: int) -> list[int]:

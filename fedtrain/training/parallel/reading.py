@@ -7,17 +7,17 @@ So it is the same in any world, with any number of processes, and after a restar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, repeat
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...digest import seed_of
-from ..batches import Batch, move, tensors_in
+from ..batches import Batch, cut, examples_in, move, tensors_in
 from ..devices import seed_all
-from ..examples import Stream
+from ..examples import Examples, Items, Stream
 from ..sampler import BatchShare, Draws, share_of
 
 AHEAD = 2  # shares that each process has ready
@@ -45,8 +45,12 @@ class Choice(Protocol):
 class LoaderChoice:
     """The batches that a DataLoader's own sampler chooses; their order is that of the loader itself."""
 
-    def __init__(self, examples: Stream, accumulate: int, seed: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self, examples: Stream, accumulate: int, seed: int, rank: int, ranks: int, *, resumes: bool
+    ) -> None:  # fmt: skip
+        """`resumes`: as of Streamed."""
         self.examples, self.accumulate = examples, accumulate
+        self._draws = None if resumes else Draws(seed)
         self.seed, self.rank, self.ranks = seed, rank, ranks
         self.epoch = self._taken = 0  # _taken: batches of the present pass
         self._pass: list[list[int]] = []
@@ -67,21 +71,27 @@ class LoaderChoice:
         self.epoch, self._taken, self._pass = int(state["epoch"]), int(state["taken"]), []
 
     def _chosen(self) -> list[list[int]]:
-        """All batches of the present pass; what chooses them draws for each from a seed of its own."""
-        loader: Any = self.examples.source
-        batches: Iterator[list[int]] | None = None
-        found: list[list[int]] = []
-        for number in count():
-            with Draws(seed_of(self.seed, self.epoch, number)):
-                if batches is None:  # a loader first draws the seed of its workers
-                    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-                    batches = iter(loader.batch_sampler)
-                rows = next(batches, None)
-            if rows is None:
-                self.examples.count = sum(map(len, found))
-                return found
-            found.append(list(rows))
+        """All batches of the present pass."""
+        draws = (self._draws or Draws(seed_of(self.seed, self.epoch, number)) for number in count())
+        found = chosen_by(self.examples.source, draws)
+        self.examples.count = sum(map(len, found))
         return found
+
+
+def chosen_by(loader: Any, draws: Iterable[Draws]) -> list[list[int]]:
+    """All batches of a pass of a DataLoader, as indices; what chooses one draws from the next of `draws`."""
+    batches: Iterator[list[int]] | None = None
+    found: list[list[int]] = []
+    for own in draws:
+        with own:
+            if batches is None:  # a loader first draws the seed of its workers
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+                batches = iter(loader.batch_sampler)
+            rows = next(batches, None)
+        if rows is None:
+            break
+        found.append(list(rows))
+    return found
 
 
 class ReadAhead:
@@ -130,14 +140,56 @@ class ReadAhead:
             return next(self._batches)
 
     def _read(self) -> Iterator[Batch]:
-        loader: DataLoader[Batch] = DataLoader(
-            self._shares, batch_size=None, sampler=asked(self._choice, self._steps), collate_fn=as_it_is,
-            num_workers=self._processes, prefetch_factor=AHEAD if self._processes else None,
-            pin_memory=self._device.type == "cuda",
-        )  # fmt: skip
-        with Draws(0):  # the seed of its processes, which set their own for each example
-            batches = iter(loader)
-        return batches if self._device.type == "cpu" else copied(batches, self._device)
+        return read(self._shares, asked(self._choice, self._steps), self._processes, self._device)
+
+
+def read(
+    shares: ShareReader, asked: Iterable[Asked], processes: int, device: torch.device
+) -> Iterator[Batch]:
+    """The shares that are asked for, each read ahead by one of the processes; without any as it is taken."""
+    loader: DataLoader[Batch] = DataLoader(
+        shares, batch_size=None, sampler=asked, collate_fn=as_it_is, num_workers=processes,
+        prefetch_factor=AHEAD if processes else None, pin_memory=device.type == "cuda",
+    )  # fmt: skip
+    with Draws(0):  # the seed of its processes, which set their own for each example
+        batches = iter(loader)
+    return batches if device.type == "cpu" else copied(batches, device)
+
+
+def read_once(
+    examples: Examples, size: int, seed: int, rank: int, ranks: int, readers: int, device: torch.device
+) -> Iterator[tuple[Batch, bool]]:
+    """All examples once, as far as they are this rank's: (batch, whether it counts).
+
+    There are as many batches on every rank, for a forward pass may be a collective. `size`: of a rank's
+    batch, where the data has none of its own.
+    """
+    loader: Any = examples.source if isinstance(examples, Stream) else None
+    if isinstance(examples, Stream) and not can_be_read_apart(loader):
+        for batch in examples.batches(size, False, None):
+            low, high = share_of(examples_in(batch), rank, ranks)
+            yield (cut(batch, low, high) if high > low else cut(batch, 0, 1)), high > low
+        return
+    whole: Sequence[Sequence[int]]
+    if loader is not None:
+        whole = chosen_by(loader, repeat(Draws(seed)))
+    else:
+        starts = range(0, examples.count, size * ranks)
+        whole = [range(start, min(start + size * ranks, examples.count)) for start in starts]
+    spans = [share_of(len(rows), rank, ranks) for rows in whole]
+    mine = [rows[low:high] or rows[:1] for rows, (low, high) in zip(whole, spans, strict=True)]
+    counts = (high > low for low, high in spans)
+    if not isinstance(examples, Stream) and not (readers and isinstance(examples, Items)):
+        yield from zip(map(examples.take, map(torch.tensor, mine)), counts, strict=True)
+        return
+    data = loader if isinstance(examples, Stream) else examples
+    collate = loader.collate_fn if isinstance(examples, Stream) else examples.collate
+    processes = loader.num_workers if isinstance(examples, Stream) else readers
+    batches = read(ShareReader(data.dataset, collate), [(seed, [*r]) for r in mine], processes, device)
+    for each in counts:
+        with Draws(0):  # what is read in this process
+            batch = next(batches)
+        yield batch, each
 
 
 class ShareReader(Dataset[Batch]):

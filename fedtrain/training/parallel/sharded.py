@@ -142,9 +142,11 @@ class ShardedModel:
 
 
 def digest_of_model(model: nn.Module) -> int:
-    """Of all weights and buffers that travel, tensor by tensor: nobody holds a second model."""
+    """Of all weights and buffers that travel and are made, tensor by tensor: nobody holds a second model."""
     digest = Digest()
     for tensor in unique_tensors(model).values():
+        if tensor.is_meta:
+            continue
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return seed_of(digest.hexdigest())
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -28,6 +28,7 @@ from .plan import Plan
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
+HALVES = ("zero-bubble", "zbv")  # schedules that compute weights' gradients apart from inputs'
 Within = Callable[[], AbstractContextManager[Any]]
 
 
@@ -101,6 +102,12 @@ def save_memory(units: list[nn.Module], config: ParallelConfig, within: Within |
         raise ConfigError(
             "parallel.cp: not with both compile and checkpoint_activations; choose one of them."
         )
+    if config.pp > 1 and config.schedule in HALVES and (config.compile or config.zero == 3):
+        other = "compile" if config.compile else "zero = 3"
+        raise ConfigError(
+            f"parallel.schedule: {config.schedule} computes a gradient in two halves, which torch gets wrong "
+            f"beside {other}. Use interleaved, or leave {other} out."
+        )
     for unit in units:
         if config.checkpoint_activations:
             unit.forward = _again(unit.forward, within)
@@ -120,12 +127,25 @@ def check_compiler(device: torch.device) -> None:
 
 def _again(forward: Callable[..., Any], within: Within | None) -> Callable[..., Any]:
     # Only where it is needed: torch.compile can't see through a context_fn.
-    both: dict[str, Any] = {} if within is None else {"context_fn": lambda: (nullcontext(), within())}
+    both: dict[str, Any] = {} if within is None else {"context_fn": lambda: (nullcontext(), Anew(within))}
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **both, **kwargs)
 
     return checkpointed
+
+
+class Anew(AbstractContextManager[None]):
+    """`within()` each time it is entered: by a zero-bubble schedule's backward pass in two halves, twice."""
+
+    def __init__(self, within: Within) -> None:
+        self._within, self._stack = within, ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._within())
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
 
 
 def with_autocast(module: nn.Module, autocast: AbstractContextManager[Any]) -> None:
@@ -182,6 +202,7 @@ def data_parallel(
 def _sharded(
     root: nn.Module, units: list[nn.Module], config: ParallelConfig, mesh: Mesh, precision: str
 ) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     shards = tuple(axis for axis in ("dp_shard", "cp") if getattr(mesh.sizes, axis) > 1)
@@ -193,9 +214,9 @@ def _sharded(
             f"parallel.zero = {config.zero}: nothing to shard over, mesh {mesh.sizes}. "
             f"Lower parallel.replicate, or set parallel.zero = 0."
         )
-    if copies and len(shards) > 1:
-        raise ConfigError("parallel: HSDP (replicate > 1) with cp is not supported; set replicate = 1.")
-    flat = mesh[("dp_replicate", shards[0])] if copies else mesh.flat(shards)
+    flat = mesh.flat(shards)
+    if copies:
+        flat = DeviceMesh._concatenate([mesh["dp_replicate"], flat])
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=NARROW[precision], reduce_dtype=torch.float32)

@@ -1,0 +1,257 @@
+"""`fedtrain doctor`: what would keep a run from working on this machine, each with what to do about it.
+
+The checks of the network are those of a site: its proxy, its certificate, its aggregator. Nothing is sent
+but a TLS handshake, and one optimizer step is taken on the data that is here.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote, urlsplit
+from urllib.request import proxy_bypass
+
+import msgspec
+
+from ..config import Config
+from ..errors import FedtrainError
+from ..pki.identity import Credentials, aggregator_target
+from ..store.disk import refuse_network_disk
+from ..transport.tls import explain
+
+WAIT_S = 5.0  # for an answer from the network
+LEAST_FREE, SLOW_DISK_S = 2 << 30, 0.1
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # in the order in which gRPC looks
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What one check found; with --json as it stands here."""
+
+    check: str
+    state: Literal["good", "look", "bad"]  # look: it works, and may disappoint
+    said: str
+    fix: str = ""
+
+
+def examined(config: Config, site: str | None, data_dir: Path | None) -> Iterator[Finding]:
+    """Every check, one after the other; `site`: as that site, else as the aggregator or a simulation."""
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _machine, _gpu, lambda: _disk(config), _clock, lambda: _certificate(config, site),
+        lambda: _network(config, site), lambda: _training(config, site, data_dir),
+    ]  # fmt: skip
+    for check in checks:
+        try:
+            yield from check()
+        except (FedtrainError, OSError) as e:
+            yield Finding(getattr(check, "__name__", "check").strip("_<>"), "bad", str(e))
+
+
+def _machine() -> Iterator[Finding]:
+    import torch
+
+    yield Finding("versions", "good", f"Python {sys.version.split()[0]}, torch {torch.__version__}")
+    mine, all_ = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    fix = (
+        "This process may use a part of them: see taskset, or the container's cpuset." if mine < all_ else ""
+    )
+    yield Finding("cores", "look" if fix else "good", f"{mine} of {all_} cores", fix)
+
+
+def _gpu() -> Iterator[Finding]:
+    import torch
+
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        return (yield Finding("GPU", "good", names))
+    if shutil.which("nvidia-smi") is None:
+        return (yield Finding("GPU", "good", "none here; training is on the CPU"))
+    why = (
+        "torch is a CPU build"
+        if torch.version.cuda is None
+        else f"torch's CUDA {torch.version.cuda} finds no driver"
+    )
+    fix = "Install torch's CUDA build, from the index that its Get Started page names; see `nvidia-smi`."
+    yield Finding("GPU", "look", f"nvidia-smi is here, but {why}", fix)
+
+
+def _disk(config: Config) -> Iterator[Finding]:
+    runs = config.root / config.run.dir
+    there = next(path for path in (runs, *runs.parents) if path.exists())
+    try:
+        refuse_network_disk(there)
+    except FedtrainError as e:
+        return (yield Finding("disk", "bad", str(e)))
+    free = shutil.disk_usage(there).free
+    fix = (
+        f"Make room, or set run.dir to a folder with {LEAST_FREE >> 30} GiB or more."
+        if free < LEAST_FREE
+        else ""
+    )
+    yield Finding("disk", "look" if fix else "good", f"{free / 2**30:,.1f} GiB free under {runs}", fix)
+    probe = there / f".fedtrain-doctor-{os.getpid()}"
+    try:
+        began = time.perf_counter()
+        with probe.open("wb") as f:
+            f.write(bytes(1 << 20))
+            os.fsync(f.fileno())
+        took = time.perf_counter() - began
+    except OSError as e:
+        return (
+            yield Finding(
+                "writing", "bad", f"{there}: {e.strerror}", "Give this user the folder, or set run.dir."
+            )
+        )
+    finally:
+        probe.unlink(missing_ok=True)
+    slow = took > SLOW_DISK_S
+    fix = "Each round waits for the disk: choose a faster one for run.dir." if slow else ""
+    yield Finding("writing", "look" if slow else "good", f"1 MiB is on the disk in {took * 1e3:.0f} ms", fix)
+
+
+def _clock() -> Iterator[Finding]:
+    if shutil.which("timedatectl") is None:
+        return
+    ask = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
+    said = subprocess.run(ask, capture_output=True, text=True, timeout=WAIT_S, check=False).stdout.strip()
+    if said == "yes":
+        yield Finding("clock", "good", "kept by NTP")
+    elif said == "no":
+        fix = "timedatectl set-ntp true. Certificates are refused where a clock is wrong."
+        yield Finding(
+            "clock", "look", f"not kept by NTP: {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}", fix
+        )
+
+
+def _folder(config: Config, site: str | None) -> Path:
+    certs = config.root / config.network.certs
+    return certs / "aggregator" if site is None else certs / "sites" / site
+
+
+def _certificate(config: Config, site: str | None) -> Iterator[Finding]:
+    folder = _folder(config, site)
+    if site is None and not folder.exists():
+        return (yield Finding("certificate", "good", "none here: enough for a simulation"))
+    try:
+        identity = Credentials.load(folder).identity
+    except FedtrainError as e:
+        return (yield Finding("certificate", "bad", str(e)))
+    left = (identity.not_after.timestamp() - time.time()) / 86400
+    fix = f"Renew it: fedtrain certs issue {identity.name}, where the authority is." if left < 7 else ""
+    yield Finding("certificate", "look" if fix else "good", f"{identity}, good for {left:.0f} days", fix)
+
+
+# --- the way to the aggregator
+
+
+def _network(config: Config, site: str | None) -> Iterator[Finding]:
+    if site is None:
+        return (yield from _listening(config))
+    address = config.network.address or config.network.listen
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    proxy = _proxy(host)
+    if proxy is not None:
+        yield Finding("proxy", "good", f"{proxy[0]} names {proxy[1]}:{proxy[2]}, which is asked to CONNECT")
+    asked, at = (host, int(port)) if proxy is None else proxy[1:3]
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(asked, at, type=socket.SOCK_STREAM)}
+    except socket.gaierror as e:
+        where = "network.address" if proxy is None else proxy[0]
+        fix = f"Check {where}, and this machine's DNS (/etc/resolv.conf)."
+        return (yield Finding("DNS", "bad", f"{asked} can't be resolved: {e.strerror}", fix))
+    yield Finding("DNS", "good", f"{asked} is {', '.join(sorted(found))}")
+    try:
+        with socket.create_connection((asked, at), WAIT_S) as line:
+            if proxy is not None and (refused := _connect(line, address, proxy[3])):
+                return (yield Finding("proxy", "bad", explain(refused, address)))
+            yield from _handshake(config, site, line, address)
+    except OSError as e:
+        yield Finding("connection", "bad", explain(_words(e), address))
+
+
+def _listening(config: Config) -> Iterator[Finding]:
+    host, _, port = config.network.listen.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind((host.strip("[]"), int(port)))
+    except OSError as e:
+        fix = "Another process has it (the aggregator?), or network.listen is no address of this machine."
+        return (yield Finding("port", "look", f"{config.network.listen}: {e.strerror}", fix))
+    yield Finding("port", "good", f"{config.network.listen} is free")
+
+
+def _proxy(host: str) -> tuple[str, str, int, str] | None:
+    """The variable, host, port and credentials of the proxy that gRPC would use for this host."""
+    variable = next((name for name in PROXIES if os.environ.get(name)), None)
+    if variable is None or proxy_bypass(host):
+        return None
+    parts = urlsplit(os.environ[variable])
+    secret = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}" if parts.username else ""
+    return variable, parts.hostname or "", parts.port or 80, secret
+
+
+def _connect(line: socket.socket, address: str, secret: str) -> str:
+    """Ask a proxy for the way to the address; what it says when it refuses, else ""."""
+    who = f"Proxy-Authorization: Basic {base64.b64encode(secret.encode()).decode()}\r\n" if secret else ""
+    line.sendall(f"CONNECT {address} HTTP/1.1\r\nHost: {address}\r\n{who}\r\n".encode())
+    said = b""
+    while b"\r\n\r\n" not in said and (more := line.recv(4096)):
+        said += more
+    words = said.split(b"\r\n", 1)[0].split()
+    code = words[1].decode(errors="replace") if len(words) > 1 else "nothing"
+    name = ":".join(map(str, line.getpeername()[:2]))
+    return "" if code == "200" else f"{name}: http proxy returned response code {code}"
+
+
+def _handshake(config: Config, site: str, line: socket.socket, address: str) -> Iterator[Finding]:
+    folder = _folder(config, site)
+    credentials = Credentials.load(folder)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=credentials.root.decode())
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    context.set_alpn_protocols(["h2"])
+    target = aggregator_target(credentials.identity.federation)
+    try:
+        with context.wrap_socket(line, server_hostname=target) as tls:
+            tls.recv(1)  # with TLS 1.3 only the first bytes say that our certificate was taken
+            yield Finding(
+                "TLS", "good", f"{address} is {target}, by {tls.version()}; it takes our certificate"
+            )
+    except OSError as e:
+        yield Finding("TLS", "bad", explain(_words(e), address))
+
+
+def _words(error: OSError) -> str:
+    return f"{getattr(error, 'reason', '')} {error} {getattr(error, 'verify_message', '')}"
+
+
+# --- the data
+
+
+def _training(config: Config, site: str | None, data_dir: Path | None) -> Iterator[Finding]:
+    """One optimizer step, from the data to an update."""
+    from ..arena import Arena
+    from .trainers.workbench import Workbench
+
+    small = replace(config, train=replace(config.train, local_steps=1))
+    bench = Workbench(small, data_dir, simulated=site is None)
+    name = site or next(iter(bench.description.sites), "")
+    yield Finding("task", "good", f"{config.run.task}, {bench.description.schema.numel:,} parameters")
+    began = time.perf_counter()
+    weights = bench.initial()
+    update = bench.train(name, 0, weights, Arena.zeros(weights.schema))
+    took, (loss, weight) = time.perf_counter() - began, update.metrics.get("loss", (0.0, 0.0))
+    told = f", loss {loss / weight:.4g}" if isinstance(loss, float) and weight else ""
+    yield Finding("data", "good", f"one step at {name} in {took:.2f} s{told}")

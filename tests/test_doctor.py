@@ -1,0 +1,183 @@
+"""`fedtrain doctor`: each fault is found, with what to do about it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import ssl
+import threading
+from contextlib import contextmanager
+
+import pytest
+from click.testing import CliRunner
+
+from fedtrain.cli import cli
+from fedtrain.config import Config
+from fedtrain.pki.identity import Credentials
+from fedtrain.runtime import doctor
+from tests.test_compare import TASK
+
+SETTINGS = '[run]\ntask = "task:Line"\nrounds = 3\n[simulate]\nsites = 3\n[network]\nlisten = "127.0.0.1:0"\n'
+
+
+@pytest.fixture(scope="module")
+def issued(tmp_path_factory):
+    """Certificates of an aggregator and a site, made once."""
+    folder = tmp_path_factory.mktemp("certs")
+    (folder / "fedtrain.toml").write_text(SETTINGS)
+    done = CliRunner().invoke(
+        cli, ["certs", "init", "aggregator", "north", "--config", str(folder / "fedtrain.toml")]
+    )
+    assert done.exit_code == 0, done.output
+    return folder / "certs"
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch, issued):
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "fedtrain.toml").write_text(SETTINGS)
+    shutil.copytree(issued, tmp_path / "certs")
+    monkeypatch.chdir(tmp_path)
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    return tmp_path
+
+
+def ask(*arguments):
+    done = CliRunner().invoke(cli, ["doctor", *arguments, "--json"], prog_name="fedtrain")
+    return done.exit_code, {found["check"]: found for found in map(json.loads, done.output.splitlines())}
+
+
+@contextmanager
+def answering(answer):
+    """A server on loopback that deals with one caller; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def deal():
+            line, _ = listening.accept()
+            with line:
+                answer(line)
+
+        thread = threading.Thread(target=deal)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
+def tls(folder, root=None):
+    """Speaks TLS as the holder of these certificates, and asks for the caller's."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=(root or Credentials.load(folder).root).decode())
+    context.set_alpn_protocols(["h2"])
+
+    def answer(line):
+        try:
+            with context.wrap_socket(line, server_side=True) as inside:
+                inside.sendall(b"x")
+        except OSError:
+            pass
+
+    return answer
+
+
+def test_a_machine_in_order_is_told_so_and_one_step_is_taken(project):
+    code, found = ask()
+    assert code == 0
+    assert found.keys() >= {
+        "versions",
+        "cores",
+        "GPU",
+        "disk",
+        "writing",
+        "certificate",
+        "port",
+        "task",
+        "data",
+    }
+    assert all(each["state"] != "bad" for each in found.values())
+    assert "2 parameters" in found["task"]["said"]
+    assert "one step at" in found["data"]["said"]
+
+
+def test_a_site_reaches_its_aggregator_by_its_own_certificate(project):
+    with answering(tls(project / "certs" / "aggregator")) as address:
+        code, found = ask("north", "--set", f"network.address={address}")
+    assert (code, found["TLS"]["state"], found["DNS"]["state"]) == (0, "good", "good")
+    assert "it takes our certificate" in found["TLS"]["said"]
+
+
+def test_through_a_proxy_and_past_one_that_refuses(project, monkeypatch):
+    aggregator = tls(project / "certs" / "aggregator")
+
+    def proxy(line):
+        asked = line.recv(4096).decode()
+        assert asked.startswith("CONNECT fl.example.org:8440 ")
+        assert "Proxy-Authorization: Basic dXNlcjpzZWNyZXQ=" in asked  # user:secret
+        line.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        aggregator(line)
+
+    with answering(proxy) as address:
+        monkeypatch.setenv("https_proxy", f"http://user:secret@{address}")
+        code, found = ask("north", "--set", "network.address=fl.example.org:8440")
+    assert (code, found["TLS"]["state"]) == (0, "good")
+    assert "secret" not in json.dumps(found)
+
+    def refusing(line):
+        line.recv(4096)
+        line.sendall(b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
+
+    with answering(refusing) as address:
+        monkeypatch.setenv("https_proxy", f"http://{address}")
+        code, found = ask("north", "--set", "network.address=fl.example.org:8440")
+    assert (code, found["proxy"]["state"]) == (1, "bad")
+    assert "answered 407. It must allow CONNECT" in found["proxy"]["said"]
+
+
+def test_who_answers_with_another_name_or_no_tls_is_no_aggregator(project):
+    with answering(tls(project / "certs" / "sites" / "north")) as address:
+        code, found = ask("north", "--set", f"network.address={address}")
+    assert (code, found["TLS"]["state"]) == (1, "bad")
+    assert "is not this federation's aggregator's" in found["TLS"]["said"]
+    with answering(lambda line: line.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as address:
+        found = ask("north", "--set", f"network.address={address}")[1]
+    assert found["TLS"]["state"] == "bad"
+    assert "no fedtrain aggregator" in found["TLS"]["said"]
+
+
+def test_nobody_there_no_name_and_no_certificate_say_what_to_change(project):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    code, found = ask("north", "--set", f"network.address={address}")
+    assert (code, found["connection"]["state"]) == (1, "bad")
+    assert "Is the aggregator started?" in found["connection"]["said"]
+    found = ask("north", "--set", "network.address=no-such-host.invalid:8440")[1]
+    assert found["DNS"]["fix"] == "Check network.address, and this machine's DNS (/etc/resolv.conf)."
+    code, found = ask("south", "--set", f"network.address={address}")
+    assert (code, found["certificate"]["state"]) == (1, "bad")
+
+
+def test_a_port_that_is_taken_and_a_network_disk_are_told(project, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = ask("--set", f"network.listen=127.0.0.1:{taken.getsockname()[1]}")[1]
+    assert (found["port"]["state"], "Another process has it" in found["port"]["fix"]) == ("look", True)
+
+    def nfs(path):
+        from fedtrain.errors import StoreError
+
+        raise StoreError(f"{path} is on nfs")
+
+    monkeypatch.setattr(doctor, "refuse_network_disk", nfs)
+    (disk,) = doctor._disk(Config.load(project / "fedtrain.toml"))
+    assert (disk.state, "is on nfs" in disk.said) == ("bad", True)
+
+
+def test_data_that_does_not_train_fails_like_a_run_would(project):
+    (project / "task.py").write_text(TASK.replace("return x, 2 * x", "return x, x[:, :0].sum(1) / 0 * x[:3]"))
+    code, found = ask()
+    assert code == 1
+    bad = [each for each in found.values() if each["state"] == "bad"]
+    assert bad[-1]["said"] == "data() returned tensors of different lengths (8, 3)"

@@ -1,0 +1,152 @@
+"""What the pages show is run as it stands: Python blocks, what is typed into Python, and commands."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import doctest
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedtrain.cli.projects import new
+from tests.limits import WAIT_S
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
+STARTS = ["start-researcher.md", "start-institution.md", "start-datacenter.md"]
+
+# What the text around a page's blocks speaks of, and what must hold after them.
+BEFORE = {
+    "checkpoints.md": """
+import torch
+from fedtrain.training.checkpoint import Checkpoints
+dataset = [(torch.ones(4), i % 2) for i in range(100)]
+model_state = torch.nn.Linear(4, 2)
+class Sampler:
+    def state_dict(self): return {"seen": torch.tensor(3)}
+    def load_state_dict(self, state): self.seen = state["seen"]
+sampler = Sampler()
+""",
+    "compression.md": """
+import torch
+shapes, n, vector, run_seed, round, site = [(10, 10), (10,)], 110, torch.randn(110), 0, 3, "north"
+""",
+    "datacenter.md": """
+import fedtrain
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+def stage(model, blocks, first, last): return model
+""",
+    "gossip.md": """
+import torch
+from fedtrain.exchange import Share
+from fedtrain.transport.memory import Faults, LocalNetwork
+from tests.gossip import Sum, share
+payload, mixer = share(torch.ones(4)).payload, Sum(torch.zeros(4))
+""",
+    "simulation.md": """
+import fedtrain
+from pathlib import Path
+settings = Path("clinic/fedtrain.toml")
+settings.write_text(settings.read_text() + "\\n[simulate]\\nspeeds = 'lognormal:0.5'\\n")
+""",
+    "start-researcher.md": "import os; os.chdir('clinic')",
+    "training.md": """
+import torch
+from torch import nn
+import fedtrain
+def read(path): return [([1, 2], 0), ([3], 1)]
+""",
+}
+AFTER = {
+    "aggregation.md": "assert Largest.__mro__[1] is Rule",
+    "checkpoints.md": "assert step == 0 and len(Tokens().data('site-1')) == 100",
+    "compression.md": "assert vector.shape == (110,) and vector.count_nonzero() <= 2 and state",
+    "datacenter.md": "assert Shakespeare.parallel_plan(None).blocks == 'blocks'",
+    "gossip.md": "assert done.arrived == set()",
+    "python.md": "assert len(run.history) == 10",
+    "strategies.md": "assert Damped().damping == 0.5",
+    "topology.md": "assert Damped().share == 0.5",
+    "training.md": "assert isinstance(optimizer(None, [nn.Parameter(torch.ones(1))], 3), torch.optim.SGD)",
+}
+
+
+def blocks(page, language):
+    return [
+        (options, block)
+        for found, options, block in BLOCK.findall((DOCS / page).read_text())
+        if found == language
+    ]
+
+
+def pages_with(language):
+    return sorted(page.name for page in DOCS.glob("*.md") if blocks(page.name, language))
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with the project clinic, as `fedtrain new` makes it."""
+    monkeypatch.chdir(tmp_path)
+    new.callback(Path("clinic"), "tabular")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_on_a_page_runs(page, project):
+    names = {"__name__": "__main__"}
+    shown = "\n".join(block for _, block in blocks(page, "python")).replace("s3://my-bucket", str(project))
+    if page == "python.md":  # with a task of the script itself
+        (project / "page.py").write_text("\n".join([shown, AFTER[page]]))
+        subprocess.run([sys.executable, "page.py"], check=True, timeout=WAIT_S)
+        return
+    for source in (BEFORE.get(page, ""), shown, AFTER.get(page, "")):
+        code = compile(source, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if inspect.iscoroutine(work := eval(code, names)):
+            asyncio.run(work)
+
+
+@pytest.mark.parametrize("page", pages_with("pycon"))
+def test_what_a_page_types_into_python_gives_what_it_shows(page):
+    names = {}
+    for _, block in blocks(page, "pycon"):
+        typed = doctest.DocTestParser().get_doctest(block, names, page, None, None)
+        runner = doctest.DocTestRunner()
+        assert runner.run(typed, clear_globs=False).failed == 0
+        names = typed.globs
+
+
+@pytest.mark.slow(25)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", STARTS)
+def test_the_commands_of_a_first_page_run_one_after_the_other_and_titled_ones_beside_each_other(
+    page, tmp_path
+):
+    """Whoever types them has a shell; those in blocks with a title have one each."""
+    folder, beside = tmp_path, []
+    bin_dir = Path(sys.executable).parent
+    env = {"PATH": f"{bin_dir}:{os.environ['PATH']}", "HOME": os.environ["HOME"], "NO_COLOR": "1"}
+    try:
+        for options, block in [*blocks(page, "console"), ("", "")]:
+            commands = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+            if "title=" in options:
+                beside += [
+                    subprocess.Popen(["bash", "-ec", command], cwd=folder, env=env) for command in commands
+                ]
+                continue
+            for each in beside:
+                assert each.wait(WAIT_S) == 0, each.args
+            beside = []
+            for command in commands:
+                if command.startswith("cd "):
+                    folder = folder / command.removeprefix("cd ")
+                    continue
+                subprocess.run(["bash", "-ec", command], cwd=folder, env=env, check=True, timeout=WAIT_S)
+    finally:
+        for each in beside:
+            each.kill()
+            each.wait()
