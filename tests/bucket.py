@@ -17,9 +17,11 @@ from tests.ports import free_port
 
 
 class Wire:
-    """A TCP proxy: while it is cut, connections are refused, and those that were open are gone."""
+    """A TCP proxy: while it is cut, connections are refused, and those that were open are gone. It may lose
+    all of an answer but its head."""
 
     def __init__(self, to: tuple[str, int]) -> None:
+        self._to_lose, self._asked, self._lost = "", 0, list[str]()
         self.to, self.open = to, set[socket.socket]()
         self.port = free_port()  # mended, it listens there again
         self._listen(self.port)
@@ -39,6 +41,20 @@ class Wire:
     def mend(self) -> None:
         self._listen(self.port)
 
+    @contextlib.contextmanager
+    def losing(self, method: str, which: int) -> Iterator[list[str]]:
+        """The which-th answer, from 0, to a request of this method; yields the requests so lost."""
+        self._to_lose, self._asked, self._lost = f"{method} ", which, []
+        yield self._lost
+        self._to_lose = ""
+
+    def _loses(self, request: bytes) -> bool:
+        asked = bool(self._to_lose) and request.startswith(self._to_lose.encode())
+        self._asked -= asked
+        if asked and self._asked == -1:
+            self._lost.append(request.partition(b"\r\n")[0].decode())
+        return asked and self._asked == -1
+
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
@@ -51,11 +67,16 @@ class Wire:
         """One connection, until either end closes it or the wire is cut."""
         with near, contextlib.suppress(OSError), socket.create_connection(self.to) as far:
             self.open |= {near, far}
+            losing = False
             try:
                 while True:
                     for source in select.select([near, far], [], [])[0]:
                         data = source.recv(1 << 16)
                         if not data:
+                            return
+                        losing = losing or (source is near and self._loses(data))
+                        if losing and source is far:
+                            near.sendall(data.partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
                             return
                         (far if source is near else near).sendall(data)
             finally:

@@ -482,10 +482,23 @@ def test_damage_in_a_bucket_is_found(s3):
     bits = run.bits()
     saved.save(2, run.steps(1))
     (file,) = (f for f in saved.place.files("step-000000002") if f != MANIFEST)
-    saved.place.write(f"step-000000002/{file}", [b"not what it was"])
+    saved.place.write(f"step-000000002/{file}", lambda: [b"not what it was"])
     assert checkpoints(f"{url}/damage", notice=lines.append).load(run) == 1
     assert run.bits() == bits
     assert f"{url}/damage/step-000000002/{file} is damaged: 15 bytes" in lines[0]
+
+
+@pytest.mark.parametrize("which", range(4))  # a file's upload begins, ends; so does the next's
+def test_an_answer_of_a_bucket_that_is_lost_on_its_way_is_asked_for_again(s3, which):
+    url, wire = s3
+    saved, run = checkpoints(f"{url}/lost/{which}"), Run()
+    with wire.losing("POST", which) as lost:
+        saved.save(1, run.steps(1))
+    with wire.losing("GET", which) as other:
+        assert checkpoints(f"{url}/lost/{which}").load(again := Run()) == 1
+    assert lost
+    assert other
+    assert again.bits() == run.bits()
 
 
 def test_a_large_tensor_goes_to_a_bucket_in_parts(s3):

@@ -95,13 +95,14 @@ class Writer(_Steps, StorageWriter):
             digest, size = hashlib.sha256(), 0
 
             def blocks() -> Iterator[memoryview | bytes]:
-                nonlocal size
+                nonlocal digest, size
+                digest, size = hashlib.sha256(), 0
                 for block in _bytes_of(head, items, planner):
                     digest.update(block)
                     size += len(block)
                     yield block
 
-            self.place.write(f"{self.name}/{file}", blocks())
+            self.place.write(f"{self.name}/{file}", blocks)
             written = File(size, digest.hexdigest())
             results += [
                 WriteResult(item.index, _nbytes(item), Part(file, start, None if i else written))
@@ -130,7 +131,7 @@ class Writer(_Steps, StorageWriter):
             files={p.file: p.written for p in parts.values() if p.written is not None},
             tensors=tensors, values=values, paths={k: list(v) for k, v in metadata.planner_data.items()},
         )  # fmt: skip
-        self.place.write(f"{self.name}/{MANIFEST}", [seal(manifest)])
+        self.place.write(f"{self.name}/{MANIFEST}", lambda: [seal(manifest)])
         self._sweep(manifest)
 
     def _sweep(self, manifest: Manifest) -> None:

@@ -5,7 +5,7 @@ set of files is complete when the file that names all of them with their digests
 
 The environment has a bucket's AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, for a server other
 than Amazon's, AWS_ENDPOINT_URL. The server may be unreachable for `patience_s` seconds: requests are tried
-again, with growing pauses.
+again, with growing pauses, also where their answer was lost on its way.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import ConfigError, StoreError, Unreadable
 
@@ -26,13 +28,16 @@ if TYPE_CHECKING:
 
 BLOCK = 8 << 20  # bytes a read, a write and a part of an upload
 GATHERED = 64 << 20  # bytes of ranges in one request to a bucket
+T = TypeVar("T")
 Range = tuple[int, int]  # [start, stop) in bytes
+Blocks = Callable[[], Iterable[memoryview | bytes]]  # a file's, from its beginning at each call
+LOST = ("response body", "NoSuchUpload")  # in an error: an answer was, which obstore does not ask for again
 
 
 class Place(Protocol):
     """A folder or a bucket's prefix. Every failure is a StoreError that says what to change."""
 
-    def write(self, path: str, blocks: Iterable[memoryview | bytes]) -> None:
+    def write(self, path: str, blocks: Blocks) -> None:
         """Write a file of all blocks, durably before the call returns; after an error there is no file."""
 
     def read(self, path: str, ranges: Sequence[Range] | None = None) -> Iterator[memoryview]:
@@ -67,14 +72,14 @@ class Folder:
     def __str__(self) -> str:
         return str(self.root)
 
-    def write(self, path: str, blocks: Iterable[memoryview | bytes]) -> None:
+    def write(self, path: str, blocks: Blocks) -> None:
         file = self.root / path
         partial = file.with_name(f".{file.name}.part")
         written = 0
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb", buffering=0) as f:
-                for block in blocks:
+                for block in blocks():
                     view, at = memoryview(block), 0
                     while at < len(view):
                         got = f.write(view[at:])
@@ -181,27 +186,29 @@ class S3Bucket:
     def __str__(self) -> str:
         return self.url
 
-    def write(self, path: str, blocks: Iterable[memoryview | bytes]) -> None:
+    def write(self, path: str, blocks: Blocks) -> None:
         import obstore
 
-        with self._said("written"):
-            obstore.put(self._store, self._key(path), iter(blocks), chunk_size=BLOCK, max_concurrency=4)
+        def put() -> None:
+            obstore.put(self._store, self._key(path), iter(blocks()), chunk_size=BLOCK, max_concurrency=4)
+
+        self._tried("written", put)
 
     def read(self, path: str, ranges: Sequence[Range] | None = None) -> Iterator[memoryview]:
         import obstore
 
-        with self._said("read"):
-            if ranges is None:
-                size = obstore.head(self._store, self._key(path))["size"]
-                ranges = [(at, min(at + BLOCK, size)) for at in range(0, size, BLOCK)]
-            for group in _groups(ranges):
-                starts, stops = zip(*group, strict=True)
-                found = obstore.get_ranges(self._store, self._key(path), starts=starts, ends=stops)
-                for (start, stop), block in zip(group, found, strict=True):
-                    if len(block) != stop - start:
-                        raise StoreError(f"{self.url}/{path} ends at byte {start + len(block):,}; "
-                                         f"{stop:,} were expected.")  # fmt: skip
-                    yield memoryview(bytearray(block))
+        key = self._key(path)
+        if ranges is None:
+            size = self._tried("read", lambda: obstore.head(self._store, key)["size"])
+            ranges = [(at, min(at + BLOCK, size)) for at in range(0, size, BLOCK)]
+        for group in _groups(ranges):
+            starts, stops = zip(*group, strict=True)
+            get = partial(obstore.get_ranges, self._store, key, starts=starts, ends=stops)
+            for (start, stop), block in zip(group, self._tried("read", get), strict=True):
+                if len(block) != stop - start:
+                    raise StoreError(f"{self.url}/{path} ends at byte {start + len(block):,}; "
+                                     f"{stop:,} were expected.")  # fmt: skip
+                yield memoryview(bytearray(block))
 
     def names(self) -> list[str]:
         found = self._list("")["common_prefixes"]
@@ -213,11 +220,14 @@ class S3Bucket:
     def remove(self, path: str) -> None:
         import obstore
 
-        with self._said("removed"):
-            under = [o["path"] for page in obstore.list(self._store, prefix=self._key(path)) for o in page]
-            own = self._key(path)
+        own = self._key(path)
+
+        def remove() -> None:
+            under = [o["path"] for page in obstore.list(self._store, prefix=own) for o in page]
             if gone := [key for key in under if key == own or key.startswith(own + "/")]:
                 obstore.delete(self._store, gone)
+
+        self._tried("removed", remove)
 
     def _key(self, path: str) -> str:
         return "/".join(part for part in (self.prefix, path) if part)
@@ -225,23 +235,32 @@ class S3Bucket:
     def _list(self, folder: str) -> Any:
         import obstore
 
-        with self._said("listed"):
-            return obstore.list_with_delimiter(self._store, self._key(folder) or None)
+        return self._tried(
+            "listed", lambda: obstore.list_with_delimiter(self._store, self._key(folder) or None)
+        )
 
-    @contextmanager
-    def _said(self, what: str) -> Iterator[None]:
+    def _tried(self, what: str, request: Callable[[], T]) -> T:
+        """What the request returns. It is made again, for the time that a bucket may be away, where its
+        answer was lost."""
         from obstore.exceptions import BaseError
 
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except (BaseError, OSError) as e:
-            line = str(e).partition("\n")[0]
-            raise StoreError(
-                f"{self.url} can't be {what}, tried for up to {self.patience_s:g} s: {line}. Check the "
-                f"bucket, AWS_ENDPOINT_URL and the environment's credentials, or raise checkpoint.patience."
-            ) from e
+        until, pause = time.monotonic() + self.patience_s, 0.2
+        while True:
+            try:
+                return request()
+            except (BaseError, OSError) as e:
+                error, lost = e, any(words in str(e) for words in LOST)
+            if not lost or time.monotonic() + pause > until:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 10.0)
+        if what == "read" and isinstance(error, FileNotFoundError):
+            raise error
+        line = str(error).partition("\n")[0]
+        raise StoreError(
+            f"{self.url} can't be {what}, tried for up to {self.patience_s:g} s: {line}. Check the "
+            f"bucket, AWS_ENDPOINT_URL and the environment's credentials, or raise checkpoint.patience."
+        ) from error
 
 
 def _groups(ranges: Sequence[Range]) -> Iterator[list[Range]]:

@@ -20,6 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -73,15 +74,19 @@ def write_shards(data: Any, where: Path | str, *, shard_bytes: int = 64 << 20) -
         what = kind, list(columns)
         content = save({name: t.contiguous() for name, t in columns.items()})
         file = f"{number:05d}.safetensors"
-        view = memoryview(content)
-        place.write(file, (view[at : at + BLOCK] for at in range(0, len(view), BLOCK)))
+        place.write(file, partial(_blocks, content))
         count = len(next(iter(columns.values())))
         shards.append(Shard(file, count, len(content), hashlib.sha256(content).hexdigest()))
     if what is None:
         raise ConfigError("the data has no examples: there is nothing to write")
     index = Index(kind=what[0], columns=what[1], shards=shards)
-    place.write(INDEX, [msgspec.json.format(msgspec.json.encode(index), indent=1)])
+    place.write(INDEX, lambda: [msgspec.json.format(msgspec.json.encode(index), indent=1)])
     return index
+
+
+def _blocks(content: bytes) -> list[memoryview | bytes]:
+    view = memoryview(content)
+    return [view[at : at + BLOCK] for at in range(0, len(view), BLOCK)]
 
 
 def _packed(data: Any, shard_bytes: int) -> Iterator[tuple[Kind, Columns]]:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from ...errors import TaskError
@@ -93,6 +92,8 @@ class Gathered(TorchFunctionMode):
         mine, at = query.shape[-2], self.rank * query.shape[-2]
         key, value = (all_gather(t.contiguous(), t.dim() - 2, self.group) for t in (key, value))
         if is_causal:  # a kernel that knows this kind of mask, flash attention say, makes none in memory
+            from torch.nn.attention.bias import causal_lower_right  # a second's import
+
             key, value = (t[..., : at + mine, :] for t in (key, value))
             attn_mask = causal_lower_right(mine, at + mine)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
