@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import fedtrain.transport  # noqa: F401  before gRPC, which it tells what forks are to find
+
 settings.register_profile("machine", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("machine")
 

@@ -24,7 +24,7 @@ from fedtrain.runtime.trainers.workbench import source_digest
 from fedtrain.tracking import log
 from tests.allowed import allowed
 from tests.inline import project as federation_of_three
-from tests.signals import hear_ctrl_c
+from tests.signals import IN_TERMINAL
 
 TASK = """
 import zlib
@@ -449,8 +449,7 @@ def test_ctrl_c_ends_cleanly_and_the_same_call_goes_on(tmp_path):
     (tmp_path / "train.py").write_text(text)
     env = {**os.environ, "PYTHONPATH": str(Path(fedtrain.__file__).parents[1])}
     child = subprocess.Popen(
-        [sys.executable, "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True,
-        preexec_fn=hear_ctrl_c,
+        [*IN_TERMINAL, sys.executable, "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     run_dir, until = tmp_path / "runs" / "heart+simulate", time.monotonic() + 60
     while not (run_dir / "events.jsonl").exists() or not any(

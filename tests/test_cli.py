@@ -25,7 +25,7 @@ from fedtrain.runtime.sites import site
 from fedtrain.runtime.star import aggregator
 from fedtrain.tracking import EventLog
 from fedtrain.tracking.log import read
-from tests.signals import hear_ctrl_c
+from tests.signals import IN_TERMINAL
 
 FEDTRAIN = [sys.executable, "-m", "fedtrain"]
 
@@ -301,8 +301,8 @@ cli.main()
 )
 def test_a_signal_ends_a_run_in_order_and_says_that_it_goes_on(project, sent, code, line):
     child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(LONG_RUN)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c,
+        [*IN_TERMINAL, sys.executable, "-c", textwrap.dedent(LONG_RUN)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert "run heart" in child.stdout.readline()
     child.send_signal(sent)
@@ -394,8 +394,7 @@ def test_watch_follows_another_process_until_the_run_finishes(project):
 def test_watch_says_when_no_process_works_on_the_run_and_ends_on_ctrl_c(project):
     write_run(project / "runs" / "heart", finished=False)
     child = subprocess.Popen(
-        [*FEDTRAIN, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=hear_ctrl_c,
+        [*IN_TERMINAL, *FEDTRAIN, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     lines = iter(child.stdout.readline, "")
     assert any("no process works on this run" in line for line in lines), child.communicate(timeout=60)

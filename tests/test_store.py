@@ -510,7 +510,7 @@ def test_a_digest_is_never_a_path(tmp_path, name):
 def test_a_file_of_an_earlier_process_is_believed_when_its_digest_is_right(tmp_path, lines):
     data = os.urandom(1000)
     path = receive(Spool(tmp_path), data, digest_of(data))
-    path.write_bytes(b"x" + data[1:])
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     spool = Spool(tmp_path, lines.append)
     assert not spool.has(digest_of(data), 1000)
     assert len(lines) == 1
@@ -547,7 +547,7 @@ def test_a_finished_reply_is_remembered_until_its_bytes_are_gone(tmp_path):
     assert ledger.get("Train/0/abc") == b"header"
     assert ledger.get("Train/1/abc") is None
     path = ledger.outbox.path(digest_of(data))
-    path.write_bytes(b"x" + data[1:])
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     assert ledger.get("Train/0/abc") is None
     path.write_bytes(b"cut")  # a disk that was full
     assert ledger.get("Train/0/abc") is None

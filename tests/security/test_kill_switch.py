@@ -13,7 +13,7 @@ from fedtrain.cli.arguments import STOP_S
 from fedtrain.config import Config
 from fedtrain.tracking import audit
 from tests.processes import TASK, Project
-from tests.signals import hear_ctrl_c
+from tests.signals import IN_TERMINAL
 
 DEAF = """
 import os, signal, subprocess
@@ -51,10 +51,7 @@ def test_s40_a_site_has_less_than_five_seconds():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_s40_a_process_of_which_a_thread_hangs_ends_when_it_is_told_to(number):
     child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HUNG)],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=hear_ctrl_c,
+        [*IN_TERMINAL, sys.executable, "-c", textwrap.dedent(HUNG)], stdout=subprocess.PIPE, text=True
     )
     try:
         assert child.stdout.readline() == "working\n"
