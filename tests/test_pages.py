@@ -96,7 +96,13 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", pages_with("python"))
+TRAINS = {"python.md": 15, "simulation.md": 4}  # in processes; seconds
+
+
+@pytest.mark.parametrize("page", [
+    pytest.param(page, marks=pytest.mark.slow(TRAINS[page]) if page in TRAINS else ())
+    for page in pages_with("python")
+])  # fmt: skip
 def test_python_on_a_page_runs(page, project):
     names = {"__name__": "__main__"}
     shown = "\n".join(block for _, block in blocks(page, "python")).replace("s3://my-bucket", str(project))
