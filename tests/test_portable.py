@@ -58,7 +58,6 @@ class Clinic(fedtrain.Task):
             return super().evaluate(model, batch)
         return {"loss": (model(*batch[:2]).sum(), 1)}
 """
-pytestmark = pytest.mark.xdist_group("export")  # what torch.export needs is loaded once
 PATIENTS = torch.tensor([[4, 9, 2, 0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8, 9]])
 AGES = torch.tensor([[0.5], [-1.5]])
 

@@ -20,7 +20,7 @@ from tests.forked import fork_trainers
 from tests.inline import Inline
 from tests.limits import WAIT_S
 
-pytestmark = [pytest.mark.slow(12), pytest.mark.xdist_group("site of ranks")]
+pytestmark = pytest.mark.slow(12)
 EXACT = 1e-12  # float64
 
 

@@ -93,7 +93,6 @@ def case(task: str, **parallel) -> Table:
     }
 
 
-pytestmark = pytest.mark.xdist_group("transformers")  # loaded once
 TWO = {
     "gpt2": case("Gpt2"),
     "gpt2-float32": case("Gpt2Single"),
