@@ -1,4 +1,5 @@
 """Slow tests start in the order of what they take, the longest first: so at the end all cores have work.
+Those of a file whose fixtures or imports cost most of their time run in one worker, which has them once.
 Tests of GPUs that are not here are skipped. And what tests of several files share.
 """
 
@@ -10,6 +11,32 @@ import fedtrain.transport  # noqa: F401  before gRPC, which it tells what forks 
 
 settings.register_profile("machine", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("machine")
+torch.set_num_threads(1)  # on busy cores a second one waits, and spins, most of the time
+
+
+TOGETHER = {
+    f"tests/{name}.py"
+    for name in (
+        "equivalence/test_datacenter", "equivalence/test_drawing", "equivalence/test_islands_are_sites",
+        "equivalence/test_site_of_ranks", "equivalence/test_transformers", "test_dashboard_browser",
+        "test_pages_site", "test_portable",
+    )
+}  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of slow tests; xdist's own groups are not seen with pytest 9.2, in which _nodeid is no more."""
+    if config.option.markexpr != "slow":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if file in TOGETHER else nodeid
+
+    return Together(config, log)
 
 
 @pytest.hookimpl(trylast=True)

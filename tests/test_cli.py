@@ -397,10 +397,11 @@ def test_watch_says_when_no_process_works_on_the_run_and_ends_on_ctrl_c(project)
         [*IN_TERMINAL, *FEDTRAIN, "watch"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     lines = iter(child.stdout.readline, "")
-    assert any("no process works on this run" in line for line in lines), child.communicate(timeout=60)
+    said = any("no process works on this run" in line for line in lines)
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=60)
-    assert child.returncode == 130
+    ended = *child.communicate(timeout=60), child.returncode
+    assert said, ended
+    assert child.returncode == 130, ended
 
 
 def test_watch_goes_on_when_a_finished_run_was_started_again(project, monkeypatch):

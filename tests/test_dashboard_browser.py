@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from fedtrain.dashboard.page import report
+from tests.limits import WAIT_S
 from tests.logs import SCRIPT, datacenter, federation, rounds, write
 
 pytest.importorskip("uvicorn", reason="the extra dashboard is not installed")
@@ -86,7 +87,7 @@ def serving(*folders):
     )
     thread.start()
     try:
-        assert address[0].wait(20)
+        assert address[0].wait(WAIT_S)
         yield address[1][0]
     finally:  # pages are closed by then: one that is left alone says so
         served[0].should_exit = True
@@ -117,7 +118,7 @@ def test_a_live_run_is_drawn_as_it_goes_on_and_beside_another(tmp_path, tab, axe
         page.get_by_text("5 of 6").wait_for()
         page.get_by_label("words in a line").fill("it is NaN")
         page.get_by_text("1 lines").wait_for()
-        assert page.locator("#log p").count() == 1
+        sync_api.expect(page.locator("#log p")).to_have_count(1, timeout=1000 * WAIT_S)
         assert serious(page, axe) == []
         page.get_by_label("compare gpt").check()
         page.locator("#compared").get_by_role("columnheader", name="gpt").wait_for()

@@ -6,12 +6,15 @@ import resource
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fedtrain import simulate
 from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.learning import RoundSums
@@ -19,6 +22,9 @@ from fedtrain.store import RunStore
 from fedtrain.strategies import Strategy
 from fedtrain.training.local import Engine
 from fedtrain.training.task import load_task
+from tests.limits import WAIT_S
+from tests.processes import fedtrain as command
+from tests.worlds import Command
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROJECTS = sorted(path.parent.name for path in EXAMPLES.glob("*/fedtrain.toml"))
@@ -139,7 +145,26 @@ def test_the_picture_and_the_table_show_every_hospital(tmp_path, monkeypatch, ca
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow(30)
+class Process(Command):
+    """As far as the demo looks at subprocess.Popen."""
+
+    @property
+    def returncode(self):
+        return self.poll()
+
+
+@contextmanager
+def forked(folder, *arguments, **streams):
+    """demo.process, less the time that commands and trainers take to load torch; `make demo` has that."""
+    running = Process(command, [*arguments], folder=folder, log=folder / f"{arguments[1]}.log", env={})
+    try:
+        yield running
+        assert running.wait(WAIT_S) == 0
+    finally:
+        running.kill()
+
+
+@pytest.mark.slow(20)
 def test_under_masks_four_hospitals_over_mutual_tls_learn_what_they_learn_in_the_open(tmp_path, monkeypatch):
     """The demo as it is, with secure aggregation as by default, against a simulation without."""
     here = tmp_path / "examples" / "heart"
@@ -154,10 +179,11 @@ def test_under_masks_four_hospitals_over_mutual_tls_learn_what_they_learn_in_the
 
     monkeypatch.setattr(demo, "HERE", here)
     monkeypatch.setattr(demo, "SITE_DATA", here / "site-data")
+    monkeypatch.setattr(demo, "process", partial(forked, here))
     demo.split_data()
     demo.make_certificates()
     demo.federate()
-    demo.fedtrain("simulate", "--set", "secagg.enabled=false", quiet=True)
+    simulate(here, {"secagg.enabled": False, "simulate.workers": 0}, progress=False)
     config, task = project("heart")
     engine = Engine(task, config.train, config.run.seed)
     assert config.secagg.enabled
@@ -193,8 +219,6 @@ def test_institutions_lenders_and_devices_have_what_their_readmes_count():
 @pytest.mark.slow(6)
 def test_the_lung_federation_ends_where_the_pooled_study_has_its_maximum(tmp_path):
     """Cox's stratified model, worked by Newton's method on all institutions' patients in one place."""
-    from fedtrain import simulate
-
     _, task = project("lung")
     parts = [task.data(site) for site in task.sites()]
 
@@ -270,7 +294,7 @@ def test_fedtrain_simulate_runs_the_example(name, fashion, tmp_path):
         (folder / "data").mkdir()
         for path in fashion.glob("*.gz"):
             shutil.copy(path, folder / "data")
-    done = fedtrain(folder, "simulate", "--json", "--set", "run.rounds=2")
+    done = fedtrain(folder, "simulate", "--json", "--set", "run.rounds=2", "--set", "simulate.workers=1")
     assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert [e["round"] for e in events if e["kind"] == "round_committed"] == [1, 2]
@@ -292,13 +316,13 @@ def test_digits_finish_their_first_round_in_the_time_of_a_few_starts_of_torch(tm
     assert processor_s(fedtrain, folder, "simulate", "--set", "run.rounds=1") < 6 * torch_s
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow
 def test_without_an_aggregator_each_hospital_ends_within_two_points_of_the_federated_model(tmp_path):
     """Each peer's own model, on the test patients of all four."""
     heart, runs = EXAMPLES / "heart", tmp_path / "runs"
-    for options in (["--mode", "gossip", "--config", "gossip.toml"], []):
-        command = [sys.executable, "-m", "fedtrain", "simulate", *options, "--set", f"run.dir={runs}"]
-        subprocess.run(command, cwd=heart, check=True, capture_output=True, timeout=120)
+    settings = {"run.dir": str(runs)}
+    simulate(heart / "gossip.toml", settings, mode="gossip", progress=False)
+    simulate(heart, settings | {"simulate.workers": 0}, progress=False)
     config, task = project("heart")
     engine = Engine(task, config.train, config.run.seed)
 

@@ -181,11 +181,13 @@ def test_the_first_error_of_a_task_ends_a_round_that_is_folded(tmp_path, capsys)
     assert "no data here" in capsys.readouterr().err
 
 
-@pytest.mark.slow(20)
-@pytest.mark.parametrize("secagg", [False, True], ids=["open", "fixed point"])
-def test_a_worker_that_is_killed_in_a_round_changes_nothing(tmp_path, monkeypatch, secagg):
+@pytest.mark.slow(10)
+@pytest.mark.parametrize(
+    ("secagg", "some"), [(False, (0, 1, 3)), (True, (0, 2))], ids=["open", "fixed point"]
+)
+def test_a_worker_that_is_killed_in_a_round_changes_nothing(tmp_path, monkeypatch, secagg, some):
     digests = set()
-    for workers in (0, 1, 2, 3):
+    for workers in some:
         cfg = config(tmp_path / f"{workers}", secagg=secagg)
         monkeypatch.chdir(cfg.root)
         if workers:

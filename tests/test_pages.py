@@ -108,7 +108,7 @@ def test_python_on_a_page_runs(page, project):
     shown = "\n".join(block for _, block in blocks(page, "python")).replace("s3://my-bucket", str(project))
     if page == "python.md":  # with a task of the script itself
         (project / "page.py").write_text("\n".join([shown, AFTER[page]]))
-        subprocess.run([sys.executable, "page.py"], check=True, timeout=WAIT_S)
+        subprocess.run([sys.executable, "page.py"], check=True, timeout=2 * WAIT_S)
         return
     for source in (BEFORE.get(page, ""), shown, AFTER.get(page, "")):
         code = compile(source, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -145,13 +145,13 @@ def test_the_commands_of_a_first_page_run_one_after_the_other_and_titled_ones_be
                 ]
                 continue
             for each in beside:
-                assert each.wait(WAIT_S) == 0, each.args
+                assert each.wait(2 * WAIT_S) == 0, each.args
             beside = []
             for command in commands:
                 if command.startswith("cd "):
                     folder = folder / command.removeprefix("cd ")
                     continue
-                subprocess.run(["bash", "-ec", command], cwd=folder, env=env, check=True, timeout=WAIT_S)
+                subprocess.run(["bash", "-ec", command], cwd=folder, env=env, check=True, timeout=2 * WAIT_S)
     finally:
         for each in beside:
             each.kill()

@@ -18,6 +18,7 @@ from fedtrain.errors import ConfigError
 from fedtrain.population import Population
 from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.store import RunStore
+from tests.limits import WAIT_S
 from tests.test_simulation import TASK
 
 USERS = """
@@ -29,10 +30,15 @@ class Users(Pool):
         x, y = super().data(site)
         at = int(site.removeprefix("user-")) % 200
         return x[at : at + 20], y[at : at + 20]
+
+class Held(Pool):  # trains as many rounds as the file says, and then waits until it says more
+    def optimizer(self, parameters, round):
+        while round >= int(Path(__file__).with_name("rounds").read_text()):
+            time.sleep(0.005)
 """
 TOML = """
 [run]
-task = "population_task:Pool"
+task = "population_task:Held"
 rounds = 3
 seed = 5
 [train]
@@ -54,8 +60,9 @@ GIB = 1 << 30
 
 def configured(folder, **sections):
     folder.mkdir(exist_ok=True)
-    (folder / "population_task.py").write_text(TASK + USERS)
+    (folder / "population_task.py").write_text("import time\n" + TASK + USERS)
     (folder / "fedtrain.toml").write_text(TOML)
+    (folder / "rounds").write_text("3")
     table = tomllib.loads(TOML)
     for name, keys in sections.items():
         table[name] = {**table.get(name, {}), **keys}
@@ -163,7 +170,7 @@ class Watched:
 
     def end(self):
         self.until(lambda: False)
-        assert self.process.wait(5) == 0
+        assert self.process.wait(WAIT_S) == 0
         return self
 
 
@@ -173,10 +180,12 @@ def test_a_million_sites_fit_in_two_gib_and_kill_9_and_more_workers_change_no_bi
     _, digest, counted = run(configured(tmp_path / "whole"))
     assert 2950 < len(counted) <= 3000
     configured(tmp_path / "killed")
+    (tmp_path / "killed" / "rounds").write_text("1")
     killed = Watched(tmp_path / "killed", "--set", "simulate.workers=2")
     killed.until(lambda: lines(tmp_path / "killed", "round_committed") >= 1)
     killed.process.send_signal(signal.SIGKILL)
-    assert killed.process.wait(30) == -signal.SIGKILL, "it was to be killed before it was done"
+    assert killed.process.wait(WAIT_S) == -signal.SIGKILL
+    (tmp_path / "killed" / "rounds").write_text("3")
     resumed = Watched(tmp_path / "killed", "--set", "simulate.workers=1").end()
     store = RunStore(tmp_path / "killed/runs/run+simulate", read_only=True)
     last, found = store.latest(), store.counted()

@@ -17,6 +17,7 @@ from fedtrain.training.parallel.data import Dealt
 from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.rank_log import RankLog
 from fedtrain.training.task import load_task
+from tests.limits import WAIT_S
 from tests.worlds import world
 
 TASK = """
@@ -63,9 +64,16 @@ def test_a_rank_that_hangs_after_the_first_step_is_seen_within_the_limit_of_a_st
     assert "1000ms" in (tmp_path / "seen").read_text()
 
 
-def stands(how: str) -> None:
+LIMIT_S = 1.5  # over what passes between two looks at a step
+
+
+def stands(how: str, leave: Leave, armed: list[float]) -> None:
+    """A step has LIMIT_S only from here on: a rank that others keep from running before does not hang."""
+    leave._hangs_s = LIMIT_S
     if how == "in Python":
-        time.sleep(60)
+        time.sleep(WAIT_S)
+    while LIMIT_S not in armed:
+        time.sleep(0.01)
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):  # never returns, and keeps all Python threads of the process from running
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
@@ -73,12 +81,19 @@ def stands(how: str) -> None:
 
 def stand_still(rank: int, ranks: int, folder: Path, how: str) -> None:
     os.environ |= {"RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(folder / f"told-{rank}")}
-    with RankLog(folder, rank) as log, Leave(hangs_s=0.5, log=log) as leave:
+    with RankLog(folder, rank) as log, Leave(hangs_s=WAIT_S, log=log) as leave:
+        armed, arm = list[float](), log.write_stacks_after
+
+        def noted(seconds: float) -> None:
+            armed.append(seconds)
+            if how == "in a call":  # in Python the stacks are written without it
+                arm(seconds)
+
+        log.write_stacks_after = noted  # type: ignore[method-assign]
         for step in range(3):
             with leave.during("step"):
-                time.sleep(0.3)
                 if rank == 1 and step == 2:
-                    stands(how)
+                    stands(how, leave, armed)
                 dist.barrier()
 
 

@@ -13,6 +13,7 @@ import torch
 from fedtrain.errors import ConfigError, TaskError, story_of
 from fedtrain.training.signatures import model_of
 from fedtrain.training.task import load_task, mean_and_weight, sources, task_digest, user_code
+from tests.limits import WAIT_S
 
 TASK = """
 import fedtrain
@@ -257,7 +258,7 @@ def test_threads_may_take_digests_while_garbage_is_collected(tmp_path, monkeypat
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(4 * WAIT_S)
     finally:
         gc.callbacks.remove(callback)
         gc.set_threshold(*before)

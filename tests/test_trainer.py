@@ -20,6 +20,7 @@ from fedtrain.errors import ConfigError, TaskError
 from fedtrain.runtime.trainers.trainer import Trainer, TrainerDied
 from fedtrain.runtime.trainers.trainer_process import environment
 from fedtrain.runtime.trainers.workbench import Workbench
+from tests.forked import fork_trainers
 from tests.limits import WAIT_S, bounded
 
 TASK = """
@@ -137,7 +138,7 @@ def test_stop_ends_a_hanging_task_and_the_processes_that_it_started(config, tmp_
         initial = await trainer.initial(tmp_path / "initial")
         hanging = asyncio.create_task(trainer.train("hangs", 0, initial, tmp_path / "never"))
         started = await pids(tmp_path)
-        await asyncio.wait_for(trainer.stop(), 3)
+        await asyncio.wait_for(trainer.stop(), WAIT_S)  # the task would hang for ten minutes
         with pytest.raises(TrainerDied):
             await hanging
         return started
@@ -246,8 +247,11 @@ def test_an_arena_larger_than_a_page_and_empty_sections_travel_by_file(tmp_path)
 
 
 @pytest.mark.slow(10)
-def test_a_process_that_is_killed_as_it_starts_is_started_again_up_to_three_times(config, tmp_path):
+def test_a_process_that_is_killed_as_it_starts_is_started_again_up_to_three_times(
+    config, tmp_path, monkeypatch
+):
     """The task's module ends its process, as the kernel does for want of memory, while `deaths` says so."""
+    fork_trainers(monkeypatch)
     dying = "import os, pathlib\nleft = pathlib.Path('deaths')\nif n := int(left.read_text()):\n"
     dying += "    left.write_text(str(n - 1))\n    os.kill(os.getpid(), 9)\n"
     (tmp_path / "dying_task.py").write_text(dying + TASK)

@@ -296,7 +296,7 @@ def test_streaming_diloco_is_the_one_written_by_hand(folder, two):
 def test_every_round_is_committed_and_told_once(two):
     assert [e["round"] for e in two["diloco"].of("round_committed")] == [1, 2, 3, 4]
     assert [e["step"] for e in two["dp"].of("step")] == [10, 20]
-    assert all(0 < e["seconds"] < 60 and e["examples_per_s"] > 0 for e in two["dp"].of("step"))
+    assert all(e["seconds"] > 0 and e["examples_per_s"] > 0 for e in two["dp"].of("step"))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from fedtrain.runtime.trainers.trainer import Trainer, TrainerDied
 from tests.equivalence.tiny import project
 from tests.forked import fork_trainers
 from tests.inline import Inline
+from tests.limits import WAIT_S
 
 pytestmark = pytest.mark.slow(12)
 EXACT = 1e-12  # float64
@@ -82,7 +83,11 @@ def test_a_site_of_several_ranks_sends_the_update_of_one(folder, tmp_path, one, 
         assert their_loss == pytest.approx(loss, rel=EXACT)
 
 
-def test_several_ranks_train_with_frozen_parameters_that_the_site_was_given_as_one_does(folder, tmp_path):
+def test_several_ranks_train_with_frozen_parameters_that_the_site_was_given_as_one_does(
+    folder, tmp_path, monkeypatch
+):
+    fork_trainers(monkeypatch)
+
     async def given(kind: type[Trainer], ranks: int, scratch: Path) -> torch.Tensor:
         config = configured(folder, task="Adapted", ranks=ranks)
         async with await kind.start(config, scratch=scratch) as trainer:
@@ -138,7 +143,7 @@ def test_whatever_becomes_of_a_rank_ends_all_and_is_named(tmp_path, capfd, monke
                 await trainer.train("a", 1, initial, tmp_path / "delta")
             with pytest.raises(TrainerDied):
                 await trainer.train("a", 1, initial, tmp_path / "delta")
-            assert psutil.wait_procs([zero, one], 10)[1] == []
+            assert psutil.wait_procs([zero, one], WAIT_S)[1] == []
 
     def stop_one_and_kill_zero(zero: int, one: int) -> None:
         os.kill(one, signal.SIGSTOP)
@@ -157,7 +162,8 @@ def test_whatever_becomes_of_a_rank_ends_all_and_is_named(tmp_path, capfd, monke
     assert "KeyError: 'patient 4711'" in said
 
 
-def test_data_that_one_rank_cannot_load_fails_the_request_and_nothing_else(tmp_path):
+def test_data_that_one_rank_cannot_load_fails_the_request_and_nothing_else(tmp_path, monkeypatch):
+    fork_trainers(monkeypatch)
     folder = project(tmp_path / "project")
     with (folder / "mesh_task.py").open("a") as f:
         f.write(

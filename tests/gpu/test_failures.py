@@ -17,6 +17,7 @@ from tests.equivalence.test_site_of_ranks import MOODY, configured
 from tests.equivalence.tiny import project
 from tests.forked import fork_trainers
 from tests.gpu.on import GPUS_ONLY, slowly
+from tests.limits import WAIT_S
 from tests.torchrun import Cluster, kill
 from tests.waves import STEPS, Waves
 
@@ -38,11 +39,11 @@ def site_of_two(tmp_path, device, act, backend="gloo"):
             (one,) = zero.children()
             act(folder, one.pid)
             with pytest.raises(TaskError) as failed:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(WAIT_S):
                     await trainer.train("a", 1, initial, tmp_path / "delta")
             with pytest.raises(TrainerDied):
                 await trainer.train("a", 1, initial, tmp_path / "delta")
-            assert psutil.wait_procs([zero, one], 10)[1] == []
+            assert psutil.wait_procs([zero, one], WAIT_S)[1] == []
         for file in folder.glob("raise"):
             file.unlink()
         async with await Trainer.start(config, scratch=tmp_path) as trainer:

@@ -17,7 +17,7 @@ from fedtrain.transport.shares import Limits
 from fedtrain.wire.codec import encode
 from fedtrain.wire.gossip import Header, Kind, Stamp, pack, pack_offer, unpack
 from tests.gossip import GREETING, MIB, Sum, party, share, vector
-from tests.limits import bounded
+from tests.limits import WAIT_S, bounded
 from tests.rosters import met
 
 HELLO = [Header(Kind.HELLO), encode(GREETING)]
@@ -74,7 +74,7 @@ async def with_mallory(**options):
             yield p, mallory
 
 
-async def until(condition, seconds=10.0):
+async def until(condition, seconds=WAIT_S):
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - the condition is a list of events, set by nobody here
             await asyncio.sleep(0.01)
