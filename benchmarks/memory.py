@@ -27,6 +27,9 @@ import numpy as np
 import psutil
 from scale import project
 
+from fedtrain.config import keep_policy, policy_from
+from fedtrain.config.policy import changed
+
 CASES = ("open", "masked")
 SITES = 3
 BLOCKS, T95 = 20, 2.101  # Student's t of 18 degrees of freedom
@@ -51,6 +54,8 @@ def measured(masked: bool, rounds: int, until_s: float) -> dict[str, list[float]
     mb: dict[str, list[float]] = {role: [] for role in ROLES}
     with tempfile.TemporaryDirectory() as folder:
         project(Path(folder), SITES, rounds, masked)
+        for own in (Path(folder) / "certs" / "sites").iterdir():
+            keep_policy(own, changed(policy_from(own), {"rounds": rounds}))
         sites = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("scale.py"), "sites", folder, "0", str(SITES)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -73,7 +73,7 @@ PATH = re.compile(
     rf"(?<![\w/])(?:(?:~|\.{{1,2}})?/(?:{PART}+/)*|{PART}+/(?:{PART}+/)+)({PART}+)"
 )  # the last part stays
 SYNC_S = 5.0
-REMEMBERED = 4096  # seals of the newest lines and of heads, in memory: other places are looked up in the file
+REMEMBERED, HEADS = 4096, 64  # seals of the newest lines, and of heads, in memory: others are in the file
 HEAD_BYTES = 4096  # of NAME.head, filled up with zeros
 
 
@@ -175,7 +175,7 @@ class AuditLog:
         return found == seal
 
     def _remember(self, lines: int, seal: str) -> None:
-        if len(self._places) >= REMEMBERED:
+        if len(self._places) >= HEADS:
             self._places.pop(next(iter(self._places)), None)
         self._places[lines] = seal
 
