@@ -234,3 +234,19 @@ def test_a_certificate_that_cryptography_only_warns_of_is_refused_without_a_warn
                 with pytest.raises(CertificateError, match="not a PEM certificate"):
                     read(chain)
         assert told == []
+
+
+def test_certificates_that_are_asked_for_in_turns_are_checked_once_each_unless_they_are_very_long(
+    certs, chain, monkeypatch
+):
+    """5,000 sites: their aggregator asks for all again and again (pki.callers), and a cache of fewer would
+    have forgotten each one when its turn comes."""
+    known, signer = chain
+    checked, trusted = [], known.trust(signer.certificate)
+    monkeypatch.setattr(pki.Verifier, "_trust", lambda self, pem, role: checked.append(pem) or trusted)
+    many, long = verifier(certs), bytes(pki.signing.USUAL_BYTES + 1)
+    for _ in range(2):
+        for number in range(5000):
+            many.trust(b"certificate %d" % number)
+        many.trust(long)
+    assert len(checked) == 5000 + 2  # what a stranger fills the memory with has a bound

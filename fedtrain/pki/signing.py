@@ -27,6 +27,8 @@ from .identity import Credentials, Identity, certificates, identity_of, serial_h
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 CHAIN_BYTES = 16 << 10  # the longest certificate chain read; ours have under 2 KiB
+USUAL_BYTES = 4 << 10  # a longer one is checked each time: what is kept has a bound
+CHAINS = 1 << 14  # checked ones that are kept. Who asks for more of them in turns checks each one anew
 VERIFIED = 4096  # signatures that need not be verified again
 SIGNED_BYTES = 32 << 10  # the longest signed claim read; ours have under 3 KiB
 
@@ -83,7 +85,7 @@ class Verifier:
         self._store = Store(certificates(root)[:1])
         self._federation, self._revoked, self._now = federation, revoked, now
         self._pinned = pinned
-        self._trusted = lru_cache(maxsize=4096)(self._trust)
+        self._trusted = lru_cache(maxsize=CHAINS)(self._trust)
         self._signed: dict[bytes, None] = {}  # digests of what was verified: a roster is read again and again
 
     def verify(
@@ -108,7 +110,7 @@ class Verifier:
     def trust(self, certificate: bytes, role: str = "site") -> Trusted:
         """Whose certificate this is. CertificateError unless the chain leads to the root within name
         constraints and dates, the role and the federation are right, and nothing of the chain is revoked."""
-        trusted = self._trusted(certificate, role)
+        trusted = (self._trusted if len(certificate) <= USUAL_BYTES else self._trust)(certificate, role)
         identity, now = trusted.identity, self._now()
         if not trusted.not_before <= now <= trusted.not_after:
             raise CertificateError(

@@ -380,6 +380,10 @@ class RunStore(RunFolder):
         """Every site that ever joined this run, with the examples it registered."""
         return dict(self.db.all("SELECT name, examples FROM sites ORDER BY name"))
 
+    def examples_of(self, site: SiteId) -> float | None:
+        """What `joined` says of a site, if it says anything."""
+        return next(iter(self.db.one("SELECT examples FROM sites WHERE name = ?", (site,)) or ()), None)
+
     def registered(self, members: Sequence[SiteId]) -> int:
         """How many sites ever joined, the present members included."""
         joined = self.joined()

@@ -73,7 +73,7 @@ PATH = re.compile(
     rf"(?<![\w/])(?:(?:~|\.{{1,2}})?/(?:{PART}+/)*|{PART}+/(?:{PART}+/)+)({PART}+)"
 )  # the last part stays
 SYNC_S = 5.0
-REMEMBERED = 4096  # seals, in memory: whoever was away for longer is answered from the file
+REMEMBERED, HEADS = 4096, 64  # seals of the newest lines, and of heads, in memory: others are in the file
 HEAD_BYTES = 4096  # of NAME.head, filled up with zeros
 
 
@@ -132,6 +132,7 @@ class AuditLog:
         self._held: list[Event] = []
         self._synced_s, self._synced, self._boot = -SYNC_S, (0, ""), boot()
         self._known, self._headed = known, False
+        self._places: dict[int, str] = {}  # lines, and the last one's seal: of heads, and what was looked up
         self._nbytes, self._signed = 0, 0  # that are in the file, and lines of the last signed head
         self.witnessed: dict[str, events.HeadWitnessed] = {}  # the newest of each
         with explained(path):
@@ -168,8 +169,15 @@ class AuditLog:
             return lines == 0
         if (back := self._lines - lines) < len(self._seals):
             return self._seals[-1 - back] == seal
-        line = next(islice(lines_of(self.path), lines - 1, None), None)
-        return line is not None and line.seal == seal
+        if (found := self._places.get(lines)) is None:  # all sites ask for the one that they were told last
+            line = next(islice(lines_of(self.path), lines - 1, None), None)
+            self._remember(lines, found := "" if line is None else line.seal)
+        return found == seal
+
+    def _remember(self, lines: int, seal: str) -> None:
+        if len(self._places) >= HEADS:
+            self._places.pop(next(iter(self._places)), None)
+        self._places[lines] = seal
 
     def close(self) -> None:
         self._append()
@@ -269,6 +277,7 @@ class AuditLog:
         if self._sign is None:
             return b""
         lines, seal = self._place
+        self._remember(lines, seal)
         head = LogHead(
             log=self.path.stem, lines=lines, seal=seal, seen=seen, synced=self._synced, boot=self._boot
         )

@@ -52,7 +52,7 @@ class Link:
     used_s: float = 0.0  # when it was asked for last
     dead: bool = False
     denials: int = 0  # of our key by the peer, one after the other
-    recall_s: float = math.inf  # when to call it again, which refused our key
+    recall_s: float = math.inf  # when to call it again, as libzmq does not
     tokens: float = 0.0  # control messages that the peer could send at once at tokens_s
     tokens_s: float = -math.inf
     breaches: int = 0  # of the protocol, by the peer

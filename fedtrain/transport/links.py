@@ -164,14 +164,7 @@ class Links:
         dealer.immediate = True
         dealer.routing_id = b"\x01" + secrets.token_bytes(16)
         self._local.curve.call(dealer, key)
-        link.monitor = dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_CLOSED
-        )
+        link.monitor = dealer.get_monitor_socket()
         self._by_dealer[dealer] = link
         self._poller.register(dealer, POLLIN)
         self._on(link.monitor, lambda: self._see_call(link))
@@ -189,7 +182,7 @@ class Links:
         link.monitor.close(0)
         link.dealer.close(0)
         link.dealer = link.monitor = None
-        link.calling = False
+        link.calling, link.recall_s = False, math.inf
         link.queue.clear()
         link.urgent.clear()
         until_s = time.monotonic() + 1.0  # libzmq lets go within milliseconds
@@ -329,9 +322,13 @@ class Links:
                         link.trouble = "nothing listens there yet"
                     case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                         link.trouble = "what answers there is no fedtrain peer, or stands still"
-                    case zmq.EVENT_DISCONNECTED if link.calling:
-                        link.calling = False
-                        if not link.up:
+                    case zmq.EVENT_CONNECT_RETRIED:  # by itself
+                        link.recall_s = math.inf
+                    case zmq.EVENT_DISCONNECTED:
+                        if link.recall_s == math.inf:  # libzmq calls nobody again who said what is no ZMTP
+                            link.recall_s = time.monotonic() + self._heartbeat_s
+                        called, link.calling = link.calling, False
+                        if called and not link.up:
                             self._ended.append(link)
 
     def _wake_up(self) -> None:

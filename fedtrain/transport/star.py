@@ -93,7 +93,7 @@ class AggregatorEnd:
         self._witness = witness
         self.sessions: dict[SiteId, SiteSession] = {}
         self._welcome, self._idle_s, self._emit, self._frozen = welcome, idle_s, emit, frozen
-        self._pending: dict[tuple[SiteId, str], Pending] = {}
+        self._pending: dict[SiteId, dict[str, Pending]] = {}  # by site, by id
         self._exchanges: dict[Exchange, None] = {}  # under way
         self._moot: deque[tuple[SiteId, str]] = deque(maxlen=MOOT)
         self._away: dict[SiteId, float] = {}  # until when each lost site is waited for, the earliest first
@@ -243,7 +243,7 @@ class AggregatorEnd:
     def ask(self, exchange: Exchange, site: SiteId, ask: frames.Ask, now: float) -> None:
         """Put the site's request of the exchange, encoded in `ask`."""
         request = exchange.requests[site]
-        self._pending[site, request.id] = Pending(site, request, ask, exchange)
+        self._pending.setdefault(site, {})[request.id] = Pending(site, request, ask, exchange)
         if session := self.sessions.get(site):
             session.send(ask)
         else:
@@ -254,9 +254,9 @@ class AggregatorEnd:
         requests are told to stop. A reply that comes after an early end is moot, after a late one refused."""
         self._exchanges.pop(exchange, None)
         for site, request in exchange.requests.items():
-            pending = self._pending.get((site, request.id))
+            pending = self._pending.get(site, {}).get(request.id)
             if pending is not None and pending.exchange is exchange:
-                del self._pending[site, request.id]
+                del self._pending[site][request.id]
                 if pending.stop:
                     pending.stop()
                 if not exchange.late:
@@ -300,7 +300,7 @@ class AggregatorEnd:
     ) -> Pending | frames.Moot | frames.Refused:
         """A site begins to upload its reply to the request `id`: what it replies to, or why it is not taken.
         `stop` ends the upload; an earlier one of the same reply, over a connection that broke, is ended."""
-        pending = self._pending.get((site, id))
+        pending = self._pending.get(site, {}).get(id)
         if pending is not None:
             if pending.stop:
                 pending.stop()
@@ -339,20 +339,20 @@ class AggregatorEnd:
 
     def broken(self, error: OSError) -> None:
         """This end's own disk fails while it serves a site: that is not the site's trouble."""
-        for pending in self._pending.values():
+        for pending in [pending for site in self._pending for pending in self._pending_of(site)]:
             self.fail(pending, error)
 
     def _settle(self, pending: Pending, reply: Reply) -> None:
         """Hand a reply to its exchange, unless the request has been answered or the exchange has ended."""
-        key = pending.site, pending.request.id
-        if self._pending.get(key) is pending:
-            del self._pending[key]
+        own = self._pending.get(pending.site, {})
+        if own.get(pending.request.id) is pending:
+            del own[pending.request.id]
             pending.exchange.waiting.discard(pending.site)
             pending.exchange.replies.append((pending.site, reply))
             pending.exchange.wake()
 
     def _pending_of(self, site: SiteId) -> list[Pending]:
-        return [pending for pending in self._pending.values() if pending.site == site]
+        return [*self._pending.get(site, {}).values()]
 
 
 # --- the site's end

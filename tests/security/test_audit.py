@@ -23,7 +23,7 @@ from fedtrain.pki import Credentials, issue
 from fedtrain.pki.signing import Signed
 from fedtrain.runtime.auditing import audited, datacenter_credentials, root_of, verify
 from fedtrain.tracking import audit
-from fedtrain.tracking.audit import AuditLog, audit_file, head_file, lines_of
+from fedtrain.tracking.audit import AuditLog, LogHead, audit_file, head_file, lines_of
 from tests import toy
 from tests.inprocess import certify, federation, with_port
 
@@ -467,6 +467,26 @@ def test_a_head_from_long_ago_is_looked_up_in_the_file_and_memory_is_bounded(tmp
     assert not any(log.holds((number, seals[number - 2])) for number in range(1, 11))
     assert not log.holds((11, seals[-1]))
     log.close()
+
+
+def test_sites_that_were_told_one_head_need_no_look_into_the_file_however_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit, "REMEMBERED", 3)
+    looks = []
+    monkeypatch.setattr(audit, "lines_of", lambda path: looks.append(path) or lines_of(path))
+    log = AuditLog(tmp_path / "a.jsonl", sign=lambda head: head.seal.encode())
+    log.append(APPROVED[0])
+    log.stated()
+    told = log._place
+    sites = [events.HeadWitnessed(of=f"s{n}", claim="", signature="", certificate="") for n in range(9)]
+    for answer in sites:  # each adds a line, and asks for the head that all were told
+        assert log.holds(told)
+        log.append(answer)
+    assert not looks
+    log.close()
+    again = AuditLog(log.path, sign=log._sign, known=LogHead(log="a", lines=told[0], seal=told[1]))
+    assert all(again.holds(told) for _ in sites)
+    assert len(looks) == 1  # the newest lines alone are in memory, and one look tells all sites
+    again.close()
 
 
 def test_a_line_of_which_the_disk_takes_a_part_is_no_line_and_the_log_goes_on(tmp_path, monkeypatch):

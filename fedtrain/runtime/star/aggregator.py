@@ -216,13 +216,13 @@ class JoinedSites:
     def _welcome(self, site: SiteId, hello: Hello) -> None:
         """Take a site in, or raise JoinRefused."""
         agree(site, hello, self._config, self._schema, self._task_digest, self._store.frozen.schema)
-        joined = self._store.joined()
-        agreed_examples(site, hello.examples, joined)
-        for other in [each for each in self._columns if each != site][:1]:
+        before = self._store.examples_of(site)
+        agreed_examples(site, hello.examples, before)
+        if other := next((each for each in self._columns if each != site), None):
             agreed_data(site, hello.columns, other, self._columns[other])
         if hello.columns:
             self._columns[site] = hello.columns
-        if joined.get(site) is None:
+        if before is None:
             self._store.join(site, hello.examples)
         serial, printed = self.callers.shown(site)
         self._emit(
@@ -241,7 +241,7 @@ class JoinedSites:
         elif masks:
             secure_rounds.admit(request, reply, self._longest)
         else:
-            registered, limits = self._store.joined().get(site), self._config.limits
+            registered, limits = self._store.examples_of(site), self._config.limits
             checks.admit(request, reply, self._update, limits, registered, self._extras)
 
 

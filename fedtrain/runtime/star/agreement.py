@@ -69,14 +69,13 @@ def agree(
         )
 
 
-def agreed_examples(site: SiteId, claimed: float | None, joined: Mapping[SiteId, float | None]) -> None:
-    """JoinRefused for a number of examples that is none, or more than the site said as it first `joined` this
-    run: updates weigh as much as they claim, up to it (S18)."""
+def agreed_examples(site: SiteId, claimed: float | None, before: float | None) -> None:
+    """JoinRefused for a number of examples that is none, or more than the site said `before`, as it first
+    joined this run: updates weigh as much as they claim, up to it (S18)."""
     if claimed is not None and not 0 <= claimed < math.inf:
         raise JoinRefused(
             f"{site} says that it has {claimed:g} examples: a number that is 0 or more is needed."
         )
-    before = joined.get(site)
     if before is not None and (claimed is None or claimed > before):
         now = "does not say how many it has now" if claimed is None else f"has {claimed:g} now"
         raise JoinRefused(

@@ -105,7 +105,7 @@ class Gathering:
         rule must have."""
         what = f"round {self.plan.round + 1}"
         if len(self._sites) < config.strategy.min_sites:
-            silent = [site for site in self.plan.sites if site not in {*self._sites, *self.failed}]
+            silent = sorted({*self.plan.sites} - {*self._sites, *self.failed})
             raise TooFewSites(what, len(self._sites), config.strategy.min_sites, self.failed, silent)
         for site in rule.must_have:
             if site not in self._sites:
