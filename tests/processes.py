@@ -92,7 +92,7 @@ SITES = ("a", "b", "c")
 def fedtrain(arguments: list[str]) -> None:
     """The command. A site whose aggregator was killed looks for it again soon."""
     SiteEnd.PAUSES = 0.02, 1.5, 0.2
-    fork_trainers_of_command()
+    fork_trainers_of_command(most=2 if "parallel.ranks=2" in arguments else 1)
     sys.argv[1:] = arguments
     cli.main()
 
