@@ -57,14 +57,14 @@ def fork_trainers(monkeypatch: pytest.MonkeyPatch, most: int = 2) -> None:
     monkeypatch.setattr(asyncio, "create_subprocess_exec", _forking(_ask_worlds, most))
 
 
-def fork_trainers_of_command() -> None:
+def fork_trainers_of_command(most: int = 1) -> None:
     """The same for this process, a command that has loaded torch and has no thread yet."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if not os.fork():
         ours.close()
         _help(theirs)
     theirs.close()
-    asyncio.create_subprocess_exec = _forking(partial(_ask_helper, ours), most=1)
+    asyncio.create_subprocess_exec = _forking(partial(_ask_helper, ours), most)
 
 
 def _forking(fork: Fork, most: int) -> Any:

@@ -17,6 +17,7 @@ from fedtrain import cli
 from fedtrain.config import Config
 from fedtrain.pki import init, issue
 from fedtrain.store import RunStore
+from fedtrain.transport.star import SiteEnd
 from tests.allowed import allowed
 from tests.forked import fork_trainers_of_command
 from tests.ports import free_port
@@ -89,8 +90,9 @@ SITES = ("a", "b", "c")
 
 
 def fedtrain(arguments: list[str]) -> None:
-    """The command."""
-    fork_trainers_of_command()
+    """The command. A site whose aggregator was killed looks for it again soon."""
+    SiteEnd.PAUSES = 0.02, 1.5, 0.2
+    fork_trainers_of_command(most=2 if "parallel.ranks=2" in arguments else 1)
     sys.argv[1:] = arguments
     cli.main()
 
@@ -211,6 +213,9 @@ class Project:
         return sum(e["kind"] == kind for e in self.events(run))
 
 
+ROUNDS_OF_A_KILL = 5
+
+
 def kill_at_seeded_moments(
     project: Project,
     restart: Callable[[], Command],
@@ -218,17 +223,16 @@ def kill_at_seeded_moments(
     kills: int,
     seed: int,
     alive: Callable[[], int],
-) -> int:
-    """kill -9 and start again, each a random instant after `alive()` has grown; how many hit."""
-    draw, hit = random.Random(seed), 0
-    for _ in range(kills):
+) -> None:
+    """kill -9 and start again, each a random instant after `alive()` has grown. The
+    task is Held, from the first round on: it gets some rounds more for each, so no run ends before."""
+    draw = random.Random(seed)
+    for number in range(1, kills + 1):
         before = alive()
-        project.wait_for(lambda before=before: alive() > before or project.count("run_finished"))
+        project.let_train(number * ROUNDS_OF_A_KILL)
+        project.wait_for(lambda before=before: alive() > before)
         time.sleep(draw.uniform(0.0, 0.25))
-        if project.count("run_finished"):
-            break
         victim.send_signal(signal.SIGKILL)
         victim.wait(30)
-        hit += 1
         victim = restart()
-    return hit
+    project.let_train(10**9)

@@ -211,7 +211,7 @@ def test_each_site_is_told_the_last_round_it_counted_in(tmp_path):
 @pytest.mark.timeout(300)
 def test_kill_9_of_the_aggregator_a_site_and_a_simulation_changes_no_bit_with_error_feedback(tmp_path):
     def project(name, slow=0.0):
-        p = Project(tmp_path / name, rounds=14, slow=slow)
+        p = Project(tmp_path / name, rounds=14, slow=slow, task="Held")
         toml = p.root / "fedtrain.toml"
         toml.write_text(toml.read_text() + '[compression]\nup = "topk:0.1"\ndown = "sign"\n')
         return p
@@ -219,15 +219,18 @@ def test_kill_9_of_the_aggregator_a_site_and_a_simulation_changes_no_bit_with_er
     with project("whole") as p:
         whole = p.simulate()
     with project("simulated", slow=0.005) as p:
+        p.let_train(5)
         simulation = p.start("simulate", "--set", "simulate.workers=1")
         p.wait_for(lambda: p.count("round_committed", "r+simulate") >= 3)
         simulation.send_signal(signal.SIGKILL)
         simulation.wait(30)
-        p.set_pace(0)
+        p.let_train(14)
         assert p.simulate() == whole
     with project("killed", slow=0.005) as p:
+        p.let_train(0)
         aggregator, victims = p.start("aggregator"), [p.start("site", name) for name in SITES]
         for at, victim in ((2, victims[1]), (5, aggregator), (8, victims[2])):
+            p.let_train(at + 2)  # so that it does not end before
             p.wait_for(lambda at=at: p.count("round_committed") >= at)
             time.sleep(0.02 * at)  # anywhere in a round
             victim.send_signal(signal.SIGKILL)
@@ -236,6 +239,6 @@ def test_kill_9_of_the_aggregator_a_site_and_a_simulation_changes_no_bit_with_er
                 aggregator = p.start("aggregator")
             else:
                 p.start("site", SITES[victims.index(victim)])
-        p.set_pace(0)
+        p.let_train(14)
         assert aggregator.wait(120) == 0, p.log("aggregator")
         assert p.final() == whole

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slow(12), pytest.mark.timeout(300)]
 def test_all_killed_and_a_bit_of_the_newest_model_changed_the_same_commands_make_the_same_model(
     tmp_path, secagg
 ):
-    with Project(tmp_path, rounds=8, slow=0.02, secagg=secagg, strategy='kind = "fedadam"') as p:
+    with Project(tmp_path, rounds=8, secagg=secagg, strategy='kind = "fedadam"', task="Held") as p:
+        p.let_train(5)
         p.start_all()
         p.wait_for(lambda: p.count("round_committed") >= 4)
         for process in p.processes:
@@ -30,7 +31,7 @@ def test_all_killed_and_a_bit_of_the_newest_model_changed_the_same_commands_make
         assert newest < 8
         flip(store.blobs / digest, b"")
         told = len(p.events())
-        p.set_pace(0)
+        p.let_train(8)
         assert p.start_all().wait(120) == 0, p.log("aggregator")
         lines = [e["text"] for e in p.events()[told:] if e["kind"] == "notice"]
         assert any(f"{digest} is damaged" in line and f"after round {newest - 1}" in line for line in lines)
@@ -45,7 +46,8 @@ def fill(disk):
 
 
 def test_an_aggregators_full_disk_is_told_at_once_in_one_line_and_with_space_it_goes_on(tmp_path):
-    with Project(tmp_path, rounds=6, slow=0.02) as p:
+    with Project(tmp_path, rounds=6, task="Held") as p:
+        p.let_train(2)
         disk = p.root / "runs/r"
         disk.mkdir(parents=True)
         mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
@@ -58,6 +60,7 @@ def test_an_aggregators_full_disk_is_told_at_once_in_one_line_and_with_space_it_
             sites = [p.start("site", site) for site in SITES]
             p.wait_for(lambda: p.count("round_committed") >= 2)
             fill(disk)
+            p.let_train(6)
             assert aggregator.wait(60) == 1, log.read_text()
             errors = [line for line in log.read_text().splitlines() if line.startswith("fedtrain: ")]
             assert len(errors) == 1, log.read_text()
@@ -69,7 +72,6 @@ def test_an_aggregators_full_disk_is_told_at_once_in_one_line_and_with_space_it_
             assert again.wait(60) == 1
             assert "damaged" not in p.log("aggregator")
             (disk / "ballast").unlink()
-            p.set_pace(0)
             assert p.start("aggregator").wait(120) == 0, p.log("aggregator")
             assert [site.wait(60) for site in sites] == [0, 0, 0], p.log("site-a")
             final = p.final()

@@ -16,8 +16,7 @@ import pytest
 from fedtrain.transport.admission import Curve
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 6.0
-FREEZE_S = 30.0
+DEADLINE_S, IDLE_S = 6.0, 1.0
 
 
 def free_port():
@@ -93,7 +92,7 @@ class Peers:
             curve = Curve.new()
             keys = {"public": curve.public.decode(), "secret": curve.secret.decode()}
             peers[name] = keys | {"listen": listen[name], "calls": calls[name], "start": i}
-        self.spec = {"peers": peers, "deadline_s": DEADLINE_S, "train_s": 0.3}
+        self.spec = {"peers": peers, "deadline_s": DEADLINE_S, "idle_s": IDLE_S, "train_s": 0.3}
         (folder / "spec.json").write_text(json.dumps(self.spec))
 
     def __enter__(self):
@@ -113,10 +112,11 @@ class Peers:
             command = [sys.executable, "-m", "tests.gossip_peer", name, str(self.folder / "spec.json"), *more]
             self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT)
 
-    def said(self, name, kind="round"):
+    def said(self, name, *kinds):
+        """What of these kinds, rounds where none is named, it has told, in order."""
         lines = (self.folder / f"{name}.log").read_text().splitlines()
         found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        return [each for each in found if each["kind"] == kind]
+        return [each for each in found if each["kind"] in (kinds or ("round",))]
 
     def wait_for(self, what, seconds=60.0):
         until = time.monotonic() + seconds
@@ -130,8 +130,13 @@ class Peers:
         """Whether the last round of each was with just these."""
         return all(self.said(n) and set(self.said(n)[-1]["both"]) == set(others) - {n} for n in names)
 
+    def agree(self, names):
+        """Whether the last rounds of these ended with one number."""
+        last = [self.said(n)[-1]["x"] for n in names]
+        return max(last) - min(last) < 1e-9
 
-@pytest.mark.slow(45)
+
+@pytest.mark.slow(20)
 def test_of_eight_peers_killed_frozen_and_cut_off_ones_stop_nobody_and_those_who_return_catch_up(tmp_path):
     with Peers(tmp_path, 8) as peers:
         killed, returning, frozen, apart, rest = ["p0", "p1"], "p0", "p2", "p7", ["p3", "p4", "p5", "p6"]
@@ -141,28 +146,26 @@ def test_of_eight_peers_killed_frozen_and_cut_off_ones_stop_nobody_and_those_who
             peers.processes[name].wait(10)
         peers.processes[frozen].send_signal(signal.SIGSTOP)
         peers.cable.cut()
-        began = time.monotonic()
         peers.wait_for(lambda: peers.are_with(rest, rest) and peers.are_with([apart], []))
         at = {n: len(peers.said(n)) for n in rest}
-        peers.wait_for(lambda: all(len(peers.said(n)) >= at[n] + 10 for n in rest))
-        time.sleep(max(0.0, began + FREEZE_S - time.monotonic()))
+        peers.wait_for(lambda: all(len(peers.said(n)) >= at[n] + 10 for n in rest))  # for nobody who is away
         peers.processes[frozen].send_signal(signal.SIGCONT)
         peers.cable.mend()
         peers.start(returning, "--back")
         here = [returning, frozen, *rest, apart]
-        peers.wait_for(lambda: peers.are_with(here, here), 120)
-        stop = max(peers.said(n)[-1]["round"] for n in here) + 5
-        (tmp_path / "stop").write_text(str(stop))
-        peers.wait_for(lambda: all(peers.said(n)[-1]["round"] == stop for n in here))
+        peers.wait_for(lambda: peers.are_with(here, here) and peers.agree(here), 120)
 
         for name in rest:
-            rounds = peers.said(name)
-            assert [each["round"] for each in rounds] == list(range(1, stop + 1))  # none was left out
-            # a few seconds beside the deadline: a busy machine wakes a process late
-            assert max(each["waited_s"] for each in rounds) < DEADLINE_S + 4.0 < FREEZE_S
-            assert not peers.said(name, "pulled")  # who was cut off alone doesn't change the others' model
+            t = 0
+            for each in peers.said(name, "round", "pulled"):
+                if each["kind"] == "round":
+                    assert each["round"] == t + 1  # none was left out
+                    # a few seconds beside the deadline, and as long as the machine did not let it run
+                    assert each["waited_s"] < DEADLINE_S + 4.0 + each["stood_s"]
+                else:  # only where the machine kept it from the others' rounds
+                    assert each["stood_s"] > IDLE_S, each
+                    assert each["source"] != apart  # who was cut off alone doesn't change the others' model
+                t = each["round"]
         for name in (returning, frozen):
             assert peers.said(name, "pulled")  # the one that came back, and the one that had slept
-        last = [peers.said(name)[-1]["x"] for name in here]
-        assert max(last) - min(last) < 1e-9
-        assert 0 <= last[0] <= 7
+        assert 0 <= peers.said(apart)[-1]["x"] <= 7

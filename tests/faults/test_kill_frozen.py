@@ -17,11 +17,14 @@ from tests.processes import Project
 
 @pytest.mark.slow(15)
 def test_frozen_parameters_that_were_fetched_outlive_kill_9_at_both_ends(tmp_path, inline):
-    with Project(tmp_path, rounds=3, slow=0.03) as p:
+    with Project(tmp_path, rounds=3, task="Held") as p:
+        p.let_train(2)
         text = (tmp_path / "task.py").read_text()
         frozen = text.replace("nn.Linear(6, 16)", "nn.Linear(6, 16).requires_grad_(False)")
         frozen = frozen.replace('["a", "b", "c"]', '["a"]')
-        (tmp_path / "task.py").write_text(frozen.replace('"pace"', '__file__).with_name("pace"'))
+        for file in ("pace", "rounds"):
+            frozen = frozen.replace(f'"{file}"', f'__file__).with_name("{file}"')
+        (tmp_path / "task.py").write_text(frozen)
         toml = (tmp_path / "fedtrain.toml").read_text()
         (tmp_path / "fedtrain.toml").write_text(toml.replace("min_sites = 3", "min_sites = 1"))
         config = Config.load(tmp_path / "fedtrain.toml")
@@ -39,7 +42,7 @@ def test_frozen_parameters_that_were_fetched_outlive_kill_9_at_both_ends(tmp_pat
         for process in (a, aggregator):
             process.send_signal(signal.SIGKILL)
             process.wait(30)
-        p.set_pace(0)
+        p.let_train(3)
         p.start("site", "a")
         aggregator = p.start("aggregator")
         assert aggregator.wait(120) == 0, p.log("aggregator")

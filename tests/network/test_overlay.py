@@ -56,7 +56,9 @@ def test_64_peers_over_sockets_are_connected_with_few_see_all_and_average_exactl
             for t in range(graph.period(n)):
                 await asyncio.gather(*(one(p, name, t) for name in NAMES))
                 most = max(most, *(len(peer.connected()) for peer in p.peers.values()))
-            assert len({peer.view() for peer in p.peers.values()}) == 1
+            async with asyncio.timeout(WAIT_S):
+                while len({peer.view() for peer in p.peers.values()}) > 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
         finally:
             await asyncio.gather(*(peer.stop() for peer in p.peers.values()))
         return most

@@ -36,7 +36,7 @@ class Shakespeare(Project):
         return last.weights.load().views()
 
 
-@pytest.mark.slow(45)  # eight processes that load torch
+@pytest.mark.slow(25)
 def test_three_sites_of_two_ranks_train_the_model_of_a_simulation(tmp_path):
     with Shakespeare(tmp_path / "shakespeare") as project:
         listen = ("--set", f"network.listen=127.0.0.1:{free_port()}")

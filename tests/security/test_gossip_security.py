@@ -49,7 +49,7 @@ class Caller:
     def say(self, header, *parts, stamp=STAMP):
         self.socket.send_multipart([pack(header, stamp) if isinstance(header, Header) else header, *parts])
 
-    async def hear(self, *kinds, seconds=3.0):
+    async def hear(self, *kinds, seconds=WAIT_S):
         """The next message of these kinds, or None."""
         until = asyncio.get_running_loop().time() + seconds
         while asyncio.get_running_loop().time() < until:
@@ -390,7 +390,7 @@ def test_s21_a_flood_is_cut_off_and_memory_stays_bounded(kind):
             await flooding
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10  # KiB
             if kind is not Kind.CHUNK:
-                await until(lambda: p.of("a", "site_lost"), 20)
+                await until(lambda: p.of("a", "site_lost"))
                 why = p.of("a", "site_lost")[0]["reason"]
                 assert why.startswith(f"cut off for {BAN_S:g} s after {PATIENCE} breaches") or (
                     kind is Kind.PING and why == "it does not read what it is sent"
@@ -431,6 +431,7 @@ def test_a_peer_that_trains_something_else_is_told_so_and_no_data_moves():
             await until(lambda: p.of("b", "site_lost"))
             assert "different runs" in p.of("b", "site_lost")[0]["reason"]
             assert p.peers["a"].bytes_out == p.peers["b"].bytes_out == 0
+            await until(lambda: all(p.of(name, "join_refused") for name in "ab"))
             await asyncio.sleep(1.5)  # nobody says it again and again
             assert [len(p.of(name, "join_refused")) for name in "ab"] == [1, 1]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 
 import msgspec
@@ -36,7 +37,7 @@ async def with_liar():
             yield p, callers
 
 
-async def all_stay(p, callers, lies, seconds=4.0):
+async def all_stay(p, callers, lies, seconds=3.0):
     """Mallory says these things about the others to each, again and again; nobody loses sight of anybody."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
@@ -112,13 +113,17 @@ def test_a_neighbour_that_goes_is_told_in_the_log_even_where_its_connection_stay
         async with party("abc", heartbeat_s=0.3, idle_s=1.0) as p:
             everybody = lambda: all(p.peers[name].view().alive == ("a", "b", "c") for name in "abc")
             await until(everybody)
-            p.peers["c"]._submit(lambda: time.sleep(5.0))  # ZeroMQ's own heartbeats go on
-            await until(lambda: all(p.peers[name].view().alive == ("a", "b") for name in "ab"))
-            await until(lambda: all(p.of(name, "site_lost") for name in "ab"))
+            back = threading.Event()
+            p.peers["c"]._submit(lambda: back.wait(WAIT_S))  # ZeroMQ's own heartbeats go on
+            try:
+                await until(lambda: all(p.peers[name].view().alive == ("a", "b") for name in "ab"))
+                await until(lambda: all(p.of(name, "site_lost") for name in "ab"))
+            finally:
+                back.set()
             assert {each["reason"] for name in "ab" for each in p.of(name, "site_lost")} == {
                 "answers nobody's pings"
             }
-            await until(everybody, WAIT_S)
-            await until(lambda: all(len(p.of(name, "site_joined")) == 3 for name in "ab"))
+            await until(everybody)
+            await until(lambda: all(len(p.of(name, "site_joined")) >= 3 for name in "ab"))
 
     bounded(main())
