@@ -17,19 +17,11 @@ def impatient(monkeypatch):
     monkeypatch.setattr("fedtrain.runtime.trainers.trainer.POLL_S", 0.1)
 
 
-HALVES = [(zero, zero % 2) for zero in range(4)]
-
-
-@pytest.mark.slow(9)  # up to four teams of two processes, one after the other
+@pytest.mark.slow(15)  # up to eight teams of two processes, one after the other
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("zero", "half"),
-    [*HALVES, *(pytest.param(zero, 1 - half, marks=pytest.mark.soak) for zero, half in HALVES)],
-)
-def test_each_fault_of_a_rank_in_training_or_evaluation_ends_in_a_committed_round(tmp_path, zero, half):
-    """One half of the faults where zero is even, the other where it is odd; `make soak` has the rest."""
-    drawn = faults.drawn(20 + zero, HOWS, ranks=2, site="c")
-    happen = [each for each in drawn if (HOWS.index(each.how) + (each.work == "train")) % 2 == half]
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_each_fault_of_a_rank_in_training_or_evaluation_ends_in_a_committed_round(tmp_path, zero):
+    happen = faults.drawn(20 + zero, HOWS, ranks=2, site="c")
     ranks = {"parallel": {"ranks": 2, "zero": zero, "timeout": "30s"}}
     outcome = bounded(faults.run(tmp_path, happen, secagg=zero == 3, at={"c": ranks}))
     faults.check(outcome, happen)
