@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ...aggregation import WeightedMean
-from ...arena import Arena
+from ...arena import Arena, Slab
 from ...config import Config
 from ...errors import ConfigError, nearest
 from ...events import Emit, Notice, UpdateRefused, noticed
@@ -92,10 +94,12 @@ async def simulate(
         network = LocalNetwork(about.sites)
         sums = _peer_sums(config, about.sites)
         initial = bench.initial()
+        by_loop = config.simulate.engine in ("auto", "loop") or not algorithm.waits
+        at_once = None if by_loop else _AtOnce(bench)
         peers = {
             name: Peer(
                 name, algorithm, initial.load(),
-                _trainer(bench, name, spent if name == fastest else None),
+                _trainer(bench, name, at_once, spent if name == fastest else None),
                 await stack.enter_async_context(network.join(name)), sums.get(name),
                 config.gossip.clip,
             )
@@ -276,9 +280,43 @@ def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:
     return math.sqrt(square / len(peers)) / max(float(mean.double().norm()), 1e-30)
 
 
-def _trainer(bench: Workbench, name: PeerId, spent: Spent | None) -> Train:
+class _AtOnce:
+    """Trains together all peers that ask in one turn of the loop, by the engine of simulate.engine."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self._bench, self._asked = bench, list[tuple[PeerId, int, Arena, Arena, asyncio.Future[Update]]]()
+
+    async def train(self, name: PeerId, round: int, weights: Arena, delta: Arena) -> Update:
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(self._train)  # after the other peers, whose steps are due already
+        self._asked.append((name, round, weights, delta, loop.create_future()))
+        return await self._asked[-1][-1]
+
+    def _train(self) -> None:
+        import torch
+
+        asked, self._asked = self._asked, []
+        names, (number, *_), weights, deltas, answers = zip(*asked, strict=True)
+        starts = Slab(weights[0].schema, torch.stack([each.data for each in weights]))
+        found = Slab(starts.schema, torch.empty_like(starts.data))
+        try:
+            updates = self._bench.train_peers(names, number, starts, found)
+        except BaseException as e:
+            for answer in answers:
+                answer.set_exception(e)
+            return
+        for row, delta, update, answer in zip(found.data, deltas, updates, answers, strict=True):
+            delta.data.copy_(row)
+            answer.set_result(msgspec.structs.replace(update, delta=delta))
+
+
+def _trainer(bench: Workbench, name: PeerId, at_once: _AtOnce | None, spent: Spent | None) -> Train:
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
-        update = bench.train(name, round, weights, delta)
+        if at_once is not None:
+            update = await at_once.train(name, round, weights, delta)
+        else:
+            update = bench.train(name, round, weights, delta)
         if spent is not None:
             spent.trained(name, round, update.num_examples)
         return update
