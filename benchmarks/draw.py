@@ -52,6 +52,10 @@ CHARTS = [
         "bench-compression", "compression", "CPU time of 10M values, in copies of them: less is better",
         {"encode_ratio": "to encode", "decode_ratio": "to decode"}, "one copy",
     ),
+    Chart(
+        "bench-gossip-accuracy", "gossip_accuracy", "Accuracy of 16 peers on Fashion-MNIST after 30 rounds",
+        {"accuracy_at_rounds": "the mean of all models", "worst_peer": "the worst peer's own"}, "all right",
+    ),
 ]  # fmt: skip
 
 
@@ -72,7 +76,8 @@ def drawn(chart: Chart, lines: str) -> str:
             cases.setdefault(each["case"], {})[each["metric"]] = each["value"]
     if not cases:
         raise KeyError(f"benchmarks/figures/{chart.source}.jsonl: no figure of {', '.join(chart.metrics)}")
-    scale = (WIDTH - LEFT - RIGHT) / max(value for found in cases.values() for value in found.values())
+    longest = max(value for found in cases.values() for value in found.values())
+    scale = (WIDTH - LEFT - RIGHT) / max(longest, 1.0)  # the line is in the picture
     body, y = [*_legend(chart)], TOP
     for case, found in cases.items():
         middle = y + len(found) * BAR / 2 + 4

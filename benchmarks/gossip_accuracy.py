@@ -13,6 +13,8 @@ count alike. In a simulation all peers go through round t before any begins roun
     bytes_ratio          bytes of a round / FedAvg's
 
     python benchmarks/gossip_accuracy.py [--json] [--rounds 30] [--config FILE] [--case NAME] [--png FILE]
+
+The bars in topology.md, by draw.py, are of a run with `--json >benchmarks/figures/gossip_accuracy.jsonl`.
 """
 
 from __future__ import annotations
@@ -167,7 +169,8 @@ def main() -> None:
     args = parser.parse_args()
     common.begin(args)
     torch.set_num_threads(1)
-    name, rounds = f"gossip_accuracy/{args.config.resolve().parent.name}", args.rounds
+    name, rounds = "gossip_accuracy", args.rounds
+    common.say({"example": args.config.resolve().parent.name, "rounds": rounds})
     courses: dict[str, Course] = {}
 
     def record(case: str, course: Course) -> None:

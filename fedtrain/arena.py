@@ -147,12 +147,13 @@ class Arena(AnyArena):
 
     def trained(self) -> dict[str, torch.Tensor]:
         """dtype -> all trained coordinates of that dtype, 1-D; views, no copy."""
-        return {s.dtype: self.flat(s)[: s.trained] for s in self.schema.sections if s.trained}
+        found = [(s, self.flat(s)) for s in self.schema.sections if s.trained]
+        return {s.dtype: flat if s.trained == s.numel else flat[: s.trained] for s, flat in found}
 
     def others(self) -> dict[str, torch.Tensor]:
         """dtype -> all that moves without being trained (buffers, integers), 1-D; views, no copy."""
-        found = ((s, self.flat(s)[s.trained :]) for s in self.schema.sections if s.moves)
-        return {section.dtype: vector for section, vector in found if len(vector)}
+        other = [s for s in self.schema.sections if s.trained < s.numel and s.moves]
+        return {s.dtype: self.flat(s)[s.trained :] for s in other}
 
     @property
     def model(self) -> Arena:

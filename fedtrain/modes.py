@@ -124,10 +124,8 @@ MASKS = "secagg.enabled = true"
 ROUNDS = "asynchronous.enabled = false"
 FEDERATED = ("simulate", "aggregator", "site")
 GRAPH = ("gossip", "peer")
-NEVER_WAIT, WITH_COMPRESSOR = (
-    ("adpsgd", "swift"),
-    ("choco", "diloco", "noloco", "streaming-diloco"),
-)  # gossip.algorithm
+NEVER_WAIT = ("adpsgd", "swift")  # gossip.algorithm
+WITH_COMPRESSOR = ("choco", "diloco", "noloco", "streaming-diloco")
 ONLY = (
     Only(("secagg",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS),
     Only(("strategy.min_sites", "limits"), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("site",)),

@@ -83,7 +83,7 @@ class Stacked(Backend):
         each site starts from, where that is not `weights`."""
         engine, nbytes = self.engine, self.engine.schema.nbytes
         engine.load(weights.model, training=True)
-        starts = None if own is None else own.flat(self._section)[:, : self._section.trained]
+        starts = (own or engine.local).flat(self._section)[..., : self._section.trained]
         slab = Slab(engine.schema, outs[:, :nbytes])
         deltas, rows = slab.arenas(), slab.flat(self._section)[:, : self._section.trained]
         outs[:, : self._section.offset].zero_()  # and what is not trained at all
@@ -96,8 +96,7 @@ class Stacked(Backend):
             memory = {name: torch.stack([each[name] for each in kept]) for name in (kept[0] if kept else ())}
             first, sums = self._chunk(stack, round, down, memory, starts)
             for start, stop, to in stack.runs:  # many times cheaper than by index
-                from_ = first if starts is None else first[start:stop]
-                difference(self._local[start:stop], from_, rows[to : to + stop - start])
+                difference(self._local[start:stop], first[start:stop], rows[to : to + stop - start])
             for row, (i, (loss, weight)) in enumerate(zip(stack.members, sums, strict=True)):
                 self.steps[i] = stack.steps[row]
                 num_examples = stack.counts[row] * (weight / stack.seen[row])
@@ -106,23 +105,20 @@ class Stacked(Backend):
         return [updates[i] for i in range(len(sites))]
 
     def _chunk(
-        self, stack: StackedSites, round: int, down: Memory, memory: Memory, starts: torch.Tensor | None
+        self, stack: StackedSites, round: int, down: Memory, memory: Memory, starts: torch.Tensor
     ) -> tuple[torch.Tensor, list[list[float]]]:
-        """Train the sites' weights, `_local`. Returns the first ones, [n] or each site's, and each site's
-        (Σ loss, Σ weight)."""
-        engine = self.engine
-        start = engine.local.flat(self._section)[: self._section.trained]
-        if starts is not None:
-            start = starts[stack.members].to(engine.device)
+        """Train the sites' weights, `_local`. Returns the first ones, and each site's (Σ loss, Σ weight)."""
+        engine, own = self.engine, starts.dim() > 1
+        start = starts[stack.members].to(engine.device) if own else starts
         self._local = self._slab[: len(stack.names)].copy_(start)  # [sites, n]
-        self.weights, self._first = [*self._parts(self._local)], start if starts is None else None
+        self.weights, self._first = [*self._parts(self._local)], None if own else start
         self._steps.begin(OPTIMIZERS[engine.config.optimizer](engine.config, self.weights))
         groups = self._groups(stack, round, start, down, memory)
         seen = self._steps.round(groups, stack.like, round, engine.rounds)
         sums = torch.zeros(len(stack.names), 2, dtype=torch.float64, device=engine.device)
         for loss, weight in zip(seen.losses, seen.weights, strict=True):
             sums[: len(loss)] += torch.stack((loss.double() * weight, weight.double()), 1)
-        return start, sums.tolist()
+        return start.expand_as(self._local), sums.tolist()
 
     def _groups(
         self, stack: StackedSites, round: int, start: torch.Tensor, down: Memory, memory: Memory

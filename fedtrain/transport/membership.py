@@ -382,12 +382,8 @@ class Membership:
     def _count(self, teller: PeerId) -> None:
         self._wrong[teller] = wrong = self._wrong[teller] + 1
         if wrong >= NAMED and wrong & (wrong - 1) == 0:
-            self.reports.append(
-                (
-                    teller,
-                    f"has called others dead {wrong} times who answered: it lies, or hardly reaches them",
-                )
-            )
+            what = f"has called others dead {wrong} times who answered: it lies, or hardly reaches them"
+            self.reports.append((teller, what))
 
     def _say(self, peer: PeerId, kind: Kind, about: PeerId = "", first: Sequence[PeerId] = ()) -> None:
         """A message with our own signature, news of the addressee where it is doubted, then what was asked

@@ -11,10 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ...aggregation import WeightedMean
-from ...arena import Arena, Slab
+from ...arena import Arena
 from ...config import Config
 from ...errors import ConfigError, nearest
 from ...events import Emit, Notice, UpdateRefused, noticed
@@ -46,12 +44,7 @@ UNEVEN = ("dirichlet", "shards")  # partitions that give sites other kinds of ex
 
 
 async def simulate(
-    config: Config,
-    *,
-    emit: Emit,
-    fresh: bool = False,
-    data_dir: Path | None = None,
-    task: Task | None = None,
+    config: Config, *, emit: Emit, fresh: bool = False, data_dir: Path | None = None, task: Task | None = None
 ) -> Result:
     """Every site of the simulation as a peer, from the last committed round on, or from the first when
     `fresh`. What is committed is every peer's model; the run's model is their mean."""
@@ -189,11 +182,7 @@ def _evaluate(journal: Journal, bench: Workbench, checkpoint: Checkpoint) -> Non
 
 
 async def _steps(
-    config: Config,
-    graph: Topology,
-    peers: Mapping[PeerId, Peer],
-    pace: Mapping[PeerId, float],
-    number: int,
+    config: Config, graph: Topology, peers: Mapping[PeerId, Peer], pace: Mapping[PeerId, float], number: int
 ) -> list[tuple[PeerId, RoundReport]]:
     """Round `number` of every peer, and how each went.
 
@@ -284,39 +273,26 @@ class _AtOnce:
     """Trains together all peers that ask in one turn of the loop, by the engine of simulate.engine."""
 
     def __init__(self, bench: Workbench) -> None:
-        self._bench, self._asked = bench, list[tuple[PeerId, int, Arena, Arena, asyncio.Future[Update]]]()
+        self._bench, self._asked = bench, list[tuple[PeerId, Arena, Arena, asyncio.Future[Update]]]()
 
     async def train(self, name: PeerId, round: int, weights: Arena, delta: Arena) -> Update:
-        loop = asyncio.get_running_loop()
-        if not self._asked:
-            loop.call_soon(self._train)  # after the other peers, whose steps are due already
-        self._asked.append((name, round, weights, delta, loop.create_future()))
-        return await self._asked[-1][-1]
-
-    def _train(self) -> None:
-        import torch
-
-        asked, self._asked = self._asked, []
-        names, (number, *_), weights, deltas, answers = zip(*asked, strict=True)
-        starts = Slab(weights[0].schema, torch.stack([each.data for each in weights]))
-        found = Slab(starts.schema, torch.empty_like(starts.data))
-        try:
-            updates = self._bench.train_peers(names, number, starts, found)
-        except BaseException as e:
-            for answer in answers:
-                answer.set_exception(e)
-            return
-        for row, delta, update, answer in zip(found.data, deltas, updates, answers, strict=True):
-            delta.data.copy_(row)
-            answer.set_result(msgspec.structs.replace(update, delta=delta))
+        answer: asyncio.Future[Update] = asyncio.get_running_loop().create_future()
+        self._asked.append((name, weights, delta, answer))
+        if len(self._asked) == 1:
+            await asyncio.sleep(0)  # the steps of the other peers are due already
+            asked, self._asked = self._asked, []
+            updates = self._bench.train_peers(round, [(name, start) for name, start, *_ in asked])
+            for (*_, out, done), update in zip(asked, updates, strict=True):
+                assert isinstance(update.delta, Arena)
+                out.copy_(update.delta)
+                done.set_result(update)
+        return await answer
 
 
 def _trainer(bench: Workbench, name: PeerId, at_once: _AtOnce | None, spent: Spent | None) -> Train:
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
-        if at_once is not None:
-            update = await at_once.train(name, round, weights, delta)
-        else:
-            update = bench.train(name, round, weights, delta)
+        what = name, round, weights, delta
+        update = bench.train(*what) if at_once is None else await at_once.train(*what)
         if spent is not None:
             spent.trained(name, round, update.num_examples)
         return update

@@ -169,11 +169,14 @@ class Workbench:
             return self._learner.finished(update, site, round, weights, out, counted, memory, {})
         return self._learner.train(site, self._load("data", site), round, weights, out, counted)
 
-    def train_peers(self, peers: Sequence[SiteId], round: int, weights: Slab, out: Slab) -> list[Update]:
+    def train_peers(self, round: int, peers: Sequence[tuple[SiteId, Arena]]) -> list[Update]:
         """Train each from weights of its own, all at once, by the engine of simulate.engine."""
+        import torch
+
         assert self._stacked is not None
-        pairs = [(peer, self._load("data", peer)) for peer in peers]
-        return self._stacked.train(pairs, round, self._engine.local, out.data, own=weights)
+        pairs = [(peer, self._load("data", peer)) for peer, _ in peers]
+        own = Slab(self._engine.schema, torch.stack([weights.data for _, weights in peers]))
+        return self._stacked.train(pairs, round, self._engine.local, torch.empty_like(own.data), own=own)
 
     def evaluate(self, site: SiteId, round: int, weights: Arena, counted: int = NEVER) -> Evaluation:
         if self._ranks is not None:
