@@ -281,7 +281,6 @@ class Membership:
             self._helping.clear()
             for peer in sorted(self._probed):
                 self._say(peer, Kind.PING)
-
         if now >= self._eager_s:
             self._eager_s = math.inf
             for peer in self._some(self.near & {*self.alive()}, EAGER):

@@ -189,7 +189,6 @@ async def _steps(
     Where peers never wait, each does as many rounds of its own as simulate.speeds gives it the time for, in
     the order in which they end; of those at one moment the first by name is first.
     """
-
     members = list(peers)
 
     @cache
