@@ -133,7 +133,7 @@ class Arena(AnyArena):
         arena = cls.zeros(schema)
         for section in schema.sections:  # one split is cheaper than views of thousands
             own = [s for s in schema.tensors if s.dtype == section.dtype]
-            for spec, piece in zip(own, arena.flat(section).split([s.numel for s in own]), strict=True):
+            for spec, piece in zip(own, arena.flat(section).split_with_sizes([s.numel for s in own]), strict=True):
                 piece.copy_(tensors[spec.name].detach().reshape(-1))
         return arena
 
