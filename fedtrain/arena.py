@@ -133,7 +133,8 @@ class Arena(AnyArena):
         arena = cls.zeros(schema)
         for section in schema.sections:  # one split is cheaper than views of thousands
             own = [s for s in schema.tensors if s.dtype == section.dtype]
-            for spec, piece in zip(own, arena.flat(section).split_with_sizes([s.numel for s in own]), strict=True):
+            pieces = arena.flat(section).split_with_sizes([s.numel for s in own])
+            for spec, piece in zip(own, pieces, strict=True):
                 piece.copy_(tensors[spec.name].detach().reshape(-1))
         return arena
 

@@ -282,8 +282,7 @@ class _AtOnce:
             asked, self._asked = self._asked, []
             updates = self._bench.train_peers(round, [(name, start) for name, start, *_ in asked])
             for (*_, out, done), update in zip(asked, updates, strict=True):
-                assert isinstance(update.delta, Arena)
-                out.copy_(update.delta)
+                out.copy_(update.delta.load())
                 done.set_result(update)
         return await answer
 
