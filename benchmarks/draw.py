@@ -52,10 +52,6 @@ CHARTS = [
         "bench-compression", "compression", "CPU time of 10M values, in copies of them: less is better",
         {"encode_ratio": "to encode", "decode_ratio": "to decode"}, "one copy",
     ),
-    Chart(
-        "bench-gossip-accuracy", "gossip_accuracy", "Accuracy of 16 peers on Fashion-MNIST after 30 rounds",
-        {"accuracy_at_rounds": "the mean of all models", "worst_peer": "the worst peer's own"}, "all right",
-    ),
 ]  # fmt: skip
 
 

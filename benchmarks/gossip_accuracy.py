@@ -13,8 +13,6 @@ count alike. In a simulation all peers go through round t before any begins roun
     bytes_ratio          bytes of a round / FedAvg's
 
     python benchmarks/gossip_accuracy.py [--json] [--rounds 30] [--config FILE] [--case NAME] [--png FILE]
-
-The bars in topology.md, by draw.py, are of a run with `--json >benchmarks/figures/gossip_accuracy.jsonl`.
 """
 
 from __future__ import annotations
