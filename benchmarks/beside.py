@@ -5,7 +5,9 @@ that has one of the two. Peers are processes, each with a random vector of its o
 runs from when all have theirs, by a barrier, until the slowest has the mean of all, which is checked. So
 what the frameworks do before (hivemind's matchmaking, p2pfl's votes and pauses) is not counted.
 
-    PYTHON benchmarks/beside.py NUMEL PEERS ROUNDS     -> {name: {"version": ..., "seconds": [...]}}
+    PYTHON benchmarks/beside.py NUMEL PEERS ROUNDS [HOSTS]     -> {name: {"version": ..., "seconds": [...]}}
+
+HOSTS, [[namespace, address] of each peer] as JSON, has hivemind's peers each in a network namespace (wan.py).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from wan import enter
 
 WAIT_S = 120.0  # for anything of theirs, before we give up
 
@@ -49,7 +52,11 @@ def hivemind_peer(me: int, numel: int, peers: int, rounds: int, barrier: Any, sh
     if me:
         shared["ready"].wait(WAIT_S)
     first = list(shared["addresses"]) if me else []
-    dht = DHT(start=True, initial_peers=first, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    address = "127.0.0.1"
+    if shared["hosts"]:
+        namespace, address = shared["hosts"][me]
+        enter(namespace)
+    dht = DHT(start=True, initial_peers=first, host_maddrs=[f"/ip4/{address}/tcp/0"])
     if not me:
         shared["addresses"].extend([str(address) for address in dht.get_visible_maddrs()])
         shared["ready"].set()
@@ -170,14 +177,16 @@ def p2pfl_peer(me: int, numel: int, peers: int, rounds: int, barrier: Any, share
 FRAMEWORKS: dict[str, Callable[..., None]] = {"hivemind": hivemind_peer, "p2pfl": p2pfl_peer}
 
 
-def averaging(peer: Callable[..., None], numel: int, peers: int, rounds: int) -> list[float]:
+def averaging(
+    peer: Callable[..., None], numel: int, peers: int, rounds: int, hosts: list[list[str]]
+) -> list[float]:
     """Seconds of each round, the slowest peer's."""
     fork = multiprocessing.get_context("fork")  # hivemind's own processes can't be started in another way
     with fork.Manager() as manager, contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(peers)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
-        shared = {"addresses": manager.list(), "ready": manager.Event(),
+        shared = {"addresses": manager.list(), "ready": manager.Event(), "hosts": hosts,
                   "ports": [each.getsockname()[1] for each in sockets]}  # fmt: skip
         for each in sockets:
             each.close()
@@ -202,13 +211,15 @@ def averaging(peer: Callable[..., None], numel: int, peers: int, rounds: int) ->
 
 
 def main() -> None:
-    numel, peers, rounds = map(int, sys.argv[1:])
+    numel, peers, rounds = map(int, sys.argv[1:4])
+    hosts = json.loads(sys.argv[4]) if len(sys.argv) > 4 else []
     found = {}
     with tempfile.TemporaryDirectory() as folder:  # p2pfl writes its logs where it stands
         os.chdir(folder)
         for name, peer in FRAMEWORKS.items():
-            if find_spec(name):
-                found[name] = {"version": version(name), "seconds": averaging(peer, numel, peers, rounds)}
+            if find_spec(name) and (name == "hivemind" or not hosts):
+                seconds = averaging(peer, numel, peers, rounds, hosts)
+                found[name] = {"version": version(name), "seconds": seconds}
     print(json.dumps(found), flush=True)
 
 

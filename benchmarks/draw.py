@@ -72,7 +72,8 @@ def drawn(chart: Chart, lines: str) -> str:
             cases.setdefault(each["case"], {})[each["metric"]] = each["value"]
     if not cases:
         raise KeyError(f"benchmarks/figures/{chart.source}.jsonl: no figure of {', '.join(chart.metrics)}")
-    scale = (WIDTH - LEFT - RIGHT) / max(value for found in cases.values() for value in found.values())
+    longest = max(value for found in cases.values() for value in found.values())
+    scale = (WIDTH - LEFT - RIGHT) / max(longest, 1.0)  # the line is in the picture
     body, y = [*_legend(chart)], TOP
     for case, found in cases.items():
         middle = y + len(found) * BAR / 2 + 4

@@ -18,8 +18,8 @@ plain TCP connections, which stay open as ours do. Of all rounds of all peers it
     bytes_ratio   bytes on the wire, with all headers and all that TCP sent again, ours / plain TCP's
     median_ratio  median of a peer's seconds, ours / plain TCP's
     max_ratio     our longest / the median of plain TCP's; beside it raw_max_ratio, plain TCP's own longest
-
-hivemind is not beside it there: `beside.py` has all peers of another framework on one network.
+    agreement_s   of three of our rounds, each as long as its slowest peer's: the median; with `--beside` of
+                  hivemind too, on the same links right after ours
 
 Of other frameworks, with `--beside PYTHON` (an interpreter of a virtual environment that has hivemind or
 p2pfl; may be repeated), `1Mx4/hivemind` has agreement_s too, the median of `beside.py`'s rounds, taken right
@@ -256,8 +256,8 @@ async def _wan_peer(name: str, index: int, address: str, pipe: Connection) -> No
     await neighbors.stop()
 
 
-def slow_links() -> None:
-    """Rounds of both kinds by turns."""
+def slow_links(pythons: list[str]) -> None:
+    """Rounds of both kinds by turns, then those of other frameworks."""
     spawn = multiprocessing.get_context("spawn")
     names = [f"p{i}" for i in range(WAN_PEERS)]
     with wan(WAN_PEERS) as (hosts, wire):
@@ -285,6 +285,12 @@ def slow_links() -> None:
             pipe.send("over")
         for worker in workers:
             worker.join(30)
+        ours = times["ours"]
+        slowest = [max(ours[at : at + WAN_PEERS]) for at in range(0, len(ours), WAN_PEERS)]
+        agreement_s = statistics.median(slowest) * math.log2(WAN_PEERS)
+        common.emit("gossip", WAN, "agreement_s", agreement_s, "s")
+        for python in pythons:
+            beside(python, WAN, WAN_NUMEL, WAN_PEERS, json.dumps(hosts))
     median = {kind: statistics.median(each) for kind, each in times.items()}
     common.emit("gossip", WAN, "plain_tcp_s", median["plain"], "s")
     common.emit("gossip", WAN, "bytes_ratio", sent["ours"] / sent["plain"], "")
@@ -340,12 +346,11 @@ def _sink(public: bytes, secret: bytes, total: int, pipe: Connection) -> None:
     context.term()
 
 
-def beside(python: str, case: str) -> None:
+def beside(python: str, case: str, numel: int, n: int, *hosts: str) -> None:
     """The same of whatever other framework that interpreter has."""
-    numel, n = CASES[case]
     script = Path(__file__).with_name("beside.py")
     done = subprocess.run(
-        [python, script, str(numel), str(n), str(BESIDE_ROUNDS)],
+        [python, script, str(numel), str(n), str(BESIDE_ROUNDS), *hosts],
         stdout=subprocess.PIPE, text=True, timeout=BESIDE_S, check=True,
     )  # fmt: skip
     for name, found in json.loads(done.stdout.splitlines()[-1]).items():
@@ -367,7 +372,7 @@ def main() -> None:
     common.begin(args)
     for case in args.case or CASES:
         if case == WAN:
-            slow_links()
+            slow_links(args.beside)
             continue
         numel, n = CASES[case]
         model = 4 * numel
@@ -383,7 +388,7 @@ def main() -> None:
             common.emit("gossip", case, "cpu_ratio", cpu_byte / (cpu_s / (n * model)), "")
             common.emit("gossip", case, "bare_pair", rate / 1e9, "GB/s")
         for python in args.beside if case in BESIDE_CASES else ():
-            beside(python, case)
+            beside(python, case, numel, n)
 
 
 if __name__ == "__main__":

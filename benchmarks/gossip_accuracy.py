@@ -167,7 +167,8 @@ def main() -> None:
     args = parser.parse_args()
     common.begin(args)
     torch.set_num_threads(1)
-    name, rounds = f"gossip_accuracy/{args.config.resolve().parent.name}", args.rounds
+    name, rounds = "gossip_accuracy", args.rounds
+    common.say({"example": args.config.resolve().parent.name, "rounds": rounds})
     courses: dict[str, Course] = {}
 
     def record(case: str, course: Course) -> None:

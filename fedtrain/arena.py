@@ -131,8 +131,11 @@ class Arena(AnyArena):
     @classmethod
     def _filled(cls, schema: Schema, tensors: Mapping[str, torch.Tensor]) -> Arena:
         arena = cls.zeros(schema)
-        for name, view in arena.views().items():
-            view.copy_(tensors[name].detach())
+        for section in schema.sections:  # one split is cheaper than views of thousands
+            own = [s for s in schema.tensors if s.dtype == section.dtype]
+            pieces = arena.flat(section).split_with_sizes([s.numel for s in own])
+            for spec, piece in zip(own, pieces, strict=True):
+                piece.copy_(tensors[spec.name].detach().reshape(-1))
         return arena
 
     def flat(self, section: Section) -> torch.Tensor:
@@ -147,12 +150,13 @@ class Arena(AnyArena):
 
     def trained(self) -> dict[str, torch.Tensor]:
         """dtype -> all trained coordinates of that dtype, 1-D; views, no copy."""
-        return {s.dtype: self.flat(s)[: s.trained] for s in self.schema.sections if s.trained}
+        found = [(s, self.flat(s)) for s in self.schema.sections if s.trained]
+        return {s.dtype: flat if s.trained == s.numel else flat[: s.trained] for s, flat in found}
 
     def others(self) -> dict[str, torch.Tensor]:
         """dtype -> all that moves without being trained (buffers, integers), 1-D; views, no copy."""
-        found = ((s, self.flat(s)[s.trained :]) for s in self.schema.sections if s.moves)
-        return {section.dtype: vector for section, vector in found if len(vector)}
+        other = [s for s in self.schema.sections if s.trained < s.numel and s.moves]
+        return {s.dtype: self.flat(s)[s.trained :] for s in other}
 
     @property
     def model(self) -> Arena:

@@ -48,8 +48,8 @@ MODES: dict[str, Mode] = {
     "gossip": Mode(
         "simulate --mode gossip",
         (*EVERYWHERE, "strategy.kind", "strategy.options", "gossip", "simulate"),
-        but=("gossip.roster", "gossip.relay", "simulate.workers", "simulate.on", "simulate.engine",
-             "privacy.where", "evaluate.server", "evaluate.sites",
+        but=("gossip.roster", "gossip.relay", "simulate.workers", "simulate.on", "privacy.where",
+             "evaluate.server", "evaluate.sites",
              *(f"simulate.{key}" for key in SITE_MODELS if key != "speeds")),
         keeps=(*GOSSIP, "simulate.engine"),
     ),
@@ -124,10 +124,8 @@ MASKS = "secagg.enabled = true"
 ROUNDS = "asynchronous.enabled = false"
 FEDERATED = ("simulate", "aggregator", "site")
 GRAPH = ("gossip", "peer")
-NEVER_WAIT, WITH_COMPRESSOR = (
-    ("adpsgd", "swift"),
-    ("choco", "diloco", "noloco", "streaming-diloco"),
-)  # gossip.algorithm
+NEVER_WAIT = ("adpsgd", "swift")  # gossip.algorithm
+WITH_COMPRESSOR = ("choco", "diloco", "noloco", "streaming-diloco")
 ONLY = (
     Only(("secagg",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS),
     Only(("strategy.min_sites", "limits"), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("site",)),
@@ -143,6 +141,8 @@ ONLY = (
          "a key that says how long simulated sites take: simulate.speeds, say", ("simulate",)),
     Only(("simulate.speeds",), lambda c: c.gossip.algorithm in NEVER_WAIT, "gossip.algorithm",
          f"gossip.algorithm = {' or '.join(NEVER_WAIT)}, whose peers never wait", ("gossip",)),
+    Only(("simulate.engine",), lambda c: c.gossip.algorithm not in NEVER_WAIT, "gossip.algorithm",
+         f"a gossip.algorithm other than {' and '.join(NEVER_WAIT)}", ("gossip",)),
     Only(("gossip.round_deadline",), lambda c: c.gossip.agree or c.gossip.algorithm != "swift",
          "gossip.algorithm", "gossip.agree, or a gossip.algorithm other than swift", GRAPH),
     Only(("gossip.compressor",), lambda c: c.gossip.algorithm in WITH_COMPRESSOR and not c.gossip.masks,

@@ -724,3 +724,40 @@ def test_the_command_simulates_peers_and_a_run_can_be_exported(tmp_path, monkeyp
     exported = CliRunner().invoke(cli, ["export", "peers+gossip", "-o", "model"])
     assert exported.exit_code == 0, exported.output
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+TENSORS = TASK.replace("torch.utils.data.TensorDataset(x, y)", "x, y")  # of the same numbers
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"topology": "ring"}, {"overlap": True}, {"algorithm": "gradient-tracking", "topology": "ring"},
+     {"algorithm": "sgp", "topology": "exponential"}, {"algorithm": "streaming-diloco", "compressor": ""}],
+    ids=str,
+)  # fmt: skip
+def test_peers_that_are_trained_at_once_have_the_loops_numbers_up_to_rounding(tmp_path, keys):
+    ends = []
+    for engine in ("loop", "stacked"):
+        table = config(tmp_path, engine, **keys).table()
+        (tmp_path / "task.py").write_text(TENSORS)
+        table["simulate"] |= {"engine": engine}
+        found = Config.of(table, tmp_path)
+        _, log = simulated(found)
+        ends.append((log.of("round_committed")[-1]["metrics"], committed(found.gossip_dir).state))
+    (metrics, looped), (measured, stacked) = ends
+    assert metrics == pytest.approx(measured)
+    assert looped.keys() == stacked.keys()
+    names = [name for name in looped if "/" in name]  # of peers
+    assert len(names) >= 6 * 4
+    for name in names:  # a model by its bytes
+        one, other = (value.view(F64) if name.endswith("/model") else value
+                      for value in (looped[name], stacked[name]))  # fmt: skip
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12), name
+
+
+def test_an_error_in_a_task_of_peers_that_are_trained_at_once_ends_the_run(tmp_path):
+    table = config(tmp_path).table()
+    (tmp_path / "task.py").write_text(TENSORS.replace("return nn.", "raise OSError() or nn."))
+    table["simulate"] |= {"engine": "stacked"}
+    with pytest.raises((ConfigError, TaskError), match=r"OSError in task\.py"):
+        simulated(Config.of(table, tmp_path))

@@ -39,11 +39,7 @@ RULES: dict[str, type[Rule]] = {
     "trimmed_mean": TrimmedMean,
 }
 
-BEFORE: dict[str, type[PreAggregation]] = {
-    "bucketing": Bucketing,
-    "clip": Clip,
-    "nnm": NearestNeighborMixing,
-}
+BEFORE: dict[str, type[PreAggregation]] = {"bucketing": Bucketing, "clip": Clip, "nnm": NearestNeighborMixing}
 
 __all__ = ["BEFORE", "RULES", "Known", "Mean", "PreAggregation", "Rule", "Stack", "WeightedMean", "aggregate",
            "build", "kept", "last", "parse", "weight_of"]  # fmt: skip

@@ -82,10 +82,7 @@ class SitePolicy(Settings):
             if f.name != "members":
                 value = json.dumps(plain(getattr(self, f.name)), ensure_ascii=False)
                 lines.append(f"{f.name} = {value}  # {f.metadata['words']}")
-        lines += [
-            "",
-            "[members]  # NAME = SHA-256 of its public key, as `fedtrain policy show` says there",
-        ]
+        lines += ["", "[members]  # NAME = SHA-256 of its public key, as `fedtrain policy show` says there"]
         lines += [f"{json.dumps(name)} = {json.dumps(key)}" for name, key in sorted(self.members.items())]
         return "\n".join(lines) + "\n"
 

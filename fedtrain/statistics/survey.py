@@ -53,9 +53,7 @@ class ColumnSums:
 Survey = Generator[Question, Answer, list[ColumnSums]]
 
 
-def alike(
-    columns: Mapping[SiteId, tuple[Column, ...]],
-) -> tuple[tuple[Column, ...], dict[SiteId, str]]:
+def alike(columns: Mapping[SiteId, tuple[Column, ...]]) -> tuple[tuple[Column, ...], dict[SiteId, str]]:
     """The columns of most sites, and how each of the other sites differs."""
     votes = Counter(columns[site] for site in sorted(columns))
     usual = votes.most_common(1)[0][0] if votes else ()

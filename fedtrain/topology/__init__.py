@@ -51,9 +51,7 @@ KINDS: dict[str, Family] = {
     "star": Family(lambda m, _, t, draw: star(len(m))),
     "exponential": Family(lambda m, _, t, draw: exponential(len(m)), "uniform"),
     "one-peer-exponential": Family(
-        lambda m, _, t, draw: one_peer_exponential(len(m), t),
-        "uniform",
-        period=lambda n, _: len(hops(n)),
+        lambda m, _, t, draw: one_peer_exponential(len(m), t), "uniform", period=lambda n, _: len(hops(n))
     ),
     "base": Family(
         lambda m, k, t, draw: _scheduled(m, base(len(m), _whole("base", k)), t),

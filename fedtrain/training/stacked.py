@@ -76,12 +76,14 @@ class Stacked(Backend):
 
     def train(
         self, sites: Sequence[tuple[SiteId, Any]], round: int, weights: Arena, outs: torch.Tensor,
-        memories: Sequence[Memory] = (),
+        memories: Sequence[Memory] = (), own: Slab | None = None,
     ) -> list[Update]:  # fmt: skip
         """As Engine.train for each (site, data), in their order; `outs` is uint8 [sites, bytes of an update],
-        of which a model is the beginning. `memories`: each site's, for the strategy's correction."""
+        of which a model is the beginning. `memories`: each site's, for the strategy's correction. `own`: what
+        each site starts from, where that is not `weights`."""
         engine, nbytes = self.engine, self.engine.schema.nbytes
         engine.load(weights.model, training=True)
+        starts = (own or engine.local).flat(self._section)[..., : self._section.trained]
         slab = Slab(engine.schema, outs[:, :nbytes])
         deltas, rows = slab.arenas(), slab.flat(self._section)[:, : self._section.trained]
         outs[:, : self._section.offset].zero_()  # and what is not trained at all
@@ -90,11 +92,11 @@ class Stacked(Backend):
         self.steps = [0] * len(sites)
         down = weights.extras()
         for stack in self._stacks(sites):
-            own = [memories[i] for i in stack.members] if memories else []
-            memory = {name: torch.stack([each[name] for each in own]) for name in (own[0] if own else ())}
-            first, sums = self._chunk(stack, round, down, memory)
+            kept = [memories[i] for i in stack.members] if memories else []
+            memory = {name: torch.stack([each[name] for each in kept]) for name in (kept[0] if kept else ())}
+            first, sums = self._chunk(stack, round, down, memory, starts)
             for start, stop, to in stack.runs:  # many times cheaper than by index
-                difference(self._local[start:stop], first, rows[to : to + stop - start])
+                difference(self._local[start:stop], first[start:stop], rows[to : to + stop - start])
             for row, (i, (loss, weight)) in enumerate(zip(stack.members, sums, strict=True)):
                 self.steps[i] = stack.steps[row]
                 num_examples = stack.counts[row] * (weight / stack.seen[row])
@@ -103,24 +105,23 @@ class Stacked(Backend):
         return [updates[i] for i in range(len(sites))]
 
     def _chunk(
-        self, stack: StackedSites, round: int, down: Memory, memory: Memory
+        self, stack: StackedSites, round: int, down: Memory, memory: Memory, starts: torch.Tensor
     ) -> tuple[torch.Tensor, list[list[float]]]:
-        """Train the sites' weights, `_local`. Returns the first ones, [n], and each site's (Σ loss,
-        Σ weight)."""
-        engine = self.engine
-        start = engine.local.flat(self._section)[: self._section.trained]
+        """Train the sites' weights, `_local`. Returns the first ones, and each site's (Σ loss, Σ weight)."""
+        engine, own = self.engine, starts.dim() > 1
+        start = starts[stack.members].to(engine.device) if own else starts
         self._local = self._slab[: len(stack.names)].copy_(start)  # [sites, n]
-        self.weights, self._first = [*self._parts(self._local)], start
+        self.weights, self._first = [*self._parts(self._local)], None if own else start
         self._steps.begin(OPTIMIZERS[engine.config.optimizer](engine.config, self.weights))
-        groups = self._groups(stack, round, partial(Context, start, down, lr=engine.config.lr), memory)
+        groups = self._groups(stack, round, start, down, memory)
         seen = self._steps.round(groups, stack.like, round, engine.rounds)
         sums = torch.zeros(len(stack.names), 2, dtype=torch.float64, device=engine.device)
         for loss, weight in zip(seen.losses, seen.weights, strict=True):
             sums[: len(loss)] += torch.stack((loss.double() * weight, weight.double()), 1)
-        return start, sums.tolist()
+        return start.expand_as(self._local), sums.tolist()
 
     def _groups(
-        self, stack: StackedSites, round: int, given: Callable[..., Context], memory: Memory
+        self, stack: StackedSites, round: int, start: torch.Tensor, down: Memory, memory: Memory
     ) -> Iterator[Group]:
         """A round's. The sites that take a step are those that `weights` and the correction see in it."""
         active, self._loss.build = 0, stack.like.build
@@ -132,7 +133,8 @@ class Stacked(Backend):
                 active = group.active
                 self.weights = [*self._parts(self._local[:active])]
                 rows = {name: values[:active] for name, values in memory.items()}
-                self._steps.given = [given(memory=rows)]
+                first = start if start.dim() == 1 else start[:active]
+                self._steps.given = [Context(first, down, rows, self.engine.config.lr)]
             yield group
 
     def _stacks(self, sites: Sequence[tuple[SiteId, Any]]) -> list[StackedSites]:

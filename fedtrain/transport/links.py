@@ -38,7 +38,7 @@ RECEIVING = 1000
 BATCH = 64  # messages read from one socket before the others are looked at
 COPIED = 64 << 10  # bytes up to which libzmq gets a copy, rather than the memory itself for a while
 SPARE = 4  # calls that are kept for a while though nobody needs them now
-STRANGE = 16  # calls of others, whom we don't need now, that are taken
+STRANGE = 8  # of others, whom we don't need now, whose calls are taken
 FULL_S = 0.002  # until a full socket is tried again: a ROUTER can't be polled for one of its peers
 # HELLO makes a call known as ours; what a ROUTER got last is read when its connection has ended, too; and a
 # list of the revoked (MEMBERS) is read before the good-bye of whoever was revoked.
@@ -81,6 +81,7 @@ class Links:
         self._links: dict[PeerId, Link] = {}
         self._by_dealer: dict[Source, Link] = {}
         self._talking: dict[Link, None] = {}  # with something in their queues
+        self._let_in: dict[PeerId, float] = {}  # to call us, lately: when
         self._ended: list[Link] = []  # whose last connection has ended, and was not seen to yet
         self._context: zmq.Context[Source] = zmq.Context(io_threads=settings.io_threads)
         self._context.set(zmq.MAX_SOCKETS, 8192)
@@ -192,7 +193,7 @@ class Links:
 
     def close_spare(self, spare: Sequence[Link], since_s: float) -> None:
         """Drop our calls with these, but for a few that were used last and after `since_s`, and for those
-        who have yet to answer."""
+        who have yet to answer; and the calls of more than a few of them, who have been silent for longest."""
         called = sorted((link for link in spare if link.dealer is not None), key=lambda link: -link.used_s)
         young_s = time.monotonic() - 2 * self._heartbeat_s
         for at, link in enumerate(called):
@@ -200,26 +201,41 @@ class Links:
                 self.hang_up(link)
                 if not link.up:
                     link.went_down()
+        calling = [link for link in spare if link.routes and not self._is_relayed(link.peer)]
+        for link in sorted(calling, key=lambda link: -link.tokens_s)[STRANGE:]:
+            self._let_in.pop(link.peer, None)
+            self._end_calls(link)
 
     def cut(self, link: Link) -> None:
         """End our call and its calls."""
         self.hang_up(link)
-        for fd, (_, address) in link.routes.items():
-            _shut(fd, address)
+        self._end_calls(link)
         link.routes.clear()
         link.via = None
         link.went_down()
+
+    def _end_calls(self, link: Link) -> None:
+        for fd, (_, address) in link.routes.items():
+            _shut(fd, address)
 
     def _is_banned(self, peer: PeerId) -> bool:
         link = self._links.get(peer)
         return link is not None and link.is_banned()
 
     def _has_room(self, peer: PeerId) -> bool:
-        """Whether a peer may call: it is near, or few that are not are connected."""
-        away = {link.peer for link in self._links.values() if link.routes} - self._observer.near
-        contact, relays = self._local.roster.contact(peer), self._local.relay_bytes_s > 0
-        hidden = contact is not None and contact.address is None
-        return peer in self._observer.near or peer in away or len(away) < STRANGE or (relays and hidden)
+        """Whether a peer may call: it is near, or few that are not are connected, or about to be."""
+        near, now = self._observer.near, time.monotonic()
+        self._let_in = {p: at for p, at in self._let_in.items() if now < at + self._heartbeat_s}
+        away = {link.peer for link in self._links.values() if link.routes}.union(self._let_in) - near
+        if peer in near or peer in away or len(away) < STRANGE or self._is_relayed(peer):
+            self._let_in[peer] = now
+            return True
+        return False
+
+    def _is_relayed(self, peer: PeerId) -> bool:
+        """Whether we are to be a relay for it."""
+        contact = self._local.roster.contact(peer)
+        return self._local.relay_bytes_s > 0 and contact is not None and contact.address is None
 
     def _socket(self, kind: int) -> Source:
         made: Source = self._context.socket(kind)

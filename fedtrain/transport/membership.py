@@ -281,7 +281,6 @@ class Membership:
             self._helping.clear()
             for peer in sorted(self._probed):
                 self._say(peer, Kind.PING)
-
         if now >= self._eager_s:
             self._eager_s = math.inf
             for peer in self._some(self.near & {*self.alive()}, EAGER):
@@ -382,12 +381,8 @@ class Membership:
     def _count(self, teller: PeerId) -> None:
         self._wrong[teller] = wrong = self._wrong[teller] + 1
         if wrong >= NAMED and wrong & (wrong - 1) == 0:
-            self.reports.append(
-                (
-                    teller,
-                    f"has called others dead {wrong} times who answered: it lies, or hardly reaches them",
-                )
-            )
+            what = f"has called others dead {wrong} times who answered: it lies, or hardly reaches them"
+            self.reports.append((teller, what))
 
     def _say(self, peer: PeerId, kind: Kind, about: PeerId = "", first: Sequence[PeerId] = ()) -> None:
         """A message with our own signature, news of the addressee where it is doubted, then what was asked

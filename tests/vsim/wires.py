@@ -206,7 +206,7 @@ class SimLinks(production.Links):
         assert process is not None
         self.wires, self.process, self.name = wires, process, local.name
         self._local, self._heartbeat_s, self._observer = local, settings.heartbeat_s, observer
-        self._links, self._talking, self._ended = {}, {}, []
+        self._links, self._talking, self._ended, self._let_in = {}, {}, [], {}
         self._events: deque[Callable[[], tuple[Link, list[Frame]] | None]] = deque()
         self._something: asyncio.Future[None] | None = None
         self._told_to_wake, self.address, self.wire_out = False, "", 0
@@ -259,12 +259,15 @@ class SimLinks(production.Links):
 
     def cut(self, link: Link) -> None:
         self.hang_up(link)
-        for number in list(link.routes):
-            if (call := self._routed.pop(number, None)) is not None:
-                call.lose()
+        self._end_calls(link)
         link.routes.clear()
         link.via = None
         link.went_down()
+
+    def _end_calls(self, link: Link) -> None:
+        for number in list(link.routes):
+            if (call := self._routed.pop(number, None)) is not None:
+                call.lose()
 
     def _end(self, call: Call) -> None:
         """This end closes it; it hears no more of it."""

@@ -16,11 +16,7 @@ from .balance import Balance
 from .base import GraphMean, MixingRule, RowRule, Unweighted
 from .self_clip import SelfClip
 
-RULES: dict[str, type[MixingRule]] = {
-    "balance": Balance,
-    "mean": GraphMean,
-    "self_clip": SelfClip,
-}
+RULES: dict[str, type[MixingRule]] = {"balance": Balance, "mean": GraphMean, "self_clip": SelfClip}
 
 __all__ = ["RULES", "GraphMean", "MixingRule", "Unweighted", "parse"]
 

@@ -30,14 +30,7 @@ class Clocked(InFlight):
     strategy.round_deadline ends then, without an update.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        cohort: Cohort,
-        clock: Clock,
-        times: TurnTimes,
-        ahead: int,
-    ) -> None:
+    def __init__(self, config: Config, cohort: Cohort, clock: Clock, times: TurnTimes, ahead: int) -> None:
         """`ahead`: how many trainings are worked at before it is their time."""
         super().__init__(config, cohort)
         self._clock, self._times, self._ahead = clock, times, ahead

@@ -44,12 +44,7 @@ UNEVEN = ("dirichlet", "shards")  # partitions that give sites other kinds of ex
 
 
 async def simulate(
-    config: Config,
-    *,
-    emit: Emit,
-    fresh: bool = False,
-    data_dir: Path | None = None,
-    task: Task | None = None,
+    config: Config, *, emit: Emit, fresh: bool = False, data_dir: Path | None = None, task: Task | None = None
 ) -> Result:
     """Every site of the simulation as a peer, from the last committed round on, or from the first when
     `fresh`. What is committed is every peer's model; the run's model is their mean."""
@@ -92,10 +87,12 @@ async def simulate(
         network = LocalNetwork(about.sites)
         sums = _peer_sums(config, about.sites)
         initial = bench.initial()
+        by_loop = config.simulate.engine in ("auto", "loop") or not algorithm.waits
+        at_once = None if by_loop else _AtOnce(bench)
         peers = {
             name: Peer(
                 name, algorithm, initial.load(),
-                _trainer(bench, name, spent if name == fastest else None),
+                _trainer(bench, name, at_once, spent if name == fastest else None),
                 await stack.enter_async_context(network.join(name)), sums.get(name),
                 config.gossip.clip,
             )
@@ -185,18 +182,13 @@ def _evaluate(journal: Journal, bench: Workbench, checkpoint: Checkpoint) -> Non
 
 
 async def _steps(
-    config: Config,
-    graph: Topology,
-    peers: Mapping[PeerId, Peer],
-    pace: Mapping[PeerId, float],
-    number: int,
+    config: Config, graph: Topology, peers: Mapping[PeerId, Peer], pace: Mapping[PeerId, float], number: int
 ) -> list[tuple[PeerId, RoundReport]]:
     """Round `number` of every peer, and how each went.
 
     Where peers never wait, each does as many rounds of its own as simulate.speeds gives it the time for, in
     the order in which they end; of those at one moment the first by name is first.
     """
-
     members = list(peers)
 
     @cache
@@ -276,9 +268,29 @@ def disagreement(peers: Mapping[PeerId, Peer], checkpoint: Checkpoint) -> float:
     return math.sqrt(square / len(peers)) / max(float(mean.double().norm()), 1e-30)
 
 
-def _trainer(bench: Workbench, name: PeerId, spent: Spent | None) -> Train:
+class _AtOnce:
+    """Trains together all peers that ask in one turn of the loop, by the engine of simulate.engine."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self._bench, self._asked = bench, list[tuple[PeerId, Arena, Arena, asyncio.Future[Update]]]()
+
+    async def train(self, name: PeerId, round: int, weights: Arena, delta: Arena) -> Update:
+        answer: asyncio.Future[Update] = asyncio.get_running_loop().create_future()
+        self._asked.append((name, weights, delta, answer))
+        if len(self._asked) == 1:
+            await asyncio.sleep(0)  # the steps of the other peers are due already
+            asked, self._asked = self._asked, []
+            updates = self._bench.train_peers(round, [(name, start) for name, start, *_ in asked])
+            for (*_, out, done), update in zip(asked, updates, strict=True):
+                out.copy_(update.delta.load())
+                done.set_result(update)
+        return await answer
+
+
+def _trainer(bench: Workbench, name: PeerId, at_once: _AtOnce | None, spent: Spent | None) -> Train:
     async def train(round: int, weights: Arena, delta: Arena) -> Update:
-        update = bench.train(name, round, weights, delta)
+        what = name, round, weights, delta
+        update = bench.train(*what) if at_once is None else await at_once.train(*what)
         if spent is not None:
             spent.trained(name, round, update.num_examples)
         return update

@@ -111,12 +111,7 @@ async def survey(config: Config, *, emit: Emit) -> Statistics:
 
 @asynccontextmanager
 async def listening(
-    config: Config,
-    emit: Emit,
-    start: Path | None = None,
-    data_dir: Path | None = None,
-    *,
-    training: bool,
+    config: Config, emit: Emit, start: Path | None = None, data_dir: Path | None = None, *, training: bool
 ) -> AsyncGenerator[Listening, None]:
     """Let sites join. At the end they are told whether the run is over."""
     current = Current(config.root / config.network.certs / "aggregator")

@@ -59,12 +59,7 @@ def check_config(config: Config) -> None:
 def check_verify(config: Config) -> None:
     """ConfigError for what keeps sites from making the next model of a sum that they check."""
     for key, value, only, why in (
-        (
-            "secagg.groups",
-            config.secagg.groups,
-            1,
-            "a site can check the sum of its own group alone",
-        ),
+        ("secagg.groups", config.secagg.groups, 1, "a site can check the sum of its own group alone"),
         ("compression.down", config.compression.down, "", "the model moves by less than the sum then"),
         ("strategy.fraction", config.strategy.fraction, 1.0, "who was not in the last sum can't check it"),
     ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,6 +168,15 @@ class Workbench:
             update = trains.train(site, round, weights, self._learner.room(out))
             return self._learner.finished(update, site, round, weights, out, counted, memory, {})
         return self._learner.train(site, self._load("data", site), round, weights, out, counted)
+
+    def train_peers(self, round: int, peers: Sequence[tuple[SiteId, Arena]]) -> list[Update]:
+        """Train each from weights of its own, all at once, by the engine of simulate.engine."""
+        import torch
+
+        assert self._stacked is not None
+        pairs = [(peer, self._load("data", peer)) for peer, _ in peers]
+        own = Slab(self._engine.schema, torch.stack([weights.data for _, weights in peers]))
+        return self._stacked.train(pairs, round, self._engine.local, torch.empty_like(own.data), own=own)
 
     def evaluate(self, site: SiteId, round: int, weights: Arena, counted: int = NEVER) -> Evaluation:
         if self._ranks is not None:
