@@ -59,6 +59,7 @@ class Gathered(TorchFunctionMode):
         super().__init__()
         self.rank, self.ranks, self.along = mesh.at["cp"], mesh.sizes.cp, plan.length
         self.group = mesh["cp"].get_group()
+        self.causal = causal_lower_right(1, 1)  # none can be made while operations are counted, see Flops
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if given := drawn(function, args, kwargs):
@@ -94,7 +95,7 @@ class Gathered(TorchFunctionMode):
         key, value = (all_gather(t.contiguous(), t.dim() - 2, self.group) for t in (key, value))
         if is_causal:  # a kernel that knows this kind of mask, flash attention say, makes none in memory
             key, value = (t[..., : at + mine, :] for t in (key, value))
-            attn_mask = causal_lower_right(mine, at + mine)
+            attn_mask, self.causal.seq_len_q, self.causal.seq_len_kv = self.causal, mine, at + mine
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
 
 
