@@ -114,6 +114,8 @@ def in_parts(
     gathered.part, whole = length // gathered.ranks, {}
     low, high = gathered.part * gathered.rank, gathered.part * (gathered.rank + 1)
     for name in plan.positions:
+        if mesh.sizes.pp > 1 and name not in dict(model.named_buffers()):
+            continue  # another stage has it
         module, _, buffer = name.rpartition(".")
         owner = model.get_submodule(module)
         whole[name] = owner, buffer, owner._buffers[buffer]
