@@ -4,6 +4,8 @@ Everything that is compared runs in one launch of two processes, by turns: a ste
 The bare loop is what anyone writes: DistributedDataParallel, the same model, optimizer and batches.
 
     fused_step_ratio       median time of our step / of the bare one with the same fused optimizer (bar: 1.02)
+    fused_cpu_ratio        the same in processor time, of all threads of rank 0: what others do on the machine
+                           moves it less
     unjudged_step_ratio    the same where we, too, don't look whether the gradient is finite
     unfused_step_ratio     the same beside a bare loop that doesn't ask for the fused one (no bar)
     PEER_ratio             the same of accelerate, Lightning Fabric (`fabric`) and Ray Train (`ray`), where
@@ -159,7 +161,8 @@ def ranks(folder: Path, case: str, steps: int) -> None:
         for peer, setup in PEERS.items():
             if find_spec({"fabric": "lightning_fabric"}.get(peer, peer)):
                 works[peer] = loop(task, setup)
-        times = by_turns(works, steps)
+        cpu: dict[str, list[float]] = {name: [] for name in works}
+        times = by_turns(works, steps, cpu)
         stalls: dict[str, list[float]] = {"background": [], "foreground": []}
         saved = {name: Checkpoints(folder / name, background=name == "background") for name in stalls}
         for i in range(SAVES + 1):
@@ -177,6 +180,7 @@ def ranks(folder: Path, case: str, steps: int) -> None:
             middle = {name: statistics.median(each) for name, each in (times | stalls).items()}
             found = {"ratios": ratios(times, "bare"), "fused_ratios": ratios(times, "fused")}
             stall = ratios(stalls, "foreground")["background"]
+            found["cpu_ratios"] = ratios(cpu, "fused")
             print(json.dumps(middle | found | {"stall": stall}), flush=True)
 
 
@@ -251,18 +255,23 @@ def ray_ranks(folder: Path, case: str, steps: int) -> None:
     TorchTrainer(work, scaling_config=ranks, torch_config=TorchConfig(backend="gloo")).fit()
 
 
-def by_turns(works: dict[str, Callable[[], None]], steps: int) -> dict[str, list[float]]:
-    """Seconds of each call; who comes after whom changes with every turn, alike on all ranks."""
+def by_turns(
+    works: dict[str, Callable[[], None]], steps: int, cpu: dict[str, list[float]] | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each call; who comes after whom changes with every turn, alike on all ranks. `cpu`: where
+    the processor's seconds are put."""
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {name: [] for name in works}
     for i in range(steps + WARM):
         for name, work in random.Random(i).sample([*works.items()], len(works)):
             dist.barrier()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             work()
             if i >= WARM:
                 times[name].append(time.perf_counter() - began)
+            if i >= WARM and cpu is not None:
+                cpu[name].append(time.process_time() - worked)
     return times
 
 
@@ -412,6 +421,8 @@ def main() -> None:
             common.emit("datacenter", case, "step", found["ours"] * 1e3, "ms")
             common.emit("datacenter", case, "bare_step", found["bare"] * 1e3, "ms")
             common.emit("datacenter", case, "fused_step_ratio", found["fused_ratios"]["ours"], "×")
+            common.emit("datacenter", case, "fused_cpu_ratio", found["cpu_ratios"]["ours"], "×")
+            common.emit("datacenter", case, "unjudged_cpu_ratio", found["cpu_ratios"]["unjudged"], "×")
             common.emit("datacenter", case, "unjudged_step_ratio", found["fused_ratios"]["unjudged"], "×")
             common.emit("datacenter", case, "unfused_step_ratio", found["ratios"].pop("ours"), "×")
             del found["ratios"]["fused"], found["ratios"]["unjudged"]

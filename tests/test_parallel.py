@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedtrain.config import Config, ParallelConfig, TrainConfig
 from fedtrain.errors import ConfigError, TaskError
@@ -349,7 +350,8 @@ def test_causal_attention_over_parts_is_that_over_the_whole_and_makes_no_mask(mo
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda part: part)  # else it is another one
     gathered = object.__new__(context.Gathered)
     gathered.rank, gathered.ranks, gathered.group = rank, 2, None
-    with Asked():
+    gathered.causal = context.causal_lower_right(1, 1)
+    with Asked(), FlopCounterMode(display=False):  # as in a run's first step, where a GPU's peak is known
         mine = gathered.attention(*parts, is_causal=True)
     monkeypatch.undo()
     plain = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -357,3 +359,19 @@ def test_causal_attention_over_parts_is_that_over_the_whole_and_makes_no_mask(mo
     ((_, keys, _, mask, *_), *_) = asked
     assert isinstance(mask, CausalBias)  # which a kernel takes for what it is
     assert keys.shape[-2] == 4 * (rank + 1)  # later ones are seen by none of these queries
+
+
+def test_a_stage_without_the_positions_of_a_plan_takes_its_part_all_the_same():
+    """They are in another stage; where there are no stages, a name that isn't there is an error."""
+    plan, x = Plan(positions=("embedding.positions",)), torch.arange(16).view(2, 8)
+    gathered = context.Gathered.__new__(context.Gathered)
+    gathered.rank, gathered.ranks = 1, 2
+    mesh = SimpleNamespace(sizes=Sizes(pp=2, cp=2), at={"cp": 1})
+    with context.in_parts(Rows().model(), x, plan, mesh, gathered, alike=False) as mine:
+        assert torch.equal(mine, x[:, 4:])
+    mesh.sizes = Sizes(cp=2)
+    with (
+        pytest.raises(AttributeError, match="embedding"),
+        context.in_parts(Rows().model(), x, plan, mesh, gathered, alike=False),
+    ):
+        pass

@@ -120,7 +120,7 @@ class Steps:
             step = backend.backward(group, self.scale.value, doing)
             if self._normed and step.taken:
                 step.norm = backend.norm()
-                finite = not self._judged or bool(step.norm.isfinite().all())
+                finite = not self._judged or math.isfinite(step.norm.sum())
             if not self.scale.again(finite, partial(backend.loss_finite, step)):
                 break
         if self.nonfinite != "take":

@@ -43,10 +43,10 @@ class OneEnd(Gpt2):
         return fedtrain.Plan(tensor={"lm_head": ColwiseParallel()})
 
 class Llama(Text):
-    family, special = "Llama", {}
+    family, kind, special = "Llama", "", {}
 
     def model(self):
-        config = getattr(transformers, self.family + "Config")(
+        config = getattr(transformers, self.family + self.kind + "Config")(
             vocab_size=33, max_position_embeddings=8, hidden_size=24, intermediate_size=40,
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False,
             tie_word_embeddings=self.tied, initializer_range=0.2, **self.special,
@@ -73,6 +73,13 @@ class Gemma2(Llama):  # an embedding that is scaled, heads of a width of their o
 
 class Qwen3(Llama):  # norms within attention, over the width of a head
     family = "Qwen3"
+
+class Gemma3(Llama):  # the same, of heads along another dimension
+    family, kind = "Gemma3", "Text"
+    special = {"head_dim": 8, "sliding_window": 4, "attn_implementation": "eager"}
+
+class Mixtral(Llama):
+    family, special = "Mixtral", {"num_local_experts": 2}
 
 class Gpt2Single(Gpt2):
     dtype = torch.float32
@@ -105,12 +112,15 @@ TWO = {
     "granite": case("Granite"),
     "phi3": case("Phi3"),
     "gemma2": case("Gemma2"),
+    "qwen3": case("Qwen3"),
+    "gemma3-norms-in-float32": case("Gemma3"),
 }
 FOUR = {
     "gpt2-dp": case("Gpt2"),
     "gpt2-zero3": case("Gpt2", zero=3),
     "llama-dp": case("Llama"),
     "llama-zero3": case("Llama", zero=3),
+    "qwen3-zero3": case("Qwen3", zero=3),
 }
 HALF = case("Gpt2") | {"run": case("Gpt2")["run"] | {"rounds": 1}}  # to be gone on with alone
 
@@ -135,10 +145,13 @@ def check(folder: Path, outcomes: dict[str, Outcome], cases: dict[str, Table]) -
 
 @pytest.mark.slow(45)  # of which most is loading transformers, once a rank
 def test_two_tensor_parallel_ranks_train_the_model_of_one(folder):
-    outcomes = launch(folder, 2, TWO | {"half": HALF, "one-end": case("OneEnd"), "qwen3": case("Qwen3")})
+    outcomes = launch(folder, 2, TWO | {"half": HALF, "one-end": case("OneEnd"), "mixtral": case("Mixtral")})
     check(folder, outcomes, TWO)
     assert "are one parameter, which the plan splits in two ways" in outcomes["one-end"].error
-    assert "no plan says how a Qwen3ForCausalLM is split" in outcomes["qwen3"].error
+    refused = outcomes["mixtral"].error
+    assert "no plan says how a MixtralForCausalLM is split (transformers' own asks for packed_c" in refused
+    assert "moe_tp_experts of layers.*.mlp.experts" in refused
+    assert "Use zero = 3, which needs none, or give the task a parallel_plan()" in refused
     rest = {**TWO["gpt2"], "parallel": {}, "run": TWO["gpt2"]["run"] | {"name": "half"}}
     events = []
     on = run_case(Config.of(rest, folder), events, torch.device("cpu"))

@@ -171,7 +171,7 @@ def test_diloco_overlap_nccl(folder):
 
 
 @pytest.mark.gpu2
-def test_cp_causal_flash(folder, alone):
+def test_cp_nccl(folder, alone):
     cases = {"cp-causal": case(cp=2, train=CLIPPED)}
     assert max(far(launch(folder, 2, cases, "cuda"), alone, cases).values()) < 1e-3
 

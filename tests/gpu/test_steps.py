@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedtrain import Arena, Task
 from fedtrain.config import ParallelConfig, TrainConfig
 from fedtrain.runtime.datacenters.profile import WARM_UP, Profile
+from fedtrain.training.devices import device_of_rank
 from fedtrain.training.local import Engine
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel.engine import MeshEngine
-from tests.gpu.on import EACH, GPUS_ONLY
+from tests.gpu.on import EACH, GPUS_ONLY, slowly
 from tests.test_parallel import Blocks, Rows, config_of
+from tests.worlds import world
 
 
 class Waits(TorchDispatchMode):
@@ -69,6 +71,32 @@ def test_host_syncs_per_step(device):
     shares = [((x.to(device), y.to(device)), 32)]
     ranks.steps.take(shares)
     assert waits_of(device, partial(ranks.steps.take, shares)) == 1
+
+
+class Weighed(Rows):
+    """Its loss is a sum, whose weight is known when all ranks have told theirs."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * len(batch[1]), len(batch[1])
+
+
+def wait_late(rank, ranks, device, backend):
+    here = device_of_rank(device, backend)
+    config = config_of(clip_norm=0.1)
+    engine = MeshEngine(Weighed(), config, Mesh(Sizes.of(config.parallel, ranks), here))
+    shares = [(tuple(column.to(here).chunk(ranks)[rank] for column in Weighed().data("")), 32)]
+    engine.steps.take(shares)
+    waited = []
+    with Waits() as waits:
+        engine.trained[-1].register_hook(lambda _: waited.append(waits.count))  # the first to have a gradient
+        engine.steps.take(shares)
+    assert waited == [0]
+    assert waits.count == 2, "the weight, and whether the gradient is finite"
+
+
+@slowly(3)
+def test_ranks_wait_for_nothing_before_the_backward_pass(device):
+    world(2, wait_late, device, "gloo", device=device, backend="gloo")
 
 
 class Deep(Rows):

@@ -58,6 +58,7 @@ class Gathered(TorchFunctionMode):
         super().__init__()
         self.rank, self.ranks, self.along = mesh.at["cp"], mesh.sizes.cp, plan.length
         self.group = mesh["cp"].get_group()
+        self.causal = causal_lower_right(1, 1)  # none can be made while operations are counted, see Flops
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if given := drawn(function, args, kwargs):
@@ -95,7 +96,7 @@ class Gathered(TorchFunctionMode):
             from torch.nn.attention.bias import causal_lower_right  # a second's import
 
             key, value = (t[..., : at + mine, :] for t in (key, value))
-            attn_mask = causal_lower_right(mine, at + mine)
+            attn_mask, self.causal.seq_len_q, self.causal.seq_len_kv = self.causal, mine, at + mine
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
 
 
@@ -114,6 +115,8 @@ def in_parts(
     gathered.part, whole = length // gathered.ranks, {}
     low, high = gathered.part * gathered.rank, gathered.part * (gathered.rank + 1)
     for name in plan.positions:
+        if mesh.sizes.pp > 1 and name not in dict(model.named_buffers()):
+            continue  # another stage has it
         module, _, buffer = name.rpartition(".")
         owner = model.get_submodule(module)
         whole[name] = owner, buffer, owner._buffers[buffer]

@@ -61,6 +61,7 @@ class MeshEngine(Trainable, ShardedModel):
         self.flops = Flops()
         # Operations a second that this rank's device could do; 0 where nobody knows.
         self.peak = self.parallel.peak_tflops * 1e12 or peak_flops(mesh.device)
+        self._none = torch.zeros((), device=mesh.device)  # the loss of no batch
         self._limited = False  # whether collectives have their time limit of a step
         self._stand_in: Batch | None = None  # for a rank that has no examples in a step
         self._pipeline: Pipeline | None = None
@@ -121,6 +122,7 @@ class MeshEngine(Trainable, ShardedModel):
         micro = examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp)
         inputs = inputs_of(self.task.loss, cut(example, 0, max(1, micro)))
         stages = stages_of(model, self.plan, config, mesh, inputs)
+        loss.model = nn.Module()  # what this rank has no stage of is given back
         for stage in stages.values():
             if whole:
                 stage.to(mesh.device)
@@ -148,22 +150,24 @@ class MeshEngine(Trainable, ShardedModel):
     def backward(self, group: Sequence[Share], scale: float, doing: str = "") -> Step:
         total = sum(n for _, n in group)
         found: dict[tuple[int, int], tuple[torch.Tensor, float]] = {}  # (batch, where in it) -> mean, weight
-        whole, late = float(total), self._pipeline is not None  # late: gradients are divided by it afterwards
+        whole: float | torch.Tensor = float(total)
+        late = self._pipeline is not None  # gradients are divided by `whole` afterwards
 
         def objective(number: int, counts: bool, loss: Any, batch: Batch, start: int = 0) -> torch.Tensor:
             nonlocal whole, late
+            part: float | torch.Tensor
             mean, weight = mean_and_weight(loss, batch)
             weight = weight if counts else 0.0
-            found[number, start] = mean.detach().double(), weight
+            found[number, start] = mean.detach(), weight
             if self._pipeline is None and not isinstance(loss, tuple):
                 part = weight * self.mesh.data_ranks / total
             elif self._pipeline is None and len(group) == 1:
-                whole = self.over_ranks(weight)
-                part = weight * self.mesh.averaging / whole if whole else 0.0
+                whole = self._unread(weight)
+                part = weight * self.mesh.averaging / whole if weight else 0.0
             else:
                 late, part = True, weight
-            part *= scale
-            return mean if part == 1.0 else mean * part
+            part = part * scale
+            return mean if isinstance(part, float) and part == 1.0 else mean * part
 
         self.optimizer.zero_grad()
         with user_code(self._folder, doing), self._counting():
@@ -175,8 +179,7 @@ class MeshEngine(Trainable, ShardedModel):
                     else:
                         loss = objective(i, counts, self._roots[0](present), present)
                         loss.backward()  # type: ignore[no-untyped-call]  # torch's
-        none = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
-        losses, weights = zip(*(found.values() or [none]), strict=True)
+        losses, weights = zip(*(found.values() or [(self._none, 0.0)]), strict=True)
         factor = 1.0
         if late:
             whole = self.over_ranks(math.fsum(weights))
@@ -185,7 +188,7 @@ class MeshEngine(Trainable, ShardedModel):
         if not self._limited and self.parallel.step_timeout < self.parallel.timeout:
             self.mesh.limit(self.parallel.step_timeout)  # the first step, which compiles, may take longer
         self._limited = True
-        return Step([*losses], [*weights], total, whole > 0)
+        return Step([*losses], [*weights], total, float(whole) > 0)
 
     def _collect(self, factor: float) -> None:
         """The gradients, times the factor; 0 of what no loss asked for."""
@@ -205,27 +208,30 @@ class MeshEngine(Trainable, ShardedModel):
         """The same on every rank of the island: so all agree whether it is finite. Without shards every rank
         has the whole gradient, and nothing is sent."""
         mesh = self.mesh
+        if not self._cut:
+            return norm_of(self.gradients, mesh.device)
         island = math.prod(getattr(mesh.sizes, axis) for axis in mesh.axes("pp"))
         owned: dict[int, list[torch.Tensor]] = {}  # how many ranks' sums a piece will be in -> pieces
         for p, gradient in zip(self.trained, self.gradients, strict=True):
-            owned.setdefault(island // pieces(p) if self._cut else 1, []).append(gradient)
+            owned.setdefault(island // pieces(p), []).append(gradient)
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for copies, gradients in owned.items():
-            norms = torch.stack(torch._foreach_norm(gradients))
-            total += norms.to(mesh.device).double().square().sum() / copies
-        if self._cut:
-            mesh.sum(total, mesh.axes())
-        return total.sqrt()
+            total += norm_of(gradients, mesh.device).square() / copies
+        return mesh.sum(total, mesh.axes()).sqrt()
 
     def loss_finite(self, step: Step) -> bool:
         return math.isfinite(self.over_ranks(float(step.loss)))
 
     def over_ranks(self, weight: float) -> float:
         """Summed over all that one gradient is of."""
+        return float(self._unread(weight))
+
+    def _unread(self, weight: float) -> float | torch.Tensor:
+        """The same, for which nobody waits: on the device, where there are others."""
         if not (axes := self.mesh.axes("tp")):
             return weight
-        each = torch.tensor(weight, dtype=torch.float64, device=self.mesh.device)
-        return float(self.mesh.sum(each, axes))
+        each = torch.full((), weight, dtype=torch.float64, device=self.mesh.device)  # tensor() would wait
+        return self.mesh.sum(each, axes)
 
     def train(self, data: Dealt, round: int, rounds: int, given: Sequence[Context] | None = None) -> Step:
         """All steps of a site's round, with an optimizer of its own: as a site of one process takes them.
@@ -349,3 +355,9 @@ class MeshEngine(Trainable, ShardedModel):
             return mine
         everyone = everyones(mine if self.mesh.at["tp"] == 0 else {}, Metrics, group, self.mesh.device)
         return summed({f"{rank:09d}": metrics for rank, metrics in enumerate(everyone)})
+
+
+def norm_of(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """L2, of all together, as a float64 on the device; in few kernels, for each step waits for it."""
+    each = torch.stack(torch._foreach_norm(gradients)).to(device, torch.float64)
+    return torch.dot(each, each).sqrt()

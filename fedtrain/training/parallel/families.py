@@ -16,6 +16,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel.style import SequenceParallel
 
 from ...errors import ConfigError
 from ..task import Task
@@ -27,6 +28,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    # A norm within each head: to it, heads are as parts of a sequence, along any dimension but the last.
+    "replicated_with_grad_allreduce": partial(SequenceParallel, use_local_output=True),
 }
 
 
@@ -44,19 +47,18 @@ def shipped(model: Any) -> Plan:
     return Plan(blocks=next(iter(told)).partition(".*")[0], tensor=shared | layers | _vocabulary(*ends))
 
 
+def unknown(model: Any) -> list[str]:
+    """What the plan that transformers has for a model asks for beyond these styles."""
+    told = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    return [f"{style} of {name}" for name, style in told.items() if style not in STYLES]
+
+
 def gpt2() -> Plan:
     attention, mlp = "transformer.h.*.attn", "transformer.h.*.mlp"
-    return Plan(
-        blocks="transformer.h",
-        tensor={
-            attention: Heads(),
-            f"{attention}.c_attn": Fused(),
-            f"{attention}.c_proj": Rows(),
-            f"{mlp}.c_fc": Columns(),
-            f"{mlp}.c_proj": Rows(),
-            **_vocabulary("transformer.wte"),
-        },
-    )
+    return Plan("transformer.h", {
+        attention: Heads(), f"{attention}.c_attn": Fused(), f"{attention}.c_proj": Rows(),
+        f"{mlp}.c_fc": Columns(), f"{mlp}.c_proj": Rows(), **_vocabulary("transformer.wte"),
+    })  # fmt: skip
 
 
 def plan_of(task: Task, model: nn.Module) -> Plan:

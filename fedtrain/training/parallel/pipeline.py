@@ -142,17 +142,15 @@ def inputs_of(call: Call, batch: Batch) -> tuple[Any, ...]:
 def stages_of(
     model: nn.Module, plan: Plan, config: ParallelConfig, mesh: Mesh, micro: Any
 ) -> dict[int, nn.Module]:
-    """This rank's stages by number. As the task's plan cuts them; a Sequential between its children; any
-    other model by tracing it with `micro`, the inputs of one microbatch (not beside tp, whose modules a
-    trace takes apart)."""
+    """This rank's stages by number, made of `model` itself. As the task's plan cuts it; a Sequential between
+    its children; any other model by tracing it with `micro`, the inputs of one microbatch (not beside tp,
+    whose modules a trace takes apart)."""
     number, rank = stages_in_all(config), mesh.at["pp"]
     mine = [*range(rank, number, config.pp)] if config.schedule != "zbv" else [rank, number - 1 - rank]
     if plan.stage is not None:
         cuts = even_cuts([1] * len(plan.units(model)), number)
-        return {
-            i: plan.stage(copy.deepcopy(model), range(cuts[i], cuts[i + 1]), i == 0, i == number - 1)
-            for i in mine
-        }
+        own = {i: copy.deepcopy(model) for i in mine[:-1]} | {mine[-1]: model}
+        return {i: plan.stage(own[i], range(*cuts[i : i + 2]), i == 0, i == number - 1) for i in mine}
     if isinstance(model, nn.Sequential):
         named = list(model.named_children())
         cuts = even_cuts([sum(p.numel() for p in child.parameters()) for _, child in named], number)

@@ -18,11 +18,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, some
 from ..batches import Batch
 from ..mesh import Mesh
 from ..precision import NARROW
 from ..task import Task
+from .families import unknown
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -58,9 +59,11 @@ def split_tensors(model: nn.Module, plan: Plan, config: ParallelConfig, mesh: Me
 
     styles = plan.sequence if config.sp else plan.tensor
     if not styles:
+        beyond = f" (transformers' own asks for {some(asked)})" if (asked := unknown(model)) else ""
         raise ConfigError(
-            f"parallel.{'sp' if config.sp else 'tp'}: no plan says how a {type(model).__name__} is split. "
-            f"Give the task a parallel_plan(), see docs/datacenter.md."
+            f"parallel.{'sp' if config.sp else 'tp'}: no plan says how a {type(model).__name__} is split"
+            f"{beyond}. Use zero = 3, which needs none, or give the task a parallel_plan(), "
+            f"see docs/datacenter.md."
         )
     if mesh.device.type == "cuda":  # else the first dropout would broadcast over all ranks, stages and all
         random.manual_seed(torch.initial_seed(), mesh["tp"])
