@@ -58,6 +58,8 @@ class Gathered(TorchFunctionMode):
         super().__init__()
         self.rank, self.ranks, self.along = mesh.at["cp"], mesh.sizes.cp, plan.length
         self.group = mesh["cp"].get_group()
+        from torch.nn.attention.bias import causal_lower_right  # a second's import, of torch's compiler
+
         self.causal = causal_lower_right(1, 1)  # none can be made while operations are counted, see Flops
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,8 +95,6 @@ class Gathered(TorchFunctionMode):
         mine, at = query.shape[-2], self.rank * query.shape[-2]
         key, value = (all_gather(t.contiguous(), t.dim() - 2, self.group) for t in (key, value))
         if is_causal:  # a kernel that knows this kind of mask, flash attention say, makes none in memory
-            from torch.nn.attention.bias import causal_lower_right  # a second's import
-
             key, value = (t[..., : at + mine, :] for t in (key, value))
             attn_mask, self.causal.seq_len_q, self.causal.seq_len_kv = self.causal, mine, at + mine
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)

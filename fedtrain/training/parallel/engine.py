@@ -155,12 +155,11 @@ class MeshEngine(Trainable, ShardedModel):
 
         def objective(number: int, counts: bool, loss: Any, batch: Batch, start: int = 0) -> torch.Tensor:
             nonlocal whole, late
-            part: float | torch.Tensor
             mean, weight = mean_and_weight(loss, batch)
             weight = weight if counts else 0.0
             found[number, start] = mean.detach(), weight
             if self._pipeline is None and not isinstance(loss, tuple):
-                part = weight * self.mesh.data_ranks / total
+                part: float | torch.Tensor = weight * self.mesh.data_ranks / total
             elif self._pipeline is None and len(group) == 1:
                 whole = self._unread(weight)
                 part = weight * self.mesh.averaging / whole if weight else 0.0
@@ -359,5 +358,4 @@ class MeshEngine(Trainable, ShardedModel):
 
 def norm_of(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """L2, of all together, as a float64 on the device; in few kernels, for each step waits for it."""
-    each = torch.stack(torch._foreach_norm(gradients)).to(device, torch.float64)
-    return torch.dot(each, each).sqrt()
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).to(device, torch.float64))
