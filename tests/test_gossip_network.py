@@ -96,33 +96,6 @@ def test_a_giver_that_was_started_again_believes_that_its_share_was_had_before()
     assert giver.finished.given == {"b"}
 
 
-def test_a_peer_that_does_a_round_over_is_not_given_a_second_time_what_it_was_given_in_it():
-    x = {"a": vector(100, 1), "b": vector(100, 2)}
-
-    def round_of(peer, other):
-        mixer = Sum(x[peer].clone())
-        return mixer, peer_at[peer].exchange(0, {other: share(x[peer])}, [other], mixer, 30.0)
-
-    async def main():
-        network = LocalNetwork(["a", "b"])
-        async with network.join("a") as peer_at["a"]:
-            async with network.join("b") as peer_at["b"]:
-                (_, gives), (_, takes) = round_of("a", "b"), round_of("b", "a")
-                first = await asyncio.gather(gives, takes)
-            async with network.join("b") as peer_at["b"]:  # it was killed before it committed the round
-                mixer, again = round_of("b", "a")
-                _, over = await asyncio.gather(peer_at["a"].sleep(60.0), again)
-        return first, over, mixer
-
-    peer_at = {}
-    first, over, mixer = bounded(main())
-    assert [done.arrived for done in first] == [{"b"}, {"a"}]
-    assert over.given == {"a"}  # which has counted it, and counts it once
-    assert over.missing.keys() == {"a"}
-    assert over.waited_s < 1.0
-    assert torch.equal(mixer.acc, x["b"])
-
-
 def test_first_chunks_that_come_too_early_and_find_no_room_are_asked_for_again(monkeypatch):
     _, calm = bounded(all_to_all(LocalNetwork("abc"), 5 * MIB // 4))
     monkeypatch.setattr(receiver, "EARLY_BYTES", 5 << 20)  # for the chunks of one, and not of two
