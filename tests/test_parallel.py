@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import CausalBias
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -350,7 +350,7 @@ def test_causal_attention_over_parts_is_that_over_the_whole_and_makes_no_mask(mo
     monkeypatch.setattr(torch.Tensor, "contiguous", lambda part: part)  # else it is another one
     gathered = object.__new__(context.Gathered)
     gathered.rank, gathered.ranks, gathered.group = rank, 2, None
-    gathered.causal = context.causal_lower_right(1, 1)
+    gathered.causal = causal_lower_right(1, 1)
     with Asked(), FlopCounterMode(display=False):  # as in a run's first step, where a GPU's peak is known
         mine = gathered.attention(*parts, is_causal=True)
     monkeypatch.undo()
