@@ -31,8 +31,8 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/heart/demo.py
 
 test: $(INSTALLED) $(TOOLS) check
-	$(BIN)/pytest -n 2 -m "not slow"
-	$(BIN)/pytest -n 2 --maxschedchunk 1 -m slow
+	$(BIN)/pytest -n 3 -m "not slow"
+	$(BIN)/pytest -n 3 --maxschedchunk 1 -m slow
 
 MINUTES ?= 28
 soak: $(INSTALLED) $(TOOLS)
