@@ -251,7 +251,7 @@ def test_peers_with_different_graph_files_do_not_train_together(tmp_path):
         (tmp_path / "graph").write_text("a b\nb c\n")
         async with village(tmp_path, "abc", topology="file:graph") as v:
             v.start("a")
-            await v.until(lambda: v.events["a"])
+            await v.until(lambda: v.of("a", "waiting"))  # it has read the graph
             (tmp_path / "graph").write_text("a b\nb c\nc a\n")
             v.start("b")
             await v.until(lambda: is_told(v, "b", "differ in gossip.graph"))
