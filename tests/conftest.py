@@ -17,9 +17,9 @@ torch.set_num_threads(1)  # on busy cores a second one waits, and spins, most of
 TOGETHER = {
     f"tests/{name}.py"
     for name in (
-        "equivalence/test_datacenter", "equivalence/test_drawing", "equivalence/test_islands_are_sites",
-        "equivalence/test_site_of_ranks", "equivalence/test_transformers", "test_dashboard_browser",
-        "test_pages_site", "test_portable",
+        "equivalence/test_datacenter", "equivalence/test_drawing", "equivalence/test_drawing_of_four",
+        "equivalence/test_islands_are_sites", "equivalence/test_site_of_ranks",
+        "equivalence/test_transformers", "test_dashboard_browser", "test_pages_site", "test_portable",
     )
 }  # fmt: skip
 

@@ -38,11 +38,6 @@ def only_the_newest(round: object) -> None:
         raise ConfigError("--round: a site keeps its newest model only. Leave --round out.")
 
 
-def site_of(source: Path) -> SiteId | None:
-    """Whose run directory it is, of a site's own."""
-    return source.name.partition("@")[2] or None if not (source / "run.db").exists() else None
-
-
 def export(
     config: Config,
     source: Path,

@@ -31,7 +31,8 @@ GATHERED = 64 << 20  # bytes of ranges in one request to a bucket
 T = TypeVar("T")
 Range = tuple[int, int]  # [start, stop) in bytes
 Blocks = Callable[[], Iterable[memoryview | bytes]]  # a file's, from its beginning at each call
-LOST = ("response body", "NoSuchUpload")  # in an error: an answer was, which obstore does not ask for again
+# In the error where an answer was lost after it had begun: obstore does not ask for it again.
+LOST = ("response body", "NoSuchUpload")
 
 
 class Place(Protocol):
@@ -74,18 +75,18 @@ class Folder:
 
     def write(self, path: str, blocks: Blocks) -> None:
         file = self.root / path
-        partial = file.with_name(f".{file.name}.part")
+        unfinished = file.with_name(f".{file.name}.part")
         written = 0
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb", buffering=0) as f:
+            with unfinished.open("wb", buffering=0) as f:
                 for block in blocks():
                     view, at = memoryview(block), 0
                     while at < len(view):
                         got = f.write(view[at:])
                         at, written = at + got, written + got
                 os.fsync(f.fileno())
-            partial.replace(file)
+            unfinished.replace(file)
             fd = os.open(file.parent, os.O_RDONLY)
             try:
                 os.fsync(fd)  # makes the file's name durable, too
@@ -93,7 +94,7 @@ class Folder:
                 os.close(fd)
         except OSError as e:
             with suppress(OSError):
-                partial.unlink()
+                unfinished.unlink()
             if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise StoreError(
                     f"{file} can't be written: {e.strerror} ({errno.errorcode[e.errno or 0]})."

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import socket
 import time
 import weakref
 from collections import deque
@@ -52,7 +55,8 @@ class Link:
     used_s: float = 0.0  # when it was asked for last
     dead: bool = False
     denials: int = 0  # of our key by the peer, one after the other
-    recall_s: float = math.inf  # when to call it again, as libzmq does not
+    failures: int = 0  # of our calls, one after the other
+    recall_s: float = math.inf  # when to call it again
     tokens: float = 0.0  # control messages that the peer could send at once at tokens_s
     tokens_s: float = -math.inf
     breaches: int = 0  # of the protocol, by the peer
@@ -99,3 +103,19 @@ class Link:
 
     def is_banned(self) -> bool:
         return time.monotonic() < self.banned_s
+
+
+def address_of(fd: int) -> Any:
+    """Who is at the other end of a connection of libzmq's; None when it has ended."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as s:
+            return s.getpeername()
+    except OSError:
+        return None
+
+
+def shut(fd: int, address: Any) -> None:
+    """Cut a connection of libzmq's, if it is still the one that was meant: its number may be taken anew."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
+        if s.getpeername() == address:
+            s.shutdown(socket.SHUT_RDWR)

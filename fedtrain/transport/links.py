@@ -27,7 +27,7 @@ from ..events import Event
 from ..exchange import PeerId
 from ..wire.gossip import FRAME_BYTES, Header, Kind, pack, short
 from .admission import Authenticator, Guests, LocalPeer
-from .link import BY_RELAY, OUR_CALL, Link, Source
+from .link import BY_RELAY, OUR_CALL, Link, Source, address_of, shut
 from .sealing import DATA, URGENT
 from .shares import Limits, Parts
 
@@ -39,6 +39,7 @@ BATCH = 64  # messages read from one socket before the others are looked at
 COPIED = 64 << 10  # bytes up to which libzmq gets a copy, rather than the memory itself for a while
 SPARE = 4  # calls that are kept for a while though nobody needs them now
 STRANGE = 8  # of others, whom we don't need now, whose calls are taken
+AGAIN_S, AGAIN_MAX_S = 0.1, 2.0  # until a call that ended is made again; doubled while nobody takes it
 FULL_S = 0.002  # until a full socket is tried again: a ROUTER can't be polled for one of its peers
 # HELLO makes a call known as ours; what a ROUTER got last is read when its connection has ended, too; and a
 # list of the revoked (MEMBERS) is read before the good-bye of whoever was revoked.
@@ -154,26 +155,36 @@ class Links:
         """The link with a peer; calls it when it has an address and is not being called."""
         link = self.link(peer)
         link.used_s = time.monotonic()
-        if link.dealer is None:
-            link.contact = self._local.roster.contact(peer)
-            if link.contact is not None and link.contact.address is not None:
-                self._call(link, link.contact.key, link.contact.address)
+        if link.dealer is None and link.recall_s == math.inf:
+            self.call(link)
         return link
 
-    def _call(self, link: Link, key: bytes, address: str) -> None:
+    def call(self, link: Link) -> None:
+        """Call a peer anew, where it has an address."""
+        self._end_our_call(link)
+        link.recall_s, link.contact = math.inf, self._local.roster.contact(link.peer)
+        if link.contact is None or link.contact.address is None:
+            return
         link.dealer = dealer = self._socket(zmq.DEALER)
         dealer.immediate = True
         dealer.routing_id = b"\x01" + secrets.token_bytes(16)
-        self._local.curve.call(dealer, key)
+        self._local.curve.call(dealer, link.contact.key)
         link.monitor = dealer.get_monitor_socket()
         self._by_dealer[dealer] = link
         self._poller.register(dealer, POLLIN)
         self._on(link.monitor, lambda: self._see_call(link))
-        dealer.ipv6 = address.startswith("[")
-        dealer.connect(f"tcp://{address}")
+        dealer.ipv6 = link.contact.address.startswith("[")
+        dealer.connect(f"tcp://{link.contact.address}")
 
     def hang_up(self, link: Link) -> None:
-        """Drop our call, and with it what its queue holds. All memory that was lent is free then."""
+        """Drop our call, and with it what its queue holds."""
+        self._end_our_call(link)
+        link.recall_s = math.inf
+        link.queue.clear()
+        link.urgent.clear()
+
+    def _end_our_call(self, link: Link) -> None:
+        """All memory that was lent is free then."""
         if link.dealer is None or link.monitor is None:
             return
         for each in (link.dealer, link.monitor):
@@ -183,9 +194,7 @@ class Links:
         link.monitor.close(0)
         link.dealer.close(0)
         link.dealer = link.monitor = None
-        link.calling, link.recall_s = False, math.inf
-        link.queue.clear()
-        link.urgent.clear()
+        link.calling = False
         until_s = time.monotonic() + 1.0  # libzmq lets go within milliseconds
         while link.lends() and time.monotonic() < until_s:
             time.sleep(0.001)
@@ -194,9 +203,9 @@ class Links:
     def close_spare(self, spare: Sequence[Link], since_s: float) -> None:
         """Drop our calls with these, but for a few that were used last and after `since_s`, and for those
         who have yet to answer; and the calls of more than a few of them, who have been silent for longest."""
-        called = sorted((link for link in spare if link.dealer is not None), key=lambda link: -link.used_s)
+        called = [link for link in spare if link.dealer is not None or link.recall_s < math.inf]
         young_s = time.monotonic() - 2 * self._heartbeat_s
-        for at, link in enumerate(called):
+        for at, link in enumerate(sorted(called, key=lambda link: -link.used_s)):
             if link.used_s < since_s or (at >= SPARE and (link.agreed or link.used_s < young_s)):
                 self.hang_up(link)
                 if not link.up:
@@ -216,7 +225,7 @@ class Links:
 
     def _end_calls(self, link: Link) -> None:
         for fd, (_, address) in link.routes.items():
-            _shut(fd, address)
+            shut(fd, address)
 
     def _is_banned(self, peer: PeerId) -> bool:
         link = self._links.get(peer)
@@ -227,10 +236,9 @@ class Links:
         near, now = self._observer.near, time.monotonic()
         self._let_in = {p: at for p, at in self._let_in.items() if now < at + self._heartbeat_s}
         away = {link.peer for link in self._links.values() if link.routes}.union(self._let_in) - near
-        if peer in near or peer in away or len(away) < STRANGE or self._is_relayed(peer):
+        if room := peer in near or peer in away or len(away) < STRANGE or self._is_relayed(peer):
             self._let_in[peer] = now
-            return True
-        return False
+        return room
 
     def _is_relayed(self, peer: PeerId) -> bool:
         """Whether we are to be a relay for it."""
@@ -239,15 +247,11 @@ class Links:
 
     def _socket(self, kind: int) -> Source:
         made: Source = self._context.socket(kind)
-        made.linger = 0
+        made.linger, made.sndtimeo, made.maxmsgsize = 0, 1000, FRAME_BYTES
         made.sndhwm, made.rcvhwm = SENDING, RECEIVING
-        made.maxmsgsize = FRAME_BYTES
-        made.sndtimeo = 1000
         made.heartbeat_ivl = int(self._heartbeat_s * 1000)
-        made.heartbeat_timeout = int(self._heartbeat_s * 3000)
-        made.heartbeat_ttl = int(self._heartbeat_s * 3000)
-        made.handshake_ivl = int(self._heartbeat_s * 3000)
-        made.reconnect_ivl, made.reconnect_ivl_max = 100, 2000
+        made.heartbeat_timeout = made.heartbeat_ttl = made.handshake_ivl = int(self._heartbeat_s * 3000)
+        made.reconnect_ivl, made.reconnect_ivl_max = int(AGAIN_S * 1000), int(AGAIN_MAX_S * 1000)
         made.tcp_keepalive = 1
         return made
 
@@ -270,6 +274,8 @@ class Links:
             if not source.closed:
                 yield from self._read(source)
         for link in ended:
+            if link.recall_s < math.inf:
+                self._end_our_call(link)
             if not link.up:
                 link.went_down()
 
@@ -305,13 +311,13 @@ class Links:
                         )
                 self._observer.refresh_roster()
             else:  # revoked since its handshake, or a guest who says too much
-                _shut(fd, _address(fd))
+                shut(fd, address_of(fd))
             return None
         link = self._links.get(peer) or self.to(peer)
         if link.is_banned():
             return None
-        if fd not in link.routes:
-            link.routes[fd] = (frames[0].bytes, _address(fd))
+        if fd not in link.routes and (address := address_of(fd)):
+            link.routes[fd] = (frames[0].bytes, address)
             self._observer.greet(link)
         return link
 
@@ -330,7 +336,7 @@ class Links:
             while link.monitor is not None:
                 match parse_monitor_message(link.monitor.recv_multipart(NOBLOCK))["event"]:
                     case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        link.calling, link.trouble, link.denials = True, "", 0
+                        link.calling, link.trouble, link.denials, link.failures = True, "", 0, 0
                         self._observer.greet(link)
                     case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                         self._observer.key_refused(link)
@@ -338,14 +344,21 @@ class Links:
                         link.trouble = "nothing listens there yet"
                     case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                         link.trouble = "what answers there is no fedtrain peer, or stands still"
-                    case zmq.EVENT_CONNECT_RETRIED:  # by itself
-                        link.recall_s = math.inf
                     case zmq.EVENT_DISCONNECTED:
-                        if link.recall_s == math.inf:  # libzmq calls nobody again who said what is no ZMTP
-                            link.recall_s = time.monotonic() + self._heartbeat_s
-                        called, link.calling = link.calling, False
-                        if called and not link.up:
-                            self._ended.append(link)
+                        self._is_called_again(link)
+                        return
+
+    def _is_called_again(self, link: Link) -> None:
+        """By a new socket: libzmq would call with the same routing id, and a ROUTER that has not read all of
+        the call before takes nothing more from it, without a word (libzmq issue 2019)."""
+        again_s = time.monotonic() + min(AGAIN_S * 2 ** min(link.failures, 9), AGAIN_MAX_S)
+        link.recall_s = again_s if link.recall_s == math.inf else link.recall_s
+        link.failures += 1
+        if link.calling:  # it is ended once what the peer said last is read
+            link.calling = False
+            self._ended.append(link)
+        else:
+            self._end_our_call(link)
 
     def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -419,22 +432,3 @@ class Links:
                 link.lend(part)
             else:
                 dealer.send(part, flags)
-
-
-def _address(fd: int) -> Any:
-    """Who is at the other end of a connection of libzmq's; None when it has ended."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as s:
-            return s.getpeername()
-    except OSError:
-        return None
-
-
-def _shut(fd: int, address: Any) -> None:
-    """Cut a connection of libzmq's, if it is still the one that was meant: its number may be taken anew."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as s:
-            if s.getpeername() == address:
-                s.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return

@@ -242,9 +242,7 @@ class PeerThread:
             if missed and now >= link.down_s + self._settings.idle_s:
                 self._gone(link, f"no connection for {self._settings.idle_s:g} s")
             if now >= link.recall_s:
-                link.recall_s = math.inf
-                self.links.hang_up(link)
-                self.links.to(link.peer)
+                self.links.call(link)
 
     def refresh_roster(self) -> None:
         known = set(self._local.roster.peers())
@@ -256,8 +254,7 @@ class PeerThread:
             if contact is None or (link.contact is not None and contact.key != link.contact.key):
                 self._cut(link, "its key is no longer on the roster")
             elif contact != link.contact and link.dealer is not None:  # it has moved
-                self.links.hang_up(link)
-                self.links.to(link.peer)
+                self.links.call(link)
         news = list(self._introductions.news())
         for link in self.links:
             if link.agreed:

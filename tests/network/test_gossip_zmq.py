@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from fedtrain.pki.roster import Claim, Roster, enrol
 from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.transport.admission import Curve, curve_speed
 from fedtrain.transport.memory import LocalNetwork
+from fedtrain.wire.codec import encode
+from fedtrain.wire.gossip import Header, Kind
 from tests.gossip import MIB, Party, Sum, party, share, vector
 from tests.inprocess import Wire
 from tests.limits import WAIT_S, bounded
@@ -128,6 +131,44 @@ def test_a_connection_that_one_end_counted_as_gone_and_the_other_did_not_carries
                 forgot = threading.Event()
                 peer._submit(lambda link=link, forgot=forgot: (link.went_down(), forgot.set()))
                 assert await asyncio.to_thread(forgot.wait, WAIT_S)
+            for _, went in await asyncio.gather(*(rounds(p.peers[n], n, "ab", 10) for n in "ab")):
+                assert [each.missing for each in went] == [{}, {}]
+
+    bounded(main())
+
+
+def test_a_call_that_was_cut_while_its_taker_stood_still_is_heard_again():
+    """What it said before is read late. By the same routing id libzmq would call in vain, and say nothing."""
+
+    async def main():
+        async with party("ab", idle_s=3600) as p:
+            a, b = p.peers["a"], p.peers["b"]
+            link, call = a._links.to("b"), b._links.to("a")
+            async with asyncio.timeout(WAIT_S):
+                while not (link.agreed and link.routes and call.calling):  # noqa: ASYNC110 - threads call
+                    await asyncio.sleep(0.001)
+            busy, said, over = threading.Event(), threading.Event(), threading.Event()
+
+            def stand_still():
+                busy.set()
+                assert said.wait(WAIT_S)
+                time.sleep(0.3)  # it has arrived, as a rule, and is not read
+                a._links._end_calls(link)
+                time.sleep(1.0)  # b has noticed, and called again
+                over.set()
+
+            def say():
+                b._links.say(call, Header(Kind.MEMBERS), (encode([]),))
+                b._links.send()
+                said.set()
+
+            a._submit(stand_still)
+            await asyncio.to_thread(busy.wait, WAIT_S)
+            b._submit(say)
+            assert await asyncio.to_thread(over.wait, WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                while not call.calling:  # noqa: ASYNC110 - a's thread lets b in
+                    await asyncio.sleep(0.001)
             for _, went in await asyncio.gather(*(rounds(p.peers[n], n, "ab", 10) for n in "ab")):
                 assert [each.missing for each in went] == [{}, {}]
 

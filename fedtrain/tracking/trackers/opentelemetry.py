@@ -21,7 +21,6 @@ from ...events import Event
 from . import Tracker, scalars
 
 PHASES = {"training": "train", "masking": "mask", "uploading": "upload"}
-ENDS = ("done", "refused", "lost")
 
 
 class OpenTelemetry(Tracker):
