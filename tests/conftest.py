@@ -39,6 +39,13 @@ def pytest_xdist_make_scheduler(config, log):
     return Together(config, log)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """A file that has no slow test, when these are asked for: it need not be imported."""
+    if config.option.markexpr == "slow" and collection_path.suffix == ".py":
+        return "slow" not in collection_path.read_text() or None
+    return None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     items.sort(key=seconds, reverse=True)
