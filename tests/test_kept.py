@@ -1,5 +1,6 @@
 """Run directories and frames of earlier versions, kept in tests/kept: this version goes on with them bit for
-bit, or says exactly why it doesn't."""
+bit, or says exactly why it does not. Where a processor rounds otherwise than the one that began them, the last
+bits may differ."""
 
 import asyncio
 import json
@@ -7,9 +8,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedtrain.errors import StoreError
 from fedtrain.runtime.simulations import simulation
+from fedtrain.store import RunStore
 from fedtrain.store.runs import VERSION
 from fedtrain.wire import decode, encode, frames
 from tests.damage import Star
@@ -40,10 +43,27 @@ def test_a_run_that_an_earlier_version_began_ends_with_the_same_model_or_says_wh
     for name, digest in models.items():
         world = of(name, tmp_path / name)
         if ours:
-            assert asyncio.run(world.go()) == digest, name
+            if asyncio.run(world.go()) != digest:
+                assert_rounded_otherwise(name, tmp_path)
             continue
         with pytest.raises(StoreError, match=f"has store version .*; fedtrain has {VERSION}"):
             asyncio.run(world.go())
+
+
+def assert_rounded_otherwise(name, folder):
+    """The model is but for its last bits that of a run which began here, too."""
+    asyncio.run(of(name, folder / "here" / name).go())
+    for kept, here in zip(model(folder / name), model(folder / "here" / name), strict=True):
+        torch.testing.assert_close(kept, here, rtol=0, atol=10 * torch.finfo(here.dtype).eps)
+
+
+def model(folder):
+    (run,) = folder.glob("runs/*/run.db")
+    store = RunStore(run.parent, read_only=True)
+    try:
+        return [vector.clone() for vector in store.latest().weights.load().trained().values()]
+    finally:
+        store.close()
 
 
 def test_the_present_version_is_kept():

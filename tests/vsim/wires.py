@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -181,14 +182,10 @@ class Call:
             self.wires.later(silent_s + late, self.ended, end)
 
     def ended(self, end: SimLinks) -> None:
-        """One end learns that it is over; its caller calls again."""
-        if end in self.over:
-            return
-        self.over.add(end)
-        end.happens(lambda: end.lost(self))
-        if end is self.caller and self.dealer.call is self:
-            self.dealer.call = None
-            self.dealer.again(self.dealer.tried)
+        """One end learns that it is over."""
+        if end not in self.over:
+            self.over.add(end)
+            end.happens(lambda: end.lost(self))
 
 
 @dataclass
@@ -240,12 +237,15 @@ class SimLinks(production.Links):
 
     # --- calls
 
-    def _call(self, link: Link, key: bytes, address: str) -> None:
-        dealer: Any = Dealer(self, link, address)
-        link.dealer = link.monitor = dealer
-        dealer.dial()
+    def call(self, link: Link) -> None:
+        self._end_our_call(link)
+        link.recall_s, link.contact = math.inf, self._local.roster.contact(link.peer)
+        if link.contact is not None and link.contact.address is not None:
+            dealer: Any = Dealer(self, link, link.contact.address)
+            link.dealer = link.monitor = dealer
+            dealer.dial()
 
-    def hang_up(self, link: Link) -> None:
+    def _end_our_call(self, link: Link) -> None:
         dealer: Any = link.dealer
         if dealer is None:
             return
@@ -254,8 +254,6 @@ class SimLinks(production.Links):
             self._end(dealer.call)
         link.dealer = link.monitor = None
         link.calling = False
-        link.queue.clear()
-        link.urgent.clear()
 
     def cut(self, link: Link) -> None:
         self.hang_up(link)
@@ -303,6 +301,8 @@ class SimLinks(production.Links):
                 yield found
         ended, self._ended = self._ended, []
         for link in ended:
+            if link.recall_s < math.inf:
+                self._end_our_call(link)
             if not link.up:
                 link.went_down()
 
@@ -326,8 +326,9 @@ class SimLinks(production.Links):
 
     def _made(self, dealer: Dealer, call: Call) -> None:
         if not dealer.closed and self not in call.over:
-            dealer.link.calling, dealer.link.trouble, dealer.link.denials = True, "", 0
-            self._observer.greet(dealer.link)
+            link = dealer.link
+            link.calling, link.trouble, link.denials, link.failures = True, "", 0, 0
+            self._observer.greet(link)
 
     @staticmethod
     def _denied(dealer: Dealer, tried: int) -> None:
@@ -356,17 +357,12 @@ class SimLinks(production.Links):
     def lost(self, call: Call) -> None:
         """A connection has ended."""
         if call.caller is self:
-            link = call.dealer.link
-            if call.dealer.closed or not link.calling:
-                return
-            link.calling = False
-        else:
-            self._routed.pop(call.number, None)
-            found = next((each for each in self if each.routes.pop(call.number, None)), None)
-            if found is None:
-                return
-            link = found
-        if not link.up:
+            if not call.dealer.closed:
+                self._is_called_again(call.dealer.link)
+            return
+        self._routed.pop(call.number, None)
+        link = next((each for each in self if each.routes.pop(call.number, None)), None)
+        if link is not None and not link.up:
             self._ended.append(link)
 
     # --- what is said
