@@ -1,5 +1,5 @@
 """Run directories and frames of earlier versions, kept in tests/kept: this version goes on with them bit for
-bit, or says exactly why it does not. Where a processor rounds otherwise than the one that began them, the last
+bit, or says exactly why it does not. Where a processor rounds otherwise than the one which began them, last
 bits may differ."""
 
 import asyncio
