@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import fedtrain
+from tests.conftest import TOGETHER
 
 ROOT = Path(fedtrain.__file__).parent
 PACKAGE_LINES = 57500  # 48,564 before gossip among institutions, findable faults, tools to look at runs
@@ -184,3 +185,7 @@ def test_one_place_takes_optimizer_steps():
 def test_engines_and_optimizers_stay_small():
     """1,911 lines when there were three step loops, without the loss scale."""
     assert sum(lines_of(ROOT)[name] for name in ENGINES) <= ENGINE_LINES
+
+
+def test_the_files_whose_slow_tests_share_a_worker_are_there():
+    assert [file for file in TOGETHER if not (ROOT.parent / file).is_file()] == []
