@@ -154,6 +154,7 @@ def followed(
                     joined_s, joined_cpu_s = time.monotonic() - called_s, cpu_s(there)
             case "join_refused" | "site_lost" | "update_refused" | "round_failed":
                 errors += 1
+                print(line, end="", file=sys.stderr)
             case "round_committed":
                 errors += sites - event["sites"]
                 ends.append(event["time"])
