@@ -6,6 +6,7 @@ open, masked     rounds in the open, and under masks as by default; the sites ar
 
 rounds                         that were done when the minutes were over
 aggregator_mb                  resident memory at the end
+aggregator_mb_at_20%           the same after a fifth of the rounds
 aggregator_mb_per_1000         by how much it grows in 1,000 rounds: least squares over the means of 20 blocks
                                of the rounds after the first fifth
 aggregator_mb_per_1000_error   half of its 95 % confidence interval
@@ -96,6 +97,9 @@ def main() -> None:
         for role in ROLES:
             fit, error = slope(mb[role])
             common.emit("memory", case, f"{role}_mb", mb[role][-1] if mb[role] else 0.0, "MB")
+            for part in (0, 20, 50) if mb[role] else ():
+                there = mb[role][len(mb[role]) * part // 100]
+                common.emit("memory", case, f"{role}_mb_at_{part}%", there, "MB")
             common.emit("memory", case, f"{role}_mb_per_1000", fit, "MB")
             common.emit("memory", case, f"{role}_mb_per_1000_error", error, "MB")
 

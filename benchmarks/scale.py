@@ -14,7 +14,7 @@ disks, and these have one. The aggregator syncs as it does everywhere.
 
 joined_s          from the first call until all have joined
 joined_cpu_s      CPU time of the aggregator in that, and as it began
-errors            sites that were refused, lost, or not in a round
+errors            what the aggregator says was refused or lost (on stderr, too), and sites not in a round
 round_s           median of the rounds after the first, from one commit to the next; all share the cores
 aggregator_cpu_s  CPU time of the aggregator in one, median
 sites_cpu_s       CPU time of all sites in one, median

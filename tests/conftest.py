@@ -3,6 +3,8 @@ Those of a file whose fixtures or imports cost most of their time run in one wor
 Tests of GPUs that are not here are skipped. And what tests of several files share.
 """
 
+import functools
+
 import pytest
 import torch
 from hypothesis import settings
@@ -42,8 +44,19 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_ignore_collect(collection_path, config):
     """A file that has no slow test, when these are asked for: it need not be imported."""
     if config.option.markexpr == "slow" and collection_path.suffix == ".py":
-        return "slow" not in collection_path.read_text() or None
+        return "slow" not in text_of(collection_path) or None
     return None
+
+
+def pytest_itemcollected(item):
+    """A slow test in a file that does not say so would be in no part of the tests."""
+    if item.get_closest_marker("slow") and "slow" not in text_of(item.path):
+        raise pytest.UsageError(f"{item.nodeid} is slow: name the mark in its own file")
+
+
+@functools.cache
+def text_of(path):
+    return path.read_text()
 
 
 @pytest.hookimpl(trylast=True)

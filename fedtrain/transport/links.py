@@ -184,7 +184,7 @@ class Links:
         link.urgent.clear()
 
     def _end_our_call(self, link: Link) -> None:
-        """All memory that was lent is free then."""
+        """Close its socket. All memory that was lent is free then."""
         if link.dealer is None or link.monitor is None:
             return
         for each in (link.dealer, link.monitor):

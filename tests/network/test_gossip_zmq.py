@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import select
 import threading
-import time
 
 import pytest
 import torch
+import zmq
 
 from fedtrain.errors import ConnectError
 from fedtrain.exchange import Contact
@@ -152,9 +153,10 @@ def test_a_call_that_was_cut_while_its_taker_stood_still_is_heard_again():
             def stand_still():
                 busy.set()
                 assert said.wait(WAIT_S)
-                time.sleep(0.3)  # it has arrived, as a rule, and is not read
+                arrived, _, _ = select.select([a._links._router.get(zmq.FD)], [], [], WAIT_S)
+                assert arrived  # and is not read
                 a._links._end_calls(link)
-                time.sleep(1.0)  # b has noticed, and called again
+                assert a._links.authenticator.socket.poll(1000 * WAIT_S)  # b calls again
                 over.set()
 
             def say():
