@@ -40,7 +40,7 @@ from fedtrain.store import Spool
 from fedtrain.store.chain import Chain
 from fedtrain.store.disk import Kept
 from fedtrain.store.memory import SiteMemory
-from fedtrain.store.redo import Redo
+from fedtrain.store.redo import EMPTY, Redo
 from fedtrain.training import manifest, shards
 from fedtrain.training.places import Folder
 from fedtrain.wire import decode, encode, frames
@@ -148,7 +148,7 @@ def _files(folder: Path) -> dict[str, Decoder]:
     chain = Chain(folder / "chain" / "c.jsonl", int, "Restore it.")
     chain.append(1)
     redo = Redo(folder / "redo" / "run.redo", durable=False)
-    redo.begin(0, {})
+    redo.begin(0, EMPTY, 0, ())
     state = Arena.pack({"residual": WEIGHTS.flat(WEIGHTS.schema.sections[0])})
     memory = SiteMemory(folder / "memory", durable=False)
     memory.keep(0, -1, state)

@@ -41,6 +41,29 @@ def test_what_was_added_is_there_again(path):
     assert path.read_bytes() == copy(path).read_bytes()
 
 
+def test_of_a_chain_whose_values_are_kept_in_part_each_is_read_again_from_the_file_that_has_it(path):
+    chain = Chain(path, Value, "Restore it.", kept=lambda value: value.n)
+    chain.append(Value(4, "d"))
+    assert chain.values == [1, 2, 3, 4]
+    assert [*chain.stored([3, 0, 2])] == [Value(4, "d"), VALUES[0], VALUES[2]]
+    path.write_bytes(path.read_bytes().replace(b"\xc3\xa4", b"ab"))
+    assert [*chain.stored(range(4))] == [*VALUES, Value(4, "d")]
+    copy(path).unlink()
+    with pytest.raises(Damaged, match=r"changed while it was in use. Restore it\."):
+        [*chain.stored([0])]
+
+
+def test_a_chain_whose_files_were_replaced_while_it_was_in_use_stops(path, tmp_path):
+    chain, other = Chain(path, Value, "Restore it."), Chain(tmp_path / "other", Value, "")
+    for value in (Value(9), *VALUES):
+        other.append(value)
+    for each in (path, copy(path)):
+        each.write_bytes((tmp_path / "other").read_bytes())
+    with pytest.raises(Damaged, match="changed while it was in use"), chain.alone():
+        pass
+    assert chain.values == VALUES
+
+
 def test_a_chain_that_never_was_is_empty(tmp_path):
     assert read(tmp_path / "none") == []
     assert list(tmp_path.iterdir()) == []

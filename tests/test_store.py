@@ -248,6 +248,19 @@ def test_a_redo_log_stays_about_as_long_as_what_it_is_for(store, tmp_path, lines
     store.close()
 
 
+def test_a_redo_log_that_is_made_anew_in_parts_has_the_line_of_all_rows_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(redo, "PART_BYTES", 100)
+    rows = [redo.packed(("rounds", number, "x" * number)) for number in range(50)]
+    digest = redo.digest_of_rows(rows)
+    log = redo.Redo(tmp_path / "run.redo", durable=False)
+    log.begin(7, digest, len(rows), iter(rows))
+    log.note(True, ("rounds", 50, "y"))
+    log.append(8, redo.digest_of_rows([*rows, last := redo.packed(("rounds", 50, "y"))]))
+    log.close()
+    found = redo.Redo(tmp_path / "run.redo", durable=False).read()
+    assert (found.number, [*found.rows.values()], found.wrong) == (8, [*rows, last], "")
+
+
 def test_a_transaction_that_fails_after_it_was_written_down_is_in_neither_file(store, tmp_path, monkeypatch):
     commit(store, 0)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from ..errors import Damaged, StoreError, Unreadable
 from .disk import Warn, explained, private, set_aside, silent
-from .redo import EMPTY, Recovered, Redo, packed, toggled
+from .redo import Recovered, Redo, digest_of_rows, packed, toggled
 
 OURS = """
 CREATE TABLE IF NOT EXISTS seal (digest BLOB NOT NULL);
@@ -32,6 +32,7 @@ DISK = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 IN_USE = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 NOT_OURS = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH}
 ALONE_S, SHARED_S = 5.0, 600.0  # how long another process that writes is waited for
+CACHE_KIB = 256  # of pages that SQLite keeps in memory: a transaction is about the newest rows
 PRIMARY = 0xFF  # the part of an extended error code that says what kind it is
 
 
@@ -112,7 +113,7 @@ class Database:
                 raise
             self._copy_log()
             if self._redo is not None and self._redo.too_long:
-                self._redo.begin(self._state()[0], self._rows())
+                self._redo.begin(*self._state(), self._count(), self._rows())
 
     def _copy_log(self) -> None:
         """Bring what was committed from SQLite's log into the database. Where a reader still needs the rows
@@ -154,7 +155,7 @@ class Database:
         if logged.wrong or logged.number < number:
             wrong = logged.wrong or f"it lacks the last {number - max(logged.number, 0)} transactions"
             aside = set_aside(redo.path) if redo.path.exists() else ""
-            redo.begin(self._state()[0], self._rows())
+            redo.begin(*self._state(), self._count(), self._rows())
             if aside or number > 1:  # else it is new, or an earlier fedtrain had none
                 warn(f"{redo.path} is damaged or old: {wrong}. {aside} It was made again.")
         own = self._definitions()
@@ -198,6 +199,7 @@ class Database:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         self._db.execute("PRAGMA synchronous=OFF")  # the redo log has what must not be lost
+        self._db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
 
     def _replace(self, logged: Recovered) -> None:
         """Have these rows in the place of those that are here."""
@@ -222,13 +224,16 @@ class Database:
         found: tuple[int, bytes] = self._db.execute("SELECT number, digest FROM commits, seal").fetchone()
         return found
 
-    def _rows(self) -> dict[bytes, bytes]:
-        """All of them."""
-        return packed(
-            (table, *row)
-            for table in self._tables() - {"seal"}
-            for row in self._db.execute(f"SELECT * FROM {table}")  # noqa: S608 - a name of ours
-        )
+    def _rows(self) -> Iterator[bytes]:
+        """All of them, one after the other, as `packed`."""
+        for table in sorted(self._tables() - {"seal"}):
+            for row in self._db.execute(f"SELECT * FROM {table}"):  # noqa: S608 - a name of ours
+                yield packed((table, *row))
+
+    def _count(self) -> int:
+        """How many `_rows` gives."""
+        counts = (f"SELECT COUNT(*) FROM {table}" for table in self._tables() - {"seal"})  # noqa: S608
+        return sum(self._db.execute(count).fetchone()[0] for count in counts)
 
     def _compare(self) -> None:
         """Damaged unless tables and rows are those that were written."""
@@ -239,7 +244,7 @@ class Database:
                 return  # a new one; or a reader's that an earlier fedtrain wrote
             wrong = " ".join(self._db.execute("PRAGMA integrity_check(1)").fetchone()[0].split())
             if wrong == "ok" and self._db.execute("SELECT digest FROM seal").fetchall() != [
-                (toggled(EMPTY, *self._rows()),)
+                (digest_of_rows(self._rows()),)
             ]:
                 wrong = "its rows do not have the digest they were written with"
             if wrong == "ok" and "commits" in tables:

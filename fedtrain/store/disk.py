@@ -127,22 +127,36 @@ def lock(folder: Path) -> IO[str]:
     return file
 
 
-def write_whole(path: Path, data: memoryview | bytes, *, durable: bool) -> None:
-    """The file appears with all of `data` or not at all, whenever the process dies."""
+@contextmanager
+def whole_file(path: Path, *, durable: bool) -> Iterator[FileIO]:
+    """The file appears with all that the with block writes, or not at all, whenever the process dies."""
     partial = path.with_name(path.name + ".new")
     with explained(path):
         with open_for_writing(partial) as f:
-            view, at = memoryview(data), 0
-            while at < len(view):
-                begun, at = at, at + f.write(view[at : at + WRITE_BYTES])
-                if durable:  # the disk begins to write this while the next is copied: half the wait
-                    os.posix_fadvise(f.fileno(), begun, at - begun, os.POSIX_FADV_DONTNEED)
+            yield f
             f.truncate()
             if durable:
                 os.fdatasync(f.fileno())
         partial.replace(path)
         if durable:
             sync_folder(path.parent)
+
+
+def write_whole(path: Path, data: memoryview | bytes, *, durable: bool) -> None:
+    """The file appears with all of `data` or not at all, whenever the process dies."""
+    with whole_file(path, durable=durable) as f:
+        view = memoryview(data)
+        for begun in range(0, len(view), WRITE_BYTES):
+            write_all(f, part := view[begun : begun + WRITE_BYTES])
+            if durable:  # the disk begins to write this while the next is copied: half the wait
+                os.posix_fadvise(f.fileno(), begun, len(part), os.POSIX_FADV_DONTNEED)
+
+
+def write_all(file: FileIO, data: memoryview | bytes) -> None:
+    """Write all of it; one write may be of a part, on a full disk."""
+    view, at = memoryview(data), 0
+    while at < len(view):
+        at += file.write(view[at:])
 
 
 def copy_whole(source: Path, path: Path) -> None:

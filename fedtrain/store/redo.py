@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +21,14 @@ from typing import Any
 
 import msgspec
 
-from .disk import explained, private, sync_folder, write_whole
+from .disk import explained, private, sync_folder, whole_file, write_all
 
 Row = tuple[Any, ...]  # the name of its table, then its values
 EMPTY = bytes(16)  # the digest of no rows
 SPARE_BYTES = 1 << 20  # a log may be this much longer than four times its first line
+SEAL_BYTES = 65  # of a line, with the blank after it
+PART_BYTES = 64 << 10  # of a first line, that are in memory at a time
+ARRAY_OF_4, ARRAY, NO_ITEMS = b"\x94", b"\xdd", b"\x90"  # MessagePack; after ARRAY comes its length
 
 
 class Transaction(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +75,7 @@ class Redo:
 
     def note(self, added: bool, row: Row) -> bytes:
         """A row is there from now on, or is gone; its digest."""
-        ((own, data),) = packed([row]).items()
+        own = _digest(data := packed(row))
         if added:
             self._added[own] = data
         elif self._added.pop(own, None) is None:
@@ -114,14 +117,21 @@ class Redo:
         """Whether most of it was superseded."""
         return self._last.end > self._long
 
-    def begin(self, number: int, rows: dict[bytes, bytes]) -> None:
-        """Write the file anew, with all rows in its first line."""
-        digest = toggled(EMPTY, *rows)
-        data = _line(Transaction(number, digest, [*rows.values()], []))
+    def begin(self, number: int, digest: bytes, count: int, rows: Iterable[bytes]) -> None:
+        """Write the file anew, with all rows in its first line. They are `count` rows, as `packed`, and have
+        this digest together. A few of them are in memory at a time: of a long run they are very many."""
         self.close()
-        write_whole(self.path, data, durable=self._durable)
-        self._last = self._before = Reached(number, digest, len(data))
-        self._long = 4 * len(data) + SPARE_BYTES
+        seal, nbytes = hashlib.sha256(), SEAL_BYTES
+        with whole_file(self.path, durable=self._durable) as file:
+            write_all(file, bytes(SEAL_BYTES))
+            for part in _first_body(number, digest, count, rows):
+                seal.update(part)
+                write_all(file, part)
+                nbytes += len(part)
+            write_all(file, b"\n")
+            os.pwrite(file.fileno(), seal.hexdigest().encode() + b" ", 0)
+        self._last = self._before = Reached(number, digest, nbytes + 1)
+        self._long = 4 * (nbytes + 1) + SPARE_BYTES
 
     def close(self) -> None:
         if self._file is not None:
@@ -172,9 +182,17 @@ def toggled(digest: bytes, *own: bytes) -> bytes:
     return found.to_bytes(16)
 
 
-def packed(rows: Iterable[Row]) -> dict[bytes, bytes]:
-    """Rows by their digests."""
-    return {_digest(row): row for row in map(msgspec.msgpack.encode, rows)}
+def packed(row: Row) -> bytes:
+    """A row as it is written."""
+    return msgspec.msgpack.encode(row)
+
+
+def digest_of_rows(rows: Iterable[bytes]) -> bytes:
+    """The digest of these, and of no others."""
+    found = EMPTY
+    for row in rows:
+        found = toggled(found, _digest(row))
+    return found
 
 
 def _digest(row: bytes) -> bytes:
@@ -184,6 +202,19 @@ def _digest(row: bytes) -> bytes:
 def _line(line: Transaction) -> bytes:
     body = b64encode(msgspec.msgpack.encode(line))
     return hashlib.sha256(body).hexdigest().encode() + b" " + body + b"\n"
+
+
+def _first_body(number: int, digest: bytes, count: int, rows: Iterable[bytes]) -> Iterator[bytes]:
+    """The body of a line that adds all these rows, in parts: `_line` would hold them all at once."""
+    head = map(msgspec.msgpack.encode, (number, digest))
+    begun = bytearray(b"".join([ARRAY_OF_4, *head, ARRAY, count.to_bytes(4)]))
+    for row in rows:
+        begun += msgspec.msgpack.encode(row)
+        if len(begun) >= PART_BYTES:
+            whole = len(begun) // 3 * 3  # of which base64 needs no filling up
+            yield b64encode(begun[:whole])
+            del begun[:whole]
+    yield b64encode(begun + NO_ITEMS)
 
 
 def _read(text: bytes) -> Transaction | None:

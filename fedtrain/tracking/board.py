@@ -46,6 +46,7 @@ class RoundRow:
 class Board:
     """A run at a glance."""
 
+    keep: int = 0  # so many of the newest rounds are in `history`; 0: all
     run: str = ""
     mode: str = ""
     rounds: int = 0  # planned
@@ -67,6 +68,7 @@ class Board:
     finished: e.RunFinished | None = None
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=3))
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # commit to commit
+    _evaluated: Averages = field(default_factory=dict)  # of the last round with metrics that is not kept
     _mark: float | None = None  # when the time of the next round began to count
 
     @classmethod
@@ -83,7 +85,8 @@ class Board:
     @property
     def metrics(self) -> Averages:
         """The newest evaluation's averages."""
-        return next((row.metrics for row in reversed(self.history.values()) if row.metrics), {})
+        newest = (row.metrics for row in reversed(self.history.values()) if row.metrics)
+        return next(newest, self._evaluated)
 
     @property
     def waiting(self) -> tuple[int, int] | None:
@@ -178,6 +181,9 @@ class Board:
             event.round, event.loss, {}, event.seconds, event.sites, event.bytes_in, event.bytes_out,
             event.clock_s, event.late, event.away,
         )  # fmt: skip
+        if 0 < self.keep < len(self.history):
+            oldest = self.history.pop(next(iter(self.history)))
+            self._evaluated = oldest.metrics or self._evaluated
         for site, site_row in self.sites.items():
             site_row.counted = event.doubted.get(site, 1.0)
         self.trained = {name: value for name, value in event.metrics.items() if name != "loss"}

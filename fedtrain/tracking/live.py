@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FEW_DOUBTED = 3  # of peers that a robust rule clipped, a line names so many
 FEW_SITES = 8  # up to so many in a round, plain text has a line for each update
 BETWEEN_PEERS = ("peer", "gossip")  # modes in which a round has bytes of its own to show
+DRAWN = 30  # rounds of the line that shows the loss; of earlier ones a screen knows nothing
 REFRESHES = 4  # of the live table, a second
 SPARKS = "▁▂▃▄▅▆▇█"
 WORK = ("training", "masking", "uploading", "evaluating")
@@ -69,7 +70,7 @@ class Plain(Screen):
     """One line an event, for logs and pipes."""
 
     def __init__(self, out: IO[str]) -> None:
-        self._out, self._board = out, Board()
+        self._out, self._board = out, Board(keep=DRAWN)
         self._refused: dict[SiteId, tuple[int | None, str]] = {}  # round and reason, as they were told last
 
     def __call__(self, event: Event) -> None:
@@ -95,7 +96,7 @@ class LiveTable(Screen):
         from rich.console import Console
         from rich.live import Live
 
-        self._board, self._clock = Board(), clock
+        self._board, self._clock = Board(keep=DRAWN), clock
         self._lock = threading.Lock()  # rich redraws from a thread of its own
         self._console = console or Console(file=out)
         self._live = Live(
@@ -366,7 +367,7 @@ def _numbers(board: Board) -> str:
         parts += [_spent(board.spent)]
     if board.step is not None and board.finished is None:
         parts += [_step(board.step)]
-    parts += [sparkline([r.loss for r in list(board.history.values())[-30:]])]
+    parts += [sparkline([r.loss for r in list(board.history.values())[-DRAWN:]])]
     return "   ".join(p for p in parts if p)
 
 

@@ -1,7 +1,8 @@
 """The log of a run: one JSON line an event, in the run directory's events.jsonl.
 
 When the file is long, it begins anew, and events.1.jsonl keeps what lasts of all earlier lines: without those
-whose number grows with the sites, so that a log of 10,000 rounds of 1,000 sites is no longer than of one.
+whose number grows with the sites, and without the names of a round's sites, so that a log of 10,000 rounds of
+1,000 sites is no longer than of one.
 
 The file is for people and programs beside the run (`watch`, `runs`, a dashboard); what the run itself needs
 to go on is in store/. Written by one process, read by any, without locks.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,15 +23,24 @@ import msgspec
 from .. import events
 from ..errors import FedtrainError, writing
 from ..events import AnyEvent, Emit, Event, Notice, RunStarted, decode, encode
-from ..store.disk import private, private_folder, write_whole
+from ..store.disk import private, private_folder, whole_file, write_all
 
 TEXT_CHARS = 500  # of a reason or notice; it may come from another site
 LOG_BYTES = 64 << 20  # of events.jsonl, before it begins anew
+
+
+def _begins(kind: type[Event]) -> bytes:
+    """How a line with an event of this kind begins."""
+    return b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode()
+
+
+STARTED = _begins(events.RoundStarted)
 PASSING = tuple(
-    b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode()
+    _begins(kind)
     for kind in (
         events.SiteState, events.UpdateReceived, events.UpdateRefused, events.SiteJoined, events.SiteLost,
         events.SiteRefused, events.Admitted, events.CohortAsked, events.ReplySent, events.HeadWitnessed,
+        events.Waiting,
     )
 )  # fmt: skip
 POLL_S = 0.2  # how often a follower looks for new lines
@@ -95,15 +106,27 @@ class EventLog:
     def _begin_anew(self) -> None:
         """Keep what lasts of the file, and begin another one."""
         earlier = earlier_file(self._path.parent)
-        kept = earlier.read_bytes() if earlier.exists() else b""
-        with self._path.open("rb") as file:
-            kept += b"".join(line for line in file if not line.startswith(PASSING))
-        write_whole(earlier, kept, durable=False)
+        with whole_file(earlier, durable=False) as kept, self._path.open("rb") as file:
+            if earlier.exists():
+                with earlier.open("rb") as before:
+                    shutil.copyfileobj(before, kept)
+            newest = max((n for n, line in enumerate(file) if line.startswith(STARTED)), default=-1)
+            file.seek(0)
+            for number, line in enumerate(file):
+                if not line.startswith(PASSING):
+                    write_all(kept, line if number == newest else _without_sites(line))
         self.close()
         fresh = self._path.with_suffix(".new")
         os.close(private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
         fresh.replace(self._path)
         self._fd = _open(self._path)
+
+
+def _without_sites(line: bytes) -> bytes:
+    """A line of the log, but for the names of the sites of a round that is over."""
+    if not line.startswith(STARTED) or not isinstance(event := decode(line), events.RoundStarted):
+        return line
+    return encode(msgspec.structs.replace(event, sites=[], neighbors=[])) + b"\n"
 
 
 def printable(text: str) -> str:

@@ -356,4 +356,4 @@ def test_with_a_change_of_0_the_guard_refuses_nothing(tmp_path):
     asked = Opened("Advertise", "r", 0, b"model", ("a", "b", "c"))
     cohorts.opens(asked)
     cohorts.opens(msgspec.structs.replace(asked, sites=("a", "b")))
-    assert [each.sites for each in Cohorts(tmp_path)._opened] == [("a", "b", "c"), ("a", "b")]
+    assert [each.cohort[1] for each in Cohorts(tmp_path)._opened] == [("a", "b", "c"), ("a", "b")]

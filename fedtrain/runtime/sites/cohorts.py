@@ -15,8 +15,10 @@ squared norm of a sketch is right on average, and off by a fifth.
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -54,20 +56,33 @@ class Opened(msgspec.Struct, frozen=True):
     key: bytes = b""  # of all sketches
 
 
+class Seen(msgspec.Struct, frozen=True, gc=False):
+    """What of such a line stays in memory: of a year of rounds the sketches would be tens of megabytes."""
+
+    cohort: tuple[str, tuple[SiteId, ...]]  # its kind and its sites
+    model: bytes
+    has_update: bool
+
+
 class Cohorts:
     """What one site let be opened."""
 
     def __init__(self, folder: Path, rules: SitePolicy = RULES, warn: Warn = silent) -> None:
         """`folder`: of the site, whatever the run. Damaged for a file that can't be read."""
         self.change, self.near = rules.cohort_change, rules.cohort_near
-        self._chain = Chain(folder / FILE, Opened, REMEDY, warn)
-        self._by_cohort: dict[tuple[str, tuple[SiteId, ...]], list[Opened]] = {}  # all of the chain's
+        self._known: dict[tuple[str, tuple[SiteId, ...]], tuple[str, tuple[SiteId, ...]]] = {}  # each once
+        self._by_cohort: dict[tuple[str, tuple[SiteId, ...]], array[int]] = {}  # the places of its lines
         self._indexed = 0
-        self._sketched = (b"", b"")  # a model's hash, and its sketch
+        self._chain = Chain(folder / FILE, Opened, REMEDY, warn, self._seen)
+        self._key, self._sketched = b"", (b"", b"")  # of sketches; a model's hash, and its sketch
 
     @property
-    def _opened(self) -> list[Opened]:
+    def _opened(self) -> list[Seen]:
         return self._chain.values
+
+    def _seen(self, opened: Opened) -> Seen:
+        cohort = opened.kind, opened.sites
+        return Seen(self._known.setdefault(cohort, cohort), opened.model, bool(opened.update))
 
     def check(self, asked: Opened) -> None:
         """SecAggError for a sum whose difference from an earlier one would tell of fewer than `change`
@@ -76,9 +91,9 @@ class Cohorts:
             changed = len({*sites} ^ {*asked.sites})
             if kind != asked.kind or not changed:
                 continue
-            for before in earlier:
-                same = before.model == asked.model
-                if same or (changed < self.change and self._near(before, asked)):
+            same = [place for place in earlier if self._opened[place].model == asked.model]
+            for before in self._chain.stored(same or (earlier if changed < self.change else ())):
+                if same or self._near(before, asked):
                     what = f"{'this' if same else 'a near'} {'model' if asked.weights else 'statistic'}"
                     raise SecAggError(
                         f"round {asked.round + 1} over {len(asked.sites)} sites: {what} was answered for in "
@@ -87,12 +102,13 @@ class Cohorts:
                         f"with a model that is trained further"
                     )
 
-    def _cohorts(self) -> dict[tuple[str, tuple[SiteId, ...]], list[Opened]]:
-        """What was opened, by its kind and its sites: of years of rounds, most are over the same sites."""
+    def _cohorts(self) -> dict[tuple[str, tuple[SiteId, ...]], array[int]]:
+        """The places of what was opened, by its kind and its sites: of years of rounds, most are over the
+        same sites."""
         if self._indexed > len(self._opened):  # the file was read anew
             self._by_cohort, self._indexed = {}, 0
-        for each in self._opened[self._indexed :]:
-            self._by_cohort.setdefault((each.kind, each.sites), []).append(each)
+        for place in range(self._indexed, len(self._opened)):
+            self._by_cohort.setdefault(self._opened[place].cohort, array("L")).append(place)
         self._indexed = len(self._opened)
         return self._by_cohort
 
@@ -101,7 +117,9 @@ class Cohorts:
         with self._chain.alone():  # with what the site's other runs have added
             if not self._opened:
                 self._chain.append(Opened("", asked.run, 0, b"", key=os.urandom(KEY_BYTES)))
-        key = self._opened[0].key
+        if not self._key:
+            self._key = next(self._chain.stored([0])).key
+        key = self._key
         # With what a strategy sends beside the model: of IFCA that is all that changes.
         weights = b""
         if model is not None:  # the one that a round trains from was evaluated before
@@ -115,7 +133,9 @@ class Cohorts:
         """Keep what is opened, on the disk when this returns; SecAggError as `check`."""
         with self._chain.alone():
             self.check(asked)
-            if asked not in self._cohorts().get((asked.kind, asked.sites), ()):
+            places = self._cohorts().get((asked.kind, asked.sites), ())
+            alike = (place for place in places if self._opened[place].model == asked.model)
+            if asked not in self._chain.stored(alike):
                 self._chain.append(asked)
 
     def _near(self, a: Opened, b: Opened) -> bool:
@@ -123,7 +143,8 @@ class Cohorts:
             return not (a.weights or b.weights)  # of data without a model, all sums are
         updates = [each.update for each in (a, b) if each.update]
         if not updates:  # evaluations: as near as the last update says
-            updates = [each.update for each in self._opened if each.update][-1:]
+            newest = (place for place in reversed(range(len(self._opened))) if self._opened[place].has_update)
+            updates = [each.update for each in self._chain.stored(islice(newest, 1))]
         near = self.near * max(map(norm, updates), default=0.0)
         pairs = [(a.weights, b.weights), *([(a.update, b.update)] if a.update and b.update else [])]
         return any(norm(x, y) < near for x, y in pairs)

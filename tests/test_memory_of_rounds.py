@@ -1,0 +1,130 @@
+"""What a round leaves in the memory of who goes through very many of them: nothing."""
+
+import asyncio
+import tracemalloc
+from contextlib import closing, contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedtrain import events
+from fedtrain.arena import Arena
+from fedtrain.config import Config
+from fedtrain.errors import SecAggError
+from fedtrain.messages import Evaluate, Evaluation, Update
+from fedtrain.runtime.auditing import audited
+from fedtrain.runtime.journal import Journal
+from fedtrain.runtime.sites.cohorts import SKETCH, Cohorts, Opened
+from fedtrain.runtime.star import federated
+from fedtrain.runtime.star.answers import InTheOpen
+from fedtrain.schema import Schema, TensorSpec
+from fedtrain.store import Checkpoint, RunStore, redo
+from fedtrain.strategies import beginning, build
+from fedtrain.tracking import audit, log
+from fedtrain.tracking.board import Board
+from fedtrain.tracking.live import LiveTable, Plain
+from fedtrain.transport.memory import LocalCohort
+
+SCHEMA = Schema((TensorSpec("w", (6,), "float32", True),))
+SITES = ("a", "b", "c")
+LEFT, BESIDE = 100, 30_000  # bytes of memory for each round, and for all: 0.1 MB for 1,000 rounds
+
+
+def answer(request):
+    if isinstance(request, Evaluate):
+        return Evaluation(metrics={"loss": (1.0, 1.0)})
+    delta = Arena.zeros(SCHEMA)
+    delta.flat(SCHEMA.sections[0]).fill_(1 / (1 + request.round))
+    return Update(delta=delta, num_examples=1.0, metrics={"loss": (1.0, 1.0)})
+
+
+@contextmanager
+def traced():
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+class Watched:
+    """Hears of a run's events; what is in use after some rounds, and the most that was in between."""
+
+    def __init__(self, *rounds):
+        self.rounds, self.used, self.most = rounds, [], []
+
+    def __call__(self, event):
+        if isinstance(event, events.RoundCommitted) and event.round in self.rounds:
+            used, most = tracemalloc.get_traced_memory()
+            self.used.append(used)
+            self.most.append(most)
+            tracemalloc.reset_peak()
+
+
+@pytest.mark.parametrize("durable", [True, False], ids=["federation", "simulation"])
+def test_a_round_leaves_nothing_in_memory(tmp_path, monkeypatch, durable):
+    monkeypatch.setattr(audit, "REMEMBERED", 64)  # what is bounded by a number is at its bound soon
+    monkeypatch.setattr(redo, "SPARE_BYTES", 8 << 10)  # a redo log begins anew again and again
+    monkeypatch.setattr(redo, "PART_BYTES", 4 << 10)
+    monkeypatch.setattr(log, "LOG_BYTES", 64 << 10)  # and so does the event log
+    monkeypatch.setattr("fedtrain.store.redo.os.fdatasync", lambda fd: None)
+    first, second, third = 100, 300, 500
+    config = Config.of(
+        {"run": {"name": "t", "rounds": third}, "strategy": {"min_sites": 3}, "evaluate": {"every": 10}},
+        root=tmp_path,
+    )
+    watched, strategy = Watched(first, second, third), build("fedavg", {})
+    with (
+        (tmp_path / "screen").open("w") as screen,
+        closing(RunStore(config.run_dir, durable=durable)) as store,
+        log.EventLog(config.run_dir, Plain(screen), watched) as told,
+        traced(),
+    ):
+        kept = audited(config, "aggregator", told.emit)
+        store.begin(SCHEMA, config.agreed(), task_digest="t")
+        store.commit(Checkpoint(0, *beginning(strategy, Arena.zeros(SCHEMA))), {})
+        cohort = LocalCohort(dict.fromkeys(SITES, answer))
+        answers = InTheOpen(config, cohort, kept.emit)
+        asyncio.run(federated.run(Journal(config, store, kept.emit), answers, strategy))
+        kept.close()
+    assert watched.used[2] - watched.used[1] < LEFT * (third - second) + BESIDE
+    # of all rows at once a redo log that begins anew would hold 1 kB for each round
+    assert watched.most[2] - watched.most[1] < LEFT * (third - second) + BESIDE
+
+
+def test_a_screen_forgets_all_but_the_newest_rounds_and_still_knows_the_last_evaluation(tmp_path):
+    with (tmp_path / "screen").open("w") as file:
+        for screen in (Plain(file), LiveTable(file)):
+            for number in range(1, 200):
+                screen(events.RoundCommitted(round=number, loss=1.0))
+                if number == 3:
+                    screen(events.Evaluated(round=3, metrics={"accuracy": 0.5}))
+            assert len(screen._board.history) < 50
+            assert screen._board.metrics == {"accuracy": 0.5}
+            assert screen._board.last.round == 199
+    assert Board.of(events.RoundCommitted(round=n) for n in range(1, 200)).history.keys() == {*range(1, 200)}
+
+
+def test_a_site_under_masks_keeps_few_bytes_of_each_sum_and_still_knows_every_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedtrain.store.chain.os.fsync", lambda fd: None)
+    rounds = 300
+
+    def opened(number, sites):
+        sketch = np.full(SKETCH, 1.0 + number).tobytes()
+        return Opened("Advertise", "r", number, number.to_bytes(32), sites, sketch, sketch)
+
+    with traced():
+        guard = Cohorts(tmp_path)
+        guard.opens(opened(0, SITES))
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(1, rounds):
+            guard.opens(opened(number, SITES))
+        assert (tracemalloc.get_traced_memory()[0] - before) / rounds < 300  # a line has 1,900 bytes
+    for each in (guard, Cohorts(tmp_path)):
+        for number in (0, 1, rounds - 1):
+            with pytest.raises(SecAggError, match=f"this model was answered for in round {number + 1} of r"):
+                each.check(opened(number, ("a", "b")))
+        near = msgspec.structs.replace(opened(rounds - 1, ("a", "b")), model=b"another")
+        with pytest.raises(SecAggError, match="a near model was answered for"):
+            each.check(near)
