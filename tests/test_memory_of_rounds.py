@@ -128,3 +128,16 @@ def test_a_site_under_masks_keeps_few_bytes_of_each_sum_and_still_knows_every_on
         near = msgspec.structs.replace(opened(rounds - 1, ("a", "b")), model=b"another")
         with pytest.raises(SecAggError, match="a near model was answered for"):
             each.check(near)
+
+
+def test_a_role_that_is_started_again_reads_a_long_audit_log_a_few_lines_at_a_time(tmp_path):
+    made = audit.AuditLog(path := tmp_path / "a.jsonl")
+    for number in range(6_000):  # held: all of them are one write
+        made.append(events.UpdateReceived(round=number, site="a" * 500, nbytes=4000))
+    made.close()
+    assert path.stat().st_size > 3 << 20
+    with traced():
+        again = audit.AuditLog(path)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20  # of which the newest seals have half a megabyte
+    assert again.stated() == b""
+    again.close()

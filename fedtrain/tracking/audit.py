@@ -242,9 +242,7 @@ class AuditLog:
         rest = os.fstat(self._fd).st_size - self._nbytes
         if rest < 0:
             raise Damaged(f"{self.path} has become shorter while it was open. {_MEND}")
-        data = os.pread(self._fd, rest, self._nbytes) if rest else b""
-        whole, end, _ = data.rpartition(b"\n")
-        for line in whole.split(b"\n") if end else []:
+        for line in self._finished_lines() if rest else ():
             before = self._seals[-1].encode() if self._seals else b""
             seal, _, body = line.partition(b" ")
             if seal != seal_of(before, body):
@@ -260,6 +258,15 @@ class AuditLog:
         if not (torn or gone):
             return None
         return events.LineTorn(time=self._clock(), nbytes=torn, lines=gone)
+
+    def _finished_lines(self) -> Iterator[bytes]:
+        """Those after what was read, without their line ends; of a long log a few are in memory."""
+        with open(os.dup(self._fd), "rb") as file:
+            file.seek(self._nbytes)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                yield line[:-1]
 
     def _power_was_cut(self) -> bool:
         """Whether the lines after those read so far may be what a power cut left of lines that were not on

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ REMEMBERED = 4  # of them: what is older is summed no more (secagg.client), and 
 REMEDY = "What was given away must not be forgotten: restore it from a copy."
 
 
-class Given(msgspec.Struct, frozen=True):
+class Given(msgspec.Struct, frozen=True, gc=False):
     """A line of the ledger: what was given away for a round."""
 
     round: int
@@ -78,7 +79,8 @@ class Spent:
         """
         self._config, self._emit, self._run, self._most = config, emit, run, most
         self._path = folder / FILE
-        self._chain = Chain(self._path, Given, REMEDY, noticed(emit))
+        self._known: dict[Release, Release] = {}  # most releases are alike: each is in memory once
+        self._chain = Chain(self._path, Given, REMEDY, noticed(emit), self._shared)
         self._refused: Release | None = None  # what was too dear for the budget
         self._take_over(run or folder)
         for mark in () if run is None else run.parent.glob(f"?*{folder.name}/{MARK}"):
@@ -106,6 +108,10 @@ class Spent:
         the ledger; None: beside the run."""
         folder = records or run.parent / f"@{run.name.rpartition('@')[2]}"
         return cls(config, folder, emit, run, Budget.of(policy))
+
+    def _shared(self, given: Given) -> Given:
+        release = self._known.setdefault(given.release, given.release)
+        return msgspec.structs.replace(given, release=release, run=sys.intern(given.run))
 
     @property
     def releases(self) -> int:
