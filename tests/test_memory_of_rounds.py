@@ -15,6 +15,7 @@ from fedtrain.errors import SecAggError
 from fedtrain.messages import Evaluate, Evaluation, Update
 from fedtrain.runtime.auditing import audited
 from fedtrain.runtime.journal import Journal
+from fedtrain.runtime.simulations.clocked_turns import NEWEST, TurnTimes
 from fedtrain.runtime.sites.cohorts import SKETCH, Cohorts, Opened
 from fedtrain.runtime.star import federated
 from fedtrain.runtime.star.answers import InTheOpen
@@ -88,6 +89,9 @@ def test_a_round_leaves_nothing_in_memory(tmp_path, monkeypatch, durable):
         answers = InTheOpen(config, cohort, kept.emit)
         asyncio.run(federated.run(Journal(config, store, kept.emit), answers, strategy))
         kept.close()
+        assert store.db.one("PRAGMA cache_size") == (
+            -256,
+        )  # KiB, of SQLite's own memory, which nobody traces
     assert watched.used[2] - watched.used[1] < LEFT * (third - second) + BESIDE
     # of all rows at once a redo log that begins anew would hold 1 kB for each round
     assert watched.most[2] - watched.most[1] < LEFT * (third - second) + BESIDE
@@ -141,3 +145,29 @@ def test_a_role_that_is_started_again_reads_a_long_audit_log_a_few_lines_at_a_ti
         assert tracemalloc.get_traced_memory()[1] < 2 << 20  # of which the newest seals have half a megabyte
     assert again.stated() == b""
     again.close()
+
+
+def test_of_a_simulated_sites_turns_without_rounds_the_newest_are_in_memory_and_the_others_found_again():
+    class Usual(dict):
+        """Comes after a second, and takes two."""
+
+        there = property(lambda self: self)
+
+        def comes(self, free_s):
+            return free_s + 1.0
+
+        def arrives(self, begins, load, until):
+            return begins + 2.0
+
+        def drops_out(self, site, number, attempt):
+            return False
+
+        def of(self, examples):
+            return None
+
+    times = TurnTimes(Usual(a=Usual()), Usual(), {}, 100.0)
+    for number in range(1000):
+        assert times.of("a", number) == (3.0 * number + 1, 3.0 * number + 3, False)
+    assert len(times._known["a"][1]) == NEWEST
+    assert times.of("a", 998) == (2995.0, 2997.0, False)
+    assert times.of("a", 7) == (22.0, 24.0, False)

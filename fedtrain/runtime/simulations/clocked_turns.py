@@ -19,6 +19,8 @@ from .clock import Count, Examples, TrainedOn
 from .site_models import Load, SiteModels
 from .training_bytes import TrainingBytes
 
+NEWEST = 2  # turns of a site that are remembered: the one under way, and the next
+
 
 class Clocked(InFlight):
     """Asynchronous sites on the run's own clock.
@@ -88,15 +90,22 @@ class TurnTimes:
     def __init__(self, models: SiteModels, load: Load, examples: Examples, deadline_s: float) -> None:
         """`load`: of any turn, but for its examples."""
         self._models, self._load, self._examples, self._deadline_s = models, load, examples, deadline_s
-        self._known: dict[SiteId, list[tuple[float, float, bool]]] = {}
+        # the newest turns of each site, and the number of the first of them
+        self._known: dict[SiteId, tuple[int, list[tuple[float, float, bool]]]] = {}
 
     def of(self, site: SiteId, number: int) -> tuple[float, float, bool]:
         """(when a turn begins, when it ends, whether its update is too late). ConfigError for a site that is
         never there as long as its training takes."""
-        known = self._known.setdefault(site, [])
-        while len(known) <= number:
-            known.append(self._next(site, len(known), known[-1][1] if known else 0.0))
-        return known[number]
+        first, known = self._known.get(site, (0, []))
+        if number < first:  # of long ago
+            first, known = 0, []
+        while first + len(known) <= number:
+            known.append(self._next(site, first + len(known), known[-1][1] if known else 0.0))
+            if len(known) > NEWEST:
+                first += 1
+                del known[0]
+        self._known[site] = first, known
+        return known[number - first]
 
     def _next(self, site: SiteId, number: int, free_s: float) -> tuple[float, float, bool]:
         model, load = self._models[site], self._load.of(self._examples.get(site, 0.0))

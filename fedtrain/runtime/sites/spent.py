@@ -262,7 +262,7 @@ class Spending(CohortWrapper):
         super().__init__(others)
         self._config, self._spent = config, Spent(config, folder, emit)
         self._begun_with = self._spent.releases
-        self._rounds: dict[SiteId, set[int]] = {}  # for which each has given an update away since
+        self._gave: dict[SiteId, tuple[int, int]] = {}  # for how many rounds since, and the last of them
 
     async def exchange(
         self, requests: Mapping[SiteId, Request], deadline_s: float
@@ -280,7 +280,8 @@ class Spending(CohortWrapper):
 
     def _count(self, site: SiteId, request: Request, examples: float) -> None:
         assert isinstance(request, Train), request
-        rounds = self._rounds.setdefault(site, set())
-        rounds.add(request.round)  # tried again, it is the same update
-        if self._begun_with + len(rounds) > self._spent.releases:
+        rounds, last = self._gave.get(site, (0, NEVER))
+        rounds += request.round != last  # tried again, it is the same update
+        self._gave[site] = rounds, request.round
+        if self._begun_with + rounds > self._spent.releases:
             self._spent.give(site, request.round, release_of(self._config, examples))
