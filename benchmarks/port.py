@@ -39,11 +39,12 @@ def certificates(folder: Path) -> Path:
 
 
 def tls(folder: Path) -> Any:
-    from fedtrain.pki import Credentials
+    """What gives a role's TLS, as the role itself has it: read once, and looked at in each handshake."""
+    from fedtrain.pki.identity import Current
     from fedtrain.transport.tls import Tls
 
-    own = Credentials.load(folder)
-    return Tls(own.key, own.chain, own.root)
+    current = Current(folder)
+    return lambda: Tls(*current.parts())
 
 
 def first() -> Any:
@@ -90,7 +91,7 @@ def aggregate(folder: Path, certs: Path, files: int, port: Any, rounds: Any) -> 
 
     async def serve() -> None:
         cohort = RemoteCohort(
-            TRANSPORTS["grpc"](lambda: tls(certs / "aggregator"), 5.0),
+            TRANSPORTS["grpc"](tls(certs / "aggregator"), 5.0),
             listen="127.0.0.1:0", identify=lambda pem: identity_of(pem).name, welcome=welcome,
             admit=lambda site, request, reply: checks.admit(
                 request, reply, model.schema, config.limits, None

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
@@ -119,24 +119,34 @@ def busy(host: str, port: int, certs: Path, until: float) -> None:
         pass
 
 
-def silent(host: str, port: int, certs: Path, until: float) -> None:
-    """A thousand connections that say nothing, made anew when they are closed."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    selector, there = selectors.DefaultSelector(), 0
-    while time.monotonic() < until:
-        while there < 1000:
-            one = socket.socket()
-            one.setblocking(False)
-            one.bind((ELSEWHERE, 0))
-            if one.connect_ex((host, port)) not in (0, errno.EINPROGRESS):
-                one.close()
-                break
-            selector.register(one, selectors.EVENT_READ)
-            there += 1
-        for key, _ in selector.select(0.05):
-            selector.unregister(key.fileobj)
-            key.fileobj.close()  # type: ignore[union-attr]  # a socket
-            there -= 1
+def held(says: bytes) -> Callable[[str, int, Path, float], None]:
+    """A thousand connections that say no more than this, made anew when they are closed."""
+
+    def attack(host: str, port: int, certs: Path, until: float) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+        selector, there = selectors.DefaultSelector(), 0
+        while time.monotonic() < until:
+            while there < 1000:
+                one = socket.socket()
+                one.setblocking(False)
+                one.bind((ELSEWHERE, 0))
+                if one.connect_ex((host, port)) not in (0, errno.EINPROGRESS):
+                    one.close()
+                    break
+                selector.register(one, selectors.EVENT_READ | (selectors.EVENT_WRITE if says else 0))
+                there += 1
+            for key, ready in selector.select(0.05):
+                one = cast(socket.socket, key.fileobj)
+                if ready & selectors.EVENT_READ:
+                    selector.unregister(one)
+                    one.close()
+                    there -= 1
+                else:
+                    selector.modify(one, selectors.EVENT_READ)
+                    with suppress(OSError):
+                        one.send(says)
+
+    return attack
 
 
 def garbage(host: str, port: int, certs: Path, until: float) -> None:
@@ -198,7 +208,8 @@ async def _sessions(
 SIZE = 100  # numbers in the honest model
 ATTACKS = {
     "a busy core": busy,
-    "1,000 silent connections": silent,
+    "1,000 silent connections": held(b""),
+    "1,000 handshakes of a byte": held(b"\x16"),
     "garbage": garbage,
     "rapid reset": over_http2(resets),
     "streams": over_http2(streams),

@@ -41,6 +41,10 @@ class Barred:
     def has(self, address: str) -> bool:
         return address in self._until_s
 
+    def left_s(self, address: str, now: float) -> float:
+        """For how many seconds more an address that is barred may not call."""
+        return self._until_s[address] - now
+
     def apply(self, listening: Iterable[socket.socket], now: float) -> None:
         """Have these sockets refuse who is barred now, and nobody else."""
         self._until_s = {address: until for address, until in self._until_s.items() if until > now}

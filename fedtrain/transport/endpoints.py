@@ -208,9 +208,7 @@ class RemoteCohort:
             self._emit(SiteRefused(site="?", reason=str(e)))
             raise
         if self._calls.wait_s(site, asyncio.get_running_loop().time()):
-            reason = f"it makes over {CALLS:,} calls at once, and {1 / CALL_S:g} a second: they are cut off"
-            self._emit(SiteRefused(site=site, reason=reason))
-            raise streams.Flooding(reason)
+            raise streams.Flooding(f"makes over {CALLS:,} calls at once, and {1 / CALL_S:g} a second")
         return site
 
     def _transferring(self, certificate: bytes) -> tuple[SiteId, asyncio.Task[Any]]:

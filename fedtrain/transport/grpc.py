@@ -15,7 +15,7 @@ import grpc.aio
 from ..errors import CertificateError, ConnectError, FedtrainError, WireError
 from ..events import Emit, silent
 from ..wire.frames import CHUNK_BYTES, MESSAGE_BYTES
-from .port import Caller, Watch, connections
+from .port import Caller, Watch, connections, defer
 from .streams import UPLOAD, Connection, Denied, Flooding, MessageStream, Serve
 from .tls import Tls, explain, first_words, serving
 
@@ -35,6 +35,7 @@ CODES: dict[type[FedtrainError], grpc.StatusCode] = {
 }
 
 HANDSHAKE_S = 5.0  # a caller has shown its certificate by then
+METADATA_BYTES = 8 << 10  # of a call; ours have some hundred
 STREAMS = 32  # of one connection at a time: a session, and a few transfers
 
 T = TypeVar("T")
@@ -62,8 +63,8 @@ def server_options(connections: int) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),  # core's own are 120 s
         ("grpc.max_concurrent_streams", STREAMS),
-        ("grpc.max_metadata_size", 8 << 10),
-        ("grpc.absolute_max_metadata_size", 16 << 10),
+        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
         ("grpc.http2.max_ping_strikes", 8),  # pings that come too often; sites ping once in a heartbeat
         # without these, core cancels calls above 1,000 at a thundering start
         ("grpc.server.max_pending_requests", 20_000),
@@ -94,6 +95,7 @@ class GrpcTransport:
         except RuntimeError:
             raise ConnectError(f"cannot listen on {address}: {_why_not(address)}") from None
         await self._server.start()
+        defer(port, HANDSHAKE_S)
         self._watching = asyncio.create_task(watch.run(port))
         return port
 
@@ -153,17 +155,26 @@ def _handler(
             said = context.auth_context()
             caller.name = said.get("x509_subject_alternative_name", [b"?"])[0].decode().partition(".")[0]
             caller.transfers = caller.transfers or uploads
+            _check_metadata(context)
             chain = said.get("x509_pem_cert", [b""])[0] + said.get("x509_pem_cert_chain", [b""])[0]
             await serve(chain, AggregatorStream(context, caller))
         except tuple(CODES) as e:
             code = next(code for kind, code in CODES.items() if isinstance(e, kind))
             await context.abort(code, str(e))
-        except Flooding:
-            watch.end(context.peer())
+        except Flooding as e:
+            watch.end(context.peer(), str(e))
         except ConnectError:
             return  # the site is gone: nobody is left to tell
 
     return handle
+
+
+def _check_metadata(context: grpc.aio.ServicerContext) -> None:
+    """Flooding where a call brings far more than ours do. Core's own limits hold only who has acknowledged
+    them: until then a call may bring 16 MiB, of which Python makes an object for each value."""
+    size = sum(len(name) + len(value) for name, value in context.invocation_metadata() or ())
+    if size > METADATA_BYTES:
+        raise Flooding(f"makes a call with {size:,} bytes of metadata")
 
 
 class AggregatorStream:

@@ -6,16 +6,19 @@ gRPC's own limits (grpc.py) hold each connection; these hold what gRPC leaves op
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
 import os
 import resource
 import socket
 import sys
+import termios
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
@@ -29,14 +32,32 @@ WATCH_S = 0.5  # between two looks at the connections
 TOLD_S = 10.0  # between two lines about silent ones
 REFUSED = 16  # addresses of refused connections that are told at a time; others are one line
 SILENT = 64  # connections without a call that are nothing to tell of
+OWING_S = 1.5  # a connection without a call whose turn it was for so long is one that a stranger abandoned
 HOME_S = 3600.0  # an address from which a site called in it is no stranger's
 COSTS = 20  # between two looks passes so many times what the last one took
 BESIDE = 65 / 64  # bytes on the wire for one of a message
 SPARE_BYTES = 128 << 10  # a second, that may be of no message: headers, pings, windows
 UNREAD_BYTES = 5 << 20  # that may be under way: a message, and what comes with it
 UNDER_WAY_BYTES = 32 << 20  # the same of who uploads: what the kernel and gRPC hold back
-RECEIVED = 128  # where struct tcp_info has tcpi_bytes_received
+UNACKED, LAST_DATA_RECV, RECEIVED = 24, 52, 128  # where struct tcp_info has these (uint32, uint32, uint64)
 Peer = tuple[str, int]  # address and port of the other end
+
+
+class TcpState(NamedTuple):
+    """A connection, as the kernel knows it."""
+
+    fd: int
+    received: int  # bytes that TCP has acknowledged
+    owes_s: float  # how long it has been the other end's turn; 0: it is ours
+
+
+def defer(port: int, seconds: float) -> None:
+    """Have the kernel keep a connection to itself until its caller has sent something, for so many seconds
+    at least (Linux counts in powers of two): a silent caller costs this process nothing meanwhile. Then the
+    connection is taken as it is (TCP_DEFER_ACCEPT in tcp(7))."""
+    if sys.platform == "linux":
+        for one in _listening(port):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, math.ceil(seconds))
 
 
 def connections() -> int:
@@ -140,7 +161,7 @@ class Watch:
         self._barred, self._silent = Barred(), dict[Peer, float]()  # those without a call, and since when
         self._homes: dict[str, float] = {}  # addresses of sites, and when one of them was seen last
         self._went: Counter[str] = Counter()  # of strangers, connections that ended without a call
-        self._arrived = deque[dict[Peer, tuple[int, int]]]()  # connections, when one of them was new
+        self._arrived = deque[dict[Peer, TcpState]]()  # connections, when one of them was new
         self._arrives_s = 0.0  # when they are looked at again
         self._refused: Counter[str] = Counter()  # of strangers, connections that ended since they were told
         self._told_s = self._forgot_s = self._refused_s = -TOLD_S
@@ -158,10 +179,9 @@ class Watch:
         """A connection makes a call; `peer`: as gRPC names its other end."""
         return self._callers.setdefault(_ends(peer), Caller())
 
-    def end(self, peer: str) -> None:
-        """Shut down a connection that floods, and bar its address."""
-        there = _connected(self._port)
-        self._flooded(_ends(peer), there, "makes far too many calls", asyncio.get_running_loop().time())
+    def end(self, peer: str, what: str) -> None:
+        """Shut down a connection that floods (`what` it does is told), and bar its address."""
+        self._flooded(_ends(peer), _connected(self._port), what, asyncio.get_running_loop().time())
 
     async def run(self, port: int) -> None:
         """Watch the connections to this port of ours."""
@@ -179,17 +199,17 @@ class Watch:
         self._looked_s = now
         self._count_refused(there, now)
         self._callers = {peer: caller for peer, caller in self._callers.items() if peer in there}
-        for peer, (_, received) in there.items():
+        for peer, link in there.items():
             caller = self._callers.setdefault(peer, Caller())
             if caller.name:
                 self._homes[peer[0]] = now
-            if caller.owes(received, now, passed_s):
+            if caller.owes(link.received, now, passed_s):
                 self._flooded(peer, there, "sends megabytes that are no messages", now)
         self._look_at_strangers(there, now)
         if self._barred.some:
             self._barred.apply(_listening(self._port), now)
 
-    def _count_refused(self, there: dict[Peer, tuple[int, int]], now: float) -> None:
+    def _count_refused(self, there: dict[Peer, TcpState], now: float) -> None:
         """Count who is gone and never was known by a call."""
         seen = set(self._silent)
         while self._arrived:
@@ -211,14 +231,14 @@ class Watch:
             self._emit(SiteRefused(site="?", reason=f"{many:,} connections from {address}: {why}"))
         self._refused, self._refused_s = Counter(), now
 
-    def _flooded(self, peer: Peer, there: dict[Peer, tuple[int, int]], what: str, now: float) -> None:
+    def _flooded(self, peer: Peer, there: dict[Peer, TcpState], what: str, now: float) -> None:
         address, caller = peer[0], self._callers.get(peer, Caller())
         if peer in there:
-            _end(there[peer][0], self._port)
+            _end(there[peer].fd, self._port)
         known = self._barred.has(address)
-        seconds = self._barred.bar(address, now) if not known else 0
+        seconds = self._barred.left_s(address, now) if known else self._barred.bar(address, now)
         if caller.name:
-            mend = f"it may call again in {seconds:g} s. If it goes on: fedtrain certs revoke {caller.name}"
+            mend = f"it may call again in {seconds:.0f} s. If it goes on: fedtrain certs revoke {caller.name}"
             self._emit(SiteRefused(site=caller.name, reason=f"its connection from {address} {what}: {mend}"))
         elif not known:
             others = ", ".join(
@@ -228,8 +248,9 @@ class Watch:
             text = f"the port: a connection from {address} {what}{who}. The address may call again in"
             self._emit(Notice(text=f"{text} {seconds:g} s"))
 
-    def _look_at_strangers(self, there: dict[Peer, tuple[int, int]], now: float) -> None:
-        """Tell of connections that make no call, and bar an address that has nothing else."""
+    def _look_at_strangers(self, there: dict[Peer, TcpState], now: float) -> None:
+        """Tell of connections that make no call, and bar an address that has nothing else: many that ended,
+        or that wait for nothing of ours."""
         silent = {peer: self._silent.get(peer, now) for peer in there if not self._callers[peer].name}
         self._went.update(peer[0] for peer in self._silent.keys() - there.keys())
         if now - self._forgot_s > TOLD_S:
@@ -238,13 +259,15 @@ class Watch:
         self._silent = silent
         if now - self._told_s > TOLD_S:
             self._tell([*silent], len(there), now)
-        for address, many in self._went.items():
+        owing = Counter(peer[0] for peer in silent if there[peer].owes_s > OWING_S)
+        for address, many in (self._went + owing).items():
             if many > SILENT and address not in self._homes and not self._barred.has(address):
                 seconds = self._barred.bar(address, now)
                 text = f"the port: {address} made {many} connections, and no call: it may not connect for"
                 self._emit(Notice(text=f"{text} {seconds:g} s"))
-                for peer in [peer for peer in silent if peer[0] == address]:
-                    _end(there[peer][0], self._port)
+        for peer in silent:  # those that the kernel had taken before it knew of the bar, too
+            if self._barred.has(peer[0]) and peer[0] not in self._homes:
+                _end(there[peer].fd, self._port)
 
     def _tell(self, silent: list[Peer], there: int, now: float) -> None:
         if len(silent) > SILENT:
@@ -268,21 +291,27 @@ def _ends(peer: str) -> Peer:
     return address.strip("[]"), int(port or 0)
 
 
-def _connected(port: int) -> dict[Peer, tuple[int, int]]:
-    """The other ends of this process's connections to a port of its own: descriptor, and bytes received."""
-    found = dict[Peer, tuple[int, int]]()
+def _connected(port: int) -> dict[Peer, TcpState]:
+    """This process's connections to a port of its own, by their other ends."""
+    found = dict[Peer, TcpState]()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError, IndexError, ValueError), _borrowed(int(name)) as one:  # it may be no socket
             if one.getsockname()[1] == port:
                 address, of = one.getpeername()[:2]
-                found[address.removeprefix("::ffff:"), of] = int(name), _received(one)
+                found[address.removeprefix("::ffff:"), of] = TcpState(int(name), *_state(one))
     return found
 
 
-def _received(one: socket.socket) -> int:
-    """Bytes that TCP has acknowledged; 0 where the kernel does not say."""
+def _state(one: socket.socket) -> tuple[int, float]:
+    """As in TcpState: bytes received, and for how long it has been the other end's turn: it is ours while
+    something lies unread here, or is on its way there. 0 where the kernel does not say."""
     info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED + 8)
-    return int.from_bytes(info[RECEIVED:], sys.byteorder)
+    unacked, last_ms, received = (
+        int.from_bytes(info[at : at + size], sys.byteorder)
+        for at, size in ((UNACKED, 4), (LAST_DATA_RECV, 4), (RECEIVED, 8))
+    )
+    idle = not unacked and not int.from_bytes(fcntl.ioctl(one, termios.FIONREAD, bytes(4)), sys.byteorder)
+    return received, last_ms / 1000 if idle else 0.0
 
 
 def _listening(port: int) -> Iterator[socket.socket]:

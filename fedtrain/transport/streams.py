@@ -24,7 +24,7 @@ class Denied(ConnectError):
 
 
 class Flooding(ConnectError):
-    """A caller calls so often that its connection is ended."""
+    """What a caller does for which its connection is ended: the predicate of a line about it."""
 
 
 class MessageStream(Protocol):

@@ -17,7 +17,7 @@ from fedtrain.errors import ConnectError
 from fedtrain.events import Notice, SiteJoined, SiteRefused
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.tracking.audit import AuditLog, lines_of
-from fedtrain.transport import endpoints, port
+from fedtrain.transport import endpoints, grpc, port
 from fedtrain.transport.barred import FIRST_S, Barred
 from fedtrain.transport.star import AggregatorEnd
 from fedtrain.wire.codec import decode, encode
@@ -27,6 +27,7 @@ from tests.limits import WAIT_S, bounded
 
 SCHEMA = random_arena(10, 1).schema
 CALLS = 12  # of a stranger
+BEGINS = b"\x16"  # the first byte of a TLS handshake
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_a_contested_name_stays_with_the_process_that_is_there_and_people_are_to
 
 
 @pytest.mark.slow(3)
-@pytest.mark.parametrize("stranger", ["without a certificate", "of another authority", "silent"])
+@pytest.mark.parametrize("stranger", ["without a certificate", "of another authority", "of one byte"])
 def test_s28_who_is_refused_in_the_handshake_is_in_the_audit_log_by_address_and_number(
     certs, tmp_path, monkeypatch, stranger
 ):
@@ -107,9 +108,12 @@ def test_s28_who_is_refused_in_the_handshake_is_in_the_audit_log_by_address_and_
 
     async def call(to):
         before = len(looks)
-        reader, writer = await asyncio.open_connection("127.0.0.1", to, ssl=stranger != "silent" and client)
+        tls = client if stranger != "of one byte" else None
+        reader, writer = await asyncio.open_connection("127.0.0.1", to, ssl=tls)
+        if tls is None:
+            writer.write(BEGINS)
         with contextlib.suppress(ssl.SSLError, ConnectionError):
-            assert stranger == "silent" or await reader.read() == b""
+            assert tls is None or await reader.read() == b""
         while len(looks) == before:  # noqa: ASYNC110  # gRPC's threads look
             await asyncio.sleep(0.005)
         writer.transport.abort()
@@ -162,7 +166,7 @@ def test_a_site_that_calls_too_often_is_named_and_its_connection_ended(certs, tm
     ended, end = [], port.Watch.end
     monkeypatch.setattr(endpoints, "CALLS", 20)
     monkeypatch.setattr(endpoints, "CALL_S", 60.0)
-    monkeypatch.setattr(port.Watch, "end", lambda watch, peer: (ended.append(peer), end(watch, peer)))
+    monkeypatch.setattr(port.Watch, "end", lambda watch, *of: (ended.append(of), end(watch, *of)))
 
     async def main():
         async with aggregator(certs, tmp_path, SCHEMA) as agg, connected(certs, agg.cohort.port) as call:
@@ -180,21 +184,78 @@ def test_a_site_that_calls_too_often_is_named_and_its_connection_ended(certs, tm
     assert len(ended) == 1
 
 
-def test_silent_connections_are_told_of_by_their_address(certs, tmp_path, monkeypatch):
+def test_connections_without_a_call_are_told_of_by_their_address(certs, tmp_path, monkeypatch):
     monkeypatch.setattr(port, "WATCH_S", 0.02)
 
     async def main():
         async with aggregator(certs, tmp_path, SCHEMA) as agg:
-            silent = [await asyncio.open_connection("127.0.0.1", agg.cohort.port) for _ in range(80)]
+            for _, writer in (there := [await opened(agg.cohort.port) for _ in range(80)]):
+                writer.write(BEGINS)
             while not (told := agg.of("notice")):  # noqa: ASYNC110  # the watch has its own clock
                 await asyncio.sleep(0.01)
-            for _, writer in silent:
+            for _, writer in there:
                 writer.close()
             return told
 
     (told,) = bounded(main())
     assert "connections make no call" in told["text"]
     assert "of them from 127.0.0.1" in told["text"]
+
+
+async def opened(to, source="127.0.0.1"):
+    return await asyncio.open_connection("127.0.0.1", to, local_addr=(source, 0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel keeps them")
+def test_a_silent_connection_is_not_taken_before_it_speaks(certs, tmp_path):
+    async def main():
+        async with aggregator(certs, tmp_path, SCHEMA) as agg:
+            silent = [await opened(agg.cohort.port) for _ in range(20)]
+            async with connected(certs, agg.cohort.port) as call, call("Session") as stream:
+                await stream.write(encode(hello(SCHEMA, process="1")))
+                assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
+                taken = [len(port._connected(agg.cohort.port))]
+                silent[0][1].write(BEGINS)
+                while len(port._connected(agg.cohort.port)) == taken[0]:  # noqa: ASYNC110  # gRPC's threads
+                    await asyncio.sleep(0.005)
+                taken.append(len(port._connected(agg.cohort.port)))
+            for _, writer in silent:
+                writer.close()
+            return taken
+
+    assert bounded(main()) == [1, 2]
+
+
+def test_strangers_that_leave_their_handshakes_are_barred_while_these_last_and_a_site_beside_them_stays(
+    certs, tmp_path, monkeypatch
+):
+    for name, value in {"WATCH_S": 0.02, "COSTS": 1, "SILENT": 4, "OWING_S": 0.1, "TOLD_S": 60.0}.items():
+        monkeypatch.setattr(port, name, value)
+    monkeypatch.setattr(grpc, "HANDSHAKE_S", 2 * WAIT_S)
+
+    async def main():
+        async with (
+            aggregator(certs, tmp_path, SCHEMA) as agg,
+            connected(certs, agg.cohort.port) as call,
+            call("Session") as stream,
+        ):
+            await stream.write(encode(hello(SCHEMA, process="1")))
+            assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
+            there = [
+                await opened(agg.cohort.port, source) for source in 8 * ["127.0.0.1"] + 8 * ["127.0.0.2"]
+            ]
+            for _, writer in there:
+                writer.write(BEGINS)
+            for reader, _ in there[8:]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+            assert not any(reader.at_eof() for reader, _ in there[:8])
+            for _, writer in there:
+                writer.close()
+            return [each["text"] for each in agg.of("notice") if "may not connect" in each["text"]]
+
+    (told,) = bounded(main())
+    assert told.startswith("the port: 127.0.0.2 made 8 connections, and no call")
 
 
 def test_a_connection_may_send_what_its_messages_need_and_no_megabytes_beside_them():
@@ -218,6 +279,7 @@ def connects(to, source, stays_s=0.0):
             one.connect(to)
         except TimeoutError:
             return False
+        one.sendall(BEGINS)
         time.sleep(stays_s)
         return True
 
@@ -258,11 +320,11 @@ def test_strangers_that_connect_again_and_again_without_a_call_are_barred_and_a_
     assert told.startswith("the port: 127.0.0.2 made ")
 
 
-def test_a_site_that_floods_its_connection_is_told_of_and_its_address_barred(certs, tmp_path, monkeypatch):
-    monkeypatch.setattr(port, "WATCH_S", 0.02)
-    attacks = Path(__file__).parents[2] / "benchmarks/port_attacks.py"
+def attacked(certs, tmp_path, attack, kind):
+    """The first line of a kind that an aggregator tells while b makes an attack; and the sites it lost."""
 
     async def main():
+        attacks = Path(__file__).parents[2] / "benchmarks/port_attacks.py"
         async with (
             aggregator(certs, tmp_path, SCHEMA) as agg,
             connected(certs, agg.cohort.port) as call,
@@ -270,24 +332,37 @@ def test_a_site_that_floods_its_connection_is_told_of_and_its_address_barred(cer
         ):
             await stream.write(encode(hello(SCHEMA, process="1")))
             assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
-            what = "pings", "127.0.0.1", str(agg.cohort.port), str(certs / "sites/b"), "60"
+            what = attack, "127.0.0.1", str(agg.cohort.port), str(certs / "sites/b"), "60"
             flood = await asyncio.create_subprocess_exec(sys.executable, str(attacks), *what)
             try:
-                while not (told := agg.of("notice")):  # noqa: ASYNC110  # the watch has its own clock
+                while not (told := agg.of(kind)):  # noqa: ASYNC110  # the watch has its own clock
                     await asyncio.sleep(0.01)
             finally:
                 flood.kill()
                 await flood.wait()
-            return told[0]["text"], agg.of("site_lost")
+            return told[0], agg.of("site_lost")
 
-    told, lost = bounded(main())
-    assert told.startswith("the port: a connection from 127.0.0.2 sends megabytes that are no messages")
+    return bounded(main())
+
+
+def test_a_site_that_floods_its_connection_is_told_of_and_its_address_barred(certs, tmp_path, monkeypatch):
+    monkeypatch.setattr(port, "WATCH_S", 0.02)
+    told, lost = attacked(certs, tmp_path, "pings", "notice")
+    assert told["text"].startswith("the port: a connection from 127.0.0.2 sends megabytes that are no mess")
+    assert lost == []
+
+
+def test_a_site_whose_call_brings_too_much_metadata_is_named_and_its_address_barred(certs, tmp_path):
+    told, lost = attacked(certs, tmp_path, "metadata", "join_refused")
+    assert told["site"] == "b"
+    assert "from 127.0.0.2 makes a call with" in told["reason"]
+    assert "bytes of metadata" in told["reason"]
     assert lost == []
 
 
 REFUSES = lambda line: line["kind"] == "join_refused"
 ATTACKS = {  # and the line by which it is seen
-    "1,000 silent connections": lambda line: "127.0.0.2" in line.get("text", ""),
+    "1,000 handshakes of a byte": lambda line: "127.0.0.2" in line.get("text", ""),
     "refused joins": REFUSES,
     "large Hellos": REFUSES,
 }
