@@ -283,15 +283,21 @@ class Row(Arena):
 class ArenaFile(AnyArena):
     """A model's bytes in a file, read chunk by chunk, so that a hundred of them need no memory."""
 
-    def __init__(self, schema: Schema, path: Path, digest: str = "") -> None:
-        self.schema, self.path, self._digest = schema, path, digest
+    def __init__(self, schema: Schema, path: str | Path, digest: str = "") -> None:
+        self.schema, self.file, self._digest = schema, os.fspath(path), digest
         self._buffer = bytearray()
+
+    @property
+    def path(self) -> Path:
+        """For looks at the file itself. A Path leaves its name in Python's table of names for ever, or a hole
+        where it was, and a run has names without end: what is done in each round uses `file`."""
+        return Path(self.file)
 
     @property
     def digest(self) -> str:
         if not self._digest:
             digest = Digest()
-            with self.path.open("rb", buffering=0) as f:
+            with open(self.file, "rb", buffering=0) as f:
                 while block := f.read(1 << 20):
                     digest.update(block)
             self._digest = digest.hexdigest()
@@ -312,15 +318,17 @@ class ArenaFile(AnyArena):
                 self._buffer = bytearray(nbytes)
             room = memoryview(self._buffer)
         view = room[:nbytes]
-        with self.path.open("rb", buffering=0) as f:
+        with open(self.file, "rb", buffering=0) as f:
             got = os.preadv(f.fileno(), [view], section.offset + start * size)
         if got != nbytes:
-            raise BadUpdate(f"{self.path.name}: {got} bytes at coordinate {start}, expected {nbytes}")
+            raise BadUpdate(
+                f"{os.path.basename(self.file)}: {got} bytes at coordinate {start}, expected {nbytes}"
+            )
         return view
 
     def load(self) -> Arena:
         data = blocks.tensor(self.schema.nbytes)
-        with self.path.open("rb", buffering=0) as f:
+        with open(self.file, "rb", buffering=0) as f:
             view, got = data.numpy().data, 0
             while got < len(view) and (n := f.readinto(view[got:])):
                 got += n

@@ -289,7 +289,7 @@ class Wire:
                 self.watch(Wire.transfers)
                 if not arriving.whole:
                     arriving.write(data[arriving.offset :])
-                arena.path = arriving.finish()
+                arena.file = arriving.finish()
 
 
 def star_image(root: Path, *, masks: bool) -> tuple[str, Image]:

@@ -1,15 +1,18 @@
 """What a round leaves in the memory of who goes through very many of them: nothing."""
 
 import asyncio
+import pathlib
+import sys
 import tracemalloc
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
 from fedtrain import events
-from fedtrain.arena import Arena
+from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
 from fedtrain.errors import SecAggError
 from fedtrain.messages import Evaluate, Evaluation, Update
@@ -21,6 +24,7 @@ from fedtrain.runtime.star import federated
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, RunStore, redo
+from fedtrain.store.spool import is_digest
 from fedtrain.strategies import beginning, build
 from fedtrain.tracking import audit, log
 from fedtrain.tracking.board import Board
@@ -171,3 +175,24 @@ def test_of_a_simulated_sites_turns_without_rounds_the_newest_are_in_memory_and_
     assert len(times._known["a"][1]) == NEWEST
     assert times.of("a", 998) == (2995.0, 2997.0, False)
     assert times.of("a", 7) == (22.0, 24.0, False)
+
+
+def test_files_that_come_and_go_leave_no_names_in_pythons_table_of_them(tmp_path, monkeypatch):
+    names = []
+    heard = SimpleNamespace(**vars(sys) | {"intern": lambda name: names.append(name) or sys.intern(name)})
+    monkeypatch.setattr(pathlib, "sys", heard, raising=False)  # where pathlib puts names into the table
+    store = RunStore(tmp_path / "run", durable=False)
+    store.begin(SCHEMA, {}, task_digest="t")
+    names.clear()
+    for number in range(3):
+        model = Arena.zeros(SCHEMA)
+        model.flat(SCHEMA.sections[0]).fill_(number)
+        coming = store.inbox("a").receive(model.digest, SCHEMA.nbytes)
+        coming.write(model.payload)
+        ArenaFile(SCHEMA, coming.finish(), model.digest).load()
+        coming.close()
+        store.commit(Checkpoint(number, model, {}), {})
+        store.on_disk(Checkpoint(number, model, {})).weights.load()
+        store.clear_inbox()
+    store.close()
+    assert {name for name in names if is_digest(name.partition(".")[0])} == set()

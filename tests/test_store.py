@@ -7,6 +7,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -475,7 +476,7 @@ def receive(spool, data, digest, *, upto=None, start=None):
     try:
         at = arriving.offset if start is None else start
         arriving.write(data[at:upto])
-        return arriving.finish() if upto is None else arriving.offset
+        return Path(arriving.finish()) if upto is None else arriving.offset
     finally:
         arriving.close()
 
@@ -499,7 +500,7 @@ def test_a_recycled_file_shows_none_of_its_old_bytes_also_after_a_kill(tmp_path)
     arriving.write(new[:50_000])
     arriving._file.close()  # killed: nothing was noted, and the file is as long as the old one
     assert receive(Spool(tmp_path), new, digest_of(new)).read_bytes() == new
-    assert spool.path(digest_of(new)).stat().st_ino == inode
+    assert os.stat(spool.file(digest_of(new))).st_ino == inode
 
 
 def test_bytes_with_another_digest_are_refused_and_forgotten(tmp_path):
@@ -519,7 +520,7 @@ def test_more_bytes_than_announced_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", "A" * 32, "a" * 31])
 def test_a_digest_is_never_a_path(tmp_path, name):
     with pytest.raises(WireError, match="not a digest"):
-        Spool(tmp_path).path(name)
+        Spool(tmp_path).file(name)
 
 
 def test_a_file_of_an_earlier_process_is_believed_when_its_digest_is_right(tmp_path, lines):
@@ -561,7 +562,7 @@ def test_a_finished_reply_is_remembered_until_its_bytes_are_gone(tmp_path):
     ledger = Ledger(tmp_path)
     assert ledger.get("Train/0/abc") == b"header"
     assert ledger.get("Train/1/abc") is None
-    path = ledger.outbox.path(digest_of(data))
+    path = Path(ledger.outbox.file(digest_of(data)))
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     assert ledger.get("Train/0/abc") is None
     path.write_bytes(b"cut")  # a disk that was full

@@ -62,13 +62,13 @@ def silent(line: str) -> None:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explained(path: str | Path) -> Iterator[None]:
     """What goes wrong on the disk when the block works on this file is an Unreadable that names it."""
     try:
         yield
     except OSError as e:
         if e.errno in FULL:
-            free = next((shutil.disk_usage(p).free for p in path.parents if p.exists()), 0)
+            free = next((shutil.disk_usage(p).free for p in Path(path).parents if p.exists()), 0)
             raise Unreadable(
                 f"no room for {path}: {e.strerror}; {free:,} bytes are free on its disk. Free some: the same "
                 f"command goes on."
@@ -128,21 +128,21 @@ def lock(folder: Path) -> IO[str]:
 
 
 @contextmanager
-def whole_file(path: Path, *, durable: bool) -> Iterator[FileIO]:
+def whole_file(path: str | Path, *, durable: bool) -> Iterator[FileIO]:
     """The file appears with all that the with block writes, or not at all, whenever the process dies."""
-    partial = path.with_name(path.name + ".new")
+    partial = f"{os.fspath(path)}.new"
     with explained(path):
         with open_for_writing(partial) as f:
             yield f
             f.truncate()
             if durable:
                 os.fdatasync(f.fileno())
-        partial.replace(path)
+        os.replace(partial, path)
         if durable:
-            sync_folder(path.parent)
+            sync_folder(os.path.dirname(path))
 
 
-def write_whole(path: Path, data: memoryview | bytes, *, durable: bool) -> None:
+def write_whole(path: str | Path, data: memoryview | bytes, *, durable: bool) -> None:
     """The file appears with all of `data` or not at all, whenever the process dies."""
     with whole_file(path, durable=durable) as f:
         view = memoryview(data)
@@ -182,27 +182,31 @@ def write_over(path: Path, data: bytes) -> None:
             os.fdatasync(f.fileno())
 
 
-def recycle(path: Path) -> None:
+def recycle(path: str | Path) -> None:
     """Remove a file, and leave its blocks for the next one in its folder.
 
     Writing over pages that the kernel has is several times as fast as writing to fresh ones, and a round
     writes several times its model.
     """
     with suppress(FileNotFoundError):
-        path.replace(path.with_name(FREE))
+        os.replace(path, _free_beside(path))
 
 
-def open_for_writing(path: Path) -> FileIO:
+def _free_beside(path: str | Path) -> str:
+    return os.path.join(os.path.dirname(path), FREE)
+
+
+def open_for_writing(path: str | Path) -> FileIO:
     """The file, made of a recycled one where there is one: longer than what is written, until truncated."""
-    if not path.exists():
+    if not os.path.exists(path):
         with suppress(FileNotFoundError):
-            path.with_name(FREE).replace(path)
+            os.replace(_free_beside(path), path)
     return FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: str | Path) -> None:
     """Make the names in a folder survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY)
+    fd = os.open(folder or ".", os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

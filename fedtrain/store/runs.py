@@ -191,7 +191,7 @@ class RunStore(RunFolder):
         return Checkpoint(checkpoint.round, weights, checkpoint.state)
 
     def _in_file(self, digest: str, number: int) -> ArenaFile:
-        weights = ArenaFile(self.schema, self.blobs / digest, digest)
+        weights = ArenaFile(self.schema, self._models.file(digest), digest)
         weights.patches = self.patches(number)
         return weights
 
@@ -207,7 +207,7 @@ class RunStore(RunFolder):
             schema = msgspec.json.decode(text, type=Schema)
             if before != number - 1 - i or not self._models.has(digest, schema.nbytes):
                 break
-            found.append(Patch(base, ArenaFile(schema, self.blobs / digest, digest)))
+            found.append(Patch(base, ArenaFile(schema, self._models.file(digest), digest)))
         return tuple(reversed(found))
 
     def latest(self) -> Checkpoint | None:

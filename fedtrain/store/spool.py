@@ -44,43 +44,45 @@ class Spool:
         with explained(folder):
             private_folder(folder)
         self.folder, self._warn = folder, warn
+        self._prefix = os.path.join(folder, "")
         self._copies = None if copies is None else Spool(copies)
         self.limit: int | None = None  # bytes that may lie here; the oldest files make room for new ones
         self._whole: set[str] = set()  # digests that this process has taken itself
 
-    def path(self, digest: str) -> Path:
+    def file(self, digest: str) -> str:
+        """Where these bytes lie when they are here; no Path, see ArenaFile."""
         if not is_digest(digest):
             raise WireError(f"{digest[:80]!r} is not a digest")
-        return self.folder / digest
+        return f"{self._prefix}{digest}"
 
     def has(self, digest: str, nbytes: int, *, again: bool = False) -> bool:
         """Whether these bytes are here. They are read once in a process, or each time with `again`."""
         if wrong := self.wrong(digest, nbytes, again=again):
             self._warn(wrong)
-        return not wrong and self.path(digest).exists()
+        return not wrong and os.path.exists(self.file(digest))
 
     def wrong(self, digest: str, nbytes: int, *, again: bool = False) -> str:
         """What is wrong with the file, which was set aside for it; "" when its bytes are right, or gone."""
-        path = self.path(digest)
+        path = self.file(digest)
         with explained(path):
-            if path.exists() and digest in self._whole and not again:
+            if os.path.exists(path) and digest in self._whole and not again:
                 return ""
-            files = [path] if self._copies is None else [path, self._copies.path(digest)]
-            found = {each: damage(each, digest, nbytes) if each.exists() else "gone" for each in files}
+            files = [path] if self._copies is None else [path, self._copies.file(digest)]
+            found = {each: damage(each, digest, nbytes) if os.path.exists(each) else "gone" for each in files}
             good = [each for each in files if not found[each]]
             for each in files if good else []:
                 if found[each]:
                     line = _aside(each, found[each])
-                    copy_whole(good[0], each)
+                    copy_whole(Path(good[0]), Path(each))
                     self._warn(f"{line} It was made again from its copy.")
             if not good:
-                return _aside(path, found[path]) if path.exists() else ""
+                return _aside(path, found[path]) if os.path.exists(path) else ""
         self._whole.add(digest)
         return ""
 
-    def put(self, digest: str, data: memoryview, *, durable: bool) -> Path:
+    def put(self, digest: str, data: memoryview, *, durable: bool) -> str:
         """The file with these bytes, written unless they are here."""
-        path = self.path(digest)
+        path = self.file(digest)
         if not self.has(digest, len(data)):
             write_whole(path, data, durable=durable)
             self.arrived(digest)
@@ -91,7 +93,7 @@ class Spool:
     def receive(self, digest: str, nbytes: int) -> Arriving:
         """Open a transfer; `.offset` says how many of its bytes are here already."""
         whole = self.has(digest, nbytes)
-        with explained(self.path(digest)):
+        with explained(self.file(digest)):
             if not whole:
                 self._make_room(digest, nbytes)
             return Arriving(self, digest, nbytes, whole)
@@ -139,20 +141,22 @@ def is_digest(name: str) -> bool:
     return re.fullmatch(r"[0-9a-f]{32}", name) is not None
 
 
-def damage(path: Path, digest: str, nbytes: int) -> str:
+def damage(path: str | Path, digest: str, nbytes: int) -> str:
     """What is wrong with a file; "" when its bytes have this digest."""
-    if (size := path.stat().st_size) != nbytes:
+    if (size := os.stat(path).st_size) != nbytes:
         return f"{size:,} bytes of {nbytes:,}"
     found = Digest()
-    with path.open("rb", buffering=0) as f:
+    with open(path, "rb", buffering=0) as f:
         while block := f.read(READ_BYTES):
             found.update(block)
     return "" if found.hexdigest() == digest else f"its digest is not {digest[:12]}…"
 
 
-def _aside(path: Path, wrong: str) -> str:
+def _aside(path: str, wrong: str) -> str:
     """A line about a file that is not what it should be, and is set aside."""
-    return f"{path} is damaged ({wrong}). {set_aside(path)}" if path.exists() else f"{path} is gone."
+    if not os.path.exists(path):
+        return f"{path} is gone."
+    return f"{path} is damaged ({wrong}). {set_aside(Path(path))}"
 
 
 class Arriving:
@@ -164,14 +168,14 @@ class Arriving:
 
     def __init__(self, spool: Spool, digest: str, nbytes: int, whole: bool) -> None:
         """`whole`: it is here already."""
-        self._spool, self._path, self._digest, self.nbytes = spool, spool.path(digest), digest, nbytes
-        self._part, self._note = (self._path.with_name(digest + end) for end in (".part", NOTE))
+        self._spool, self._path, self._digest, self.nbytes = spool, spool.file(digest), digest, nbytes
+        self._part, self._note = (self._path + end for end in (".part", NOTE))
         self._hash, self._noted, self.offset = Digest(), 0, 0
         self._file: FileIO | None = None
         if whole:
             self.offset = nbytes
             return
-        resume = self._noted_before() if self._part.exists() else 0
+        resume = self._noted_before() if os.path.exists(self._part) else 0
         self._file = open_for_writing(self._part)
         if resume <= nbytes:  # else it was noted under another claim of this digest
             while self.offset < resume and (block := self._file.read(min(READ_BYTES, resume - self.offset))):
@@ -197,17 +201,18 @@ class Arriving:
             if self.offset - self._noted >= NOTE_BYTES and not self.whole:
                 self._note_offset()
 
-    def finish(self) -> Path:
+    def finish(self) -> str:
         """The file under its final name. With a wrong digest the bytes are forgotten, and it is a WireError;
         Broken where some of them lay here from before: those may be the wrong ones, so it is tried again."""
         if self._file is None:
             return self._path
         if not self.whole:
             raise Broken(f"{self.offset} of {self.nbytes} bytes arrived")
-        if not self._part.exists():
+        if not os.path.exists(self._part):
             raise Broken("the transfer was given up for later ones")
         with explained(self._path):
-            self._note.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(self._note)
             if self._hash.hexdigest() != self._digest:
                 recycle(self._part)
                 line = f"the bytes do not have the digest {self._digest[:12]}… that was announced"
@@ -221,7 +226,7 @@ class Arriving:
         if self._file is not None:
             try:
                 with explained(self._note):
-                    if self._part.exists() and not self.whole:
+                    if os.path.exists(self._part) and not self.whole:
                         self._note_offset()
             finally:
                 self._file.close()
@@ -229,7 +234,7 @@ class Arriving:
 
     def _noted_before(self) -> int:
         try:
-            return max(int(self._note.read_text()), 0)
+            return max(int(Path(self._note).read_text()), 0)
         except (FileNotFoundError, ValueError):  # damaged: it begins again
             return 0
 

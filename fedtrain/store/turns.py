@@ -67,7 +67,7 @@ class Turns:
         """A delta as a file in its site's inbox, where one that came over a network is already; from any
         thread."""
         inbox = self._run.inbox(site)
-        path = inbox.path(delta.digest)
+        path = inbox.file(delta.digest)
         if not inbox.has(delta.digest, delta.schema.nbytes):
             inbox.put(delta.digest, delta.payload, durable=self._run.durable)
         return ArenaFile(delta.schema, path, delta.digest)
@@ -100,7 +100,7 @@ class Turns:
         found = []
         for site, number, version, digest, num_examples, metrics in rows:
             inbox, turn = self._run.inbox(site), Turn(number, version, TurnState.TAKEN)
-            delta = ArenaFile(self._run.schema, inbox.path(digest), digest)
+            delta = ArenaFile(self._run.schema, inbox.file(digest), digest)
             kept = msgspec.msgpack.decode(metrics, type=Metrics)
             buffered = Buffered(site, turn, Update(delta=delta, num_examples=num_examples, metrics=kept))
             if inbox.has(digest, delta.schema.nbytes, again=True):

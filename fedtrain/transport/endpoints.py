@@ -321,7 +321,7 @@ class RemoteCohort:
                     await stream.write(encode(frames.Resume(digest=arena.digest, offset=transfer.offset)))
                     begun = transfer.offset
                     try:
-                        arena.path = await streams.receive(stream, transfer)
+                        arena.file = await streams.receive(stream, transfer)
                     finally:
                         self.bytes_in += transfer.offset - begun
 

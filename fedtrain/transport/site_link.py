@@ -272,11 +272,11 @@ class SiteLink:
     async def _download(self, call: streams.Connection, arena: ArenaFile) -> None:
         async with streams.opened(self._inbox, arena) as transfer:
             if transfer.whole:
-                arena.path = await streams.finished(transfer)
+                arena.file = await streams.finished(transfer)
                 return
             async with call(streams.DOWNLOAD) as stream:
                 await stream.write(encode(frames.Fetch(digest=arena.digest, offset=transfer.offset)))
-                arena.path = await streams.receive(stream, transfer)
+                arena.file = await streams.receive(stream, transfer)
 
     async def _offer(self, call: streams.Connection, request: Request, reply: Reply) -> None:
         body = encode(reply, self._end.known)

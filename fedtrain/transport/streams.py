@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from pathlib import Path
 from typing import Protocol
 
 from ..arena import AnyArena, ArenaFile
@@ -67,7 +66,7 @@ class Transfer(Protocol):
     @property
     def whole(self) -> bool: ...
     def write(self, chunk: bytes | memoryview) -> None: ...
-    def finish(self) -> Path: ...
+    def finish(self) -> str: ...
     def close(self) -> None: ...
 
 
@@ -106,7 +105,7 @@ async def _opened_in_thread(files: Files, arena: ArenaFile) -> Transfer:
         raise
 
 
-async def receive(stream: MessageStream, transfer: Transfer) -> Path:
+async def receive(stream: MessageStream, transfer: Transfer) -> str:
     """The rest of a transfer, from the stream to its file."""
     while not transfer.whole:
         chunk = await stream.read()
@@ -116,7 +115,7 @@ async def receive(stream: MessageStream, transfer: Transfer) -> Path:
     return await finished(transfer)
 
 
-async def finished(transfer: Transfer) -> Path:
+async def finished(transfer: Transfer) -> str:
     """The file of a transfer that is whole."""
     if transfer.nbytes <= SMALL_BYTES:
         return transfer.finish()
@@ -148,7 +147,7 @@ async def unpack(files: Files, message: Message, data: bytes) -> None:
         async with opened(files, arena) as transfer:
             if not transfer.whole:
                 transfer.write(rest[transfer.offset : arena.schema.nbytes])
-            arena.path = await finished(transfer)
+            arena.file = await finished(transfer)
         rest = rest[arena.schema.nbytes :]
 
 
@@ -162,7 +161,7 @@ def read_chunk(arena: AnyArena, offset: int) -> bytes:
     length = min(CHUNK_BYTES, arena.schema.nbytes - offset)
     if not isinstance(arena, ArenaFile):
         return bytes(arena.payload[offset : offset + length])
-    with arena.path.open("rb", buffering=0) as f:
+    with open(arena.file, "rb", buffering=0) as f:
         f.seek(offset)
         chunk = f.read(length)
     if len(chunk) != length:

@@ -7,6 +7,7 @@ import py_compile
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def opened(folder, own, cohort=("victim", "x", "y")):
         hold(gate, own, "victim")
     victim = Site("victim", SCHEMA, ledger, trainer, secure=secure_site(config, "victim"), gate=gate)
     asked, model = advertise(config, cohort)
-    fetched = ledger.inbox.path(asked.weights.digest)
+    fetched = Path(ledger.inbox.file(asked.weights.digest))
     fetched.write_bytes(asked.weights.payload)
     at_the_site = replace(asked, weights=ArenaFile(SCHEMA, fetched, asked.weights.digest))
     nothing = Update(delta=Arena.zeros(SCHEMA), num_examples=1.0)

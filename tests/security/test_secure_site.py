@@ -83,7 +83,7 @@ def test_s12_an_update_trained_on_one_model_is_in_no_sum_for_another_of_the_same
 
     async def ask():
         for i, data in enumerate(both):
-            path = ledger.inbox.path(digest_of(data))
+            path = ledger.folder / "inbox" / digest_of(data)
             path.write_bytes(data)  # where a transfer leaves it
             weights = ArenaFile(SCHEMA, path, digest_of(data))
             reply = await site.answer(Advertise(id=str(i), round=0, weights=weights, terms=terms(config, i)))

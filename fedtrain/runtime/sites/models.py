@@ -123,7 +123,7 @@ class Models:
             summed = Summed(owed.round, owed.cohort, len(owed.sites), owed.names)
         inbox, out = self._ledger.inbox, self._ledger.folder / "patched"
         try:
-            base = ArenaFile(self._schema, inbox.path(patch.base), patch.base)
+            base = ArenaFile(self._schema, inbox.file(patch.base), patch.base)
             found = await self._trainer.apply(base, patch.arena, out, summed)
         except (TaskError, ConfigError) as e:
             self._tell(f"a patch could not be used: {e}; the whole model is fetched")
@@ -133,7 +133,7 @@ class Models:
         if found != digest:
             self._tell(f"a patch gave {found[:12]}… here, not {digest[:12]}…; the whole model is fetched")
             return False
-        os.replace(out, inbox.path(digest))
+        os.replace(out, inbox.file(digest))
         inbox.arrived(digest)
         if self._checked is not None and summed is not None:
             self._checked.made(digest, summed.round + 1)
@@ -144,7 +144,7 @@ class Models:
         out, inbox = self._ledger.folder / "patched", self._ledger.inbox
         if not any(inbox.folder.iterdir()):
             initial = await self._trainer.initial(out)
-            os.replace(out, inbox.path(initial.digest))
+            os.replace(out, inbox.file(initial.digest))
 
     def _check(self, owed: Owed, shown: ArenaFile) -> None:
         """ForgedSum unless what is shown is the sum of that session."""
@@ -153,7 +153,7 @@ class Models:
         checksum = point.digits(CHECKSUM_BITS)
         if shown.schema != sum_schema(owed.sid, numel + checksum, point.ring_bits):
             raise self._forged(owed.round, f"it is {shown.schema.tensors[0]}")
-        vector = np.fromfile(shown.path, point.dtype, numel + checksum)
+        vector = np.fromfile(shown.file, point.dtype, numel + checksum)
         if not Checksums(owed.seed, point, self._parallel).fits(vector[:numel], vector[numel:], owed.sites):
             raise self._forged(owed.round, "it does not fit the sites' checksums")
 

@@ -97,7 +97,7 @@ class Site:
                 f"the aggregator began another run, with other frozen parameters. Start {self._name} again."
             )
         if frozen != self._own.digest and self._fetched is None:
-            self._fetched = ArenaFile(self._own.schema, self._ledger.inbox.path(frozen), frozen)
+            self._fetched = ArenaFile(self._own.schema, self._ledger.inbox.file(frozen), frozen)
             self._frozen = Frozen(self._own.schema, frozen)
         return self._fetched
 
@@ -220,7 +220,7 @@ class Site:
         update = await self._trainer.train(self._name, request.round, weights, out, request.counted)
         if self._spent is not None:
             await asyncio.to_thread(self._spent.trained, self._name, request.round, update.num_examples)
-        path = self._ledger.outbox.path(update.delta.digest)
+        path = self._ledger.outbox.file(update.delta.digest)
         os.replace(out, path)
         kept = msgspec.structs.replace(
             update, delta=ArenaFile(update.delta.schema, path, update.delta.digest)
@@ -232,7 +232,7 @@ class Site:
     def _remembered(self, body: bytes) -> Found:
         reply: Found = decode(body, Found)
         for arena in fetch_list(reply):
-            arena.path = self._ledger.outbox.path(arena.digest)
+            arena.file = self._ledger.outbox.file(arena.digest)
         return reply
 
 

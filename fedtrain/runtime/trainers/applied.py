@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
 
 def applied(config: Config, strategy: Strategy, about: msg.Description, command: msg.Apply) -> Arena:
     """The model, in memory. BadUpdate for a patch that can't be used, SecAggError for such a sum."""
-    base = ArenaFile(about.schema, Path(command.base.path), command.base.digest).load()
+    base = ArenaFile(about.schema, command.base.path, command.base.digest).load()
     if command.summed is not None:
         return moved(config, strategy, about, base, np.fromfile(command.patch.path, np.uint8), command.summed)
     codec = compressed.down_codec(config, about.schema)
     assert codec is not None, "no patches come without compression.down"
-    return compressed.patched(config, codec, base, ArenaFile(codec.coded, Path(command.patch.path)))
+    return compressed.patched(config, codec, base, ArenaFile(codec.coded, command.patch.path))
 
 
 def moved(

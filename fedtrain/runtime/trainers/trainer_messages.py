@@ -38,7 +38,7 @@ class ModelFile(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, model: ArenaFile) -> ModelFile:
-        return cls(str(model.path), model.digest)
+        return cls(model.file, model.digest)
 
 
 # --- commands
