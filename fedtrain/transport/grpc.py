@@ -34,7 +34,8 @@ CODES: dict[type[FedtrainError], grpc.StatusCode] = {
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
-HANDSHAKE_S = 5.0  # a caller has shown its certificate by then
+DEFER_S = 5.0  # the kernel keeps a connection of a caller that says nothing
+HANDSHAKE_S = 20.0  # a caller has shown its certificate by then; core's client gives up a call after as long
 METADATA_BYTES = 8 << 10  # of a call; ours have some hundred
 STREAMS = 32  # of one connection at a time: a session, and a few transfers
 
@@ -95,7 +96,7 @@ class GrpcTransport:
         except RuntimeError:
             raise ConnectError(f"cannot listen on {address}: {_why_not(address)}") from None
         await self._server.start()
-        defer(port, HANDSHAKE_S)
+        defer(port, DEFER_S)
         self._watching = asyncio.create_task(watch.run(port))
         return port
 

@@ -34,6 +34,7 @@ REFUSED = 16  # addresses of refused connections that are told at a time; others
 SILENT = 64  # connections without a call that are nothing to tell of
 OWING_S = 1.5  # a connection without a call whose turn it was for so long is one that a stranger abandoned
 HOME_S = 3600.0  # an address from which a site called in it is no stranger's
+ARRIVAL_S = 0.02  # that a look in a handshake may hold up the others; what it has not seen by then it misses
 COSTS = 20  # between two looks passes so many times what the last one took
 BESIDE = 65 / 64  # bytes on the wire for one of a message
 SPARE_BYTES = 128 << 10  # a second, that may be of no message: headers, pings, windows
@@ -169,11 +170,10 @@ class Watch:
 
     def arrived(self) -> None:
         """A connection begins its handshake: one that is refused in it is gone before the next look. gRPC's
-        threads call this."""
-        if self._port and time.monotonic() >= self._arrives_s:
-            began = time.thread_time()
-            self._arrived.append(_connected(self._port))
-            self._arrives_s = time.monotonic() + COSTS * (time.thread_time() - began)
+        threads call this, and no other handshake begins meanwhile: waits for the interpreter count, too."""
+        if self._port and (began := time.monotonic()) >= self._arrives_s:
+            self._arrived.append(_connected(self._port, ARRIVAL_S))
+            self._arrives_s = (now := time.monotonic()) + COSTS * (now - began)
 
     def called(self, peer: str) -> Caller:
         """A connection makes a call; `peer`: as gRPC names its other end."""
@@ -291,10 +291,13 @@ def _ends(peer: str) -> Peer:
     return address.strip("[]"), int(port or 0)
 
 
-def _connected(port: int) -> dict[Peer, TcpState]:
-    """This process's connections to a port of its own, by their other ends."""
-    found = dict[Peer, TcpState]()
-    for name in os.listdir("/proc/self/fd"):
+def _connected(port: int, within_s: float = math.inf) -> dict[Peer, TcpState]:
+    """This process's connections to a port of its own, by their other ends: all that are found in the time,
+    the highest descriptors first."""
+    found, until = dict[Peer, TcpState](), time.monotonic() + within_s
+    for name in reversed(os.listdir("/proc/self/fd")):
+        if time.monotonic() > until:
+            break
         with suppress(OSError, IndexError, ValueError), _borrowed(int(name)) as one:  # it may be no socket
             if one.getsockname()[1] == port:
                 address, of = one.getpeername()[:2]

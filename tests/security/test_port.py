@@ -206,6 +206,12 @@ async def opened(to, source="127.0.0.1"):
     return await asyncio.open_connection("127.0.0.1", to, local_addr=(source, 0))
 
 
+def test_an_aggregator_waits_for_a_handshake_as_long_as_a_site_does():
+    """At a thundering start thousands of handshakes share its cores; who is cut off calls anew."""
+    options = dict(grpc.server_options(1))
+    assert options["grpc.server_handshake_timeout_ms"] >= 20_000  # core's own, of who connects
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel keeps them")
 def test_a_silent_connection_is_not_taken_before_it_speaks(certs, tmp_path):
     async def main():
@@ -343,6 +349,14 @@ def attacked(certs, tmp_path, attack, kind):
             return told[0], agg.of("site_lost")
 
     return bounded(main())
+
+
+def test_a_look_at_the_connections_ends_when_its_time_is_over():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        there, _ = server.accept()
+        with there:
+            assert len(port._connected(server.getsockname()[1])) == 1
+            assert port._connected(server.getsockname()[1], -1.0) == {}
 
 
 def test_a_site_that_floods_its_connection_is_told_of_and_its_address_barred(certs, tmp_path, monkeypatch):
