@@ -52,14 +52,14 @@ def test_what_rounds_added_is_what_a_list_of_all_would_have_through_restarts_and
 def test_a_commit_that_fails_leaves_what_counted_as_it_was(tmp_path, monkeypatch):
     store = begun(tmp_path)
     store.commit(Checkpoint(1, weights(1)), {}, sites=["a", "b"])
-    real = store.db.change
+    real = store.db.delete
 
-    def fails(sql, values=()):
-        if "DELETE FROM buffer" in sql:
+    def fails(table, *where):
+        if table == "buffer":
             raise OSError("no space")
-        return real(sql, values)
+        return real(table, *where)
 
-    monkeypatch.setattr(store.db, "change", fails)
+    monkeypatch.setattr(store.db, "delete", fails)
     with pytest.raises(OSError, match="no space"):
         store.commit(Checkpoint(2, weights(2)), {}, sites=["b", "c"])
     monkeypatch.undo()

@@ -174,8 +174,8 @@ def test_a_damaged_state_is_never_used_and_its_file_is_named(tmp_path, damage):
         for path in tmp_path.glob(f"{INDEX}*"):
             path.unlink()
     else:
-        memories._db.change("UPDATE states SET site = 'x' WHERE site = ?", (SITES[0],))
-        memories._db.change("UPDATE states SET site = ? WHERE site = ?", (SITES[0], SITES[-1]))
+        memories._db.update("states", {"site": "x"}, "site = ?", (SITES[0],))
+        memories._db.update("states", {"site": SITES[0]}, "site = ?", (SITES[-1],))
     named = INDEX if damage == "index removed" else STATES
     with pytest.raises(Forgotten, match=rf"memory/{named}.*Restore the folder"):
         Memories(tmp_path).of(SITES[0]).load(3)

@@ -92,7 +92,7 @@ def lose(folder, how):
     if (index := folder.parent / memories.INDEX).exists():
         db = Database(index, remedy="", shared=True)
         if how == "removed":
-            db.change("DELETE FROM states WHERE site = ?", (LOST,))
+            db.delete("states", "site = ?", (LOST,))
         with (folder.parent / memories.STATES).open("r+b") as f:
             for place, nbytes in db.all("SELECT place, nbytes FROM states WHERE site = ?", (LOST,)):
                 f.seek(place + nbytes - 1)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fedtrain.errors import Broken, Damaged, StoreError, WireError
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool, chain, redo, runs
 from fedtrain.store import folder as run_folder
+from fedtrain.store.database import Database
 from fedtrain.store.disk import refuse_network_disk
 from tests.damage import DAMAGES, extend, flip, flip_another, swap
 from tests.worlds import FORKED
@@ -588,3 +590,33 @@ def test_a_damaged_ledger_is_made_again_or_begun_again_and_a_person_is_told(tmp_
     assert ledger.get("Train/0/abc") is None
     assert re.search(r"ledger\.db is damaged.*worked out again.*quarantine/ledger\.db", lines[1])
     ledger.close()
+
+
+def test_rows_put_changed_and_removed_have_the_digest_and_are_made_again_with_more_tables_too(
+    tmp_path, lines
+):
+    first = "CREATE TABLE IF NOT EXISTS a (name TEXT PRIMARY KEY, size REAL)"
+    second = f"{first};CREATE TABLE IF NOT EXISTS b (name TEXT, n INTEGER, data BLOB, PRIMARY KEY (name, n))"
+    path = tmp_path / "x.db"
+    db = Database(path, first, remedy="Begin anew.", warn=lines.append)
+    db.put("a", "one", 1)  # a REAL: what is noted is what SQLite keeps of it
+    db.put("a", "two", 2)
+    db.put("a", "one", 3)
+    db.close()
+    db = Database(path, second, remedy="Begin anew.", warn=lines.append)
+    with db.transaction():
+        db.put("b", "one", 7, b"old")
+        assert db.update("b", {"data": b"new"}, "n = ?", (7,)) == 1
+        db.delete("a", "size < ?", (2.5,))
+    with suppress(StoreError), db.transaction():
+        db.delete("b")
+        db.put("no such table", 1)
+    db.close()
+    for again in (False, False, True):  # as it was left twice, then made again from the redo log
+        if again:
+            path.write_bytes(b"")
+        db = Database(path, second, remedy="Begin anew.", warn=lines.append)
+        assert db.all("SELECT * FROM a") == [("one", 3.0)]
+        assert db.all("SELECT * FROM b") == [("one", 7, b"new")]
+        assert len(lines) == again
+        db.close()

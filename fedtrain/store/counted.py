@@ -48,7 +48,7 @@ class CountedSites:
         self._db.put("counted", number, msgspec.msgpack.encode(more))
         self._whole = [*[r for r in self._whole if r <= number - back][-1:],
                        *[r for r in self._whole if r > number - back]]  # fmt: skip
-        self._db.change("DELETE FROM counted WHERE round < ?", (self._whole[0],))
+        self._db.delete("counted", "round < ?", (self._whole[0],))
 
     def forget(self) -> None:
         """Read the table again when it is asked for next."""

@@ -13,7 +13,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Database:
         self.path, self._remedy = path, remedy
         self._redo = None if read_only or shared else Redo(path.with_suffix(".redo"), durable=durable)
         self._db: sqlite3.Connection
+        self._keys: dict[str, dict[str, int]] = {}  # table -> see _key
         try:
             if self._redo is not None:
                 self._open_both(self._redo, tables, warn)
@@ -77,13 +78,7 @@ class Database:
         rows = self.all(sql, values)
         return rows[0] if rows else None
 
-    def change(self, sql: str, values: Sequence[Any] = ()) -> int:
-        """How many rows an INSERT, UPDATE or DELETE touched; a transaction by itself where none is open."""
-        if not self._db.in_transaction:
-            with self.transaction():
-                return self.change(sql, values)
-        with self._explained():
-            return self._db.execute(sql, values).rowcount
+    # Only these three write, and each is a transaction by itself where none is open.
 
     def put(self, table: str, *row: Any) -> None:
         """Write a row, in the place of one with the same key; structs, lists and dicts as JSON."""
@@ -91,7 +86,45 @@ class Database:
             v if isinstance(v, str | int | float | bytes | None) else msgspec.json.encode(v).decode()
             for v in row
         ]
-        self.change(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", plain)  # noqa: S608
+        with self._joined():
+            key = self._key(table)
+            same, own = " AND ".join(f"{name} = ?" for name in key), [plain[at] for at in key.values()]
+            self._note(False, table, same, own)
+            places = ", ".join("?" * len(row))
+            self._db.execute(f"INSERT OR REPLACE INTO {table} VALUES ({places})", plain)  # noqa: S608 - ours
+            self._note(True, table, same, own)
+
+    def delete(self, table: str, where: str = "TRUE", values: Sequence[Any] = ()) -> None:
+        """Remove the rows that are so."""
+        with self._joined():
+            self._note(False, table, where, values)
+            self._db.execute(f"DELETE FROM {table} WHERE {where}", values)  # noqa: S608 - names of ours
+
+    def update(self, table: str, new: dict[str, Any], where: str, values: Sequence[Any] = ()) -> int:
+        """Give the rows that are so these values, in columns that are no key; how many there are."""
+        with self._joined():
+            found = self._db.execute(f"SELECT * FROM {table} WHERE {where}", values)  # noqa: S608 - ours
+            names, rows = [about[0] for about in found.description], found.fetchall()
+            for row in rows:
+                self.put(table, *(dict(zip(names, row, strict=True)) | new).values())
+        return len(rows)
+
+    def _joined(self) -> AbstractContextManager[None]:
+        """The transaction that is open, or one of its own."""
+        return nullcontext() if self._db.in_transaction else self.transaction()
+
+    def _key(self, table: str) -> dict[str, int]:
+        """The columns of a table's key, each with its place in a row."""
+        if table not in self._keys:
+            columns = self._db.execute(f"PRAGMA table_info({table})")
+            self._keys[table] = {name: at for at, name, *_, is_key in columns if is_key}
+        return self._keys[table]
+
+    def _note(self, added: bool, table: str, where: str, values: Sequence[Any]) -> None:
+        """The rows that are so have been added, or are about to be removed."""
+        if self._redo is not None:
+            for row in self._db.execute(f"SELECT * FROM {table} WHERE {where}", values):  # noqa: S608 - ours
+                self._redo.note(added, (table, *row))
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -101,8 +134,8 @@ class Database:
             try:
                 yield
                 if self._redo is not None and self._redo.changed:
-                    self._db.execute("UPDATE commits SET number = number + 1")
-                    self._redo.append(*self._state())
+                    number, tables = self._db.execute("SELECT * FROM commits").fetchone()
+                    self._redo.append(number + 1, self._seal(self._redo, number + 1, tables))
                 self._db.execute("COMMIT")
             except BaseException:
                 with suppress(sqlite3.Error):
@@ -159,8 +192,10 @@ class Database:
             if aside or number > 1:  # else it is new, or an earlier fedtrain had none
                 warn(f"{redo.path} is damaged or old: {wrong}. {aside} It was made again.")
         own = self._definitions()
-        # a later fedtrain has more
-        self.change("UPDATE commits SET tables = ? WHERE tables != ?", (own, own))
+        if self.one("SELECT tables FROM commits") != (own,):  # a later fedtrain has more
+            self.update("commits", {"tables": own}, "TRUE")
+        with self._explained():
+            self._copy_log()  # also of what a killed process had committed
 
     def _open(self, redo: Redo, tables: str) -> None:
         """The database as it is on the disk, with a digest that each change brings up to date."""
@@ -172,25 +207,22 @@ class Database:
                 raise Damaged(f"{self.path} {earlier}. {self._remedy}")
             self._compare()
             self._db.executescript(f"BEGIN IMMEDIATE;{OURS}{tables};COMMIT;")
-
-            def changed(digest: bytes, added: int, *row: Any) -> bytes:
-                return toggled(digest, redo.note(bool(added), row))
-
-            self._db.create_function("changed", -1, changed)
-            self._db.execute("PRAGMA recursive_triggers=ON")  # or REPLACE removes rows and tells nobody
-            script = "BEGIN;"  # one for all: each by itself takes as long again
-            for table in self._tables() - {"seal"}:
-                columns = [row[1] for row in self._db.execute(f"PRAGMA table_info({table})")]
-                for event, rows in {"INSERT": ["NEW"], "DELETE": ["OLD"], "UPDATE": ["OLD", "NEW"]}.items():
-                    script += f"CREATE TEMP TRIGGER {table}_{event} AFTER {event} ON main.{table} BEGIN "
-                    for row in rows:
-                        values = ", ".join([f"'{table}'", *(f"{row}.{column}" for column in columns)])
-                        script += f"UPDATE seal SET digest = changed(digest, {row == 'NEW':d}, {values});"  # noqa: S608 - names of ours
-                    script += "END;"
-            self._db.executescript(f"{script}COMMIT;")
             if not self._db.execute("SELECT 1 FROM commits").fetchone():
-                self._db.execute("INSERT INTO commits VALUES (?, ?)", (bool(before), self._definitions()))
+                self._db.execute("BEGIN IMMEDIATE")
+                self._seal(redo, int(bool(before)), self._definitions())
+                self._db.execute("COMMIT")
             redo.forget()
+
+    def _seal(self, redo: Redo, number: int, tables: bytes) -> bytes:
+        """Say which transaction is the last one, and bring the digest of all rows up to date; the digest."""
+        self._note(False, "commits", "TRUE", ())
+        self._db.execute("DELETE FROM commits")
+        self._db.execute("INSERT INTO commits VALUES (?, ?)", (number, tables))
+        redo.note(True, ("commits", number, tables))
+        (before,) = self._db.execute("SELECT digest FROM seal").fetchone()
+        digest = toggled(before, *redo.noted)
+        self._db.execute("UPDATE seal SET digest = ?", (digest,))
+        return digest
 
     def _connect(self, wait_s: float) -> None:
         with explained(self.path):  # made here, it is for nobody else; SQLite's other files are as it is
@@ -211,6 +243,7 @@ class Database:
                 for row in logged.rows.values():
                     table, *values = msgspec.msgpack.decode(row)
                     self._db.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)  # noqa: S608
+                self._db.execute("UPDATE seal SET digest = ?", (logged.digest,))
                 self._db.execute("COMMIT")
             except BaseException:
                 self._db.execute("ROLLBACK")

@@ -93,19 +93,16 @@ class Ledger:
     def put(self, key: str, body: bytes, digest: str, nbytes: int) -> None:
         """Remember a reply whose bytes are in the outbox; the oldest ones are forgotten."""
         with self._db.transaction():
-            self._db.change("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (key, body, digest, nbytes))
-            self._db.change(
-                "DELETE FROM replies WHERE rowid NOT IN "
-                "(SELECT rowid FROM replies ORDER BY rowid DESC LIMIT ?)", (KEEP,),
-            )  # fmt: skip
+            self._db.put("replies", key, body, digest, nbytes)
+            newest = "SELECT rowid FROM replies ORDER BY rowid DESC LIMIT ?"
+            self._db.delete("replies", f"rowid NOT IN ({newest})", (KEEP,))
         self.outbox.keep_only([digest for (digest,) in self._db.all("SELECT digest FROM replies")])
 
     def model_of(self, number: int, model: str) -> str:
         """The model that this site was first asked about after so many rounds: this one, if none was."""
         if row := self._db.one("SELECT model FROM models WHERE number = ?", (number,)):
             return str(row[0])
-        with self._db.transaction():
-            self._db.change("INSERT INTO models VALUES (?, ?)", (number, model))
+        self._db.put("models", number, model)
         return model
 
     def spare(self) -> Path:

@@ -129,7 +129,7 @@ class Memories:
         chosen = next(((place, room) for place, room in free if room >= nbytes), None)
         for place, _ in free:
             if chosen is None or place != chosen[0]:
-                self._db.change("UPDATE states SET round = ? WHERE place = ?", (SPARE, place))
+                self._db.update("states", {"round": SPARE}, "place = ?", (place,))
         if chosen is None:
             end = self._db.one("SELECT place + room FROM states ORDER BY place DESC LIMIT 1")
             chosen = end[0] if end else 0, -(-nbytes // ROOM) * ROOM

@@ -87,9 +87,14 @@ class Redo:
         """Whether the transaction under way changed anything."""
         return bool(self._added or self._removed)
 
+    @property
+    def noted(self) -> list[bytes]:
+        """The digests of the rows that the transaction under way added or removed."""
+        return [*self._added, *self._removed]
+
     def append(self, number: int, digest: bytes) -> None:
         """Write what was noted as transaction `number`, after which all rows have this digest."""
-        assert digest == toggled(self._last.digest, *self._added, *self._removed), "every change was noted"
+        assert digest == toggled(self._last.digest, *self.noted), "every change was noted"
         data = _line(Transaction(number, digest, [*self._added.values()], [*self._removed]))
         with explained(self.path):
             at = 0

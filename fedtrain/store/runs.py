@@ -104,7 +104,7 @@ class RunStore(RunFolder):
         if self.durable:  # models without a word of what they are would be those of a lost database
             sync_folder(self.blobs)
         with self.db.transaction():
-            self.db.change("DELETE FROM meta")
+            self.db.delete("meta")
         self.forget_after(-1)
         for cached in ("schema", "frozen"):
             self.__dict__.pop(cached, None)
@@ -168,13 +168,13 @@ class RunStore(RunFolder):
         try:
             with self.db.transaction():
                 self.db.put("rounds", number, weights, *state, dict(record), time.time())
-                self.db.change("DELETE FROM plan WHERE round <= ?", (number - KEEP,))
+                self.db.delete("plan", "round <= ?", (number - KEEP,))
                 self._counted.add(number, self._buffered() | dict.fromkeys(sites, number - 1), KEEP - 1)
                 if (patch := checkpoint.patch) is not None:
                     self.db.put("patches", number, patch.digest, patch.schema)
                     most = min(PATCHES, checkpoint.weights.schema.nbytes // max(patch.schema.nbytes, 1)) or 1
-                    self.db.change("DELETE FROM patches WHERE round <= ?", (number - most,))
-                self.db.change("DELETE FROM buffer")  # all of it is in this version
+                    self.db.delete("patches", "round <= ?", (number - most,))
+                self.db.delete("buffer")  # all of it is in this version
                 if following is not None:
                     self.set_plan(following)
                 if suspects is not None:
@@ -255,7 +255,7 @@ class RunStore(RunFolder):
         """A round is the last one again: the run goes on from there."""
         with self.db.transaction():
             for table in ("rounds", "evaluations", "plan", "counted", "patches"):
-                self.db.change(f"DELETE FROM {table} WHERE round > ?", (number,))  # noqa: S608 - names of ours
+                self.db.delete(table, "round > ?", (number,))
             self.turns.refuse_after(number)
         self._counted.forget()
 

@@ -76,10 +76,9 @@ class Turns:
         """Put the update of a turn, its delta being kept, into the buffer. With that the turn is answered."""
         taken = replace(turn, state=TurnState.TAKEN)
         with self._db.transaction():
-            self._db.change(
-                "INSERT INTO buffer VALUES (?, ?, ?, ?, ?, ?)",
-                (site, turn.number, turn.version, update.delta.digest, update.num_examples,
-                 msgspec.msgpack.encode(update.metrics)),
+            self._db.put(
+                "buffer", site, turn.number, turn.version, update.delta.digest, update.num_examples,
+                msgspec.msgpack.encode(update.metrics),
             )  # fmt: skip
             self.set(site, taken)
         waiting = self._db.all("SELECT digest FROM buffer WHERE site = ?", (site,))
@@ -89,7 +88,7 @@ class Turns:
     def discard(self, buffered: Buffered) -> None:
         """Take an update out of the buffer again."""
         key = buffered.site, buffered.turn.number
-        self._db.change("DELETE FROM buffer WHERE site = ? AND number = ?", key)
+        self._db.delete("buffer", "site = ? AND number = ?", key)
 
     def buffered(self) -> list[Buffered]:
         """The buffer as it was left, in the order of (site, turn). What is not whole any more (a power cut)
@@ -108,17 +107,16 @@ class Turns:
                 continue
             with self._db.transaction():
                 self.discard(buffered)
-                owed = self._db.change(
-                    "UPDATE turns SET state = 'owed' WHERE site = ? AND number = ?", (site, number)
-                )
+                again = {"state": TurnState.OWED}
+                owed = self._db.update("turns", again, "site = ? AND number = ?", (site, number))
             how = "is asked for again" if owed else "is lost"
             self._run.back(f"{delta.path} is not whole: turn {number + 1} of {site} {how}.")
         return found
 
     def refuse_after(self, version: int) -> None:
         """Forget what was trained from later versions."""
-        self._db.change("DELETE FROM buffer WHERE version > ?", (version,))
-        self._db.change("UPDATE turns SET state = 'refused' WHERE version > ?", (version,))
+        self._db.delete("buffer", "version > ?", (version,))
+        self._db.update("turns", {"state": TurnState.REFUSED}, "version > ?", (version,))
 
     def refuse_unreadable(self, read: Callable[[int], object]) -> None:
         """Give up the turns that are owed from a version that `read` raises StoreError for: its weights are
@@ -130,6 +128,5 @@ class Turns:
                 raise
             except StoreError as e:
                 self._run.back(f"{e} Who was training from it begins another turn.")
-                self._db.change(
-                    "UPDATE turns SET state = 'refused' WHERE state = 'owed' AND version = ?", (version,)
-                )
+                refused = {"state": TurnState.REFUSED}
+                self._db.update("turns", refused, "state = 'owed' AND version = ?", (version,))

@@ -16,7 +16,7 @@ import torch
 
 from tests.vsim.world import World
 
-BATCH = 50  # seeds of a process: each begins by loading and learning what all need
+BATCH = 100  # seeds of a process: each begins by loading and learning what all need
 
 
 @dataclass
