@@ -205,7 +205,8 @@ class Database:
             if before and "seal" not in before:
                 earlier = "has no digest: an earlier fedtrain wrote it, or it is damaged"
                 raise Damaged(f"{self.path} {earlier}. {self._remedy}")
-            self._compare()
+            if before:
+                self._compare()
             self._db.executescript(f"BEGIN IMMEDIATE;{OURS}{tables};COMMIT;")
             if not self._db.execute("SELECT 1 FROM commits").fetchone():
                 self._db.execute("BEGIN IMMEDIATE")

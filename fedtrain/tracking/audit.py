@@ -127,7 +127,8 @@ class AuditLog:
         """`sign` makes the bytes of NAME.head; None: there is none. `known`: the head that the last process
         signed. Damaged where a line was edited, left out, moved or cut off. A line that its process could not
         finish is cut off, and an entry says so; so is what a power cut took."""
-        self.path, self._sign, self._clock, self._lock = path, sign, clock, threading.Lock()
+        self.path, self._head, self._lock = path, head_file(path), threading.Lock()
+        self._sign, self._clock = sign, clock
         self._lines, self._seals = 0, deque[str](maxlen=REMEMBERED)  # of all lines, and of the newest
         self._held: list[Event] = []
         self._synced_s, self._synced, self._boot = -SYNC_S, (0, ""), boot()
@@ -288,7 +289,7 @@ class AuditLog:
         head = LogHead(
             log=self.path.stem, lines=lines, seal=seal, seen=seen, synced=self._synced, boot=self._boot
         )
-        signed, file = self._sign(head), os.open(head_file(self.path), os.O_WRONLY | os.O_CREAT, 0o600)
+        signed, file = self._sign(head), os.open(self._head, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             os.pwrite(file, signed.ljust(HEAD_BYTES, b"\0"), 0)
             if not self._headed:  # later ones get there by themselves: only the start matters after a cut

@@ -258,12 +258,13 @@ class World:
                 continue
             process.alive = False  # all that it left undone ends with it
             self.network.died(process, power=False)
-            machine.disk.dies(None)
-            machine.disk.restart()
             error = task.exception()
             if error is None:
                 machine.reason = task.result()
-            elif isinstance(error, FedtrainError):
+                return
+            machine.disk.dies(None)
+            machine.disk.restart()
+            if isinstance(error, FedtrainError):
                 self.tell(f"{machine.name} ended: {type(error).__name__}: {error}")
                 self.claims.ended(machine, error)
                 if isinstance(error, Damaged) and "Move it and its .head away" in str(
