@@ -37,21 +37,21 @@ def hunt(seeds: Sequence[int], *, trace: bool = False, most: int = 1, world: typ
     world.grounds()
     torch.zeros(1)
     for at in range(0, len(seeds), BATCH):
-        batch = _forked(seeds[at : at + BATCH], trace, world)
+        batch = _forked(seeds[at : at + BATCH], trace, most - len(found.failed), world)
         found.add(batch.failed, batch.counts)
         if len(found.failed) >= most:
             break
     return found
 
 
-def _forked(seeds: Sequence[int], trace: bool, world: type[World]) -> Found:
+def _forked(seeds: Sequence[int], trace: bool, most: int, world: type[World]) -> Found:
     reading, writing = os.pipe()
     sys.stdout.flush()
     if not (child := os.fork()):
         try:
             os.close(reading)
             with open(writing, "wb") as pipe:
-                pipe.write(msgspec.json.encode(_run(seeds, trace, world)))
+                pipe.write(msgspec.json.encode(_run(seeds, trace, most, world)))
             sys.stdout.flush()
         except BaseException:
             traceback.print_exc()
@@ -65,7 +65,7 @@ def _forked(seeds: Sequence[int], trace: bool, world: type[World]) -> Found:
     return msgspec.json.decode(told, type=Found)
 
 
-def _run(seeds: Sequence[int], trace: bool, kind: type[World]) -> Found:
+def _run(seeds: Sequence[int], trace: bool, most: int, kind: type[World]) -> Found:
     gc.disable()
     found, kept = Found(), list[World]()
     for seed in seeds:
@@ -77,4 +77,6 @@ def _run(seeds: Sequence[int], trace: bool, kind: type[World]) -> Found:
             if trace:
                 traceback.print_exc(file=sys.stdout)
         found.add({}, world.counts | world.network.counts | world.claims.counts)
+        if len(found.failed) >= most:
+            break
     return found
