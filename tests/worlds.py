@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fedtrain.training.devices import backend_of, device_of_rank
+from tests.pretended import PRESENT, PretendedGPU
 from tests.signals import hear_ctrl_c
 
 TIMEOUT = timedelta(seconds=120)  # of one collective
@@ -48,14 +50,28 @@ def world(
 ) -> None:
     """`work(rank, ranks, *arguments)` in so many processes of one group, to the end; where one of them
     raises, the others are ended and its traceback is raised here. `device`, `backend`: as train.device and
-    parallel.backend; by Gloo the ranks share a GPU."""
+    parallel.backend; by Gloo the ranks share a GPU. Where this process has a pretended GPU, so have they."""
     with TemporaryDirectory() as folder:
         meeting = Path(folder) / "meeting"
-        given = ranks, meeting, device, backend, work, arguments
+        given = ranks, meeting, device, backend, bool(PRESENT), work, arguments
         torch.multiprocessing.start_processes(_rank, given, ranks, start_method="forkserver")
 
 
 def _rank(
+    rank: int,
+    ranks: int,
+    meeting: Path,
+    device: str,
+    backend: str,
+    pretended: bool,
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    with PretendedGPU() if pretended else nullcontext():
+        _work(rank, ranks, meeting, device, backend, work, arguments)
+
+
+def _work(
     rank: int,
     ranks: int,
     meeting: Path,

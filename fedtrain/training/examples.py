@@ -38,7 +38,9 @@ class Tensors:
         if self.count and (size == 0 or size >= self.count):
             yield self.build(self.columns)  # a single batch needs no order
             return
-        index = None if order is None else order(self.count).to(self.columns[0].device)
+        index = None if order is None else order(self.count)
+        if index is not None:  # a GPU is not waited for
+            index = index.to(self.columns[0].device, non_blocking=True)
         for start, stop in spans(self.count, size, drop_last):
             if index is None:
                 yield self.build(c[start:stop] for c in self.columns)

@@ -33,8 +33,9 @@ from .stacks import DropoutLayer, Group, Padded, StackedSites, plan_of
 from .task import collate_of, folder_of, user_code
 from .traced import Dropout, compiled, traced
 
-CHUNK = 72  # sites at once, at most; see runtime/trainers/folding.stacks
-CHUNK_BYTES = 32 << 20  # of their weights, at most
+CHUNK = 72  # sites at once on a CPU, at most; see runtime/trainers/folding.stacks
+CHUNK_BYTES = 32 << 20  # of their weights, at most, as a CPU's caches want it
+GPU_PART = 16  # of a GPU's free memory, for weights and data; gradients, state and activations take the rest
 STACKED_BYTES = 256 << 20  # of stacked data that is kept for the next round
 TRACES = 64  # that are kept: of the shapes used last
 PROBED = 8  # sites whose first batches say whether a loss is a mean over examples
@@ -57,11 +58,8 @@ class Stacked(Backend):
         self._names, self._shapes = [f"model.{s.name}" for s in trained], [s.shape for s in trained]
         self._sizes = [s.numel for s in trained]
         self._loss = _Loss(engine)
-        gpu = engine.device.type == "cuda"
-        room = torch.cuda.mem_get_info(engine.device)[0] // 16 if gpu else CHUNK_BYTES
-        at_once = max(1, min(CHUNK, room // max(1, engine.schema.nbytes)))
         like = engine.local.flat(self._section)
-        self._slab = like.new_empty(at_once, self._section.trained)  # the weights of the sites at work
+        self._slab = like.new_empty(0, self._section.trained)  # the weights of the sites at work
         self._steps = Steps(self, engine.config, engine.correct)
         self.weights: list[torch.Tensor] = []  # [sites, n], of those that still train
         self.gradients: list[torch.Tensor] = []
@@ -110,6 +108,8 @@ class Stacked(Backend):
         """Train the sites' weights, `_local`. Returns the first ones, and each site's (Σ loss, Σ weight)."""
         engine, own = self.engine, starts.dim() > 1
         start = starts[stack.members].to(engine.device) if own else starts
+        if len(self._slab) < len(stack.names):
+            self._slab = self._slab.new_empty(len(stack.names), self._section.trained)
         self._local = self._slab[: len(stack.names)].copy_(start)  # [sites, n]
         self.weights, self._first = [*self._parts(self._local)], None if own else start
         self._steps.begin(OPTIMIZERS[engine.config.optimizer](engine.config, self.weights))
@@ -143,10 +143,11 @@ class Stacked(Backend):
         known, stacks = self._kept.pop(key, (None, []))
         self._kept_bytes -= sum(stack.nbytes for stack in stacks)
         if known is None or any(a is not b for a, b in zip(known, data, strict=True)):
-            config, device, most = self.engine.config, self.engine.device, len(self._slab)
+            config, device = self.engine.config, self.engine.device
             stacks = [
                 StackedSites.of(bucket[at : at + most], config, device)
                 for bucket in self._buckets(sites)
+                for most in [self._at_once(bucket)]
                 for at in range(0, len(bucket), most)
             ]
         self._kept[key] = data, stacks
@@ -155,6 +156,16 @@ class Stacked(Backend):
             _, (_, freed) = self._kept.popitem(last=False)
             self._kept_bytes -= sum(stack.nbytes for stack in freed)
         return stacks
+
+    def _at_once(self, bucket: Sequence[tuple[int, str, Tensors]]) -> int:
+        """How many of these sites are one stack."""
+        device, nbytes = self.engine.device, max(1, self.engine.schema.nbytes)
+        if device.type != "cuda":
+            return max(1, min(CHUNK, CHUNK_BYTES // nbytes))
+        nbytes += max(sum(column.nbytes for column in examples.columns) for _, _, examples in bucket)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own to give
+        free = torch.cuda.mem_get_info(device)[0] + kept
+        return max(1, free // GPU_PART // nbytes)
 
     def _buckets(self, sites: Sequence[tuple[SiteId, Any]]) -> Iterator[list[tuple[int, str, Tensors]]]:
         """(place in `sites`, name, examples) of all sites that can be one stack, those with most steps first.

@@ -42,7 +42,11 @@ PIPELINES: Held = {
     "pp-fsdp": (drawn("Drawn", pp=2, zero=3), 2),
     "pp-gpipe-dp": (drawn("Drawn", pp=2, schedule="gpipe"), 2),
 }
-WITHIN = {"pp-tp": drawn("Dropping", pp=2, tp=2)}  # as "pp" of two
+WITHIN = {  # as "pp" of two
+    "pp-tp": drawn("Dropping", pp=2, tp=2),
+    "pp-cp": drawn("Dropping", pp=2, cp=2),
+    "pp-cp-activations-again": drawn("Dropping", pp=2, cp=2, checkpoint_activations=True),
+}
 REFUSED = {
     "cp-tp-columns": (drawn("Split", cp=2, tp=2), "parallel."),
     "fsdp-cp-norm": (drawn("Normed", zero=3, cp=2), "parallel.cp: batch_norm draws for, or averages over"),

@@ -13,7 +13,8 @@ from fedtrain.training.task import load_task
 from tests.equivalence.ranks import launch, run_case
 from tests.equivalence.test_evaluation import TASKS, loss
 from tests.equivalence.tiny import case, furthest, project
-from tests.gpu.on import GPUS_ONLY, slowly
+from tests.gpu.on import NO_CPU, slowly
+from tests.pretended import PRESENT
 
 EXACT = {"cpu": 1e-12, "cuda": 1e-8}  # float64
 CLIPPED = {"clip_norm": 0.1}
@@ -32,7 +33,7 @@ TWO = {
     "zero3": case("Padded", zero=3, train=CLIPPED),
     "tp": case(tp=2, train=CLIPPED),
     "sp": case(tp=2, sp=True, train=CLIPPED),
-    "pp": case(pp=2),
+    "pp": case(pp=2),  # by Gloo, which sends what lies in memory alone
     "cp": case(cp=2, train=CLIPPED),
     "topk": case(comm_hook="topk", comm_fraction=1.0),
 }
@@ -77,11 +78,11 @@ def far(found, alone, cases):
     return {name: furthest(found[name].model, alone(table)) for name, table in cases.items()}
 
 
-@slowly(6)
+@slowly(6, pretended=6)
 def test_nccl_one_rank_every_row(folder, alone, device):
     """Offloaded shards are gathered, installed and evaluated too."""
     cases = {f"{name}-{device}": table | {"evaluate": {"every": 1}} for name, table in ONE.items()}
-    if device == "cuda":
+    if device == "cuda" and not PRESENT:
         cases["compile"] = case(compile=True)
     found = launch(folder, 1, cases, device)
     distances = far(found, alone, cases)
@@ -89,7 +90,7 @@ def test_nccl_one_rank_every_row(folder, alone, device):
     assert all(each.of("evaluated") for name, each in found.items() if name != "compile")
 
 
-@slowly(9)
+@slowly(9, pretended=12)
 def test_two_ranks_one_gpu(folder, alone, device):
     cases = {f"two-{name}-{device}": table for name, table in TWO.items()}
     found = launch(folder, 2, cases, device, "gloo")
@@ -179,10 +180,10 @@ def test_cp_nccl(folder, alone):
 MEMORY = """
 class Large(fedtrain.Task):
     def model(self):
-        return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
 
     def data(self, site):
-        return torch.ones(32, 2048), torch.ones(32, 2048)
+        return torch.ones(32, 1024), torch.ones(32, 1024)
 
     def loss(self, model, batch):
         return F.mse_loss(model(batch[0]), batch[1])
@@ -192,7 +193,8 @@ class Large(fedtrain.Task):
 """
 
 
-@GPUS_ONLY
+@NO_CPU
+@pytest.mark.slow(6)
 def test_offload_saves_memory(folder, device):
     """What a GPU holds at most, with and without offloaded shards."""
     with (folder / "mesh_task.py").open("a") as f:

@@ -15,8 +15,8 @@ from fedtrain.runtime.trainers.trainer import Trainer
 from fedtrain.runtime.trainers.trainer_process import environment
 from fedtrain.store import RunStore
 from fedtrain.training.local import Engine
-from fedtrain.training.stacked import Stacked
-from tests.gpu.on import EACH, GPUS_ONLY, slowly
+from fedtrain.training.stacked import GPU_PART, Stacked
+from tests.gpu.on import EACH, GPUS_ONLY, NO_CPU, slowly
 from tests.inline import federation, project, simulation
 from tests.test_stacked import CONFIG, SITES, Small, Tokens, examples, proximal, replace, slab
 
@@ -52,6 +52,25 @@ def test_vmap_chunk_by_free_memory(device):
     torch.cuda.synchronize()
     print(
         f"{len(sites) / (time.perf_counter() - began):,.0f} updates/s of {engine.schema.numel:,} parameters"
+    )
+
+
+@NO_CPU
+@pytest.mark.parametrize("room", [1, 100, 1000])
+def test_a_stack_has_as_many_sites_as_the_free_memory_takes(device, room, monkeypatch):
+    """A CPU's caches, for which 72 are the most, say nothing of a GPU."""
+    engine = Engine(Small(), replace(CONFIG, device=device), 1)
+    sites = [(f"site-{i}", examples(8, i)) for i in range(150)]
+    start, outs, many = engine.initial(), slab(engine, sites), Stacked(engine)
+    each = engine.schema.nbytes + sum(column.nbytes for column in sites[0][1])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room * GPU_PART * each, 80 << 30))
+    found = many.train(sites[: 3 if room == 1 else None], 0, start, outs)
+    (stacks,) = (stacks for _, stacks in many._kept.values())
+    assert max(len(stack.names) for stack in stacks) == min(room, len(sites))
+    alone = engine.train(*sites[2], 0, start, Arena.zeros(engine.schema))
+    torch.testing.assert_close(
+        found[2].delta.views()["0.weight"], alone.delta.views()["0.weight"], rtol=0, atol=1e-10
     )
 
 
