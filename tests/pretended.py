@@ -364,6 +364,9 @@ class PretendedGPU(TorchDispatchMode):
         def reset(*_: Any) -> None:
             self.most = self.allocated
 
+        def allow(fraction: float, *_: Any) -> None:
+            self.memory = int(fraction * properties.total_memory)
+
         stream = Stream()
         nothing: Callable[..., None] = lambda *_, **__: None
         return {
@@ -382,6 +385,7 @@ class PretendedGPU(TorchDispatchMode):
             "Stream": Stream, "Event": Event, "current_stream": lambda *_: stream,
             "default_stream": lambda *_: stream, "set_stream": nothing, "stream": lambda s: s or stream,
             "device": lambda *_: stream, "ipc_collect": nothing, "set_sync_debug_mode": self._warn,
+            "set_per_process_memory_fraction": allow,
         }  # fmt: skip
 
     # --- operations

@@ -100,7 +100,8 @@ def test_causal_parts_make_no_mask(device):
 
 
 @pytest.mark.gpu2
-def test_causal_parts_take_the_flash_kernel_by_nccl():
+def test_cp_causal_flash():
+    """By NCCL, a GPU each, in bf16."""
     world(2, attend, "cuda", "nccl", 1 << 12, True, device="cuda", backend="nccl")
 
 

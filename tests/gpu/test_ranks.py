@@ -8,13 +8,17 @@ import pytest
 import torch
 
 from fedtrain.config import Config
+from fedtrain.training.devices import device_of_rank
 from fedtrain.training.local import Engine
+from fedtrain.training.mesh import Mesh, Sizes
+from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.task import load_task
 from tests.equivalence.ranks import launch, run_case
 from tests.equivalence.test_evaluation import TASKS, loss
 from tests.equivalence.tiny import case, furthest, project
 from tests.gpu.on import NO_CPU, slowly
 from tests.pretended import PRESENT
+from tests.worlds import world
 
 EXACT = {"cpu": 1e-12, "cuda": 1e-8}  # float64
 CLIPPED = {"clip_norm": 0.1}
@@ -88,6 +92,29 @@ def test_nccl_one_rank_every_row(folder, alone, device):
     distances = far(found, alone, cases)
     assert max(distances.values()) < EXACT[device], distances
     assert all(each.of("evaluated") for name, each in found.items() if name != "compile")
+
+
+def gather_install_evaluate(rank, ranks, folder, device, offload):
+    table = case(zero=3, offload=offload, offload_dir="resting")
+    config, here = Config.of(table, folder), device_of_rank(device)
+    task = load_task(config.run.task, folder)
+    engine = MeshEngine(task, config, Mesh(Sizes.of(config.parallel, ranks), here))
+    first, data = engine.gather(), task.data("")
+    told, other = engine.evaluate(data), first.load()
+    for view in other.views().values():
+        view.mul_(0.5)
+    engine.install(other)
+    assert torch.equal(engine.gather().data, other.data)
+    assert engine.evaluate(data) != told
+    engine.install(first)
+    assert engine.evaluate(data) == told
+
+
+@slowly(5, pretended=5)
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_offload_cpu_gather_install_evaluate(folder, device, offload):
+    """What rests in memory goes to the arena and comes from it, beside a group that serves GPUs by NCCL."""
+    world(1, gather_install_evaluate, folder, device, offload, device=device)
 
 
 @slowly(9, pretended=12)
@@ -203,3 +230,32 @@ def test_offload_saves_memory(folder, device):
     peaks = {kind: launch(folder, 1, {kind: table}, device)[kind].of("step")[-1]["memory_bytes"]
              for kind, table in tables.items()}  # fmt: skip
     assert peaks["cpu"] < 0.6 * peaks["none"]
+
+
+ROOM = 256 << 20  # of the GPU's memory, that a rank may take
+HUGE = f"""
+class Huge(Large):  # one and a half times that
+    def model(self):
+        if torch.cuda.is_available():
+            of = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction({ROOM} / of)
+        return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(24)))
+
+    def data(self, site):
+        return torch.ones(8, 2048), torch.ones(8, 2048)
+"""
+
+
+@NO_CPU
+@pytest.mark.slow(12)
+def test_zero3_meta_init(folder, device):
+    """A model that the GPU has no room for is made and trained there, a layer of 16 MiB at a time."""
+    with (folder / "mesh_task.py").open("a") as f:
+        f.write(MEMORY + HUGE)
+    table = case("Huge", zero=3, offload="cpu", log_every=1, steps=2, rounds=1, train={"optimizer": "sgd"})
+    found = launch(folder, 1, {"huge": table}, device)["huge"]
+    assert found.error is None
+    assert all(e["loss"] < 2 for e in found.of("step"))
+    peak = found.of("step")[-1]["memory_bytes"]
+    print(f"at most {peak >> 20} MiB")
+    assert peak < ROOM
