@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fedtrain import Arena, Task
 from fedtrain.errors import TaskError
 from fedtrain.training import precision as loss_scales
+from fedtrain.training.examples import examples_of
 from fedtrain.training.local import Engine
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel.engine import MeshEngine
+from fedtrain.training.parallel.reading import read_once
 from tests.gpu.on import EACH, GPU, GPUS_ONLY
 from tests.test_batches import Graph, Pair
 from tests.test_local import CONFIG, Small, Small32, examples, flat, train
@@ -116,6 +118,23 @@ def test_pinned_loader_no_race(device):
     copied = Ready([(x[at : at + 8].clone(), y[at : at + 8].clone()) for at in range(0, 1600, 8)])
     config = replace(CONFIG, device=device, deterministic=True)
     assert train(Small32(), config, loader).delta.digest == train(Small32(), config, copied).delta.digest
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return torch.full((3,), float(i)), i
+
+
+@EACH
+@pytest.mark.parametrize("readers", [1, 0])
+def test_each_batch_that_is_read_ahead_comes_once_and_whole(device, readers):
+    data = DataLoader(Numbered(), batch_size=4, num_workers=readers)
+    found = [*read_once(examples_of(data), 4, 1, 0, 1, readers, torch.device(device))]
+    assert all(x.device.type == device for (x, _), _ in found)
+    assert [x[:, 0].tolist() for (x, _), _ in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 class Wide(Small32):

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...digest import seed_of
-from ..batches import Batch, cut, examples_in, move, tensors_in
+from ..batches import Batch, cut, examples_in, move
 from ..devices import seed_all
 from ..examples import Examples, Items, Stream
 from ..sampler import BatchShare, Draws, share_of
@@ -226,20 +226,20 @@ def copied(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
     ahead = None
     for batch in batches:
+        # A copy may get the memory of a batch that was let go: what was asked of that one comes first.
+        side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             coming = move(batch, device), side.record_event()
         if ahead is not None:
             yield arrived(*ahead)
         ahead = coming
+    if ahead is not None:
+        yield arrived(*ahead)
 
 
 def arrived(batch: Batch, event: Any) -> Batch:
-    """A batch that the present stream may read, and that is not freed before it has."""
-    present = torch.cuda.current_stream()
-    present.wait_event(event)
-    for tensor in tensors_in(batch):
-        if tensor.is_cuda:
-            tensor.record_stream(present)
+    """A batch that the present stream may read."""
+    torch.cuda.current_stream().wait_event(event)
     return batch
 
 
