@@ -200,7 +200,7 @@ def join(
         dealer.linger, dealer.maxmsgsize, dealer.immediate = 0, FRAME_BYTES, True
         guest.call(dealer, host.key)
         dealer.ipv6 = str(host.address).startswith("[")
-        monitor = dealer.get_monitor_socket()
+        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         poller = zmq.Poller()
         for each in (dealer, monitor):
             poller.register(each, zmq.POLLIN)

@@ -76,7 +76,8 @@ async def peers(folder, seed, faults):
             tasks.append(v.start(name, network=network, strategy={"min_sites": 3}))
         await asyncio.gather(*tasks)
         refused = [each for name in NAMES for each in v.of(name, "update_refused")]
-        assert not refused, (seed, refused)
+        # of no round: half of a message, for CURVE does not cover the flags of its frames
+        assert all(each["round"] is None for each in refused), (seed, refused)
         models = [v.model(name).tolist() for name in NAMES]
         return models, [fault for path in paths for fault in path.happened]
 
@@ -89,7 +90,8 @@ def tortured_star(certs, seeds):
 
 def tortured_peers(seeds):
     """Each seed in a process of its own: libzmq 4.3.5 may abort where a connection breaks while it is written
-    to (https://github.com/zeromq/libzmq/pull/4852), as kill -9 would, and then says nothing of the rest."""
+    to (https://github.com/zeromq/libzmq/pull/4852), as kill -9 would, and then says nothing of the rest. It
+    did so in 42 of 250 seeds while a call's monitor heard of all events (links.WATCHED)."""
     with TemporaryDirectory() as folder:
         whole, _ = bounded(peers(Path(folder), 0, 0))
     codes = {seed: _in_a_process(seed, whole) for seed in seeds}
