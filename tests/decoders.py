@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from cryptography import x509
 from fedtrain import events
 from fedtrain.arena import Arena
 from fedtrain.config import Config
+from fedtrain.config.load import build, table_of
 from fedtrain.config.policy import SitePolicy, policy_from
 from fedtrain.digest import digest_of
 from fedtrain.errors import (
@@ -37,12 +38,13 @@ from fedtrain.runtime.peers.parcels import ParcelHeader
 from fedtrain.runtime.star import secure_rounds
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Spool
+from fedtrain.store import chain as chains
 from fedtrain.store.chain import Chain
-from fedtrain.store.disk import Kept
-from fedtrain.store.memory import SiteMemory
-from fedtrain.store.redo import EMPTY, Redo
+from fedtrain.store.disk import Kept, unsealed
+from fedtrain.store.memory import SiteMemory, checked
+from fedtrain.store.redo import EMPTY, Redo, recovered
 from fedtrain.training import manifest, shards
-from fedtrain.training.places import Folder
+from fedtrain.training.places import Folder, Place
 from fedtrain.wire import decode, encode, frames
 from fedtrain.wire import gossip as wire
 
@@ -68,11 +70,26 @@ FRAMES: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True)
 class Decoder:
-    """`read` takes any bytes, and raises nothing but `error`. `valid`: some that it takes."""
+    """`read` takes any bytes, and raises nothing but `error`. `valid`: some that it takes. `bare`: the same
+    answers without a file, for bytes by the million. `words`: what is likely to be in them."""
 
     read: Callable[[bytes], object]
     valid: bytes
     error: type[FedtrainError] | tuple[type[FedtrainError], ...]
+    bare: Callable[[bytes], object] | None = None
+    words: Sequence[str] = ()
+
+
+class Held(Place):
+    """A place where each file has the same bytes."""
+
+    data = b""
+
+    def __str__(self) -> str:
+        return "memory"
+
+    def read(self, path: str, ranges: object = None) -> Iterator[memoryview]:
+        yield memoryview(self.data)
 
 
 def decoders(folder: Path) -> dict[str, Decoder]:
@@ -168,7 +185,16 @@ def _files(folder: Path) -> dict[str, Decoder]:
 
         return reads
 
-    def both(data: bytes) -> object:
+    def held(read: Callable[[Place], object]) -> Callable[[bytes], object]:
+        here = Held()
+
+        def reads(data: bytes) -> object:
+            here.data = data
+            return read(here)
+
+        return reads
+
+    def both(data: bytes) -> Any:
         for end in ("", ".copy"):
             (folder / f"kept.json{end}").write_bytes(data)
         return kept.read()
@@ -176,14 +202,26 @@ def _files(folder: Path) -> dict[str, Decoder]:
     def chained(data: bytes) -> object:
         for end in ("", ".copy"):
             (folder / "chain" / f"c.jsonl{end}").write_bytes(data)
-        return Chain(folder / "chain" / "c.jsonl", int, "Restore it.")
+        return Chain(folder / "chain" / "c.jsonl", int, "Restore it.").values
+
+    def values_of(data: bytes) -> object:
+        try:
+            return list(chains.values(data.split(b"\n")[:-1], int))
+        except chains.UNREADABLE as e:
+            raise Damaged(str(e)) from None
 
     def state_of(data: bytes) -> object:
         kept_state.write_bytes(data)
-        return memory.load(0)
+        return memory.load(0).digest
+
+    def bare_state(data: bytes) -> object:
+        if (found := checked(bytearray(data), kept_state.name.partition("-")[2])) is None:
+            raise Forgotten
+        return found.digest
 
     def chunks(data: bytes) -> object:
         spool = Spool(folder / "spool")
+        spool.keep_only(())
         with closing(spool.receive(digest_of(b"x" * 40), 40)) as arriving:
             for at in range(0, len(data), 16):
                 arriving.write(data[at : at + 16])
@@ -195,32 +233,54 @@ def _files(folder: Path) -> dict[str, Decoder]:
             file.write(data)
         return policy_from(folder / "policy")
 
+    def bare_config(data: bytes) -> object:
+        return Config.of(table_of(data, folder / "fedtrain.toml"), folder)
+
+    def bare_policy(data: bytes) -> object:
+        return build(SitePolicy, table_of(data, folder / "policy.toml"), "policy")
+
+    sections = Config().sections()
     toml = b'[run]\nname = "r"\nrounds = 3\n[train]\nlr = 0.1\n[strategy]\nkind = "fedavg"\n'
     return {
         "manifest": Decoder(
             written(folder / "step-1" / manifest.MANIFEST, lambda: manifest.read_manifest(place, "step-1")),
             manifest.seal(whole),
             StoreError,
+            held(lambda place: manifest.read_manifest(place, "step-1")),
         ),
         "index of shards": Decoder(
             written(folder / shards.INDEX, lambda: shards._read_index(place)),
             msgspec.json.encode(shards.Index(kind="tensor", columns=["0"], shards=[shard])),
             StoreError,
+            held(shards._read_index),
         ),
-        "value in two files": Decoder(both, (folder / "kept.json").read_bytes(), Damaged),
-        "chain": Decoder(chained, (folder / "chain" / "c.jsonl").read_bytes(), Damaged),
+        "value in two files": Decoder(
+            lambda data: both(data)[0],
+            (folder / "kept.json").read_bytes(),
+            Damaged,
+            lambda data: unsealed(data, folder / "kept.json", dict[str, int]),
+        ),
+        "chain": Decoder(chained, (folder / "chain" / "c.jsonl").read_bytes(), Damaged, values_of),
         "redo log": Decoder(
             written(redo.path, lambda: Redo(redo.path, durable=False).read()),
             redo.path.read_bytes(),
             StoreError,
+            recovered,
         ),
-        "memory": Decoder(state_of, valid_state, Forgotten),
+        "memory": Decoder(state_of, valid_state, Forgotten, bare_state),
         "chunks": Decoder(chunks, b"x" * 40, WireError),
         "fedtrain.toml": Decoder(
             written(folder / "fedtrain.toml", lambda: Config.load(folder / "fedtrain.toml", env={})),
             toml,
             ConfigError,
+            bare_config,
+            words=[*(f"\n[{name}]\n" for name in sections), *_keys(*sections.values())],
         ),
-        "policy": Decoder(policy_of, policy.text().encode(), ConfigError),
+        "policy": Decoder(policy_of, policy.text().encode(), ConfigError, bare_policy, _keys(policy)),
         "event": Decoder(events.decode, events.encode(events.Notice(time=1.0, text="hello")), StoreError),
     }
+
+
+def _keys(*settings: Any) -> list[str]:
+    """As they are set in a file, each to nothing yet."""
+    return [f"\n{f.name} = " for each in settings for f in fields(each)]

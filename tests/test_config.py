@@ -23,6 +23,25 @@ def load(tmp_path, text="", sets=(), env=None):
 # --- what the file says
 
 
+@pytest.mark.parametrize("number", ["1" * 400, "-" + "1" * 5000, "0x" + "f" * 5000, str(1 << 64)])
+@pytest.mark.parametrize("key", ["train.lr", "run.rounds", "evaluate.every", "network.idle", "strategy.mu"])
+def test_an_integer_that_no_setting_can_hold_is_an_error_of_the_file_and_a_word_elsewhere(
+    tmp_path, key, number
+):
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=r"fedtrain\.toml"):
+        load(tmp_path, f"[{section}]\n{name} = {number}\n")
+    if key == "train.lr":
+        with pytest.raises(ConfigError, match=key):
+            load(tmp_path, sets=[f"{key}={number}"])
+
+
+@pytest.mark.parametrize("text", ["a" + ".a" * 20_000 + " = 1", "a = " + "[" * 200 + "]" * 200])
+def test_a_file_whose_tables_or_lists_are_too_deep_is_an_error_that_names_it(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"fedtrain\.toml"):
+        load(tmp_path, f"[strategy]\n{text}\n")
+
+
 def test_an_empty_file_is_a_whole_config():
     assert Config.of({}) == dataclasses.replace(Config(), root=Path.cwd())
 

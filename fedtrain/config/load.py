@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from .values import Seconds
 
 T = TypeVar("T")
+BITS, DEEP = 64, 16  # of an integer; of tables and lists in one another: what a file may hold
 
 
 class Source(IntEnum):
@@ -37,13 +38,11 @@ def read(
     """What the file, if any, says, overridden by the environment, by `sets` and by `settings`; and the keys
     that they override."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")) if path else {}
+        table = table_of(path.read_bytes(), path) if path else {}
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist. `fedtrain new NAME` makes a project; --config FILE names another."
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise ConfigError(f"{path}: {e}") from None
     stronger: dict[str, Source] = {}
     for name, value in env.items():
         if name.startswith("FEDTRAIN_") and "__" in name:
@@ -60,6 +59,27 @@ def read(
         put(table, key, given, f"settings: {key!r}")
         stronger[key] = Source.CALL
     return table, stronger
+
+
+def table_of(data: bytes, path: Path) -> dict[str, Any]:
+    """What a TOML file holds; ConfigError that names the file where the bytes are something else."""
+    try:
+        table = tomllib.loads(data.decode())
+        _refuse_beyond(table)
+    except (ValueError, RecursionError) as e:  # ValueError: of tomllib, of UTF-8, of int() for 4,300 digits
+        raise ConfigError(f"{path}: {e}") from None
+    return table
+
+
+def _refuse_beyond(value: object, deep: int = DEEP) -> None:
+    """ValueError where a value can't be printed or converted: TOML has integers of 64 bits."""
+    if isinstance(value, int) and value.bit_length() > BITS:
+        raise ValueError(f"an integer of {value.bit_length()} bits: at most {BITS}")
+    if isinstance(value, dict | list):
+        if not deep:
+            raise ValueError(f"tables or lists that are more than {DEEP} deep")
+        for each in value.values() if isinstance(value, dict) else value:
+            _refuse_beyond(each, deep - 1)
 
 
 def build(cls: type[T], table: object, where: str) -> T:
@@ -111,9 +131,11 @@ def _convert(value: object, kind: Any, path: str) -> Any:
 def parsed(text: str) -> Any:
     """Text as a TOML value where it is one, as a plain string where it is not."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+        value = tomllib.loads(f"value = {text}")["value"]
+        _refuse_beyond(value)
+    except (ValueError, RecursionError):
         return text
+    return value
 
 
 def put(table: dict[str, Any], key: str, value: Any, source: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from ..errors import ConfigError, writing
-from .load import build
+from .load import build, table_of
 from .values import AtLeastOne, Count, Duration, Inner, NotNegative, Seconds, Settings, plain, require
 
 FILE = "policy.toml"
@@ -92,15 +91,13 @@ def policy_from(folder: Path) -> SitePolicy:
     write."""
     path = folder / FILE
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = table_of(path.read_bytes(), path)
         mode = stat.S_IMODE(path.stat().st_mode) | stat.S_IMODE(folder.stat().st_mode)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist: without a policy this site takes part in nothing. Read what the task "
             f"does, then let it run here: fedtrain task approve {folder.name}"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise ConfigError(f"{path}: {e}") from None
     if mode & 0o022:
         raise ConfigError(
             f"{path} can be written by others than this site's people (mode {mode:04o} of it or its folder): "

@@ -26,6 +26,8 @@ import msgspec
 from ..errors import Damaged
 from .disk import COPY, Warn, explained, private_folder, set_aside, silent, sync_folder, write_whole
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 
 class Chain:
     """The file `path` and its copy, and the values in them."""
@@ -142,8 +144,8 @@ class Chain:
                 *found[path], rest = path.read_bytes().split(b"\n")
                 odd[path] = f"ends in {len(rest)} bytes that are no line" if rest else ""
             try:
-                good[path] = list(self._values(found[path]))
-            except msgspec.MsgspecError as error:
+                good[path] = [*map(self._kept, values(found[path], self._type))]
+            except UNREADABLE as error:
                 bad[path] = error
         if not found:
             self.values, self._ends, self._seal = [], array("Q"), b""
@@ -170,13 +172,15 @@ class Chain:
                 if path not in bad:
                     warn(f"{path} {odd[path] or 'lacks lines'}. It was made again from {best.name}.")
 
-    def _values(self, lines: list[bytes]) -> Iterator[Any]:
-        seal = b""
-        for number, line in enumerate(lines, 1):
-            before, (seal, _, body) = seal, line.partition(b" ")
-            if seal != seal_of(before, body):
-                raise msgspec.ValidationError(f"line {number} is not sealed with those before it")
-            yield self._kept(msgspec.json.decode(body, type=self._type))
+
+def values(lines: list[bytes], type: Any) -> Iterator[Any]:
+    """The values in a file's whole lines; UNREADABLE where a line is not sealed with those before it."""
+    seal = b""
+    for number, line in enumerate(lines, 1):
+        before, (seal, _, body) = seal, line.partition(b" ")
+        if seal != seal_of(before, body):
+            raise msgspec.ValidationError(f"line {number} is not sealed with those before it")
+        yield msgspec.json.decode(body, type=type)
 
 
 def _torn(lines: list[bytes], sure: list[bytes]) -> bool:

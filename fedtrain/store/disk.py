@@ -231,6 +231,11 @@ def read_sealed(path: Path, type: Any) -> Any:
     """The value in a file; Damaged unless it is as it was `sealed`."""
     with explained(path):
         text = path.read_bytes()
+    return unsealed(text, path, type)
+
+
+def unsealed(text: bytes, path: Path, type: Any) -> Any:
+    """The value in the bytes of a file."""
     try:
         found = msgspec.json.decode(text, type=Sealed)
         if digest_of(bytes(found.value)) != found.digest:

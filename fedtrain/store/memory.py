@@ -46,10 +46,9 @@ class SiteMemory:
                 f"{name} has no state after round {counted + 1}, the last one in which this site counted. "
                 f"{advice(self._needed)}"
             )
-        data = bytearray(path.read_bytes())
-        if digest_of(memoryview(data)) != path.name.partition("-")[2]:
+        if (state := checked(bytearray(path.read_bytes()), path.name.partition("-")[2])) is None:
             raise Forgotten(f"{name}/{path.name} is damaged. {advice(self._needed)}")
-        return unpacked(data)
+        return state
 
     def keep(self, round: int, counted: int, state: Arena) -> None:
         """Write down the state after a round that began with the one after `counted`."""
@@ -75,6 +74,11 @@ def packed(state: Arena) -> bytes:
     """A state as it is kept: its bytes, its schema and the schema's length."""
     schema = msgspec.msgpack.encode(state.schema)
     return b"".join((state.payload, schema, TAIL.pack(len(schema))))
+
+
+def checked(data: bytearray, digest: str) -> Arena | None:
+    """The state in these very bytes; None unless they have the digest."""
+    return unpacked(data) if digest_of(memoryview(data)) == digest else None
 
 
 def unpacked(data: bytearray) -> Arena:

@@ -56,6 +56,7 @@ class Recovered:
     number: int = -1  # of the last transaction; -1: there was none
     digest: bytes = EMPTY  # of all rows
     rows: dict[bytes, bytes] = field(default_factory=dict)  # digest of a row -> the row, as `packed`
+    ends: list[int] = field(default_factory=list)  # of the lines that were read, in bytes
     wrong: str = ""  # what is wrong with the rest of the file
 
 
@@ -159,23 +160,31 @@ class Redo:
             if self._durable:  # a kill may have come before the sync of its last line, or of its name
                 os.fdatasync(self._open())
                 sync_folder(self.path.parent)
-        found, at = Recovered(), 0
-        while (end := data.find(b"\n", at)) >= 0 and (line := _read(data[at:end])):
-            if found.number not in (-1, line.number - 1) or not found.rows.keys() >= {*line.removed}:
-                break
-            for own in line.removed:
-                del found.rows[own]
-            added = {_digest(row): row for row in line.added}
-            found.rows |= added
-            found.digest = toggled(found.digest, *added, *line.removed)
-            if found.digest != line.digest:
-                return Recovered(wrong="its rows do not have the digest they were written with")
-            found.number, at = line.number, end + 1
-            self._long = self._long or 4 * at + SPARE_BYTES
-        if at < len(data):
-            found.wrong = f"its last {len(data) - at:,} bytes are no transaction"
-        self._last = self._before = Reached(found.number, found.digest, at)
+        found = recovered(data)
+        if found.ends:
+            self._long = 4 * found.ends[0] + SPARE_BYTES
+        self._last = self._before = Reached(found.number, found.digest, found.ends[-1] if found.ends else 0)
         return found
+
+
+def recovered(data: bytes) -> Recovered:
+    """The rows in the bytes of a file, after the last whole line."""
+    found, at = Recovered(), 0
+    while (end := data.find(b"\n", at)) >= 0 and (line := _read(data[at:end])):
+        if found.number not in (-1, line.number - 1) or not found.rows.keys() >= {*line.removed}:
+            break
+        for own in line.removed:
+            del found.rows[own]
+        added = {_digest(row): row for row in line.added}
+        found.rows |= added
+        found.digest = toggled(found.digest, *added, *line.removed)
+        if found.digest != line.digest:
+            return Recovered(wrong="its rows do not have the digest they were written with")
+        found.number, at = line.number, end + 1
+        found.ends.append(at)
+    if at < len(data):
+        found.wrong = f"its last {len(data) - at:,} bytes are no transaction"
+    return found
 
 
 def toggled(digest: bytes, *own: bytes) -> bytes:
