@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from enum import IntEnum
 from functools import cache
@@ -88,7 +88,7 @@ def build(cls: type[T], table: object, where: str) -> T:
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: expected a table [{where}], got {table!r}")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # cls is always a dataclass
-    types = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
+    types = types_of(cls)
     for key in table:
         refuse_unknown(key, known, "key", f"{where}.")
     for name, f in known.items():
@@ -97,10 +97,12 @@ def build(cls: type[T], table: object, where: str) -> T:
     return cls(**{key: _convert(value, types[key], f"{where}.{key}") for key, value in table.items()})
 
 
-@cache
-def _hints(cls: Hashable) -> dict[str, Any]:
+def types_of(cls: type) -> dict[str, Any]:
     """Field -> type, kept: a round builds its rule anew."""
-    return get_type_hints(cls)
+    return _hints(cls)
+
+
+_hints = cache(get_type_hints)
 
 
 def refuse_unknown(name: str, known: Iterable[str], what: str, where: str = "") -> None:

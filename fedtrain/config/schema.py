@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from ..fairness import STD, split
-from .load import Source, build, read, refuse_unknown
+from .load import Source, build, read, refuse_unknown, types_of
 from .simulated import SimulateConfig
 from .values import (
     AtLeastOne,
@@ -368,7 +368,7 @@ class Config:
     @classmethod
     def of(cls, table: dict[str, Any], root: Path | str = ".") -> Config:
         """From the file's table; what is in it counts as set in the file."""
-        kinds = {name: type(section) for name, section in cls().sections().items()}
+        kinds = {name: kind for name, kind in types_of(cls).items() if name not in OWN}
         found: dict[str, Any] = {}
         given: dict[str, Source] = {}
         for name, keys in table.items():

@@ -71,20 +71,26 @@ class Settings:
             cls.section = cls.__name__.removesuffix("Config").lower()
 
     def __post_init__(self) -> None:
-        kinds = _kinds(type(self))  # type: ignore[arg-type]  # mypy takes instances' __hash__ for the class's
-        for name, kind in kinds.items():
-            key, value = f"{self.section}.{name}", getattr(self, name)
-            if get_origin(kind) is Literal:
-                one_of(key, value, get_args(kind))
-            for meta in getattr(kind, "__metadata__", ()):
-                require(_allows(meta, value), key, f"{value!r} must be {_in_words(meta)}")
+        bounds = _bounds(type(self))  # type: ignore[arg-type]  # mypy takes instances' __hash__ for the class's
+        for name, choices, metas in bounds:
+            value = getattr(self, name)
+            if choices and value not in choices:
+                one_of(f"{self.section}.{name}", value, choices)
+            for meta in metas:
+                if not _allows(meta, value):
+                    raise ConfigError(f"{self.section}.{name}: {value!r} must be {_in_words(meta)}")
 
 
 @cache
-def _kinds(cls: Hashable) -> dict[str, Any]:
-    """Field -> type, with what Annotated adds."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+def _bounds(cls: Hashable) -> list[tuple[str, tuple[Any, ...], tuple[Meta, ...]]]:
+    """Of each field that has any: what it may be (none: anything), and within which bounds."""
+    found, hints = [], get_type_hints(cls, include_extras=True)
+    for f in fields(cls):  # type: ignore[arg-type]  # a dataclass
+        kind = hints[f.name]
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        if choices or hasattr(kind, "__metadata__"):
+            found.append((f.name, choices, getattr(kind, "__metadata__", ())))
+    return found
 
 
 def _allows(meta: Meta, value: Any) -> bool:
