@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from itertools import count
 
 FIRST, COUNT = 12_000, 20_000  # all below those that a system gives to whoever asks for any
-_turn = count(os.getpid() * 389)  # processes that test at the same time begin far from each other
+
+
+def _begin() -> None:
+    """Processes that test at the same time begin far from each other, those that fork too."""
+    global _turn
+    _turn = count(os.getpid() * 389)
+
+
+_begin()
+os.register_at_fork(after_in_child=_begin)
 
 
 def free_port() -> int:
