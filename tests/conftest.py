@@ -61,7 +61,7 @@ def text_of(path):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=seconds, reverse=True)
+    items.sort(key=order, reverse=True)
     for name, least in (("gpu", 1), ("gpu2", 2)):
         for item in items:
             if item.get_closest_marker(name) and (here := torch.cuda.device_count()) < least:
@@ -69,6 +69,12 @@ def pytest_collection_modifyitems(config, items):
     if "soak" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
+
+
+def order(item):
+    """The greater, the sooner: last are the long lists, of which `make soak` tries what time is left."""
+    soak = item.get_closest_marker("soak")
+    return soak is None or not soak.kwargs, seconds(item)
 
 
 def seconds(item):

@@ -69,19 +69,19 @@ def test_peers_conserve_mass_and_agree_on_one_model_whatever_goes_wrong(seeds):
     assert all(found.counts[what] > len(seeds) // 6 for what in GOSSIP), found.counts
 
 
-@pytest.mark.soak
+@pytest.mark.soak(part=0.07)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", [2000, 12_000])
 def test_rounds_are_committed_once_in_thousands_of_seeds(first, request):
-    for piece in taken(pieces(first, first + 10_000, 250), 0.07, request):
+    for piece in taken(pieces(first, first + 10_000, 250), request):
         test_rounds_are_committed_once_with_the_accepted_sets_mean_whatever_goes_wrong(piece)
 
 
-@pytest.mark.soak
+@pytest.mark.soak(part=0.03)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", [60, 1560])
 def test_peers_agree_in_thousands_of_seeds(first, request):
-    for piece in taken(pieces(first, first + 1500, 100), 0.03, request):
+    for piece in taken(pieces(first, first + 1500, 100), request):
         test_peers_conserve_mass_and_agree_on_one_model_whatever_goes_wrong(piece)
 
 

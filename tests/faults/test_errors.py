@@ -167,7 +167,7 @@ def test_some_calls_that_fail_are_told_in_one_line_and_the_same_command_goes_on(
     assert not [wrong for place in drawn if (wrong := role.wrong(*place, whole))]
 
 
-@pytest.mark.soak
+@pytest.mark.soak(part=0.03)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ROLES)
 def test_each_call_that_fails_is_told_in_one_line_and_the_same_command_goes_on(
@@ -175,6 +175,6 @@ def test_each_call_that_fails_is_told_in_one_line_and_the_same_command_goes_on(
 ):
     role = Role(injector, memory / f"all-{name.replace(' ', '-')}", name)
     whole, calls = role.whole()
-    every = taken(places(calls, name), 0.03, request)
+    every = taken(places(calls, name), request)
     found = [wrong for place in every if (wrong := role.wrong(*place, whole))]
     assert not found, f"{len(found)}\n" + "\n".join(found)

@@ -126,13 +126,13 @@ def test_a_star_over_tortured_paths_loses_no_round_and_no_bit(certs):
     tortured_star(certs, range(2))
 
 
-@pytest.mark.soak
+@pytest.mark.soak(part=0.05)
 @pytest.mark.timeout(1800)
 def test_a_star_over_hundreds_of_tortured_paths_loses_no_round_and_no_bit(certs, request):
-    tortured_star(certs, taken(range(SEEDS), 0.05, request))
+    tortured_star(certs, taken(range(SEEDS), request))
 
 
-@pytest.mark.soak
+@pytest.mark.soak(part=0.05)
 @pytest.mark.timeout(1800)
 def test_peers_over_hundreds_of_tortured_paths_lose_no_round_and_no_bit(request):
-    tortured_peers(taken(range(SEEDS), 0.05, request))
+    tortured_peers(taken(range(SEEDS), request))
