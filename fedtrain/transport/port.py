@@ -32,6 +32,7 @@ WATCH_S = 0.5  # between two looks at the connections
 TOLD_S = 10.0  # between two lines about silent ones
 REFUSED = 16  # addresses of refused connections that are told at a time; others are one line
 SILENT = 64  # connections without a call that are nothing to tell of
+TURNS_S = 5.0  # that a caller may take, all its turns together, until its first call
 OWING_S = 1.5  # a connection without a call whose turn it was for so long is one that a stranger abandoned
 HOME_S = 3600.0  # an address from which a site called in it is no stranger's
 ARRIVAL_S = 0.02  # that a look in a handshake may hold up the others; what it has not seen by then it misses
@@ -159,7 +160,10 @@ class Watch:
         """`most`: connections that there may be."""
         self._port, self._most, self._emit = 0, most, emit
         self._callers: dict[Peer, Caller] = {}
-        self._barred, self._silent = Barred(), dict[Peer, float]()  # those without a call, and since when
+        self._barred, self._silent = (
+            Barred(),
+            dict[Peer, float](),
+        )  # no call yet: how long their turns were
         self._homes: dict[str, float] = {}  # addresses of sites, and when one of them was seen last
         self._went: Counter[str] = Counter()  # of strangers, connections that ended without a call
         self._arrived = deque[dict[Peer, TcpState]]()  # connections, when one of them was new
@@ -205,7 +209,7 @@ class Watch:
                 self._homes[peer[0]] = now
             if caller.owes(link.received, now, passed_s):
                 self._flooded(peer, there, "sends megabytes that are no messages", now)
-        self._look_at_strangers(there, now)
+        self._look_at_strangers(there, now, passed_s)
         if self._barred.some:
             self._barred.apply(_listening(self._port), now)
 
@@ -248,10 +252,14 @@ class Watch:
             text = f"the port: a connection from {address} {what}{who}. The address may call again in"
             self._emit(Notice(text=f"{text} {seconds:g} s"))
 
-    def _look_at_strangers(self, there: dict[Peer, TcpState], now: float) -> None:
-        """Tell of connections that make no call, and bar an address that has nothing else: many that ended,
-        or that wait for nothing of ours."""
-        silent = {peer: self._silent.get(peer, now) for peer in there if not self._callers[peer].name}
+    def _look_at_strangers(self, there: dict[Peer, TcpState], now: float, passed_s: float) -> None:
+        """Tell of connections that make no call, end those that take too long, and bar an address that has
+        nothing else: many that ended, or that wait for nothing of ours."""
+        silent = {
+            peer: self._silent.get(peer, 0.0) + min(link.owes_s, passed_s)
+            for peer, link in there.items()
+            if not self._callers[peer].name
+        }
         self._went.update(peer[0] for peer in self._silent.keys() - there.keys())
         if now - self._forgot_s > TOLD_S:
             self._homes = {address: at for address, at in self._homes.items() if now - at < HOME_S}
@@ -265,8 +273,8 @@ class Watch:
                 seconds = self._barred.bar(address, now)
                 text = f"the port: {address} made {many} connections, and no call: it may not connect for"
                 self._emit(Notice(text=f"{text} {seconds:g} s"))
-        for peer in silent:  # those that the kernel had taken before it knew of the bar, too
-            if self._barred.has(peer[0]) and peer[0] not in self._homes:
+        for peer, took_s in silent.items():  # those that the kernel had taken before it knew of the bar, too
+            if took_s > TURNS_S or (self._barred.has(peer[0]) and peer[0] not in self._homes):
                 _end(there[peer].fd, self._port)
 
     def _tell(self, silent: list[Peer], there: int, now: float) -> None:

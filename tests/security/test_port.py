@@ -264,6 +264,29 @@ def test_strangers_that_leave_their_handshakes_are_barred_while_these_last_and_a
     assert told.startswith("the port: 127.0.0.2 made 8 connections, and no call")
 
 
+def test_a_caller_that_gives_its_handshake_byte_by_byte_has_as_long_as_one_that_stops(
+    certs, tmp_path, monkeypatch
+):
+    for name, value in {"WATCH_S": 0.02, "COSTS": 1, "TURNS_S": 0.2}.items():
+        monkeypatch.setattr(port, name, value)
+    monkeypatch.setattr(grpc, "HANDSHAKE_S", 2 * WAIT_S)
+
+    async def main():
+        async with aggregator(certs, tmp_path, SCHEMA) as agg:
+            reader, writer = await opened(agg.cohort.port)
+            ended = asyncio.create_task(reader.read())
+            for byte in b"\x16\x03\x01\x40\x00" + bytes(4096):  # a record that is long in coming
+                writer.write(bytes([byte]))
+                if (await asyncio.wait([ended], timeout=0.05))[0]:
+                    break
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                return await ended
+            return b""
+
+    assert bounded(main()) == b""
+
+
 def test_a_connection_may_send_what_its_messages_need_and_no_megabytes_beside_them():
     honest, flood = port.Caller(), port.Caller()
     for at in range(1, 100):
