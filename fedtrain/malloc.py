@@ -67,11 +67,17 @@ def keep_freed(models: int = 0) -> None:
     """From here on, in this process; before the first large tensor. Another C library needs nothing.
     `models`: the memory of so many models is kept too."""
     blocks.most = max(blocks.most, models)
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: pages of 2 MiB for its large tensors
+    large_pages()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, MMAP_BYTES)
         mallopt(_M_TRIM_THRESHOLD, TRIM_BYTES)
+
+
+def large_pages() -> None:
+    """From here on torch's large tensors lie in pages of 2 MiB, in this process and in those that it starts.
+    Before its first tensor of any size: torch asks once, and then never again."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def give_back() -> None:

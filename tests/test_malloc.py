@@ -1,6 +1,10 @@
 """The memory of models that were freed comes again, and never while something still looks at it."""
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +13,8 @@ from fedtrain import arena, malloc
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.malloc import MMAP_BYTES, Blocks
 from fedtrain.schema import Schema, TensorSpec
+
+PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 @pytest.fixture
@@ -99,3 +105,25 @@ def test_who_keeps_less_takes_nothing_from_who_keeps_more(monkeypatch):
     for models, most in ((0, 0), (2, 2), (0, 2)):
         malloc.keep_freed(models)
         assert made.most == most
+
+
+LARGE = """
+import torch
+from fedtrain.runtime.datacenters import datacenter
+from fedtrain.training.mesh import joined
+
+with joined(None, "cpu"):
+    kept = torch.ones(16 << 20)
+with open("/proc/self/smaps") as lines:
+    print(any("VmFlags" in line and " hg" in line for line in lines))
+"""
+
+
+@pytest.mark.skipif(not PAGES.exists(), reason="this system has no large pages")
+def test_a_ranks_large_tensors_lie_in_large_pages():
+    environment = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
+    found = subprocess.run(
+        [sys.executable, "-c", LARGE], env=environment, capture_output=True, text=True, timeout=120,
+        check=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == "True", "the kernel was asked (MADV_HUGEPAGE) for the tensor's memory"

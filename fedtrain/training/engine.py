@@ -51,7 +51,8 @@ class Step:
     @property
     def loss(self) -> torch.Tensor:
         """Σ loss over the examples, a float64 scalar: a GPU is not waited for."""
-        return sum((m.double() * w for m, w in zip(self.losses, self.weights, strict=True)), NOTHING)
+        nothing = torch.zeros((), dtype=torch.float64)
+        return sum((m.double() * w for m, w in zip(self.losses, self.weights, strict=True)), nothing)
 
     @property
     def weight(self) -> float:
@@ -62,9 +63,6 @@ class Step:
         few = len(self.losses) < 3  # a GPU is asked once, and for few values that is no sooner
         values = [loss.item() for loss in self.losses] if few else torch.stack(self.losses).tolist()
         return math.fsum(map(float.__mul__, values, self.weights)), self.weight
-
-
-NOTHING = torch.zeros((), dtype=torch.float64)
 
 
 class Backend:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
+from ..malloc import large_pages
 from .devices import backend_of, device_of_rank
 from .elastic import Left
 
@@ -202,6 +203,7 @@ def joined(
     than exit codes. After an error the group is left as it is: to leave it in good order, a rank would wait
     for others, which wait for this one. So the process is to end at once (os._exit).
     """
+    large_pages()  # a step reads and writes all of model, gradient and optimizer: a tenth less time
     here = device_of_rank(device, backend)
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         yield here
