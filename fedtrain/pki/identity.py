@@ -124,7 +124,11 @@ def identity_of(pem: bytes) -> Identity:
     CertificateError unless the certificate has exactly one DNS name, of our form, and its role's key usage.
     The TLS handshake checks who signed a certificate and whether it has expired.
     """
-    leaf = certificates(pem, None)[0]
+    return identity_in(certificates(pem)[0])
+
+
+def identity_in(leaf: x509.Certificate) -> Identity:
+    """As `identity_of`, of a certificate that is read already."""
     try:
         with _warnings_are_errors():
             names = list(leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)

@@ -18,12 +18,13 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from ..errors import CertificateError, CertificateRevoked
 from ..messages import SiteId
-from .identity import Credentials, Identity, certificates, identity_of, serial_hex
+from .identity import Credentials, Identity, certificates, identity_in, serial_hex
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 CHAIN_BYTES = 16 << 10  # the longest certificate chain read; ours have under 2 KiB
@@ -131,11 +132,11 @@ class Verifier:
     def _trust(self, certificate: bytes, role: str) -> Trusted:
         if len(certificate) > CHAIN_BYTES:
             raise CertificateError(f"a certificate chain of {len(certificate)} bytes: at most {CHAIN_BYTES}")
-        identity = identity_of(certificate)
+        leaf, *above = certificates(certificate)
+        identity = identity_in(leaf)
         if identity.role != role or identity.federation != self._federation:
             what = "a site" if role == "site" else "the aggregator"
             raise CertificateError(f"{identity} is not {what} of {self._federation}")
-        leaf, *above = certificates(certificate)
         if _pem([leaf, *above]) != certificate:  # each chain has one encoding only: no bytes in between
             raise CertificateError(f"{identity}: its certificate chain is not in plain PEM")
         rules = PolicyBuilder().store(self._store).time(self._now())
@@ -153,7 +154,7 @@ class Verifier:
             raise CertificateError(f"{identity}: its certificate has no P-256 key, which signing needs")
         start, end = max(c.not_valid_before_utc for c in chain), min(c.not_valid_after_utc for c in chain)
         serials = tuple(serial_hex(each) for each in chain[:-1])
-        return Trusted(identity, fingerprint(certificate), serials, key, start, end)
+        return Trusted(identity, _hash_of(key), serials, key, start, end)
 
 
 def _pem(chain: Iterable[x509.Certificate]) -> bytes:
@@ -163,7 +164,10 @@ def _pem(chain: Iterable[x509.Certificate]) -> bytes:
 def fingerprint(certificate: bytes) -> bytes:
     """SHA-256 (32 bytes) of the public key in the first certificate in PEM bytes, as DER: a renewed
     certificate of the same key has the same one."""
-    key = certificates(certificate)[0].public_key()
+    return _hash_of(certificates(certificate)[0].public_key())
+
+
+def _hash_of(key: CertificatePublicKeyTypes) -> bytes:
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
 
 
