@@ -32,7 +32,7 @@ WATCH_S = 0.5  # between two looks at the connections
 TOLD_S = 10.0  # between two lines about silent ones
 REFUSED = 16  # addresses of refused connections that are told at a time; others are one line
 SILENT = 64  # connections without a call that are nothing to tell of
-TURNS_S = 5.0  # that a caller may take, all its turns together, until its first call
+TURNS_S = 5.0  # that a stranger may take, all its turns together, until its first call
 OWING_S = 1.5  # a connection without a call whose turn it was for so long is one that a stranger abandoned
 HOME_S = 3600.0  # an address from which a site called in it is no stranger's
 ARRIVAL_S = 0.02  # that a look in a handshake may hold up the others; what it has not seen by then it misses
@@ -274,7 +274,7 @@ class Watch:
                 text = f"the port: {address} made {many} connections, and no call: it may not connect for"
                 self._emit(Notice(text=f"{text} {seconds:g} s"))
         for peer, took_s in silent.items():  # those that the kernel had taken before it knew of the bar, too
-            if took_s > TURNS_S or (self._barred.has(peer[0]) and peer[0] not in self._homes):
+            if peer[0] not in self._homes and (took_s > TURNS_S or self._barred.has(peer[0])):
                 _end(there[peer].fd, self._port)
 
     def _tell(self, silent: list[Peer], there: int, now: float) -> None:
