@@ -104,6 +104,10 @@ class Image:
         shutil.copytree(self.newer, to, dirs_exist_ok=True)
         damage(to / file, self._older(file))
 
+    def same(self, file: Path, other: Path) -> bool:
+        """Whether a damage left the file as it was, in a copy of the newer one: swapped for its like."""
+        return (other / file).exists() and (other / file).read_bytes() == (self.newer / file).read_bytes()
+
     def _older(self, file: Path) -> bytes:
         """The file as it was; of one that is named by its digest, what another one of its folder was."""
         if (path := self.older / file).is_file():

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from ..config import Config
-from ..errors import CertificateError, ConnectError, FedtrainError
+from ..errors import CertificateError, ConnectError, FedtrainError, Unreadable
 from ..events import Emit, Event, HeadWitnessed, LogDisputed, Notice, RoundCommitted
 from ..messages import SiteId
 from ..pki import Credentials
@@ -111,7 +111,8 @@ class Audit:
         next_s = 0.0
 
         async def work() -> None:
-            with suppress(ConnectError):  # whoever would be told is gone
+            # Whoever would be told is gone; or the disk is full, which the next line of the log tells.
+            with suppress(ConnectError, Unreadable):
                 state(await asyncio.to_thread(self.statement))
 
         def begin() -> None:

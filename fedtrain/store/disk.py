@@ -305,7 +305,8 @@ def new_file(schema: Schema, path: Path) -> Iterator[Arena]:
                     os.posix_fallocate(f.fileno(), 0, schema.nbytes)
             nbytes = schema.nbytes
             yield Arena.wrap(schema, mmap.mmap(f.fileno(), nbytes)) if nbytes else Arena.zeros(schema)
-        partial.replace(path)
+        with explained(path):
+            partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

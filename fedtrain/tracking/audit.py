@@ -194,7 +194,8 @@ class AuditLog:
     def _sync(self, place: tuple[int, str]) -> None:
         """Have all lines up to there on the disk."""
         if place != self._synced:
-            os.fdatasync(self._fd)
+            with explained(self.path):
+                os.fdatasync(self._fd)
         self._synced, self._synced_s = place, time.monotonic()
 
     def _append(self, *entries: Event) -> None:
@@ -289,15 +290,17 @@ class AuditLog:
         head = LogHead(
             log=self.path.stem, lines=lines, seal=seal, seen=seen, synced=self._synced, boot=self._boot
         )
-        signed, file = self._sign(head), os.open(self._head, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            os.pwrite(file, signed.ljust(HEAD_BYTES, b"\0"), 0)
-            if not self._headed:  # later ones get there by themselves: only the start matters after a cut
-                os.fsync(file)
-                sync_folder(self.path.parent)
-            self._headed = True
-        finally:
-            os.close(file)
+        signed = self._sign(head)
+        with explained(self._head):
+            file = os.open(self._head, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(file, signed.ljust(HEAD_BYTES, b"\0"), 0)
+                if not self._headed:  # later ones get there by themselves: only the start matters after a cut
+                    os.fsync(file)
+                    sync_folder(self.path.parent)
+                self._headed = True
+            finally:
+                os.close(file)
         return signed
 
 

@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
 
 def copied(copy: Path) -> None:
     """Put all that tests need into a folder."""
-    for name in ("fedtrain", "tests", "docs", "examples", "pyproject.toml", "README.md"):
+    for name in ("fedtrain", "tests", "docs", "examples", "deployment", "pyproject.toml", "README.md"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "runs"))
