@@ -1,6 +1,7 @@
 """The trainer process, with real processes: what it gives, how it fails, how it ends."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import torch
 import fedtrain
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config
-from fedtrain.errors import ConfigError, TaskError
+from fedtrain.errors import ConfigError, TaskError, Unreadable
 from fedtrain.runtime.trainers.trainer import Trainer, TrainerDied
 from fedtrain.runtime.trainers.trainer_process import environment
 from fedtrain.runtime.trainers.workbench import Workbench
@@ -244,6 +245,20 @@ def test_an_arena_larger_than_a_page_and_empty_sections_travel_by_file(tmp_path)
     with pytest.raises(KeyError), new_file(schema, tmp_path / "half"):
         raise KeyError
     assert [f.name for f in tmp_path.iterdir()] == ["whole"]
+
+
+def test_a_full_disk_where_an_arena_gets_its_name_is_told_with_the_files_name(tmp_path, monkeypatch):
+    from fedtrain.schema import Schema, TensorSpec
+    from fedtrain.store.disk import new_file
+
+    def full(path, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    schema = Schema((TensorSpec("w", (5,), "float32", True),))
+    with pytest.raises(Unreadable, match=r"no room for .*initial"), new_file(schema, tmp_path / "initial"):
+        pass
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.slow(10)

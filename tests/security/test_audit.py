@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from fedtrain import events
 from fedtrain.cli import cli
 from fedtrain.config import Config
-from fedtrain.errors import Damaged, StoreError
+from fedtrain.errors import Damaged, StoreError, Unreadable
 from fedtrain.events import silent
 from fedtrain.pki import Credentials, issue
 from fedtrain.pki.signing import Signed
@@ -267,6 +267,21 @@ def test_s26_what_waits_for_the_next_line_is_in_the_file_before_a_reply_with_dat
     log.append(events.CohortAsked(round=1, what="train", cohort={}))
     log.close()
     assert len(kinds()) == 9
+
+
+def test_a_full_disk_at_a_sync_is_told_with_the_logs_name_and_the_line_stays(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = AuditLog(tmp_path / "a.jsonl")
+    log.append(events.CohortAsked(round=1, what="train", cohort={}))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full)
+        for sync in (log.stated, log.close):
+            with pytest.raises(Unreadable, match=r"no room for .*a\.jsonl"):
+                sync()
+    log.close()
+    assert len([*lines_of(log.path)]) == 1
 
 
 def test_s27_a_datacenters_log_is_signed_where_the_authority_certified_it(certified, tmp_path):
