@@ -232,6 +232,19 @@ def test_a_silent_connection_is_not_taken_before_it_speaks(certs, tmp_path):
     assert bounded(main()) == [1, 2]
 
 
+@contextlib.asynccontextmanager
+async def with_a_site(certs, tmp_path):
+    """An aggregator that a site of this address has joined."""
+    async with (
+        aggregator(certs, tmp_path, SCHEMA) as agg,
+        connected(certs, agg.cohort.port) as call,
+        call("Session") as stream,
+    ):
+        await stream.write(encode(hello(SCHEMA, process="1")))
+        assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
+        yield agg
+
+
 def test_strangers_that_leave_their_handshakes_are_barred_while_these_last_and_a_site_beside_them_stays(
     certs, tmp_path, monkeypatch
 ):
@@ -240,13 +253,7 @@ def test_strangers_that_leave_their_handshakes_are_barred_while_these_last_and_a
     monkeypatch.setattr(grpc, "HANDSHAKE_S", 2 * WAIT_S)
 
     async def main():
-        async with (
-            aggregator(certs, tmp_path, SCHEMA) as agg,
-            connected(certs, agg.cohort.port) as call,
-            call("Session") as stream,
-        ):
-            await stream.write(encode(hello(SCHEMA, process="1")))
-            assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
+        async with with_a_site(certs, tmp_path) as agg:
             there = [
                 await opened(agg.cohort.port, source) for source in 8 * ["127.0.0.1"] + 8 * ["127.0.0.2"]
             ]
@@ -332,13 +339,7 @@ def test_strangers_that_connect_again_and_again_without_a_call_are_barred_and_a_
         monkeypatch.setattr(port, name, value)
 
     async def main():
-        async with (
-            aggregator(certs, tmp_path, SCHEMA) as agg,
-            connected(certs, agg.cohort.port) as call,
-            call("Session") as stream,
-        ):
-            await stream.write(encode(hello(SCHEMA, process="1")))
-            assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
+        async with with_a_site(certs, tmp_path) as agg:
             to, there = ("127.0.0.1", agg.cohort.port), True
             while there:  # from the site's own address, and from a stranger's
                 assert await asyncio.to_thread(connects, to, "127.0.0.1", 0.05)
@@ -354,13 +355,7 @@ def attacked(certs, tmp_path, attack, kind):
 
     async def main():
         attacks = Path(__file__).parents[2] / "benchmarks/port_attacks.py"
-        async with (
-            aggregator(certs, tmp_path, SCHEMA) as agg,
-            connected(certs, agg.cohort.port) as call,
-            call("Session") as stream,
-        ):
-            await stream.write(encode(hello(SCHEMA, process="1")))
-            assert isinstance(decode(await stream.read(), FromAggregator), Welcome)
+        async with with_a_site(certs, tmp_path) as agg:
             what = attack, "127.0.0.1", str(agg.cohort.port), str(certs / "sites/b"), "60"
             flood = await asyncio.create_subprocess_exec(sys.executable, str(attacks), *what)
             try:
