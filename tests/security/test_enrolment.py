@@ -16,7 +16,7 @@ from fedtrain.errors import CertificateError, ConfigError, JoinRefused
 from fedtrain.pki import Credentials, Verifier
 from fedtrain.pki.enrolment import FAULTS, Code, Codes, keep, request, root_digest, words
 from fedtrain.runtime.enrolling import ENROL, Host, Wish, join
-from fedtrain.transport.grpc import GrpcTransport
+from fedtrain.transport.grpc import AggregatorStream, GrpcTransport
 from fedtrain.transport.tls import Tls
 from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import Refused
@@ -74,6 +74,26 @@ def test_s08_s09_a_site_gets_its_certificate_by_a_code_and_its_key_stays_there(c
     assert invites.asked == [("north", shown[0])]  # both screens show the same words
     assert re.fullmatch("[a-z]{5} [a-z]{5} [a-z]{5}", shown[0])
     assert shown == [shown[0]]
+
+
+def test_a_host_hears_that_a_site_has_kept_its_certificate_however_late_it_reads(certs, tmp_path, monkeypatch):
+    write = AggregatorStream.write
+
+    async def late(self, message):
+        await write(self, message)
+        await asyncio.sleep(0.5)  # as where the host's processor is busy
+
+    monkeypatch.setattr(AggregatorStream, "write", late)
+
+    async def main():
+        invites = Invites(certs)
+        code = invites.codes.invite("north", WEEK)
+        async with invites.serving() as host:
+            await join(tmp_path / "site", invites.address, code, lambda line: None)
+            await host
+        return invites.told
+
+    assert "north has its certificate" in bounded(main())
 
 
 def test_s09_a_code_works_for_one_key_alone_and_still_after_a_restart(certs, tmp_path):
