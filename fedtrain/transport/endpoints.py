@@ -101,13 +101,28 @@ class RemoteCohort:
     def _tell(self, emit: Emit, event: Event) -> None:
         try:
             emit(event)
-        except OSError as e:  # raised in a site's call it would end that call alone
-            self._end.broken(e)
-            raise
+        except (OSError, StoreError) as e:
+            self._broken(e)
+
+    def _broken(self, error: OSError | StoreError) -> None:
+        """This end's own disk fails: whoever waits for sites or replies raises it. Raised in a site's call it
+        would end that call alone, and be told to the site."""
+        self._end.broken(error)
+        self._sessions_changed()
+
+    def _served(self, serve: streams.Serve) -> streams.Serve:
+        async def call(certificate: bytes, stream: streams.MessageStream) -> None:
+            try:
+                await serve(certificate, stream)
+            except (OSError, StoreError) as e:
+                self._broken(e)
+
+        return call
 
     async def start(self) -> None:
-        calls = dict(zip(streams.CALLS, (self._session, self._download, self._upload), strict=True))
-        self.port = await self._transport.listen(self._listen, calls, self._emit)
+        calls = map(self._served, (self._session, self._download, self._upload))
+        served = dict(zip(streams.CALLS, calls, strict=True))
+        self.port = await self._transport.listen(self._listen, served, self._emit)
 
     async def stop(self, reason: str | None = None, joined: Iterable[SiteId] = ()) -> None:
         """Close. With a `reason` the run is over, and all that have `joined` it are told first, so that they
@@ -116,7 +131,8 @@ class RemoteCohort:
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._until(lambda: self._end.deserted)
+                    while not self._end.deserted:
+                        await self._changed.wait()
         finally:
             if self._timer:
                 self._timer.cancel()
@@ -180,9 +196,11 @@ class RemoteCohort:
             self._end.end(exchange)
 
     async def _until(self, true: Callable[[], bool]) -> None:
-        """Wait until something is true of the sessions."""
-        while not true():
+        """Wait until something is true of the sessions. An error of this end's own disk is raised."""
+        while self._end.error is None and not true():
             await self._changed.wait()
+        if self._end.error is not None:
+            raise self._end.error
 
     def _sessions_changed(self) -> None:
         self._changed.set()
@@ -289,6 +307,8 @@ class RemoteCohort:
                     self._end.receive(session, frame)
         except (WireError, ConnectError) as e:
             self._emit(Notice(text=f"{session.site}: {str(e)[:200]}"))
+        except (OSError, StoreError) as e:
+            self._broken(e)
         finally:
             session.send(None)
 
@@ -300,9 +320,14 @@ class RemoteCohort:
         arena = self._end.named(site, fetch.digest)
         if arena is None or not 0 <= fetch.offset <= arena.schema.nbytes:
             raise streams.Denied("no request that is open for this site names it")
-        for chunk in streams.chunks(arena, fetch.offset):
-            self.bytes_out += len(chunk)
-            await stream.write(chunk)
+        try:
+            for chunk in streams.chunks(arena, fetch.offset):
+                self.bytes_out += len(chunk)
+                await stream.write(chunk)
+        except FileNotFoundError:
+            if self._end.named(site, fetch.digest):
+                raise
+            raise streams.Denied("the request that names it is over") from None
 
     async def _upload(self, certificate: bytes, stream: streams.MessageStream) -> None:
         site, task = self._transferring(certificate)

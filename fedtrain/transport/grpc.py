@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -166,6 +167,9 @@ def _handler(
             watch.end(context.peer(), str(e))
         except ConnectError:
             return  # the site is gone: nobody is left to tell
+        except Exception:  # gRPC would tell the caller its text, which may hold a path
+            logging.getLogger(__name__).exception("a call of %s failed", caller.name or "?")
+            await context.abort(grpc.StatusCode.INTERNAL, "an error at the aggregator; its log has it")
 
     return handle
 

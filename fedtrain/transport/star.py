@@ -101,6 +101,7 @@ class AggregatorEnd:
         self._reported: set[SiteId] = set()  # sites that people know to be two processes
         self._finished: str | None = None  # why the run is over
         self._uninformed: set[SiteId] = set()  # sites that have not confirmed that the run is over
+        self.error: StoreError | OSError | None = None  # of this end's own disk: the run can't go on
 
     @property
     def deserted(self) -> bool:
@@ -236,7 +237,7 @@ class AggregatorEnd:
 
     def begin(self, requests: Mapping[SiteId, Request], until_s: float, wake: Callable[[], None]) -> Exchange:
         """A new exchange, which begins to ask by `ask`."""
-        exchange = Exchange(requests, until_s, wake, set(requests))
+        exchange = Exchange(requests, until_s, wake, set(requests), error=self.error)
         self._exchanges[exchange] = None
         return exchange
 
@@ -337,10 +338,13 @@ class AggregatorEnd:
         pending.exchange.error = error
         pending.exchange.wake()
 
-    def broken(self, error: OSError) -> None:
-        """This end's own disk fails while it serves a site: that is not the site's trouble."""
-        for pending in [pending for site in self._pending for pending in self._pending_of(site)]:
-            self.fail(pending, error)
+    def broken(self, error: StoreError | OSError) -> None:
+        """This end's own disk fails while it serves a site, which is not the site's trouble: all exchanges
+        end with the error, and so does each that begins later."""
+        self.error = error
+        for exchange in self._exchanges:
+            exchange.error = error
+            exchange.wake()
 
     def _settle(self, pending: Pending, reply: Reply) -> None:
         """Hand a reply to its exchange, unless the request has been answered or the exchange has ended."""

@@ -157,13 +157,17 @@ def places(calls, seed):
 
 
 SAMPLE = 2  # places of a role
+FOUND = {  # places that once were told wrongly, or not at all
+    "aggregator under masks": [("EMFILE", "open", "audit/aggregator.head", 4)],
+    "site": [("EIO", "write", "audit/aggregator.head", 1)],
+}
 
 
 @pytest.mark.parametrize("name", ROLES)
 def test_some_calls_that_fail_are_told_in_one_line_and_the_same_command_goes_on(injector, memory, name):
     role = Role(injector, memory / name.replace(" ", "-"), name)
     whole, calls = role.whole()
-    drawn = random.Random(name).sample([*places(calls, name)], SAMPLE)
+    drawn = [*FOUND.get(name, []), *random.Random(name).sample([*places(calls, name)], SAMPLE)]
     assert not [wrong for place in drawn if (wrong := role.wrong(*place, whole))]
 
 

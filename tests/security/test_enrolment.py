@@ -76,7 +76,7 @@ def test_s08_s09_a_site_gets_its_certificate_by_a_code_and_its_key_stays_there(c
     assert shown == [shown[0]]
 
 
-def test_a_host_hears_that_a_site_has_kept_its_certificate_however_late_it_reads(certs, tmp_path, monkeypatch):
+def test_a_host_hears_that_a_site_has_its_certificate_however_late_it_reads(certs, tmp_path, monkeypatch):
     write = AggregatorStream.write
 
     async def late(self, message):

@@ -17,7 +17,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedtrain.arena import Arena, ArenaFile
 from fedtrain.config import Config, LimitsConfig
-from fedtrain.errors import BadUpdate, JoinRefused, WireError
+from fedtrain.errors import BadUpdate, JoinRefused, Unreadable, WireError
 from fedtrain.events import silent
 from fedtrain.messages import Failure, Train, Update
 from fedtrain.pki import Authority, Credentials, aggregator_target, sign
@@ -71,23 +71,28 @@ def odd(certs, *, dns, usage=ExtendedKeyUsageOID.CLIENT_AUTH, start=-1, days=10)
 async def why_not(certs, tmp_path, **options):
     """What a link with these credentials is told; it must never join."""
     async with aggregator(certs, tmp_path, MODEL.schema) as agg:
-        told = []
-        stop = asyncio.Event()
-
-        async def one_try(_):
-            stop.set()
-            await asyncio.sleep(3600)
-
-        refused = link(
-            certs, "a", agg.cohort.port, tmp_path, sleep=one_try,
-            emit=lambda event: told.append((event.kind, getattr(event, "reason", None))), **options,
-        )  # fmt: skip
-        task = asyncio.create_task(refused.serve(hello(MODEL.schema), echo_plus(0)))
-        await stop.wait()
-        task.cancel()
+        told = await first_told(certs, tmp_path, agg.cohort.port, **options)
         assert agg.of("site_joined") == []
-        assert [kind for kind, _ in told] == ["site_lost"]
-        return told[0][1]
+        return told
+
+
+async def first_told(certs, tmp_path, port, **options):
+    """Why the first call of a link ended."""
+    told, stop = [], asyncio.Event()
+
+    async def one_try(_):
+        stop.set()
+        await asyncio.sleep(3600)
+
+    refused = link(
+        certs, "a", port, tmp_path, sleep=one_try,
+        emit=lambda event: told.append((event.kind, getattr(event, "reason", None))), **options,
+    )  # fmt: skip
+    task = asyncio.create_task(refused.serve(hello(MODEL.schema), echo_plus(0)))
+    await stop.wait()
+    task.cancel()
+    assert [kind for kind, _ in told] == ["site_lost"]
+    return told[0][1]
 
 
 # --- who may speak
@@ -506,3 +511,48 @@ def test_a_site_that_trains_something_else_is_told_so_once_and_no_data_moves(cer
 def test_a_call_that_ends_while_it_is_written_is_told_in_words_of_ours():
     said = explain("Internal error from Core", "hospital.example:8440")
     assert said == "hospital.example:8440: the aggregator ended the call while this end was still sending."
+
+
+@pytest.mark.parametrize(
+    "error", [Unreadable("/srv/runs/audit is full"), OSError(28, "full", "/srv/runs/audit")]
+)
+@pytest.mark.parametrize("where", ["welcome", "prove", "emit", "identify"])
+def test_s35_where_the_aggregators_own_disk_fails_its_run_ends_and_no_site_hears_a_path(
+    certs, tmp_path, where, error
+):
+    def fails(*given):
+        if where != "emit" or given[0].kind == "site_joined":
+            raise error
+
+    async def main():
+        told = []
+        async with aggregator(certs, tmp_path, MODEL.schema, **{where: fails}) as agg:
+            site = link(certs, "a", agg.cohort.port, tmp_path, emit=lambda event: told.append(str(event)))
+            asked = agg.cohort.exchange({"a": Train(id="r/0/0/train", round=0, weights=MODEL)}, WAIT_S)
+            waiting = [
+                asyncio.ensure_future(each)
+                for each in (agg.cohort.members(2), agg.cohort.newcomer({"a"}), anext(asked))
+            ]
+            async with sites({"a": site}, MODEL.schema, lambda name: echo_plus(0)):
+                assert await asyncio.gather(*waiting, return_exceptions=True) == [error] * 3
+                with pytest.raises(type(error)):
+                    await agg.cohort.members(0)
+                while not told:  # noqa: ASYNC110 - the site has heard the end of its call
+                    await asyncio.sleep(0.01)
+        return told
+
+    assert not [line for line in bounded(main()) if "/srv" in line]
+
+
+def test_s35_an_error_that_nobody_foresaw_is_logged_here_and_told_to_a_site_without_its_text(
+    certs, tmp_path, caplog
+):
+    def fails(site, hello):
+        raise RuntimeError("of /srv/runs")
+
+    async def main():
+        async with aggregator(certs, tmp_path, MODEL.schema, welcome=fails) as agg:
+            return await first_told(certs, tmp_path, agg.cohort.port)
+
+    assert "an error at the aggregator; its log has it" in bounded(main())
+    assert "RuntimeError: of /srv/runs" in caplog.text
