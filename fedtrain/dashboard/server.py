@@ -255,6 +255,7 @@ def serve(
     with socket.socket(family, socket.SOCK_STREAM) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
+        listening.listen()  # before anybody is told: a browser that opens the page at once is not refused
         port = listening.getsockname()[1]
         made = app(LogReader(folders), token, own_names(host), lambda: server.should_exit)
         certificate, key = tls or (None, None)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from urllib.parse import urlsplit
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.logs import federation, write
 
 pytest.importorskip("starlette")
@@ -102,3 +105,17 @@ def test_nothing_can_be_changed(ask, method):
 )
 def test_a_log_that_is_asked_for_wrongly_is_not_there(ask, query):
     assert ask(f"/log?{query}", authorization=f"Bearer {TOKEN}")[0] == 404
+
+
+def test_the_address_that_is_told_takes_connections_already(tmp_path):
+    taken = []
+
+    def ready(address):
+        with socket.create_connection(("127.0.0.1", urlsplit(address).port), WAIT_S) as one:
+            taken.append(one.getpeername())
+
+    server.serve(
+        lambda: [tmp_path], "127.0.0.1", 0, "t" * 22, None, ready,
+        lambda begun: setattr(begun, "should_exit", True),
+    )  # fmt: skip
+    assert taken

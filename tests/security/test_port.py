@@ -294,6 +294,29 @@ def test_a_caller_that_gives_its_handshake_byte_by_byte_has_as_long_as_one_that_
     assert bounded(main()) == b""
 
 
+def test_who_calls_from_a_sites_address_has_longer_for_a_handshake_than_a_stranger(
+    certs, tmp_path, monkeypatch
+):
+    for name, value in {"WATCH_S": 0.02, "COSTS": 1, "TURNS_S": 0.2}.items():
+        monkeypatch.setattr(port, name, value)
+    monkeypatch.setattr(grpc, "HANDSHAKE_S", 2 * WAIT_S)
+
+    async def main():
+        async with with_a_site(certs, tmp_path) as agg:
+            there = [await opened(agg.cohort.port, source) for source in ("127.0.0.1", "127.0.0.2")]
+            for _, writer in there:
+                writer.write(BEGINS)
+            (home, _), (stranger, _) = there
+            with contextlib.suppress(ConnectionError):
+                assert await stranger.read() == b""
+            ended = home.at_eof()
+            for _, writer in there:
+                writer.close()
+            return ended
+
+    assert not bounded(main())
+
+
 def test_a_connection_may_send_what_its_messages_need_and_no_megabytes_beside_them():
     honest, flood = port.Caller(), port.Caller()
     for at in range(1, 100):
