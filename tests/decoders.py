@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import msgspec
 from cryptography import x509
@@ -48,6 +49,7 @@ from fedtrain.training.places import Folder, Place
 from fedtrain.wire import decode, encode, frames
 from fedtrain.wire import gossip as wire
 
+SEEDS = Path(__file__).parent / "seeds.zip"  # what tests/fuzz.py has found
 WEIGHTS = Arena.zeros(Schema((TensorSpec("w", (3,), "float32", True),)))
 STAMP = wire.Stamp.of("run", "schema", "a")
 FRAMES: dict[str, tuple[Any, Any]] = {
@@ -90,6 +92,18 @@ class Held(Place):
 
     def read(self, path: str, ranges: object = None) -> Iterator[memoryview]:
         yield memoryview(self.data)
+
+
+def names_of_seeds() -> list[str]:
+    """The decoders that have seeds."""
+    with ZipFile(SEEDS) as file:
+        return file.namelist()
+
+
+def seeds_of(name: str) -> list[bytes]:
+    """Bytes that reach something in a decoder which no shorter ones reach, or were once read wrongly."""
+    with ZipFile(SEEDS) as file:
+        return msgspec.msgpack.decode(file.read(name), type=list[bytes]) if name in file.namelist() else []
 
 
 def decoders(folder: Path) -> dict[str, Decoder]:

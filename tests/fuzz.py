@@ -1,5 +1,5 @@
 """Gives decoders any bytes, led by what they reach in them: `python -m tests.fuzz [NAME...] [libFuzzer's
-options]`; without a name, each decoder there is. What is found is kept as a file, and ends the command.
+options]`; without a name, each decoder there is. What reaches more, or is found, is kept in tests/seeds.zip.
 
     python -m tests.fuzz "roster entry" -runs=5000000
 """
@@ -7,18 +7,21 @@ options]`; without a name, each decoder there is. What is found is kept as a fil
 from __future__ import annotations
 
 import os
+import re
 import sys
+import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from zipfile import ZIP_LZMA, ZipFile, ZipInfo
 
 import atheris
+import msgspec
 
 with atheris.instrument_imports(include=["fedtrain", "tomllib"]):
-    from tests.decoders import Decoder, decoders
+    from tests.decoders import SEEDS, Decoder, decoders, names_of_seeds, seeds_of
 
-SEEDS = Path(__file__).parent / "fuzz_seeds"  # what is found goes here, and is tried first
+ENDS = 256  # that reading may have: msgspec, in C, tells libFuzzer nothing of its branches, but its errors do
 LIMITS = ["-rss_limit_mb=2048", "-malloc_limit_mb=512", "-timeout=10", "-max_len=65536"]
 MEMORY = Path("/dev/shm")
 
@@ -26,21 +29,29 @@ MEMORY = Path("/dev/shm")
 def one(name: str, decoder: Decoder, folder: Path, options: Sequence[str]) -> None:
     """Never returns: libFuzzer ends the process."""
     read = decoder.bare or decoder.read
+    ends = [atheris._reserve_counter() for _ in range(ENDS)]
 
     def reads(data: bytes) -> None:
-        with suppress(decoder.error):
+        end = ""
+        try:
             read(data)
+        except decoder.error as e:
+            end = _kind(str(e))
+        atheris._trace_branch(ends[zlib.crc32(end.encode()) % ENDS])
 
-    corpus, seeds = folder / "corpus", SEEDS / name.replace(" ", "-")
-    corpus.mkdir()
-    (corpus / "valid").write_bytes(decoder.valid)
-    seeds.mkdir(parents=True, exist_ok=True)
+    corpus = folder / "corpus"
     words = folder / "words"
     words.write_text("".join(f'"{_escaped(each)}"\n' for each in decoder.words))
     known = [f"-dict={words}"] if decoder.words else []  # libFuzzer takes none without a word
-    own = [*known, f"-artifact_prefix={seeds}/", *options]
-    atheris.Setup(["fuzz", *LIMITS, *own, str(corpus), str(seeds)], reads)
+    own = [*known, f"-artifact_prefix={corpus}/", *options]
+    atheris.Setup(["fuzz", *LIMITS, *own, str(corpus)], reads)
     atheris.Fuzz()
+
+
+def _kind(error: str) -> str:
+    """What an error says, without what it quotes of the bytes: how it begins, and the place in a message."""
+    begins, place = " ".join(error.split()[:5]), re.search(r"`\$[^`]*`", error)
+    return re.sub(r"'.*|\d+|[^ -~]+", "", begins) + (place[0] if place else "")
 
 
 def _escaped(word: str) -> str:
@@ -50,9 +61,23 @@ def _escaped(word: str) -> str:
 def found(name: str, options: Sequence[str]) -> bool:
     """Whether a process of its own, which has all modules already, found something in the decoder."""
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        decoder, corpus = decoders(Path(folder))[name], Path(folder) / "corpus"
+        corpus.mkdir()
+        for at, seed in enumerate([decoder.valid, *seeds_of(name)]):
+            (corpus / f"{at}").write_bytes(seed)
         if not (process := os.fork()):
-            one(name, decoders(Path(folder))[name], Path(folder), options)
-        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) != 0
+            one(name, decoder, Path(folder), options)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        keep(name, {path.read_bytes() for path in corpus.iterdir()} - {decoder.valid})
+        return code != 0
+
+
+def keep(name: str, seeds: set[bytes]) -> None:
+    """Put these in the place of the decoder's seeds. libFuzzer has taken out what another one stands for."""
+    others = {other: seeds_of(other) for other in names_of_seeds() if other != name}
+    with ZipFile(SEEDS, "w", ZIP_LZMA) as file:
+        for other, theirs in sorted({**others, name: sorted(seeds)}.items()):
+            file.writestr(ZipInfo(other), msgspec.msgpack.encode(theirs), ZIP_LZMA)
 
 
 def main() -> None:

@@ -236,4 +236,7 @@ def _read(text: bytes) -> Transaction | None:
     seal, _, body = text.partition(b" ")
     if hashlib.sha256(body).hexdigest().encode() != seal:
         return None
-    return msgspec.msgpack.decode(b64decode(body), type=Transaction)
+    try:
+        return msgspec.msgpack.decode(b64decode(body), type=Transaction)
+    except (ValueError, msgspec.MsgspecError):
+        return None

@@ -80,7 +80,7 @@ def read_manifest(place: Place, name: str) -> Manifest:
         body = bytes(sealed.manifest)
         if hashlib.sha256(body).hexdigest() != sealed.sha256:
             raise StoreError(f"{where} is damaged: its digest is not {sealed.sha256[:12]}…")
-        if (found := msgspec.json.decode(body, type=dict)["format"]) != FORMAT:
+        if (found := msgspec.json.decode(body, type=dict).get("format")) != FORMAT:
             raise StoreError(f"{where} has format {found}; this fedtrain reads {FORMAT}")
         return msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:

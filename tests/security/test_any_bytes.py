@@ -14,7 +14,7 @@ from fedtrain.runtime.sites import secure_site
 from fedtrain.runtime.star import secure_rounds
 from fedtrain.transport.membership import Probe
 from fedtrain.wire import decode, encode, frames
-from tests.decoders import decoders
+from tests.decoders import decoders, seeds_of
 
 NESTED = [b"\x91" * 5000, b"\x81\xa1a" * 5000, b"[" * 5000, b'{"a":' * 5000, b"a = " + b"[" * 5000]
 NO_UTF8 = [b"\xff", b"\xc3\x28", b"\xa3\xff\xfe\xfd", b"\xed\xa0\x80"]
@@ -63,6 +63,13 @@ def test_s21_s33_bytes_that_were_changed_are_refused_by_the_declared_error(table
         if decoder.bare is not None:
             assert answered(decoder.bare, data, decoder.error) == answer
     assert refused > 10 or name in FORGIVING
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_s21_s33_what_a_fuzzer_has_found_is_refused_by_the_declared_error_or_read(table, name):
+    decoder = table[name]
+    for data in seeds_of(name):
+        answered(decoder.bare or decoder.read, data, decoder.error)
 
 
 def answered(read, data, error):
