@@ -62,26 +62,32 @@ class World:
             self.up[a].met(b)
 
     def run(self, seconds):
-        until = self.now + seconds
+        """A member ticks where its time has come, or something has come to it: in between a tick does nothing."""
+        until, wakes = self.now + seconds, {}
         while self.now < until:
             for name, member in list(self.up.items()):
-                before = set(member.alive())
-                member.tick(self.now)
-                self.deaths += [(self.now, name, gone) for gone in before - set(member.alive())]
-                while member.outbox:
-                    to, kind, body = member.outbox.popleft()
-                    if to not in self.linked[name]:
-                        if to in self.up and not self.cut(name, to):
-                            self.meet(name, to)
-                    elif self.draw.random() >= self.drop and not self.cut(name, to):
-                        at = self.now + self.draw.uniform(0, self.delay_s)
-                        heapq.heappush(self.due, (at, next(self.number), name, to, kind, body))
-            steps = [m.wake_s() for m in self.up.values()] + [at for at, *_ in self.due[:1]]
+                if wakes.get(name, self.now) <= self.now or member.outbox:
+                    before = set(member.alive())
+                    member.tick(self.now)
+                    self.deaths += [(self.now, name, gone) for gone in before - set(member.alive())]
+                    while member.outbox:
+                        self.send(name, *member.outbox.popleft())
+                    wakes[name] = member.wake_s()
+            steps = [wakes[name] for name in self.up if name in wakes] + [at for at, *_ in self.due[:1]]
             self.now = max(self.now, min([until, *steps]))
             while self.due and self.due[0][0] <= self.now:
                 _, _, name, to, kind, body = heapq.heappop(self.due)
                 if to in self.up:
                     self.up[to].receive(name, kind, body, self.now)
+                    wakes.pop(to, None)
+
+    def send(self, name, to, kind, body):
+        if to not in self.linked[name]:
+            if to in self.up and not self.cut(name, to):
+                self.meet(name, to)
+        elif self.draw.random() >= self.drop and not self.cut(name, to):
+            at = self.now + self.draw.uniform(0, self.delay_s)
+            heapq.heappush(self.due, (at, next(self.number), name, to, kind, body))
 
     def views(self):
         return {name: member.alive() for name, member in self.up.items()}

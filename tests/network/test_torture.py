@@ -4,7 +4,6 @@ outage is shorter than the idle time no round fails, and the models are those of
 import asyncio
 import contextlib
 import os
-import signal
 from collections import deque
 from functools import cache
 from itertools import chain
@@ -92,9 +91,9 @@ def tortured_star(certs, seeds):
 
 
 def tortured_peers(seeds):
-    """Each seed in a process of its own: libzmq 4.3.5 may abort where a connection breaks while it is written
-    to (https://github.com/zeromq/libzmq/pull/4852), as kill -9 would, and then says nothing of the rest. It
-    did so in 42 of 250 seeds while a call's monitor heard of all events (links.WATCHED)."""
+    """Each seed in a process of its own: libzmq 4.3.5 aborts where a connection breaks while it is written to
+    (https://github.com/zeromq/libzmq/pull/4852) and something keeps its socket, and then says nothing of the
+    rest. It did so in 42 of 250 seeds while a call's monitor heard of all events (links.WATCHED)."""
     with TemporaryDirectory() as folder:
         whole, _ = bounded(peers(Path(folder), 0, 0))
     running: deque[tuple[int, int]] = deque()
@@ -105,8 +104,7 @@ def tortured_peers(seeds):
             codes[begun] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         if seed is not None:
             running.append((seed, _in_a_process(seed, whole)))
-    assert not [seed for seed, code in codes.items() if code not in (0, -signal.SIGABRT)]
-    assert [*codes.values()].count(-signal.SIGABRT) < 1 + len(codes) / 10
+    assert {seed: code for seed, code in codes.items() if code} == {}
 
 
 def _in_a_process(seed, whole):
