@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is there stays: the garbage collector need not look through it, 300,000 objects, again and again."""
+    """What is there stays: the garbage collector need not look through 300,000 objects again and again."""
     gc.collect()
     gc.freeze()
 

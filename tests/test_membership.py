@@ -62,7 +62,7 @@ class World:
             self.up[a].met(b)
 
     def run(self, seconds):
-        """A member ticks where its time has come, or something has come to it: in between a tick does nothing."""
+        """A member ticks when its time has come, or something for it: in between a tick does nothing."""
         until, wakes = self.now + seconds, {}
         while self.now < until:
             for name, member in list(self.up.items()):
