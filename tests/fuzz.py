@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from zipfile import ZIP_LZMA, ZipFile, ZipInfo
 
 import atheris
@@ -60,16 +61,21 @@ def _escaped(word: str) -> str:
 
 def found(name: str, options: Sequence[str]) -> bool:
     """Whether a process of its own, which has all modules already, found something in the decoder."""
-    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        decoder, corpus = decoders(Path(folder))[name], Path(folder) / "corpus"
+    folder = Path(
+        mkdtemp(dir=MEMORY if MEMORY.is_dir() else None)
+    )  # that process would clear up another kind
+    try:
+        decoder, corpus = decoders(folder)[name], folder / "corpus"
         corpus.mkdir()
         for at, seed in enumerate([decoder.valid, *seeds_of(name)]):
             (corpus / f"{at}").write_bytes(seed)
         if not (process := os.fork()):
-            one(name, decoder, Path(folder), options)
+            one(name, decoder, folder, options)
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         keep(name, {path.read_bytes() for path in corpus.iterdir()} - {decoder.valid})
         return code != 0
+    finally:
+        shutil.rmtree(folder)
 
 
 def keep(name: str, seeds: set[bytes]) -> None:

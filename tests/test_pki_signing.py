@@ -1,10 +1,16 @@
 """A statement is a site's when its certificate leads to the root, and not when anything about it is off."""
 
+import base64
 import hashlib
+import re
+import shutil
 import ssl
 import subprocess
+import textwrap
 import warnings
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 
 import pytest
 from cryptography import x509
@@ -15,7 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedtrain import pki
-from fedtrain.errors import CertificateError
+from fedtrain.errors import CertificateError, ConfigError
+from fedtrain.pki.authority import requested_key
+from fedtrain.pki.enrolment import request
+from fedtrain.pki.signing import fingerprint
 
 NOW = datetime.now(UTC)
 
@@ -250,3 +259,51 @@ def test_certificates_that_are_asked_for_in_turns_are_checked_once_each_unless_t
             many.trust(b"certificate %d" % number)
         many.trust(long)
     assert len(checked) == 5000 + 2  # what a stranger fills the memory with has a bound
+
+
+def armoured(block, kind="CERTIFICATE"):
+    """The PEM of DER bytes, in lines as they are written here."""
+    lines = textwrap.wrap(base64.b64encode(block).decode(), 64)
+    return "\n".join([f"-----BEGIN {kind}-----", *lines, f"-----END {kind}-----\n"]).encode()
+
+
+def blocks_of(pem):
+    """The DER bytes in PEM."""
+    return [base64.b64decode(each) for each in re.findall(rb"-----\n([^-]+)-----END", pem)]
+
+
+def damaged(pem, kind="CERTIFICATE"):
+    """PEM in which a bit is flipped, each bit of each block."""
+    for number, block in enumerate(blocks := blocks_of(pem)):
+        for bit in range(8 * len(block)):
+            changed = bytearray(block)
+            changed[bit // 8] ^= 1 << bit % 8
+            parts = [*blocks[:number], bytes(changed), *blocks[number + 1 :]]
+            yield b"".join(armoured(part, kind) for part in parts)
+
+
+@pytest.mark.parametrize("reads", ["trust", "identity", "fingerprint"])
+def test_s21_a_flipped_bit_of_a_certificate_is_a_certificate_error_whatever_it_hits(certs, chain, reads):
+    found = {"trust": chain[0].trust, "identity": pki.identity_of, "fingerprint": fingerprint}[reads]
+    refused = 0
+    for pem in islice(damaged(credentials(certs).chain), 0, None, 3):
+        try:
+            found(pem)
+        except CertificateError:
+            refused += 1
+    assert refused > 20  # most bits are of the signature, or of the key
+
+
+def test_s21_a_flipped_bit_of_a_folders_own_files_is_a_certificate_error(certs, tmp_path):
+    folder = shutil.copytree(certs / "ward/sites/north", tmp_path / "north")
+    for pem in islice(damaged((folder / "cert.pem").read_bytes()), 0, None, 71):
+        (folder / "cert.pem").write_bytes(pem)
+        with pytest.raises(CertificateError):
+            pki.Credentials.load(folder)
+
+
+def test_s21_a_flipped_bit_of_a_signing_request_is_a_config_error_or_nothing_that_is_signed(tmp_path):
+    sound, key = request(tmp_path)
+    for pem in damaged(sound, "CERTIFICATE REQUEST"):
+        with suppress(ConfigError):
+            assert requested_key(pem) == key

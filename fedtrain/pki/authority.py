@@ -18,13 +18,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from ..errors import CertificateError, ConfigError, writing
-from .identity import USAGE, certificates, check_label, dns_name, identity_of, serial_hex
+from .identity import UNREADABLE, USAGE, certificates, check_label, dns_name, identity_of, serial_hex
 
 PublicKey = ec.EllipticCurvePublicKey
 PrivateKey = ec.EllipticCurvePrivateKey
@@ -294,7 +293,7 @@ def requested_key(csr: bytes) -> PublicKey:
     try:
         request = x509.load_pem_x509_csr(csr)
         public, signed = request.public_key(), request.is_signature_valid
-    except (ValueError, UnsupportedAlgorithm):
+    except UNREADABLE:
         raise ConfigError("csr: not a PEM certificate signing request") from None
     if not signed or not isinstance(public, ec.EllipticCurvePublicKey):
         raise ConfigError("csr: use an elliptic-curve key (P-256) and sign the request with it")

@@ -21,8 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -40,7 +41,7 @@ GET_ONE = (
 USAGE = {"aggregator": ExtendedKeyUsageOID.SERVER_AUTH, "site": ExtendedKeyUsageOID.CLIENT_AUTH}
 
 UNREADABLE = (
-    ValueError, x509.InvalidVersion, x509.ExtensionNotFound, x509.DuplicateExtension,
+    ValueError, UnsupportedAlgorithm, x509.InvalidVersion, x509.ExtensionNotFound, x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType, CryptographyDeprecationWarning,
 )  # the errors that `cryptography` raises for malformed certificates  # fmt: skip
 
@@ -203,6 +204,14 @@ def certificates(pem: bytes, path: Path | None = None) -> list[x509.Certificate]
         raise CertificateError(f"{path or 'these bytes'}: not a PEM certificate") from None
 
 
+def key_of(certificate: x509.Certificate) -> CertificatePublicKeyTypes:
+    """The key that a certificate is for. CertificateError for a kind that can't be read: it is parsed now."""
+    try:
+        return certificate.public_key()
+    except UNREADABLE as e:
+        raise CertificateError(f"the key in a certificate can't be read: {e}") from None
+
+
 _filters = threading.Lock()  # warning filters belong to the whole process
 
 
@@ -219,7 +228,7 @@ def _check_key(key: bytes, leaf: x509.Certificate, folder: Path) -> None:
         public = serialization.load_pem_private_key(key, password=None).public_key()
     except (ValueError, TypeError):
         raise CertificateError(f"{folder / 'key.pem'}: not an unencrypted PEM private key") from None
-    if public != leaf.public_key():
+    if public != key_of(leaf):
         raise CertificateError(
             f"{folder}: key.pem and cert.pem do not belong together. Copy the whole folder again."
         )
@@ -230,7 +239,7 @@ def _check_chain(chain: list[x509.Certificate], folder: Path) -> None:
     for below, above in pairwise(chain):
         try:
             below.verify_directly_issued_by(above)
-        except (ValueError, TypeError, InvalidSignature):
+        except (*UNREADABLE, TypeError, InvalidSignature):
             raise CertificateError(
                 f"{folder}: cert.pem was not signed under root.pem. Copy both from the same authority."
             ) from None

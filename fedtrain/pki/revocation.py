@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -36,7 +36,7 @@ AHEAD = timedelta(days=1)  # what the clocks of a list's signer and of its reade
 WARNING = timedelta(days=5)  # before a list's end its reader is told
 RELOAD_S = 2.0  # seconds between two reads of the file
 BEGIN = b"-----BEGIN X509 CRL-----"
-UNREADABLE = (*identity.UNREADABLE, CertificateError, TypeError, InvalidSignature, UnsupportedAlgorithm)
+UNREADABLE = (*identity.UNREADABLE, CertificateError, TypeError, InvalidSignature)
 PEM = serialization.Encoding.PEM
 
 

@@ -24,7 +24,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from ..errors import CertificateError, CertificateRevoked
 from ..messages import SiteId
-from .identity import Credentials, Identity, certificates, identity_in, serial_hex
+from .identity import UNREADABLE, Credentials, Identity, certificates, identity_in, key_of, serial_hex
 
 ECDSA = ec.ECDSA(hashes.SHA256())
 CHAIN_BYTES = 16 << 10  # the longest certificate chain read; ours have under 2 KiB
@@ -145,11 +145,11 @@ class Verifier:
                 chain = rules.build_client_verifier().verify(leaf, above).chain
             else:
                 chain = rules.build_server_verifier(x509.DNSName(str(identity))).verify(leaf, above)
-        except VerificationError as e:
+        except (VerificationError, *UNREADABLE) as e:  # what it looks at is parsed only now
             raise CertificateError(
                 f"{identity}: its certificate does not lead to the root of this federation: {e}"
             ) from None
-        key = leaf.public_key()
+        key = key_of(leaf)
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             raise CertificateError(f"{identity}: its certificate has no P-256 key, which signing needs")
         start, end = max(c.not_valid_before_utc for c in chain), min(c.not_valid_after_utc for c in chain)
@@ -164,7 +164,7 @@ def _pem(chain: Iterable[x509.Certificate]) -> bytes:
 def fingerprint(certificate: bytes) -> bytes:
     """SHA-256 (32 bytes) of the public key in the first certificate in PEM bytes, as DER: a renewed
     certificate of the same key has the same one."""
-    return _hash_of(certificates(certificate)[0].public_key())
+    return _hash_of(key_of(certificates(certificate)[0]))
 
 
 def _hash_of(key: CertificatePublicKeyTypes) -> bytes:
