@@ -39,6 +39,7 @@ from .flops import Flops, peak_flops
 from .hooks import compress
 from .reading import Share, read_once
 from .sharded import ShardedModel, digest_of_model, local, pieces
+from .shared_mean import SharedMean
 from .streamed import StreamedModel
 from .wrap import Loss, check_compiler, data_parallel, is_fsdp, save_memory, split_tensors, with_autocast
 
@@ -89,6 +90,7 @@ class MeshEngine(Trainable, ShardedModel):
         tensors = [t for part in self.parts for t in unique_tensors(part).values()]
         self.trained = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
         self._cut = mesh.sizes.pp > 1 or any(pieces(p) > 1 for p in self.trained)
+        self.shared_mean = SharedMean.of(self._roots[0], self.trained, self.parallel.comm_hook)
         self._scratch = config.root / self.parallel.offload_dir / config.run.name / f"rank-{mesh.rank:05d}"
         self.steps = Steps(self, config.train, correct, self.parallel.nonfinite)
         self._renew(0)
@@ -197,6 +199,9 @@ class MeshEngine(Trainable, ShardedModel):
             elif is_dtensor(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]  # a DTensor
                 # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
+        if self.shared_mean is not None:
+            self.shared_mean.take(factor)
+            factor = 1.0
         self.gradients = [local(p.grad) for p in self.trained if p.grad is not None]
         if self.steps.correct is not None:  # each time anew: in its first forward FSDP lays pieces out anew
             self.weights = [local(p.detach()) for p in self.trained]
@@ -206,6 +211,8 @@ class MeshEngine(Trainable, ShardedModel):
     def norm(self) -> torch.Tensor:
         """The same on every rank of the island: so all agree whether it is finite. Without shards every rank
         has the whole gradient, and nothing is sent."""
+        if self.shared_mean is not None:
+            return self.shared_mean.norm
         mesh = self.mesh
         if not self._cut:
             return norm_of(self.gradients, mesh.device)
@@ -272,7 +279,9 @@ class MeshEngine(Trainable, ShardedModel):
         for root in filter(is_fsdp, self._roots):
             root.set_requires_gradient_sync(now)
         whole = self._roots[0]  # DDP is around a whole model only
-        return whole.no_sync() if isinstance(whole, DistributedDataParallel) and not now else nullcontext()
+        if not isinstance(whole, DistributedDataParallel) or (now and self.shared_mean is None):
+            return nullcontext()
+        return whole.no_sync()
 
     def _context(self, batch: Batch) -> AbstractContextManager[Batch]:
         first = self.mesh.sizes.tp > 1 and not (self._limited or self.parallel.compile)
@@ -296,9 +305,11 @@ class MeshEngine(Trainable, ShardedModel):
         return self.flops.counted() if due and not blind else nullcontext()
 
     def waiting_s(self) -> float | None:
-        """Of a step, how long gradients were still under way when the backward pass had computed its last, as
-        DDP samples it; None where it doesn't."""
+        """Of a step, how long gradients were still under way when the backward pass had computed its last: of
+        the last one, or as DDP samples it; None where it doesn't."""
         root = self._roots[0]
+        if self.shared_mean is not None:
+            return self.shared_mean.seconds
         if not isinstance(root, DistributedDataParallel):
             return None
         told: dict[str, Any] = root._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch's
