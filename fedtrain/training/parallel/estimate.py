@@ -28,8 +28,8 @@ from .wrap import save_memory
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the rank that has most. What a CUDA context or a process takes by itself (some hundred MB) and
-    what allocators waste come on top."""
+    """Bytes of the rank that has most. What a CUDA context or a process takes by itself (some hundred MB),
+    what allocators waste and what SharedMean shares (the gradient once more) come on top."""
 
     parameters: int
     gradients: int
