@@ -24,8 +24,6 @@ from types import SimpleNamespace
 from typing import Any, Self
 from unittest.mock import patch
 
-import zmq
-
 from fedtrain.config import Config
 from fedtrain.events import Emit, Event, PeersAgreed
 from fedtrain.pki import Credentials
@@ -39,7 +37,7 @@ from fedtrain.transport import peer_thread
 from fedtrain.transport import zmq as zmq_transport
 from fedtrain.transport.admission import Curve
 from fedtrain.transport.shares import Limits
-from tests.vsim.chance import drawn
+from tests.vsim.chance import curve_keypair, drawn
 from tests.vsim.claims import Onlooker, Values
 from tests.vsim.clock import CURRENT
 from tests.vsim.wires import SimLinks, SimThread, Wires, stop
@@ -97,12 +95,12 @@ def entries(names: tuple[str, ...], real: bool) -> Path:
     root = ground("gossip")
     folder = root / f"roster-{len(names)}-{real:d}"
     for name in names:
-        own = root / "certs" / "sites" / name
-        credentials = Credentials.load(own)
+        own, draw = root / "certs" / "sites" / name, random.Random(f"entry {name}")
         config = Config.of({"network": {"listen": address_of(name)}, "gossip": {"roster": str(folder)}}, root)
-        curve = Curve(*own_curve(own, zmq.curve_keypair))
-        verifier = Verifier(credentials.root, credentials.identity.federation)
-        with drawn(random.Random(name), real):
+        with drawn(draw, real):
+            credentials = Credentials.load(own)
+            curve = Curve(*own_curve(own, partial(curve_keypair, draw)))
+            verifier = Verifier(credentials.root, credentials.identity.federation)
             enter(config, name, credentials, curve, verifier)
     return folder
 

@@ -30,9 +30,10 @@ from fedtrain.runtime.star import aggregator
 from fedtrain.runtime.trainers.trainer import Trainer, Trains
 from fedtrain.store import spool
 from fedtrain.tracking import audit
+from fedtrain.tracking.audit import AuditLog
 from fedtrain.transport import endpoints, streams
 from tests.allowed import allowed
-from tests.vsim.chance import drawn, of_one_length
+from tests.vsim.chance import BEGAN, certified, drawn
 from tests.vsim.claims import Claims
 from tests.vsim.clock import CURRENT, Process, Stuck, VirtualLoop
 from tests.vsim.disk import Disk, remove
@@ -42,7 +43,7 @@ from tests.vsim.trainer import Numbers
 
 SITES = ("a", "b", "c", "d", "e")
 TASK = "import fedtrain\n\n\nclass Numbers(fedtrain.Task):\n    pass\n"
-BEGAN = 2e9  # the clock of the wall, when a world begins
+PID = 4711  # of every process
 END_S = 900.0  # on the run's own clock
 AGGREGATOR = "aggregator"
 KINDS = ("open", "open", "open", "open", "open", "masks", "noise")
@@ -115,13 +116,13 @@ def ground(kind: str) -> Path:
     GROUNDS.append(tempfile.TemporaryDirectory(prefix="vsim-", dir=memory()))
     root = Path(GROUNDS[-1].name)
     (root / "vsim_task.py").write_text(TASK)
-    with of_one_length():
+    config = Config.of(Plan.of(0).table, root)
+    with certified(random.Random(f"certificates {kind}")):
         init(root / "certs")
         issue(root / "certs", "aggregator")
         for name in SITES:
             issue(root / "certs", "site", name)
-    config = Config.of(Plan.of(0).table, root)
-    allowed(config, *SITES, masks=kind == "masks")
+        allowed(config, *SITES, masks=kind == "masks")
     return root
 
 
@@ -366,6 +367,12 @@ class World:
         async def start(config: Config, **_: Any) -> Numbers:
             return Numbers(self, config)
 
+        def now() -> float:
+            return BEGAN + self.loop.time()
+
+        defaults: Any = AuditLog.__init__.__defaults__
+        clocked = tuple(now if default is time.time else default for default in defaults)
+        assert clocked != defaults, "an audit log takes its clock as its module is loaded"
         random.seed(self.plan.seed)
         threads.all_cores.cache_clear()
         with ExitStack() as stack:
@@ -374,11 +381,11 @@ class World:
                 (secrets, "token_bytes", self.draw.randbytes),
                 (secrets, "randbits", self.draw.getrandbits), (os, "sched_getaffinity", lambda _: {0}),
                 (time, "monotonic", self.loop.time), (time, "perf_counter", self.loop.time),
-                (time, "time", lambda: BEGAN + self.loop.time()), (Trainer, "start", start),
+                (time, "time", now), (AuditLog.__init__, "__defaults__", clocked), (Trainer, "start", start),
                 (time, "time_ns", lambda: int(1e9 * (BEGAN + self.loop.time()))),
                 (os, "urandom", self.draw.randbytes), (spool, "NOTE_BYTES", self.plan.chunk),
                 (streams, "INLINE_BYTES", self.plan.inline), (streams, "CHUNK_BYTES", self.plan.chunk),
-                (audit, "boot", booted),
+                (audit, "boot", booted), (os, "getpid", lambda: PID),
             ):  # fmt: skip
                 stack.enter_context(patch.object(where, name, what))
             for where, name, what in (*KNOWN, *self._replaced()):
