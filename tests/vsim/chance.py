@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import datetime, tzinfo
 from functools import cache
 from typing import Any
@@ -38,17 +38,31 @@ class Day(datetime):
         return datetime.fromtimestamp(BEGAN, tz)
 
 
+Change = tuple[Any, str, Any]  # where, a name there, what stands there meanwhile
+
+
+@contextmanager
+def standing(*changes: Change) -> Iterator[None]:
+    """As patch.object of each, in a tenth of the time: a world has a hundred."""
+    before = [(where, name, vars(where).get(name) or getattr(where, name)) for where, name, _ in changes]
+    try:
+        for where, name, what in changes:
+            setattr(where, name, what)
+        yield
+    finally:
+        for where, name, what in reversed(before):
+            setattr(where, name, what)
+
+
 @contextmanager
 def certified(draw: random.Random) -> Iterator[None]:
     """Who makes keys and certificates makes those that follow from `draw`."""
     generate = lambda curve: ec.derive_private_key(draw.getrandbits(SCALAR_BITS) or 1, curve)
-    with ExitStack() as stack:
-        for where, name, what in (
-            (ec, "generate_private_key", generate), (x509.CertificateBuilder, "sign", _signed),
-            (x509, "random_serial_number", lambda: 1 << 158 | draw.getrandbits(158)),
-            *((module, "datetime", Day) for module in DATED),
-        ):  # fmt: skip
-            stack.enter_context(patch.object(where, name, what))
+    with standing(
+        (ec, "generate_private_key", generate), (x509.CertificateBuilder, "sign", _signed),
+        (x509, "random_serial_number", lambda: 1 << 158 | draw.getrandbits(158)),
+        *((module, "datetime", Day) for module in DATED),
+    ):  # fmt: skip
         yield
 
 
@@ -87,17 +101,16 @@ def verified(
 @contextmanager
 def drawn(draw: random.Random, real: bool) -> Iterator[None]:
     """The secrets of masks are drawn from the seed. `real`: signatures are ECDSA's, by RFC 6979."""
+    cheap = lambda self, message: keyed(self.certificate, message)
+    hashed: list[Change] = [(Signer, "sign", cheap), (Verifier, "verify", verified)]
     defaults: Any = Client.__init__.__kwdefaults__
-    with ExitStack() as stack:
-        if real:
-            stack.enter_context(patch.object(signing, "ECDSA", REAL))
-        else:
-            cheap = lambda self, message: keyed(self.certificate, message)
-            stack.enter_context(patch.object(Signer, "sign", cheap))
-            stack.enter_context(patch.object(Verifier, "verify", verified))
-        for module in DATED:
-            stack.enter_context(patch.object(module, "datetime", Day))
-        stack.enter_context(patch.dict(defaults, random=draw.randbytes))
+    with (
+        standing(
+            *([(signing, "ECDSA", REAL)] if real else hashed),
+            *((module, "datetime", Day) for module in DATED),
+        ),
+        patch.dict(defaults, random=draw.randbytes),
+    ):
         yield
 
 

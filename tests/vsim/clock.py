@@ -113,9 +113,16 @@ class _Step:
 class _Soon(_Step, asyncio.Handle):
     __slots__ = ()
 
+    def __init__(self, callback: Any, args: Any, loop: VirtualLoop, context: Context | None) -> None:
+        """As asyncio's, which would ask the loop whether it is debugged: a world makes very many."""
+        self._context = copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
 
-class _Timer(_Step, asyncio.TimerHandle):
+
+class _Timer(_Soon, asyncio.TimerHandle):
     __slots__ = ()
+    _scheduled = False  # in asyncio's own heap
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -157,7 +164,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return handle
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
-        timer = _Timer(when, callback, args, self, context)
+        timer = _Timer(callback, args, self, context)
+        timer._when = when
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
