@@ -37,7 +37,7 @@ def pieces(first, last, of):
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(40), *(pytest.param(piece, marks=pytest.mark.slow(8)) for piece in pieces(40, 1800, 88))],
+    [range(40), *(pytest.param(piece, marks=pytest.mark.slow(8)) for piece in pieces(40, 2000, 98))],
     ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
 )
 def test_rounds_are_committed_once_with_the_accepted_sets_mean_whatever_goes_wrong(seeds):
@@ -70,7 +70,7 @@ def test_peers_conserve_mass_and_agree_on_one_model_whatever_goes_wrong(seeds):
 
 @pytest.mark.soak(part=0.07)
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", [1800, 11_800])
+@pytest.mark.parametrize("first", [2000, 12_000])
 def test_rounds_are_committed_once_in_thousands_of_seeds(first, request):
     for piece in taken(pieces(first, first + 10_000, 250), request):
         test_rounds_are_committed_once_with_the_accepted_sets_mean_whatever_goes_wrong(piece)

@@ -108,8 +108,9 @@ def set_aside(path: Path) -> str:
 
 def private_folder(folder: Path) -> None:
     """Make the folder, and let nobody else look into it, whatever the umask; also one that was there."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_mode & 0o077:
+    if not os.path.isdir(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.stat(folder).st_mode & 0o077:
         folder.chmod(0o700)
 
 

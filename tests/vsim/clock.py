@@ -93,24 +93,7 @@ class Process:
             self._parked.clear()
 
 
-class _Step:
-    """Of a handle: its process decides whether it runs."""
-
-    __slots__ = ()
-
-    def _run(self: Any) -> None:
-        process, loop = self._context.get(CURRENT), self._loop
-        loop.steps += 1
-        if process is None or process.takes(self):
-            try:
-                self._context.run(self._callback, *self._args)
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as e:
-                loop.call_exception_handler({"exception": e})
-
-
-class _Soon(_Step, asyncio.Handle):
+class _Soon(asyncio.Handle):
     __slots__ = ()
 
     def __init__(self, callback: Any, args: Any, loop: VirtualLoop, context: Context | None) -> None:
@@ -155,8 +138,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
             ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            if handle._cancelled:
+                continue
+            self.steps += 1
+            process = handle._context.get(CURRENT)
+            if process is None or process.takes(handle):
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as e:
+                    self.call_exception_handler({"exception": e})
 
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
         handle = _Soon(callback, args, self, context)
