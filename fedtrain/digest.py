@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ class Digest:
     """
 
     def __init__(self) -> None:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
-        self._mac: Any = Cipher(algorithms.AES(bytes(16)), modes.GCM(bytes(12))).encryptor()
+        self._mac: Any = _cipher().encryptor()
 
     def update(self, data: bytes | memoryview) -> None:
         """The next bytes; releases the GIL."""
@@ -31,6 +30,14 @@ class Digest:
         self._mac.finalize()
         tag: bytes = self._mac.tag
         return tag.hex()
+
+
+@cache
+def _cipher() -> Any:
+    """Made once: checking its parameters takes twice as long as the digest of a small model."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    return Cipher(algorithms.AES(bytes(16)), modes.GCM(bytes(12)))
 
 
 class PiecewiseDigest:

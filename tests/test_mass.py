@@ -50,6 +50,16 @@ def test_mass_and_sum_are_conserved_under_loss_delay_stragglers_cuts_restarts_an
     assert min(hit.values()) > len(seeds) // 4, hit  # it did happen
 
 
+def test_a_commit_has_the_same_bytes_in_whatever_order_the_counted_givers_are(tmp_path):
+    """The givers come as a set, whose order is each process's own."""
+    books = []
+    for givers in ("abc", "cab"):
+        own = Pledges(tmp_path / givers, SGP)
+        own.note(1, PARCEL, {}, list(givers))
+        books.append(bytes(own.kept()[pledges.BOOK].numpy()))
+    assert books[0] == books[1]
+
+
 class Killed(Exception):
     """Before the commit."""
 

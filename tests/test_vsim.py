@@ -15,8 +15,7 @@ from tests.vsim.hunt import hunt
 from tests.vsim.village import Village
 
 ROOT = Path(__file__).parents[1]
-# Of a process: its certificates, the day, its folder.
-OWN = re.compile(r"\b([0-9a-f]{64}|[0-9A-F]{40})\b|\d{4}-\d\d-\d\dT[\d:]+Z|vsim-\w+(/run-\w+)?")
+OWN = re.compile(r"vsim-\w+(/run-\w+)?")  # a process's folder
 HAPPEN = (
     "kill",
     "power",
@@ -38,7 +37,7 @@ def pieces(first, last, of):
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(40), *(pytest.param(piece, marks=pytest.mark.slow(8)) for piece in pieces(40, 1800, 88))],
+    [range(40), *(pytest.param(piece, marks=pytest.mark.slow(8)) for piece in pieces(40, 2000, 98))],
     ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
 )
 def test_rounds_are_committed_once_with_the_accepted_sets_mean_whatever_goes_wrong(seeds):
@@ -71,7 +70,7 @@ def test_peers_conserve_mass_and_agree_on_one_model_whatever_goes_wrong(seeds):
 
 @pytest.mark.soak(part=0.07)
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", [1800, 11_800])
+@pytest.mark.parametrize("first", [2000, 12_000])
 def test_rounds_are_committed_once_in_thousands_of_seeds(first, request):
     for piece in taken(pieces(first, first + 10_000, 250), request):
         test_rounds_are_committed_once_with_the_accepted_sets_mean_whatever_goes_wrong(piece)
@@ -86,10 +85,12 @@ def test_peers_agree_in_thousands_of_seeds(first, request):
 
 
 @pytest.mark.slow(8)
-@pytest.mark.parametrize(("seeds", "least"), [(["28", "44"], 1000), (["58", "--gossip"], 100)])
+@pytest.mark.parametrize(
+    ("seeds", "least"), [(["28", "44"], 1000), (["518"], 400), (["58", "--gossip"], 100)]
+)
 def test_a_seed_is_the_same_run_in_every_process(seeds, least):
-    """Event for event and byte for byte, also where sets have another order, at another time, and with other
-    certificates."""
+    """Event for event and byte for byte, also where sets have another order, and at another time. 518 was
+    not: an audit log had real times, with 16 to 18 digits, and a power cut tore a sector more or less."""
     told = []
     for order in ("1", "2"):
         command = [sys.executable, "-m", "tests.vsim", *seeds, "--trace"]

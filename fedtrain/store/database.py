@@ -51,6 +51,7 @@ class Database:
         self._redo = None if read_only or shared else Redo(path.with_suffix(".redo"), durable=durable)
         self._db: sqlite3.Connection
         self._keys: dict[str, dict[str, int]] = {}  # table -> see _key
+        self._known: frozenset[str] = frozenset()  # see _tables
         try:
             if self._redo is not None:
                 self._open_both(self._redo, tables, warn)
@@ -134,8 +135,10 @@ class Database:
             try:
                 yield
                 if self._redo is not None and self._redo.changed:
-                    number, tables = self._db.execute("SELECT * FROM commits").fetchone()
-                    self._redo.append(number + 1, self._seal(self._redo, number + 1, tables))
+                    number, tables, digest = self._db.execute("SELECT * FROM commits, seal").fetchone()
+                    self._redo.note(False, ("commits", number, tables))
+                    self._db.execute("UPDATE commits SET number = ?", (number + 1,))
+                    self._redo.append(number + 1, self._seal(self._redo, number + 1, tables, digest))
                 self._db.execute("COMMIT")
             except BaseException:
                 with suppress(sqlite3.Error):
@@ -166,7 +169,7 @@ class Database:
         """The database and its redo log, each as it was; `warn` hears which of them was not."""
         logged, lost = redo.read(), "" if self.path.exists() else f"{self.path} is gone."
         try:
-            self._open(redo, tables)
+            own = self._open(redo, tables)
         except Damaged as e:
             if logged.number < 0 and redo.path.exists():
                 raise
@@ -174,12 +177,13 @@ class Database:
             lost = f"{str(e).removesuffix(self._remedy)}{set_aside(self.path)}"
             for end in ("-wal", "-shm"):
                 self.path.with_name(self.path.name + end).unlink(missing_ok=True)
-            self._open(redo, tables)
+            own = self._open(redo, tables)
             if logged.number < 0:  # the log comes before the first transaction: there was none
                 warn(f"{lost} There was no {redo.path.name}: it begins anew.")
-        number, digest = self._state()
+        number, digest, told = self._db.execute("SELECT number, digest, tables FROM commits, seal").fetchone()
         if logged.number > number:
             self._replace(logged)
+            (told,) = self.one("SELECT tables FROM commits")
             last = f"the last {logged.number - number} of its transactions"
             lost = lost or f"{self.path} lacks {last}: a kill, a lost -wal file, or it is an old copy."
             warn(f"{lost} It was made again from {redo.path.name}.")
@@ -188,39 +192,38 @@ class Database:
         if logged.wrong or logged.number < number:
             wrong = logged.wrong or f"it lacks the last {number - max(logged.number, 0)} transactions"
             aside = set_aside(redo.path) if redo.path.exists() else ""
+            self._db.execute("BEGIN")  # one lock for all that is read
             redo.begin(*self._state(), self._count(), self._rows())
+            self._db.execute("COMMIT")
             if aside or number > 1:  # else it is new, or an earlier fedtrain had none
                 warn(f"{redo.path} is damaged or old: {wrong}. {aside} It was made again.")
-        own = self._definitions()
-        if self.one("SELECT tables FROM commits") != (own,):  # a later fedtrain has more
+        if told != own:  # a later fedtrain has more
             self.update("commits", {"tables": own}, "TRUE")
         with self._explained():
             self._copy_log()  # also of what a killed process had committed
 
-    def _open(self, redo: Redo, tables: str) -> None:
-        """The database as it is on the disk, with a digest that each change brings up to date."""
+    def _open(self, redo: Redo, tables: str) -> bytes:
+        """The database as it is on the disk, with a digest that each change brings up to date; the digest of
+        its tables."""
         with self._explained():
             self._connect(ALONE_S)
-            before = self._tables()
+            before = self._compare()
             if before and "seal" not in before:
                 earlier = "has no digest: an earlier fedtrain wrote it, or it is damaged"
                 raise Damaged(f"{self.path} {earlier}. {self._remedy}")
-            if before:
-                self._compare()
-            self._db.executescript(f"BEGIN IMMEDIATE;{OURS}{tables};COMMIT;")
+            self._db.executescript(f"BEGIN IMMEDIATE;{OURS}{tables}")
+            self._known, own = frozenset(), self._definitions()  # it may have more now
             if not self._db.execute("SELECT 1 FROM commits").fetchone():
-                self._db.execute("BEGIN IMMEDIATE")
-                self._seal(redo, int(bool(before)), self._definitions())
-                self._db.execute("COMMIT")
+                self._db.execute("INSERT INTO commits VALUES (?, ?)", (number := int(bool(before)), own))
+                self._seal(redo, number, own, *self._db.execute("SELECT digest FROM seal").fetchone())
+            self._db.execute("COMMIT")
             redo.forget()
+            return own
 
-    def _seal(self, redo: Redo, number: int, tables: bytes) -> bytes:
-        """Say which transaction is the last one, and bring the digest of all rows up to date; the digest."""
-        self._note(False, "commits", "TRUE", ())
-        self._db.execute("DELETE FROM commits")
-        self._db.execute("INSERT INTO commits VALUES (?, ?)", (number, tables))
+    def _seal(self, redo: Redo, number: int, tables: bytes, before: bytes) -> bytes:
+        """Bring the digest of all rows, which was `before`, up to date; this row says which transaction was
+        the last one."""
         redo.note(True, ("commits", number, tables))
-        (before,) = self._db.execute("SELECT digest FROM seal").fetchone()
         digest = toggled(before, *redo.noted)
         self._db.execute("UPDATE seal SET digest = ?", (digest,))
         return digest
@@ -228,10 +231,10 @@ class Database:
     def _connect(self, wait_s: float) -> None:
         with explained(self.path):  # made here, it is for nobody else; SQLite's other files are as it is
             os.close(private(self.path, os.O_RDWR | os.O_CREAT))
-        self._db = sqlite3.connect(self.path, wait_s, isolation_level=None)
+        self._db, self._known = sqlite3.connect(self.path, wait_s, isolation_level=None), frozenset()
+        self._db.execute("PRAGMA synchronous=OFF")  # the redo log has what must not be lost
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA wal_autocheckpoint=0")
-        self._db.execute("PRAGMA synchronous=OFF")  # the redo log has what must not be lost
         self._db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
 
     def _replace(self, logged: Recovered) -> None:
@@ -266,16 +269,17 @@ class Database:
 
     def _count(self) -> int:
         """How many `_rows` gives."""
-        counts = (f"SELECT COUNT(*) FROM {table}" for table in self._tables() - {"seal"})  # noqa: S608
-        return sum(self._db.execute(count).fetchone()[0] for count in counts)
+        counts = (f"(SELECT COUNT(*) FROM {table})" for table in self._tables() - {"seal"})  # noqa: S608
+        found: tuple[int] = self._db.execute(f"SELECT {' + '.join(counts)}").fetchone()
+        return found[0]
 
-    def _compare(self) -> None:
-        """Damaged unless tables and rows are those that were written."""
+    def _compare(self) -> frozenset[str]:
+        """Damaged unless tables and rows are those that were written; the names of the tables."""
         self._db.execute("BEGIN")  # one moment's rows, where another process writes
         try:
             tables = self._tables()
             if "seal" not in tables:
-                return  # a new one; or a reader's that an earlier fedtrain wrote
+                return tables  # a new one; or one that an earlier fedtrain wrote
             wrong = " ".join(self._db.execute("PRAGMA integrity_check(1)").fetchone()[0].split())
             if wrong == "ok" and self._db.execute("SELECT digest FROM seal").fetchall() != [
                 (digest_of_rows(self._rows()),)
@@ -287,6 +291,7 @@ class Database:
                     wrong = "its tables are not those that were made"
             if wrong != "ok":
                 raise Damaged(f"{self.path} is damaged: {wrong}. {self._remedy}")
+            return tables
         finally:
             self._db.execute("ROLLBACK")
 
@@ -295,19 +300,15 @@ class Database:
         rows = self._db.execute("SELECT name, sql FROM sqlite_master ORDER BY name").fetchall()
         return hashlib.sha256(msgspec.msgpack.encode(rows)).digest()
 
-    def _tables(self) -> set[str]:
-        return {
-            name
-            for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            if not name.startswith("sqlite_")
-        }
+    def _tables(self) -> frozenset[str]:
+        """Their names, which stay as they are once the database is open."""
+        if not self._known:
+            found = self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            self._known = frozenset(name for (name,) in found if not name.startswith("sqlite_"))
+        return self._known
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, UnicodeDecodeError) as e:  # the latter: SQLite's message quotes a damaged name
-            raise self._explain(e) from e
+    def _explained(self) -> _Explained:
+        return _Explained(self)
 
     def _explain(self, e: Exception) -> StoreError:
         code = getattr(e, "sqlite_errorcode", 0)
@@ -326,3 +327,21 @@ class Database:
                 with explained(file):  # of a log that can't be read SQLite says that it is damaged
                     file.read_bytes()
         return Damaged(f"{self.path} is damaged: {e}. {self._remedy}")
+
+
+class _Explained:
+    """What SQLite has against a block is a StoreError."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: Database) -> None:
+        self._of = of
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and isinstance(
+            error, sqlite3.Error | UnicodeDecodeError
+        ):  # SQLite's message quotes a damaged name
+            raise self._of._explain(error) from error

@@ -61,23 +61,34 @@ def silent(line: str) -> None:
     """Nobody is there to hear of damaged files."""
 
 
-@contextmanager
-def explained(path: str | Path) -> Iterator[None]:
+class explained:
     """What goes wrong on the disk when the block works on this file is an Unreadable that names it."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno in FULL:
-            free = next((shutil.disk_usage(p).free for p in Path(path).parents if p.exists()), 0)
-            raise Unreadable(
-                f"no room for {path}: {e.strerror}; {free:,} bytes are free on its disk. Free some: the same "
-                f"command goes on."
-            ) from e
-        code = errno.errorcode.get(e.errno or 0, type(e).__name__)
-        raise Unreadable(
-            f"{path} can't be read or written: {e.strerror or e} ({code}). See to its folder and its disk: "
-            f"the same command goes on."
-        ) from e
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, OSError):
+            raise _unreadable(self._path, error) from error
+
+
+def _unreadable(path: str | Path, e: OSError) -> Unreadable:
+    if e.errno in FULL:
+        free = next((shutil.disk_usage(p).free for p in Path(path).parents if p.exists()), 0)
+        return Unreadable(
+            f"no room for {path}: {e.strerror}; {free:,} bytes are free on its disk. Free some: the same "
+            f"command goes on."
+        )
+    code = errno.errorcode.get(e.errno or 0, type(e).__name__)
+    return Unreadable(
+        f"{path} can't be read or written: {e.strerror or e} ({code}). See to its folder and its disk: "
+        f"the same command goes on."
+    )
 
 
 def set_aside(path: Path) -> str:
@@ -97,8 +108,9 @@ def set_aside(path: Path) -> str:
 
 def private_folder(folder: Path) -> None:
     """Make the folder, and let nobody else look into it, whatever the umask; also one that was there."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_mode & 0o077:
+    if not os.path.isdir(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.stat(folder).st_mode & 0o077:
         folder.chmod(0o700)
 
 

@@ -70,7 +70,7 @@ class Redo:
         self._last = self._before = Reached()  # after the last line, and after the one before it
         self._long = 0  # bytes from which the file is too long
         self._added: dict[bytes, bytes] = {}  # by the transaction under way
-        self._removed: set[bytes] = set()
+        self._removed: dict[bytes, None] = {}  # in this order: the file's bytes follow from what was done
 
     # --- one transaction after the other
 
@@ -80,7 +80,7 @@ class Redo:
         if added:
             self._added[own] = data
         elif self._added.pop(own, None) is None:
-            self._removed.add(own)
+            self._removed[own] = None
         return own
 
     @property
@@ -108,7 +108,7 @@ class Redo:
 
     def forget(self) -> None:
         """What was noted is no transaction's."""
-        self._added, self._removed = {}, set()
+        self._added, self._removed = {}, {}
 
     def take_back(self, number: int) -> None:
         """A transaction was not committed, and `number` is the last one: nothing of it stays."""

@@ -32,6 +32,7 @@ from .disk import (
 
 READ_BYTES = 8 << 20
 NOTE, NOTE_BYTES = ".at", 16 << 20  # after a kill a transfer goes on from its last note
+DIGEST = re.compile(r"[0-9a-f]{32}")
 UNFINISHED = 4  # transfers that may be kept to go on with; of more the oldest are given up
 
 
@@ -57,9 +58,12 @@ class Spool:
 
     def has(self, digest: str, nbytes: int, *, again: bool = False) -> bool:
         """Whether these bytes are here. They are read once in a process, or each time with `again`."""
+        path = self.file(digest)
+        if digest in self._whole and not again and os.path.exists(path):
+            return True
         if wrong := self.wrong(digest, nbytes, again=again):
             self._warn(wrong)
-        return not wrong and os.path.exists(self.file(digest))
+        return not wrong and os.path.exists(path)
 
     def wrong(self, digest: str, nbytes: int, *, again: bool = False) -> str:
         """What is wrong with the file, which was set aside for it; "" when its bytes are right, or gone."""
@@ -105,18 +109,20 @@ class Spool:
                 f"{nbytes:,} bytes are announced, and {self.limit:,} may lie in {self.folder.name}"
             )
         own = {f"{digest}.part", digest + NOTE}
-        there: list[tuple[int, int, Path]] = []  # when it was written to, bytes
-        for path in self.folder.iterdir():
-            with suppress(FileNotFoundError):  # another thread's
-                if path.name not in own and path.is_file():
-                    there.append(((found := path.stat()).st_mtime_ns, found.st_size, path))
-        parts = sorted(file for file in there if file[2].suffix == ".part")
+        there: list[tuple[int, int, str]] = []  # when it was written to, bytes, its name
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another thread's
+                    if entry.name not in own and entry.is_file():
+                        there.append(((found := entry.stat()).st_mtime_ns, found.st_size, entry.name))
+        parts = sorted(file for file in there if file[2].endswith(".part"))
         over = sum(size for _, size, _ in there) + nbytes - (self.limit or 0)
         for file in sorted(there):
             if (self.limit is not None and over > 0) or file in parts[:-UNFINISHED]:
-                file[2].unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(self._prefix + file[2])
                 over -= file[1]
-                self._whole.discard(file[2].name)
+                self._whole.discard(file[2])
 
     def arrived(self, digest: str) -> None:
         """A file has its final name, and its digest was right."""
@@ -128,17 +134,20 @@ class Spool:
         self._whole &= keep
         if self._copies is not None:
             self._copies.keep_only(keep)
+        keep.add(FREE)
         with explained(self.folder):
-            for path in self.folder.iterdir():
-                if path.suffix == NOTE:
-                    if path.stem not in keep:
-                        path.unlink(missing_ok=True)
-                elif path.is_file() and path.name.removesuffix(".part") not in {FREE, *keep}:
+            for name in os.listdir(self.folder):
+                if name.removesuffix(NOTE).removesuffix(".part") in keep:
+                    continue
+                if name.endswith(NOTE):
+                    with suppress(FileNotFoundError):
+                        os.unlink(self._prefix + name)
+                elif os.path.isfile(path := self._prefix + name):
                     recycle(path)
 
 
 def is_digest(name: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{32}", name) is not None
+    return DIGEST.fullmatch(name) is not None
 
 
 def damage(path: str | Path, digest: str, nbytes: int) -> str:

@@ -133,6 +133,7 @@ class AuditLog:
         self._held: list[Event] = []
         self._synced_s, self._synced, self._boot = -SYNC_S, (0, ""), boot()
         self._known, self._headed = known, False
+        self._head_fd: int | None = None
         self._places: dict[int, str] = {}  # lines, and the last one's seal: of heads, and what was looked up
         self._nbytes, self._signed = 0, 0  # that are in the file, and lines of the last signed head
         self.witnessed: dict[str, events.HeadWitnessed] = {}  # the newest of each
@@ -186,6 +187,8 @@ class AuditLog:
             self._sync(self._place)
             self._write_head()
             os.close(self._fd)
+            if self._head_fd is not None:
+                os.close(self._head_fd)
 
     @property
     def _place(self) -> tuple[int, str]:
@@ -292,15 +295,13 @@ class AuditLog:
         )
         signed = self._sign(head)
         with explained(self._head):
-            file = os.open(self._head, os.O_WRONLY | os.O_CREAT, 0o600)
-            try:
-                os.pwrite(file, signed.ljust(HEAD_BYTES, b"\0"), 0)
-                if not self._headed:  # later ones get there by themselves: only the start matters after a cut
-                    os.fsync(file)
-                    sync_folder(self.path.parent)
-                self._headed = True
-            finally:
-                os.close(file)
+            if self._head_fd is None:
+                self._head_fd = os.open(self._head, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.pwrite(self._head_fd, signed.ljust(HEAD_BYTES, b"\0"), 0)
+            if not self._headed:  # later ones get there by themselves: only the start matters after a cut
+                os.fsync(self._head_fd)
+                sync_folder(self.path.parent)
+            self._headed = True
         return signed
 
 

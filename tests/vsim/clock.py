@@ -93,29 +93,19 @@ class Process:
             self._parked.clear()
 
 
-class _Step:
-    """Of a handle: its process decides whether it runs."""
-
+class _Soon(asyncio.Handle):
     __slots__ = ()
 
-    def _run(self: Any) -> None:
-        process, loop = self._context.get(CURRENT), self._loop
-        loop.steps += 1
-        if process is None or process.takes(self):
-            try:
-                self._context.run(self._callback, *self._args)
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as e:
-                loop.call_exception_handler({"exception": e})
+    def __init__(self, callback: Any, args: Any, loop: VirtualLoop, context: Context | None) -> None:
+        """As asyncio's, which would ask the loop whether it is debugged: a world makes very many."""
+        self._context = copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
 
 
-class _Soon(_Step, asyncio.Handle):
+class _Timer(_Soon, asyncio.TimerHandle):
     __slots__ = ()
-
-
-class _Timer(_Step, asyncio.TimerHandle):
-    __slots__ = ()
+    _scheduled = False  # in asyncio's own heap
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -148,8 +138,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
             ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            if handle._cancelled:
+                continue
+            self.steps += 1
+            process = handle._context.get(CURRENT)
+            if process is None or process.takes(handle):
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as e:
+                    self.call_exception_handler({"exception": e})
 
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
         handle = _Soon(callback, args, self, context)
@@ -157,7 +156,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return handle
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
-        timer = _Timer(when, callback, args, self, context)
+        timer = _Timer(callback, args, self, context)
+        timer._when = when
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 

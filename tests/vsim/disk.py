@@ -46,7 +46,10 @@ class Disk:
             if path.startswith(str(self.folder)):
                 self.names[path] = _names(path)
         elif found.st_nlink:  # not one that was removed while it was open
-            self.files[found.st_ino] = _bytes(link)
+            try:
+                self.files[found.st_ino] = os.pread(fd, found.st_size, 0)
+            except OSError:  # it is open for writing only
+                self.files[found.st_ino] = _bytes(link)
 
     def durable(self, path: Path) -> bytes:
         """What of a file no power cut takes away."""

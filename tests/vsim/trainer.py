@@ -14,7 +14,7 @@ from fedtrain.config import Config
 from fedtrain.digest import digest_of
 from fedtrain.runtime.trainers import trainer_messages as msg
 from fedtrain.runtime.trainers.trainer import TrainerDied, Trains
-from tests.vsim.claims import SCHEMA, Values, arena_of, examples_of, values_of
+from tests.vsim.claims import SCHEMA, Values, examples_of, payload_of, values_of
 from tests.vsim.known import task_of
 
 if TYPE_CHECKING:
@@ -70,9 +70,8 @@ def bytes_of(path: str) -> bytes:
 
 def written(path: Path, values: Values) -> str:
     """The digest of an arena of these numbers, in a file."""
-    arena = arena_of(values)
-    path.write_bytes(arena.payload)
-    return arena.digest
+    path.write_bytes(data := payload_of(values))
+    return digest_of(data)
 
 
 def delta_of(name: str, number: int, weights: Values, again: int) -> Values:

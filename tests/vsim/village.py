@@ -16,15 +16,12 @@ import random
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
-from unittest.mock import patch
-
-import zmq
 
 from fedtrain.config import Config
 from fedtrain.events import Emit, Event, PeersAgreed
@@ -39,7 +36,7 @@ from fedtrain.transport import peer_thread
 from fedtrain.transport import zmq as zmq_transport
 from fedtrain.transport.admission import Curve
 from fedtrain.transport.shares import Limits
-from tests.vsim.chance import drawn
+from tests.vsim.chance import Change, curve_keypair, drawn, standing
 from tests.vsim.claims import Onlooker, Values
 from tests.vsim.clock import CURRENT
 from tests.vsim.wires import SimLinks, SimThread, Wires, stop
@@ -97,12 +94,12 @@ def entries(names: tuple[str, ...], real: bool) -> Path:
     root = ground("gossip")
     folder = root / f"roster-{len(names)}-{real:d}"
     for name in names:
-        own = root / "certs" / "sites" / name
-        credentials = Credentials.load(own)
+        own, draw = root / "certs" / "sites" / name, random.Random(f"entry {name}")
         config = Config.of({"network": {"listen": address_of(name)}, "gossip": {"roster": str(folder)}}, root)
-        curve = Curve(*own_curve(own, zmq.curve_keypair))
-        verifier = Verifier(credentials.root, credentials.identity.federation)
-        with drawn(random.Random(name), real):
+        with drawn(draw, real):
+            credentials = Credentials.load(own)
+            curve = Curve(*own_curve(own, partial(curve_keypair, draw)))
+            verifier = Verifier(credentials.root, credentials.identity.federation)
             enter(config, name, credentials, curve, verifier)
     return folder
 
@@ -147,7 +144,7 @@ class Village(World):
                 life.result()
         self.claims.all_ended = True
 
-    def _replaced(self) -> list[tuple[Any, str, Any]]:
+    def _replaced(self) -> list[Change]:
         limits = partial(Limits, chunk_bytes=self.plan.chunk)
         return [
             (peer_thread, "Links", partial(SimLinks, self.network)),
@@ -182,9 +179,8 @@ class PeerClaims(Onlooker):
     @contextmanager
     def watching(self) -> Iterator[None]:
         begins = looked_before(gossip._Exchange._begin, self._leaves)
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(gossip._Exchange, "_begin", begins))
-            stack.enter_context(patch.object(RunStore, "commit", self._commits_by(RunStore.commit)))
+        commits = self._commits_by(RunStore.commit)
+        with standing((gossip._Exchange, "_begin", begins), (RunStore, "commit", commits)):
             yield
 
     def _commits_by(self, commit: Any) -> Any:

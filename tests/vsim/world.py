@@ -13,12 +13,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
-from unittest.mock import patch
 
 from fedtrain.config import Config
 from fedtrain.errors import Damaged, FedtrainError
@@ -30,9 +29,10 @@ from fedtrain.runtime.star import aggregator
 from fedtrain.runtime.trainers.trainer import Trainer, Trains
 from fedtrain.store import spool
 from fedtrain.tracking import audit
+from fedtrain.tracking.audit import AuditLog
 from fedtrain.transport import endpoints, streams
 from tests.allowed import allowed
-from tests.vsim.chance import drawn, of_one_length
+from tests.vsim.chance import BEGAN, Change, certified, drawn, standing
 from tests.vsim.claims import Claims
 from tests.vsim.clock import CURRENT, Process, Stuck, VirtualLoop
 from tests.vsim.disk import Disk, remove
@@ -42,7 +42,7 @@ from tests.vsim.trainer import Numbers
 
 SITES = ("a", "b", "c", "d", "e")
 TASK = "import fedtrain\n\n\nclass Numbers(fedtrain.Task):\n    pass\n"
-BEGAN = 2e9  # the clock of the wall, when a world begins
+PID = 4711  # of every process
 END_S = 900.0  # on the run's own clock
 AGGREGATOR = "aggregator"
 KINDS = ("open", "open", "open", "open", "open", "masks", "noise")
@@ -115,13 +115,13 @@ def ground(kind: str) -> Path:
     GROUNDS.append(tempfile.TemporaryDirectory(prefix="vsim-", dir=memory()))
     root = Path(GROUNDS[-1].name)
     (root / "vsim_task.py").write_text(TASK)
-    with of_one_length():
+    config = Config.of(Plan.of(0).table, root)
+    with certified(random.Random(f"certificates {kind}")):
         init(root / "certs")
         issue(root / "certs", "aggregator")
         for name in SITES:
             issue(root / "certs", "site", name)
-    config = Config.of(Plan.of(0).table, root)
-    allowed(config, *SITES, masks=kind == "masks")
+        allowed(config, *SITES, masks=kind == "masks")
     return root
 
 
@@ -335,7 +335,7 @@ class World:
 
     # --- the world as a process sees it
 
-    def _replaced(self) -> list[tuple[Any, str, Any]]:
+    def _replaced(self) -> list[Change]:
         """What of the transport is another: where, its name, what stands there."""
         transports = {"grpc": lambda tls, heartbeat_s: SimTransport(self.network, tls, heartbeat_s)}
         return [(endpoints, "TRANSPORTS", transports), (aggregator, "TRANSPORTS", transports),
@@ -366,25 +366,30 @@ class World:
         async def start(config: Config, **_: Any) -> Numbers:
             return Numbers(self, config)
 
+        def now() -> float:
+            return BEGAN + self.loop.time()
+
+        defaults: Any = AuditLog.__init__.__defaults__
+        clocked = tuple(now if default is time.time else default for default in defaults)
+        assert clocked != defaults, "an audit log takes its clock as its module is loaded"
         random.seed(self.plan.seed)
         threads.all_cores.cache_clear()
-        with ExitStack() as stack:
-            for where, name, what in (
-                (os, "fsync", synced), (os, "fdatasync", synced), (os, "replace", replaced),
-                (secrets, "token_bytes", self.draw.randbytes),
-                (secrets, "randbits", self.draw.getrandbits), (os, "sched_getaffinity", lambda _: {0}),
-                (time, "monotonic", self.loop.time), (time, "perf_counter", self.loop.time),
-                (time, "time", lambda: BEGAN + self.loop.time()), (Trainer, "start", start),
-                (time, "time_ns", lambda: int(1e9 * (BEGAN + self.loop.time()))),
-                (os, "urandom", self.draw.randbytes), (spool, "NOTE_BYTES", self.plan.chunk),
-                (streams, "INLINE_BYTES", self.plan.inline), (streams, "CHUNK_BYTES", self.plan.chunk),
-                (audit, "boot", booted),
-            ):  # fmt: skip
-                stack.enter_context(patch.object(where, name, what))
-            for where, name, what in (*KNOWN, *self._replaced()):
-                stack.enter_context(patch.object(where, name, what))
-            stack.enter_context(drawn(self.draw, self.plan.real))
-            stack.enter_context(self.claims.watching())
+        own: tuple[Change, ...] = (
+            (os, "fsync", synced), (os, "fdatasync", synced), (os, "replace", replaced),
+            (secrets, "token_bytes", self.draw.randbytes),
+            (secrets, "randbits", self.draw.getrandbits), (os, "sched_getaffinity", lambda _: {0}),
+            (time, "monotonic", self.loop.time), (time, "perf_counter", self.loop.time),
+            (time, "time", now), (AuditLog.__init__, "__defaults__", clocked), (Trainer, "start", start),
+            (time, "time_ns", lambda: int(1e9 * (BEGAN + self.loop.time()))),
+            (os, "urandom", self.draw.randbytes), (spool, "NOTE_BYTES", self.plan.chunk),
+            (streams, "INLINE_BYTES", self.plan.inline), (streams, "CHUNK_BYTES", self.plan.chunk),
+            (audit, "boot", booted), (os, "getpid", lambda: PID),
+        )  # fmt: skip
+        with (
+            standing(*own, *KNOWN, *self._replaced()),
+            drawn(self.draw, self.plan.real),
+            self.claims.watching(),
+        ):
             try:
                 yield
             finally:

@@ -90,7 +90,7 @@ class Pledges:
             parts = {name: parcel.parts[name] for name in (self._algorithm.conserved(), "gauge")}
             self._parcels[round] = Parcel(parts, parcel.fields)
             self._given |= {(taker, round): weight for taker, weight in given.items()}
-        self.counted |= {peer: self.counted.get(peer, Account()).counted(round) for peer in counted}
+        self.counted |= {peer: self.counted.get(peer, Account()).counted(round) for peer in sorted(counted)}
 
     def returned(self, accounts: Mapping[PeerId, tuple[int, Account]]) -> list[tuple[float, Parcel]]:
         """The shares that were not counted and never will be, with their weights: this peer's again."""
