@@ -158,7 +158,7 @@ def places(calls, seed):
 
 SAMPLE = 2  # places of a role
 FOUND = {  # places that once were told wrongly, or not at all
-    "aggregator under masks": [("EMFILE", "open", "audit/aggregator.head", 4)],
+    "aggregator under masks": [("ENOSPC", "write", "audit/aggregator.head", 4)],
     "site": [("EIO", "write", "audit/aggregator.head", 1)],
 }
 
