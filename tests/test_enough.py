@@ -93,8 +93,7 @@ def test_under_masks_a_sum_that_may_have_been_opened_waits_for_each_of_its_sites
 
     with RunStoreOf(cfg) as store:
         for lost in (loses, lambda site, request: site == "e"):
-            answers = MaskedLosing(cfg, lost, sites).answers(Events())
-            answers._store = store
+            answers = MaskedLosing(cfg, lost, sites).answers(Events(), store)
             answers.cohort = ClosesEarly(cfg, answers.cohort)
             journal = Journal(cfg, store, Events())
             with suppress(TooFewSites):

@@ -28,9 +28,10 @@ from fedtrain.runtime.sites.secure_site import secure_site_of
 from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.star import federated, secure_rounds, secure_terms
 from fedtrain.runtime.star.answers import InTheOpen
+from fedtrain.runtime.star.secure_rounds import Settled
 from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
-from fedtrain.secagg.messages import Advertise, Agree, Mask, Share, Unmask
+from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask
 from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool
 from fedtrain.strategies import beginning, build
 from fedtrain.transport.endpoints import RemoteCohort
@@ -264,9 +265,8 @@ def test_a_sum_that_broke_off_while_it_was_opened_is_had_again_over_the_same_sit
             return False
         return (site == "d" and isinstance(request, Mask)) or (site == "c" and isinstance(request, Unmask))
 
-    answers = MaskedLosing(cfg, loses).answers(events)
     with RunStoreOf(cfg) as store:
-        answers._store = store
+        answers = MaskedLosing(cfg, loses).answers(events, store)
         asyncio.run(federated.run(Journal(cfg, store, events), answers, build("fedavg", {})))
         weights = store.latest().weights
         assert store.opened(0) == [("a", "b", "c")]
@@ -283,16 +283,39 @@ def test_an_aggregator_that_gave_up_asks_for_the_sum_that_it_began_to_open_when_
         return isinstance(request, {"c": Unmask, "d": Mask}.get(site, ()))
 
     with RunStoreOf(cfg) as store:
-        answers = MaskedLosing(cfg, loses).answers(events)
-        answers._store = store
+        answers = MaskedLosing(cfg, loses).answers(events, store)
         with pytest.raises(TooFewSites, match="unmask"):
             asyncio.run(federated.run(Journal(cfg, store, events), answers, build("fedavg", {})))
-        again = MaskedLosing(cfg, lambda site, request: False).answers(events)
-        again._store = store
+        again = MaskedLosing(cfg, lambda site, request: False).answers(events, store)
         asyncio.run(federated.run(Journal(cfg, store, events), again, build("fedavg", {})))
         weights = store.latest().weights
     expected = fixed(cfg, cohort=openly(loses=lambda site, request: site == "d"))
     assert torch.equal(weights.views()["w"], expected.delta.views()["w"])
+
+
+@pytest.mark.parametrize("gone", ["", "c"])
+def test_an_evaluation_that_began_to_be_opened_is_had_of_the_same_sites_or_of_none(tmp_path, gone):
+    """Found by seed 5206 of tests.vsim: other sites were asked when the aggregator was started again, and
+    those that had given shares refused for ever."""
+    cfg, asked = config(tmp_path, strategy={"attempts": 2}), []
+
+    def breaks(site, request):
+        return isinstance(request, {"c": Unmask, "d": Mask}.get(site, ()))
+
+    def refuses(site, request):
+        asked.extend([site] if isinstance(request, AdvertiseEvaluation) else [])
+        return site == gone
+
+    with RunStoreOf(cfg) as store:
+        weights = store.latest().weights
+        first = MaskedLosing(cfg, breaks).answers(Events(), store)
+        assert asyncio.run(first.evaluate(0, SITES, weights)) == ({}, {})
+        assert store.opened(0, evaluation=True) == [("a", "b", "c")]
+        assert store.opened(0) == []  # the next round may be over others
+        again = MaskedLosing(cfg, refuses).answers(Events(), store)
+        metrics, _ = asyncio.run(again.evaluate(0, SITES, weights))
+    assert bool(metrics) == (not gone)
+    assert {*asked} == {"a", "b", "c"}
 
 
 def test_groups_that_were_summed_stay_when_another_one_is_tried_again(tmp_path):
@@ -333,8 +356,9 @@ class MaskedLosing:
     def __init__(self, cfg, loses, sites=SITES):
         self.cfg, self.loses, self.sites = cfg, loses, sites
 
-    def answers(self, events):
+    def answers(self, events, store=None):
         answers = SimulatedMasks(self.cfg, openly(self.sites), events)
+        answers._training, answers._evaluation = (Settled(store, evaluation=it) for it in (False, True))
         inner, loses = answers.cohort, self.loses
 
         class Losing:

@@ -48,6 +48,7 @@ T = TypeVar("T")
 ANEW = "give the new run its own run.name, or (a simulation) start it with --fresh."  # of one that differs
 KEEP = 2  # newest rounds whose weights and plans stay, beside the best one's weights
 IN_A_COMMIT = 3  # blobs: the weights, the strategy's state and a patch
+OPENED = ("opened", "evaluated")  # rows of `meta`: whose sums of updates, and of evaluations, may be opened
 
 
 class RunStore(RunFolder):
@@ -331,17 +332,18 @@ class RunStore(RunFolder):
         """Keep who is asked; before the first request goes out."""
         self.db.put("plan", plan.round, plan.attempt, plan.sites, plan.registered)
 
-    def opened(self, number: int) -> list[tuple[SiteId, ...]]:
-        """The sites of each sum under masks of this round that was, or may have been, opened."""
-        return self._opened().get(number, [])
+    def opened(self, number: int, *, evaluation: bool = False) -> list[tuple[SiteId, ...]]:
+        """The sites of each sum under masks of this round, or of the `evaluation` of its model, that was, or
+        may have been, opened."""
+        return self._opened(evaluation).get(number, [])
 
-    def opens(self, number: int, sums: list[tuple[SiteId, ...]]) -> None:
-        """Keep whose sums of this round may be opened; before they are."""
-        newest = dict(sorted((self._opened() | {number: sums}).items())[-KEEP:])
-        self.db.put("meta", "opened", msgspec.json.encode(newest).decode())
+    def opens(self, number: int, sums: list[tuple[SiteId, ...]], *, evaluation: bool = False) -> None:
+        """Keep whose sums of this round, or evaluation, may be opened; before they are."""
+        newest = dict(sorted((self._opened(evaluation) | {number: sums}).items())[-KEEP:])
+        self.db.put("meta", OPENED[evaluation], msgspec.json.encode(newest).decode())
 
-    def _opened(self) -> dict[int, list[tuple[SiteId, ...]]]:
-        row = self.db.one("SELECT value FROM meta WHERE key = 'opened'")
+    def _opened(self, evaluation: bool) -> dict[int, list[tuple[SiteId, ...]]]:
+        row = self.db.one("SELECT value FROM meta WHERE key = ?", (OPENED[evaluation],))
         return msgspec.json.decode(row[0], type=dict[int, list[tuple[SiteId, ...]]]) if row else {}
 
     def counted(self, sites: Iterable[SiteId] | None = None) -> dict[SiteId, int]:

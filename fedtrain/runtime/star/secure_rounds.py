@@ -127,6 +127,30 @@ class KnowsCallers(Protocol):
     def fingerprints(self, sites: Sequence[SiteId], /) -> Mapping[SiteId, bytes]: ...
 
 
+class Settled:
+    """Whose sums about a model may be opened: no other sites are asked together with them, also when it is
+    tried again after a restart. Honest ones would refuse."""
+
+    def __init__(self, store: RunStore | None, *, evaluation: bool) -> None:
+        """`evaluation`: sums of what a model is worth, and not of what a round made of it."""
+        self._store, self._evaluation = store, evaluation
+        self._round, self._sums = -1, list[tuple[SiteId, ...]]()
+
+    def of(self, number: int) -> list[tuple[SiteId, ...]]:
+        """The sites of each sum about the model of so many rounds."""
+        if self._round != number:
+            self._round, self._sums = number, []
+            if self._store is not None:
+                self._sums = self._store.opened(number, evaluation=self._evaluation)
+        return self._sums
+
+    def add(self, plan: RoundPlan, sites: Sequence[SiteId]) -> None:
+        if tuple(sites) not in self.of(plan.round):
+            self._sums.append(tuple(sites))
+            if self._store is not None:
+                self._store.opens(plan.round, self._sums, evaluation=self._evaluation)
+
+
 class UnderMasks:
     """answers.Answers by secure sums: this process learns sums of updates only."""
 
@@ -156,15 +180,12 @@ class UnderMasks:
         self._policy, self._extras = policy(config, federation, extras), extras
         self._verifier, self._parallel = verifier, parallel
         self._callers, self._store, self._frozen = callers, store, frozen
-        self._round, self._opened = -1, list[tuple[SiteId, ...]]()  # sites of its sums that may be opened
+        self._training, self._evaluation = (Settled(store, evaluation=it) for it in (False, True))
         self._shown: msg.RingArena | None = None  # the last sum, where sites check sums
         self._odd: dict[SiteId, set[str]] = {}  # metrics that few have, as they were told
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
-        if self._round != plan.round:
-            self._round = plan.round
-            self._opened = [] if self._store is None else self._store.opened(plan.round)
-        groups = plan.groups or groups_of(self._config, plan, self._opened)
+        groups = plan.groups or groups_of(self._config, plan, self._training.of(plan.round))
         alone = len(groups) == self._config.secagg.groups == 1
         sums = await asyncio.gather(
             *(self._sum(plan, sites, weights, msg.Advertise, plan.counted) for sites in groups),
@@ -197,7 +218,8 @@ class UnderMasks:
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         failed: dict[SiteId, str] = {}
         for attempt in range(self._config.strategy.attempts):
-            plan = RoundPlan(number, attempt, list(sites))
+            settled = self._evaluation.of(number)
+            plan = RoundPlan(number, attempt, list(settled[-1] if settled else sites))
             try:
                 total, _ = await self._sum(plan, plan.sites, weights, msg.AdvertiseEvaluation, counted)
             except (TooFewSites, SecAggError) as e:
@@ -205,7 +227,8 @@ class UnderMasks:
                 failed = e.failed if isinstance(e, Unfinished) else {}
                 continue
             return total.metrics, {}
-        check_failures(number, sites, failed)
+        if not self._evaluation.of(number):  # the model was looked at already by those who are asked again
+            check_failures(number, sites, failed)
         return {}, {}
 
     async def _sum(
@@ -218,6 +241,7 @@ class UnderMasks:
     ) -> tuple[Total, Sequence[SiteId]]:
         """One session about a model: its sum, and the sites in it."""
         training = ask is msg.Advertise
+        settled = self._training if training else self._evaluation
 
         def requests(terms: msg.Terms) -> Mapping[SiteId, Request]:
             id = terms.request_id("train" if training else "evaluate")
@@ -229,8 +253,9 @@ class UnderMasks:
             }
 
         model = await asyncio.to_thread(hash_of, weights, self._parallel, self._frozen)
-        schema, settle = (weights.schema.model, self._settle) if training else (None, None)
-        return await self.session(plan, sites, schema, model, requests, settle)
+        schema = weights.schema.model if training else None
+        again = tuple(sites) in settled.of(plan.round)  # over fewer, who gave shares would refuse
+        return await self.session(plan, sites, schema, model, requests, settled.add, again=again)
 
     async def session(
         self,
@@ -239,8 +264,9 @@ class UnderMasks:
         schema: Schema | None,
         model: bytes,
         requests: Callable[[msg.Terms], Mapping[SiteId, Request]],
-        settle: Callable[[RoundPlan, Sequence[SiteId]], None] | None,
+        settle: Callable[[RoundPlan, Sequence[SiteId]], None],
         *,
+        again: bool = False,
         whole: bool = False,
     ) -> tuple[Total, Sequence[SiteId]]:
         """One sum, and the sites in it.
@@ -250,6 +276,7 @@ class UnderMasks:
             model: What all sites must have alike, as a hash.
             requests: Makes step 0's requests.
             settle: Is told the plan and the sites in the sum before it is opened.
+            again: These very sites were in such a sum before: each is waited for until the deadline.
             whole: No site may drop out.
         """
         cohort = await self._cohort(sites)
@@ -260,7 +287,6 @@ class UnderMasks:
         if whole:
             terms = msgspec.structs.replace(terms, quorum=len(sites))
         deadline_s, training = self._config.strategy.round_deadline, schema is not None
-        again = training and tuple(sites) in self._opened  # over fewer, who gave shares would refuse
         try:
             masked = await masked_sum(
                 Patient(waiting_for_all(self.cohort) if again else self.cohort),
@@ -273,8 +299,7 @@ class UnderMasks:
                 in_thread=asyncio.to_thread,
                 parallel=self._parallel,
             )
-            if settle is not None:
-                settle(plan, masked.sites)
+            settle(plan, masked.sites)
             found = await masked.unmask()
         except Unfinished as e:
             self._tell_dropped(plan.round + training, e.dropped)
@@ -290,14 +315,6 @@ class UnderMasks:
         except RoundError as e:
             raise Spoiled([found.sites], str(e)) from e
         return total, found.sites
-
-    def _settle(self, plan: RoundPlan, sites: Sequence[SiteId]) -> None:
-        """Ask no other sites together with these in this round, also when it is tried again after a restart:
-        honest sites would refuse."""
-        if tuple(sites) not in self._opened:
-            self._opened.append(tuple(sites))
-            if self._store is not None:
-                self._store.opens(plan.round, self._opened)
 
     async def _cohort(self, sites: Sequence[SiteId]) -> dict[SiteId, bytes]:
         """The sites that called since this process began, with their keys' fingerprints. The others
