@@ -7,7 +7,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -333,6 +333,38 @@ def test_a_changed_number_in_the_database_is_found(store, tmp_path, lines):
     assert store.plan(0).sites == ["alice", "bob"]
     assert re.search(r"run\.db is damaged: its rows.*quarantine/run\.db now.*again from run\.redo", lines[0])
     store.close()
+
+
+def test_rows_of_a_redo_log_stay_under_its_name_until_the_one_made_from_it_is_on_the_disk(
+    tmp_path, lines, monkeypatch
+):
+    """Found by seed 8458 of tests.vsim: after two power cuts the log was in the quarantine, none had its
+    place, and the database, which waits for no disk, was torn: it would have begun anew."""
+    path, log = tmp_path / "run.db", tmp_path / "run.redo"
+    tables = "CREATE TABLE IF NOT EXISTS t (k PRIMARY KEY)"
+
+    def dies(*_, **__):
+        raise KeyboardInterrupt
+
+    def opened():
+        path.write_bytes(bytes(4096))  # as a power cut leaves it
+        for end in ("-wal", "-shm"):
+            (tmp_path / f"run.db{end}").unlink(missing_ok=True)
+        return Database(path, tables, remedy="", warn=lines.append)
+
+    with closing(Database(path, tables, remedy="")) as database:
+        database.put("t", 7)
+    log.write_bytes((whole := log.read_bytes()) + bytes(210))  # of a transaction under way
+    with monkeypatch.context() as dying:
+        dying.setattr(redo, "whole_file", dies)
+        with pytest.raises(KeyboardInterrupt):
+            opened()
+    assert log.read_bytes().startswith(whole)
+    for _ in range(2):
+        with closing(opened()) as database:
+            assert database.all("SELECT k FROM t") == [(7,)]
+    assert (tmp_path / "quarantine/run.redo").read_bytes() == whole + bytes(210)
+    assert re.search(r"last 210 bytes are no.*It is quarantine/run\.redo now\. It was made", " ".join(lines))
 
 
 def test_one_process_holds_a_run_and_a_second_is_told_which(store, tmp_path):

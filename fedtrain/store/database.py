@@ -191,7 +191,7 @@ class Database:
             raise Damaged(f"{self.path} and {redo.path} tell different things. {self._remedy}")
         if logged.wrong or logged.number < number:
             wrong = logged.wrong or f"it lacks the last {number - max(logged.number, 0)} transactions"
-            aside = set_aside(redo.path) if redo.path.exists() else ""
+            aside = set_aside(redo.path, stays=True) if redo.path.exists() else ""
             self._db.execute("BEGIN")  # one lock for all that is read
             redo.begin(*self._state(), self._count(), self._rows())
             self._db.execute("COMMIT")

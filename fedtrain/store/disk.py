@@ -91,15 +91,19 @@ def _unreadable(path: str | Path, e: OSError) -> Unreadable:
     )
 
 
-def set_aside(path: Path) -> str:
+def set_aside(path: Path, *, stays: bool = False) -> str:
     """Move a damaged file into its run's quarantine, so that nobody believes it and a person may look at it;
-    says where it is now. The newest few stay."""
+    says where it is now. The newest few stay. `stays`: a copy goes there, for what is whole in the file is
+    nowhere else for sure until the caller has replaced it."""
     run = next((folder for folder in path.parents if (folder / LOCK).exists()), path.parent)
     room = run / QUARANTINE
     aside = room / "-".join(path.relative_to(run).parts)
     with explained(path):
         private_folder(room)
-        path.replace(aside)
+        if stays:
+            copy_whole(path, aside)
+        else:
+            path.replace(aside)
         os.utime(aside)
         for old in sorted(room.iterdir(), key=lambda p: p.stat().st_mtime_ns)[:-QUARANTINED]:
             old.unlink()

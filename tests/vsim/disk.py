@@ -1,7 +1,8 @@
 """A machine's disk: files in memory (a tmpfs where there is one), and what of them a power cut leaves.
 
-A file counts as it was at its last fsync or fdatasync, a name as it was at the last fsync of its folder. Of
-what was done since a cut may lose all, keep all, or keep any part: names without bytes, bytes in sectors.
+A file counts as it was at its last fsync or fdatasync, also under another name, and a name as it was at the
+last fsync of its folder. Of what was done since a cut may lose all, keep all, or keep any part: names without
+bytes, bytes in sectors.
 """
 
 from __future__ import annotations
@@ -61,16 +62,29 @@ class Disk:
     def dies(self, cut: random.Random | None) -> None:
         """Keep what a kill leaves now, or (`cut`) a power cut, for the next process."""
         self.left = found = Left("kill" if cut is None else cut.choice(HOWS))
-        for path, now in _folders(str(self.folder)):
+        folders = [*_folders(str(self.folder))]
+        paths = {inode: f"{path}/{name}" for path, now in folders for name, inode in now.items()}
+        there = set[int]()
+        for path, now in folders:
             before = self.names.get(path, {})
             found.folders.append(path)
             for name, inode in (now if cut is None else _chosen(before, now, found.how, cut)).items():
-                full, sure = f"{path}/{name}", self.files.get(inode)
-                at = name if now.get(name) == inode else next((n for n, i in now.items() if i == inode), None)
-                data = b"" if at is None else _bytes(f"{path}/{at}")
-                if cut is not None:
-                    data = sure = _content(sure or b"", data, found.how, cut)
-                found.files[full] = data, sure, cut is not None or name in before
+                found.files[f"{path}/{name}"] = self._content(inode, paths, name in before, cut)
+                there.add(inode)
+        named = {inode for names in self.names.values() for inode in names.values()}
+        for inode, full in paths.items():
+            if inode in named - there:  # moved to another folder: no cut takes both its names
+                found.files[full] = self._content(inode, paths, True, cut)
+
+    def _content(
+        self, inode: int, paths: dict[int, str], named: bool, cut: random.Random | None
+    ) -> tuple[bytes, bytes | None, bool]:
+        """What the next process finds in a file, of those that have a path now: as in Left."""
+        sure = self.files.get(inode)
+        data = _bytes(paths[inode]) if inode in paths else sure or b""
+        if cut is not None:
+            data = sure = _content(sure or b"", data, self.left.how, cut)
+        return data, sure, cut is not None or named
 
     def restart(self) -> str:
         """Give the machine's next process the files that were left; says how. They are other files: whatever
