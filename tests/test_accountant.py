@@ -2,6 +2,7 @@
 
 import math
 import sys
+from importlib.util import find_spec
 
 import mpmath
 import pytest
@@ -12,8 +13,9 @@ from fedtrain.errors import ConfigError
 from fedtrain.privacy import Release, check_accounting, epsilon
 from fedtrain.privacy.accountant import gaussian_delta
 
-dp = pytest.importorskip("dp_accounting")
-pld = pytest.importorskip("dp_accounting.pld")
+pytestmark = pytest.mark.skipif(
+    find_spec("dp_accounting") is None, reason="the extra privacy is not installed"
+)
 
 
 def gaussian(sigma, steps=1, sampling=1.0):
@@ -22,6 +24,9 @@ def gaussian(sigma, steps=1, sampling=1.0):
 
 def distributions(releases, delta):
     """dp-accounting's own, at its own interval."""
+    import dp_accounting as dp  # here, for it takes a second, and other tests' workers read this file, too
+    from dp_accounting import pld
+
     accountant = pld.PLDAccountant()
     for r in releases:
         event = dp.GaussianDpEvent(r.sigma)
@@ -92,7 +97,9 @@ def test_the_price_of_discrete_noise_is_above_the_exact_gaussians_and_below_miro
 
 
 def test_the_price_of_discrete_noise_is_dp_accountings_by_renyi_divergence():
-    rdp = pytest.importorskip("dp_accounting.rdp")
+    import dp_accounting as dp
+    from dp_accounting import rdp
+
     orders = [1 + 1.05**k for k in range(-60, 160)]
     accountant = rdp.RdpAccountant(orders).compose(dp.GaussianDpEvent(4.0), 12)
     found = epsilon([Release("discrete_gaussian", 4.0, steps=12)], 1e-6)

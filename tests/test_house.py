@@ -10,7 +10,7 @@ import fedtrain
 from tests.conftest import TOGETHER
 
 ROOT = Path(fedtrain.__file__).parent
-PACKAGE_LINES = 58195  # 48,564 before gossip among institutions, findable faults, tools to look at runs
+PACKAGE_LINES = 58204  # 48,564 before gossip among institutions, findable faults, tools to look at runs
 LONG_FILE = 450  # lines
 RUNTIME_FILE = 350  # lines, in fedtrain/runtime/
 
@@ -60,7 +60,7 @@ def imported(name: str, tree: ast.Module) -> Iterator[str]:
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
             todo += node.orelse
             continue
         todo += ast.iter_child_nodes(node)

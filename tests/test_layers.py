@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,14 @@ MAY_NOT_IMPORT = {
 }
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def imports(source: str, package: list[str]) -> Iterator[tuple[str, int]]:
     """(full dotted name, line) of every import, those inside functions too, relative ones resolved."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from ((a.name, node.lineno) for a in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -184,16 +190,17 @@ def unsafe(source: str) -> Iterator[tuple[int, str]]:
     for name, line in imports(source, ["fedtrain"]):
         if name.split(".")[0] in CODE_CARRIERS:
             yield line, name
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in RUNNERS:
-            yield node.lineno, ast.unparse(node.func)
-        elif isinstance(node, ast.keyword) and ast.unparse(node) == "allow_pickle=True":
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            if (name := ast.unparse(node.func)) in RUNNERS:
+                yield node.lineno, name
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and getattr(node.value, "value", 0):
             yield node.value.lineno, "allow_pickle"
     yield from torchs_pickles(source)
 
 
 def torchs_pickles(source: str) -> Iterator[tuple[int, str]]:
-    tree = ast.parse(source)
+    tree = parsed(source)
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PICKLING_MODULES):
