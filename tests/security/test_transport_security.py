@@ -556,3 +556,38 @@ def test_s35_an_error_that_nobody_foresaw_is_logged_here_and_told_to_a_site_with
 
     assert "an error at the aggregator; its log has it" in bounded(main())
     assert "RuntimeError: of /srv/runs" in caplog.text
+
+
+@pytest.mark.parametrize("over", [True, False], ids=["of a request that is over", "of one that is open"])
+def test_s35_a_models_file_that_is_gone_in_a_download_ends_the_run_where_the_request_is_open(
+    certs, tmp_path, monkeypatch, over
+):
+    async def main():
+        async with (
+            aggregator(certs, tmp_path, MODEL.schema, inline=False) as agg,
+            raw_channel(certs, agg.cohort.port) as channel,
+        ):
+            request = Train(id="r/0/0/train", round=0, weights=MODEL)
+            asked = agg.cohort.exchange({"a": request}, WAIT_S)
+            waiting = asyncio.ensure_future(anext(asked))
+            await pending(agg.cohort, "a", request)
+
+            def gone(arena, offset):
+                if over:
+                    agg.cohort._end._pending.clear()
+                raise FileNotFoundError(2, "No such file", "/srv/runs/r/blobs/1")
+
+            monkeypatch.setattr("fedtrain.transport.streams.read_chunk", gone)
+            fetch = encode(Fetch(digest=MODEL.digest, offset=0))
+            told = await asyncio.gather(
+                channel.unary_stream(f"/{SERVICE}/Download")(fetch).read(), return_exceptions=True
+            )
+            assert "/srv" not in str(told)
+            if not over:
+                with pytest.raises(FileNotFoundError):
+                    await waiting
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            return agg.cohort._end.error
+
+    assert (bounded(main()) is None) == over
