@@ -171,7 +171,7 @@ def test_some_calls_that_fail_are_told_in_one_line_and_the_same_command_goes_on(
     assert not [wrong for place in drawn if (wrong := role.wrong(*place, whole))]
 
 
-@pytest.mark.soak(part=0.03)
+@pytest.mark.soak(part=0.02)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ROLES)
 def test_each_call_that_fails_is_told_in_one_line_and_the_same_command_goes_on(
