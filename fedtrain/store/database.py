@@ -293,7 +293,8 @@ class Database:
                 raise Damaged(f"{self.path} is damaged: {wrong}. {self._remedy}")
             return tables
         finally:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # where the disk failed, SQLite has ended it by itself
+                self._db.execute("ROLLBACK")
 
     def _definitions(self) -> bytes:
         """The digest of what says which tables there are."""

@@ -158,6 +158,7 @@ def places(calls, seed):
 
 SAMPLE = 2  # places of a role
 FOUND = {  # places that once were told wrongly, or not at all
+    "simulation": [("EIO", "write", "r+simulate/run.db-shm", 0)],
     "aggregator under masks": [("ENOSPC", "write", "audit/aggregator.head", 4)],
     "site": [("EIO", "write", "audit/aggregator.head", 1)],
 }

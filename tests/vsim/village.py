@@ -218,7 +218,8 @@ class PeerClaims(Onlooker):
         for name, reached in self._reached.items():
             checkpoint = self._checkpoint(name)
             kept = -1 if checkpoint is None else checkpoint.round
-            self.holds(kept >= reached, f"{name} committed round {reached}, and its store has {kept}")
+            if reached:  # round 0 is the untrained model: who trained no round forgets it, and begins anew
+                self.holds(kept >= reached, f"{name} committed round {reached}, and its store has {kept}")
         if self.all_ended:
             self._weigh()
         super().at_the_end()
