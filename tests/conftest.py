@@ -93,8 +93,8 @@ def seconds(item):
 
 def pytest_terminal_summary(terminalreporter):
     """What of the long lists `make soak` has tried."""
-    for report in terminalreporter.getreports(""):
-        for what, told in getattr(report, "user_properties", ()) if report.when == "call" else ():
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for what, told in getattr(report, "user_properties", ()):
             if what == "tried":
                 terminalreporter.write_line(f"{told} tried: {report.nodeid}")
 
