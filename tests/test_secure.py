@@ -28,7 +28,7 @@ from fedtrain.runtime.sites.secure_site import secure_site_of
 from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.star import federated, secure_rounds, secure_terms
 from fedtrain.runtime.star.answers import InTheOpen
-from fedtrain.runtime.star.settled import Settled
+from fedtrain.runtime.star.secure_rounds import Settled
 from fedtrain.runtime.threads import ThreadPool
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation, Agree, Mask, Share, Unmask

@@ -35,7 +35,7 @@ from ..trainers.supervised import Supervised, unchanged
 from ..trainers.trainer import Trainer
 from ..trainers.trainer_messages import Description
 from ..trainers.workbench import source_digest
-from . import asynchronous, checks, federated, secure_rounds, statistics
+from . import asynchronous, checks, federated, secure_rounds, secure_terms, statistics
 from .agreement import agree, agreed_data, agreed_examples, bounds_of, differences
 from .answers import Answers, InTheOpen
 from .combinations import check_strategy
@@ -169,7 +169,7 @@ class JoinedSites:
         self._update = extras.update(schema) if codec is None else codec.coded  # as an update comes
         self._longest = 0
         if config.secagg.enabled:
-            self._longest = secure_rounds.longest_vector(config, schema.model, extras)
+            self._longest = secure_terms.longest_vector(config, schema.model, extras)
 
     def cohort(self, witness: Callable[[SiteId, AuditHead], None]) -> RemoteCohort:
         """The sites as they are asked over the network; `witness` is told how their audit logs stand."""

@@ -18,12 +18,11 @@ from ...aggregation import aggregate, kept
 from ...arena import AnyArena
 from ...config import Config
 from ...digest import seed_of
-from ...errors import BadUpdate, ConfigError, RoundError, SecAggError, TooFewSites, Unfinished
+from ...errors import BadUpdate, RoundError, SecAggError, TooFewSites, Unfinished
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused
 from ...exchange import Cohort
-from ...fairness import split
 from ...learning import NO_EXTRAS, Extras
-from ...messages import MAX_SUMS, Failure, Metrics, Reply, Request, SiteId, Update, averages
+from ...messages import Failure, Metrics, Reply, Request, SiteId, Update, averages
 from ...schema import Schema
 from ...secagg import messages as msg
 from ...secagg.encoding import Encoding, Total
@@ -37,8 +36,7 @@ from .blame import Spoiled
 from .enough import waiting_for_all
 from .gathered import Aggregate, known_of
 from .guard import norm_of, sound, usual
-from .secure_terms import SITES, check_config, encoding_of, fixed_point, hash_of, least_sites, policy
-from .settled import Settled
+from .secure_terms import check_config, check_metric, encoding_of, hash_of, least_sites, policy
 
 if TYPE_CHECKING:
     import torch
@@ -100,32 +98,34 @@ def admit(request: Request, reply: Reply, longest: int) -> None:
         raise BadUpdate(f"a masked vector of {reply.vector.schema.numel} values, at most {longest} are due")
 
 
-def check_metric(config: Config) -> None:
-    """ConfigError for an evaluate.metric that nobody knows under masks."""
-    name = config.evaluate.metric
-    metric, suffix = split(name)
-    if config.evaluate.every and suffix:
-        raise ConfigError(
-            f"evaluate.metric = {name!r}: under masks nobody knows each site's metrics, only their average. "
-            f"Use {metric!r}, or data of the server's own (evaluate.server), or set secagg.enabled = false."
-        )
-
-
-def longest_vector(config: Config, schema: Schema, extras: Extras = NO_EXTRAS) -> int:
-    """Ring elements of the longest vector that a site of this run may send."""
-    smallest = replace(fixed_point(config, SITES), value_bits=4)  # has the most limbs
-    points = (smallest,) * len(extras.up)
-    return (
-        Encoding(smallest, extras.update(schema), extras=extras, points=points).numel([""] * msg.MAX_NAMES)
-        + smallest.limbs * MAX_SUMS
-        + smallest.digits(msg.CHECKSUM_BITS)
-    )
-
-
 class KnowsCallers(Protocol):
     """Knows the certificates of the sites that called: a pki.callers.Callers."""
 
     def fingerprints(self, sites: Sequence[SiteId], /) -> Mapping[SiteId, bytes]: ...
+
+
+class Settled:
+    """Whose sums about a model may be opened: no other sites are asked together with them, also when it is
+    tried again after a restart. Honest ones would refuse."""
+
+    def __init__(self, store: RunStore | None, *, evaluation: bool) -> None:
+        """`evaluation`: sums of what a model is worth, and not of what a round made of it."""
+        self._store, self._evaluation = store, evaluation
+        self._round, self._sums = -1, list[tuple[SiteId, ...]]()
+
+    def of(self, number: int) -> list[tuple[SiteId, ...]]:
+        """The sites of each sum about the model of so many rounds."""
+        if self._round != number:
+            self._round, self._sums = number, []
+            if self._store is not None:
+                self._sums = self._store.opened(number, evaluation=self._evaluation)
+        return self._sums
+
+    def add(self, plan: RoundPlan, sites: Sequence[SiteId]) -> None:
+        if tuple(sites) not in self.of(plan.round):
+            self._sums.append(tuple(sites))
+            if self._store is not None:
+                self._store.opens(plan.round, self._sums, evaluation=self._evaluation)
 
 
 class UnderMasks:

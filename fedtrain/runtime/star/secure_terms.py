@@ -10,9 +10,11 @@ from ...arena import AnyArena
 from ...config import Config
 from ...digest import seed_of
 from ...errors import BadUpdate, ConfigError
+from ...fairness import split
 from ...learning import NO_EXTRAS, Extras, Summed, Vector, clipped_to
-from ...messages import SiteId, Update
+from ...messages import MAX_SUMS, SiteId, Update
 from ...schema import Schema, chunks_of
+from ...secagg import messages as msg
 from ...secagg.encoding import Encoding, norm_of, rounding_seed
 from ...secagg.fixedpoint import MAX_VALUE_BITS, FixedPoint
 from ...secagg.masking import BLOCK_BYTES, Parallel, buffers, exhaust, serial
@@ -244,3 +246,25 @@ def scale_of(config: Config, update: Update) -> float:
     if not norm < math.inf:
         raise BadUpdate("its update has NaN or infinite values")
     return min(1.0, min(limits) / norm) if norm else 1.0
+
+
+def check_metric(config: Config) -> None:
+    """ConfigError for an evaluate.metric that nobody knows under masks."""
+    name = config.evaluate.metric
+    metric, suffix = split(name)
+    if config.evaluate.every and suffix:
+        raise ConfigError(
+            f"evaluate.metric = {name!r}: under masks nobody knows each site's metrics, only their average. "
+            f"Use {metric!r}, or data of the server's own (evaluate.server), or set secagg.enabled = false."
+        )
+
+
+def longest_vector(config: Config, schema: Schema, extras: Extras = NO_EXTRAS) -> int:
+    """Ring elements of the longest vector that a site of this run may send."""
+    smallest = replace(fixed_point(config, SITES), value_bits=4)  # has the most limbs
+    points = (smallest,) * len(extras.up)
+    return (
+        Encoding(smallest, extras.update(schema), extras=extras, points=points).numel([""] * msg.MAX_NAMES)
+        + smallest.limbs * MAX_SUMS
+        + smallest.digits(msg.CHECKSUM_BITS)
+    )
