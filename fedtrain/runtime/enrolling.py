@@ -135,9 +135,7 @@ async def join(certs_dir: Path, address: str, code: Code, tell: Callable[[str], 
                 keep(folder, code, answer.chain, answer.root)
                 with suppress(ConnectError):
                     await stream.write(encode(Leaving()))
-                    await (
-                        stream.read()
-                    )  # the host ends the call: closed before that, it may not see the frame
+                    await stream.read()  # the host ends the call: else it may not see the frame
             return folder
         except JoinRefused:
             raise

@@ -250,7 +250,8 @@ class Database:
                 self._db.execute("UPDATE seal SET digest = ?", (logged.digest,))
                 self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # as in _compare
+                    self._db.execute("ROLLBACK")
                 raise
             self._copy_log()
         assert self._redo is not None
@@ -342,7 +343,6 @@ class _Explained:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and isinstance(
-            error, sqlite3.Error | UnicodeDecodeError
-        ):  # SQLite's message quotes a damaged name
+        # UnicodeDecodeError: SQLite's message quotes a damaged name.
+        if isinstance(error, sqlite3.Error | UnicodeDecodeError):
             raise self._of._explain(error) from error
