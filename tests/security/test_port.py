@@ -232,6 +232,13 @@ def test_a_silent_connection_is_not_taken_before_it_speaks(certs, tmp_path):
     assert bounded(main()) == [1, 2]
 
 
+def watches_closely(monkeypatch, **bounds):
+    """The port looks often, by these bounds; it ends a handshake before gRPC does."""
+    for name, value in ({"WATCH_S": 0.02, "COSTS": 1} | bounds).items():
+        monkeypatch.setattr(port, name, value)
+    monkeypatch.setattr(grpc, "HANDSHAKE_S", 2 * WAIT_S)
+
+
 @contextlib.asynccontextmanager
 async def with_a_site(certs, tmp_path):
     """An aggregator that a site of this address has joined."""
@@ -248,9 +255,7 @@ async def with_a_site(certs, tmp_path):
 def test_strangers_that_leave_their_handshakes_are_barred_while_these_last_and_a_site_beside_them_stays(
     certs, tmp_path, monkeypatch
 ):
-    for name, value in {"WATCH_S": 0.02, "COSTS": 1, "SILENT": 4, "OWING_S": 0.1, "TOLD_S": 60.0}.items():
-        monkeypatch.setattr(port, name, value)
-    monkeypatch.setattr(grpc, "HANDSHAKE_S", 2 * WAIT_S)
+    watches_closely(monkeypatch, SILENT=4, OWING_S=0.1, TOLD_S=60.0)
 
     async def main():
         async with with_a_site(certs, tmp_path) as agg:
@@ -274,9 +279,7 @@ def test_strangers_that_leave_their_handshakes_are_barred_while_these_last_and_a
 def test_a_caller_that_gives_its_handshake_byte_by_byte_has_as_long_as_one_that_stops(
     certs, tmp_path, monkeypatch
 ):
-    for name, value in {"WATCH_S": 0.02, "COSTS": 1, "TURNS_S": 0.2}.items():
-        monkeypatch.setattr(port, name, value)
-    monkeypatch.setattr(grpc, "HANDSHAKE_S", 2 * WAIT_S)
+    watches_closely(monkeypatch, TURNS_S=0.2)
 
     async def main():
         async with aggregator(certs, tmp_path, SCHEMA) as agg:
@@ -297,9 +300,7 @@ def test_a_caller_that_gives_its_handshake_byte_by_byte_has_as_long_as_one_that_
 def test_who_calls_from_a_sites_address_has_longer_for_a_handshake_than_a_stranger(
     certs, tmp_path, monkeypatch
 ):
-    for name, value in {"WATCH_S": 0.02, "COSTS": 1, "TURNS_S": 0.2}.items():
-        monkeypatch.setattr(port, name, value)
-    monkeypatch.setattr(grpc, "HANDSHAKE_S", 2 * WAIT_S)
+    watches_closely(monkeypatch, TURNS_S=0.2)
 
     async def main():
         async with with_a_site(certs, tmp_path) as agg:
