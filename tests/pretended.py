@@ -230,6 +230,13 @@ class PretendedGPU(TorchDispatchMode):
         yield torch, {"autocast": Autocast, "tensor": self._made(torch.tensor)}
         yield torch, {"as_tensor": self._made(torch.as_tensor)}
         yield torch.UntypedStorage, {"resize_": self._resize(torch.UntypedStorage.resize_)}
+        by_device = torch.optim.Optimizer._group_tensors_by_device_and_dtype
+
+        def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # torch's, in C, sees a CPU's tensors
+            found = by_device(*args, **kwargs)
+            return {(each[0][0][0].device, kind): each for (_, kind), each in found.items()}
+
+        yield torch.optim.Optimizer, {"_group_tensors_by_device_and_dtype": staticmethod(grouped)}
         begin = dist.init_process_group
 
         def init(backend: str, *args: Any, device_id: Any = None, **kwargs: Any) -> None:

@@ -28,6 +28,7 @@ from .signatures import optimizer_of
 from .task import Task, collate_of, folder_of, measured, user_code
 
 T = TypeVar("T")
+Number = float | torch.Tensor  # a scalar on a device is one that nobody has waited for
 
 FROZEN_CHANGED = (
     "the task changed a parameter whose requires_grad is False, which is not sent back. "
@@ -42,9 +43,9 @@ class Step:
     """What an optimizer step saw, or several together; of this rank, where not said otherwise."""
 
     losses: list[torch.Tensor]  # each batch's mean loss, a scalar; of stacked sites [sites]
-    weights: list[Any]  # each batch's weight, a float; of stacked sites [sites]
+    weights: list[Any]  # each batch's weight: a float, a scalar on a GPU; of stacked sites [sites]
     examples: int  # of all ranks
-    taken: bool = True  # by all ranks or by none
+    taken: bool | torch.Tensor = True  # by all ranks or by none; a scalar where nobody has waited for it
     steps: int = 1
     norm: torch.Tensor | None = None  # of the whole gradient before clipping, where it was asked for
 
@@ -55,14 +56,15 @@ class Step:
         return sum((m.double() * w for m, w in zip(self.losses, self.weights, strict=True)), nothing)
 
     @property
-    def weight(self) -> float:
-        return math.fsum(self.weights)
+    def weight(self) -> Number:
+        return sum_of(self.weights)
 
     def total(self) -> tuple[float, float]:
         """(Σ loss, Σ weight)."""
         few = len(self.losses) < 3  # a GPU is asked once, and for few values that is no sooner
         values = [loss.item() for loss in self.losses] if few else torch.stack(self.losses).tolist()
-        return math.fsum(map(float.__mul__, values, self.weights)), self.weight
+        weights = [float(weight) for weight in self.weights]
+        return math.fsum(map(float.__mul__, values, weights)), math.fsum(weights)
 
 
 class Backend:
@@ -100,6 +102,7 @@ class Steps:
         self.factor: Factor | None = None  # of the learning rate
         self._judged = self.scale.moves or nonfinite != "take"
         self._normed = self._judged or config.clip_norm > 0
+        self._finite: list[bool | torch.Tensor] = []  # whether gradients were, of the steps not yet checked
         self._skipped = 0  # steps left out since the last one taken
 
     def begin(self, optimizer: Optimizer, given: Sequence[Context] = ()) -> None:
@@ -111,27 +114,47 @@ class Steps:
     def take(self, group: Any, doing: str = "", number: int = 0) -> Step:
         """One optimizer step. `number` steps of the run are done; `doing` stands in errors: "step 7", say.
 
-        TaskError where a gradient is not finite and `nonfinite` says so.
+        TaskError where a gradient is not finite and `nonfinite` says so. Where the optimizer can leave a step
+        out by itself nobody waits to learn whether one was taken, and `check` is to be called now and then.
         """
-        backend, finite = self.backend, True
+        backend = self.backend
+        unread = self.nonfinite == "skip" and not self.scale.moves and self.optimizer.skips
         while True:
             step = backend.backward(group, self.scale.value, doing)
-            if self._normed and step.taken:
+            finite: bool | torch.Tensor = True
+            if not unread:
+                step.taken = bool(step.taken)
+            if self._normed and step.taken is not False:
                 step.norm = backend.norm()
-                finite = not self._judged or math.isfinite(step.norm.sum())
-            if not self.scale.again(finite, partial(backend.loss_finite, step)):
+                if self._judged:
+                    finite = step.norm.sum().isfinite() if unread else math.isfinite(step.norm.sum())
+            if unread or not self.scale.again(bool(finite), partial(backend.loss_finite, step)):
                 break
         if self.nonfinite != "take":
             self._judge(step, finite, doing)
-        if step.taken:
+            if not unread:
+                self.check(doing)
+        if step.taken is not False:
             gradients = backend.gradients
             if self.config.clip_norm and step.norm is not None:
                 clip(gradients, step.norm, self.config.clip_norm)
             if self.correct is not None:
                 for given, gradient, weights in zip(self.given, gradients, backend.weights, strict=False):
                     self.correct(gradient, weights, given)
-            self.optimizer.step(gradients, 1.0 if self.factor is None else self.factor(number))
+            self.optimizer.step(gradients, 1.0 if self.factor is None else self.factor(number), step.taken)
         return step
+
+    def check(self, doing: str) -> None:
+        """TaskError where too many steps in a row were left out; a GPU is waited for to know."""
+        found, self._finite = self._finite, []
+        for finite in map(bool, found):
+            self._skipped = 0 if finite else self._skipped + 1
+            if self._skipped == MAX_SKIPPED:
+                raise TaskError(
+                    f"{doing}: the gradient was not finite in {MAX_SKIPPED} steps in a row, and none of them "
+                    f"was taken. Look for NaN in the data and in loss(), lower train.lr, or set "
+                    f"train.clip_norm."
+                )
 
     def round(
         self, groups: Iterable[Any], examples: Examples, round: int, rounds: int, doing: str = ""
@@ -149,19 +172,14 @@ class Steps:
             total.steps += 1
         return total
 
-    def _judge(self, step: Step, finite: bool, doing: str) -> None:
-        if not finite and self.nonfinite == "raise" and step.norm is not None:
+    def _judge(self, step: Step, finite: bool | torch.Tensor, doing: str) -> None:
+        if self.nonfinite == "raise" and not finite and step.norm is not None:
             raise TaskError(
                 f"{doing}: the gradient is not finite (norm {float(step.norm)}). Lower train.lr or set "
                 f"train.clip_norm; parallel.nonfinite = skip leaves such steps out."
             )
-        step.taken = step.taken and finite
-        self._skipped = 0 if finite else self._skipped + 1
-        if self._skipped == MAX_SKIPPED:
-            raise TaskError(
-                f"{doing}: the gradient was not finite in {MAX_SKIPPED} steps in a row, and none of them was "
-                f"taken. Look for NaN in the data and in loss(), lower train.lr, or set train.clip_norm."
-            )
+        step.taken = finite & step.taken
+        self._finite.append(finite)
 
 
 def over(config: TrainConfig, steps: int, passes: int) -> bool:
@@ -195,15 +213,27 @@ def steps_in_round(config: TrainConfig, examples: Examples) -> int | None:
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Bound the norm, that of each site where there are several; as clip_grad_norm_."""
     factor = (limit / (norm + 1e-6)).clamp_(max=1.0)
-    if factor.dim():
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
+    if not factor.dim():
+        multiply(gradients, factor)
         return
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+
+
+def multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """All by a scalar, which is not waited for."""
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for gradient in gradients:
         alike.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for (dtype, device), some in alike.items():  # by a tensor, for a number would be waited for
+    for (dtype, device), some in alike.items():
         torch._foreach_mul_(some, factor.to(device, dtype))
+
+
+def sum_of(numbers: Sequence[Number]) -> Number:
+    """Σ; a scalar where one of them is."""
+    if any(isinstance(number, torch.Tensor) for number in numbers):
+        return sum(numbers)
+    return math.fsum(numbers)
 
 
 class Trainable(Backend):

@@ -27,12 +27,14 @@ Parameters = list[dict[str, Any]]  # torch's groups of them
 class FlatOptimizer(ABC):
     """One of [train] over vectors, or slabs of them, which it changes in place. Gradients are its scratch."""
 
+    skips = False  # see TorchOptimizer
+
     def __init__(self, config: TrainConfig, weights: Sequence[torch.Tensor]) -> None:
         self.config, self.weights, self.taken = config, weights, 0
         self.states = [[torch.zeros_like(vector) for _ in range(self.slots(config))] for vector in weights]
 
-    def step(self, gradients: list[torch.Tensor], factor: float) -> None:
-        """Move all weights, at `factor` times the learning rate."""
+    def step(self, gradients: list[torch.Tensor], factor: float, taken: object = True) -> None:
+        """Move all weights, at `factor` times the learning rate. A step that comes here is `taken`."""
         self.taken += 1
         lr = self.config.lr * factor
         for vector, gradient, state in zip(self.weights, gradients, self.states, strict=True):
@@ -113,16 +115,28 @@ OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"sgd": Sgd, "adam": Adam, "adamw":
 class TorchOptimizer:
     """One of torch's, or the task's own, which finds weights and gradients at its parameters."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, *, here: bool = True) -> None:
+        """`here`: whether the weights lie where gradients are judged."""
         self.inner, self._factor = inner, 1.0
         self._rates = [group["lr"] for group in inner.param_groups]
+        self._asks = here and getattr(inner, "_step_supports_amp_scaling", False)  # torch's fused ones
+        self._begun = False  # leaving out a first step, torch's SGD would keep unwritten memory as momentum
 
-    def step(self, gradients: list[torch.Tensor], factor: float) -> None:
+    @property
+    def skips(self) -> bool:
+        """Whether the next step may be one that nobody has yet seen to be taken."""
+        return self._asks and self._begun
+
+    def step(self, gradients: list[torch.Tensor], factor: float, taken: bool | torch.Tensor = True) -> None:
+        """`taken`: where it is a scalar on the device, the kernels look whether to change anything."""
         if factor != self._factor:
             self._factor = factor
             for group, rate in zip(self.inner.param_groups, self._rates, strict=True):
                 group["lr"] = rate * factor
+        if isinstance(taken, torch.Tensor):
+            self.inner.found_inf = (~taken).float()  # type: ignore[attr-defined]  # as torch.amp's GradScaler does
         self.inner.step()
+        self._begun = True
 
 
 Optimizer = FlatOptimizer | TorchOptimizer  # a round long, or a run

@@ -92,6 +92,50 @@ def test_simulate_cuda_equals_cpu(device, tmp_path, inline):
     assert (gpu - cpu).norm() <= 1e-4 * cpu.norm()
 
 
+MANY = """
+import torch
+import fedtrain
+from torch import nn
+
+
+class Many(fedtrain.Task):
+    def sites(self):
+        return [f"site{i:03}" for i in range(160)]
+
+    def model(self):
+        return nn.Linear(6, 3)
+
+    def data(self, site):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(int(site[4:])))
+        return x, (x[:, 0] > 0).long()
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+@EACH
+def test_a_simulation_on_a_gpu_trains_a_whole_cohort_in_one_call(device, tmp_path, inline, monkeypatch):
+    """A CPU's calls are of 48 sites, whose deltas its caches hold."""
+    trains, calls, models = Stacked.train, [], []
+
+    def train(stacked, sites, *args, **kwargs):
+        calls.append(len(sites))
+        return trains(stacked, sites, *args, **kwargs)
+
+    monkeypatch.setattr(Stacked, "train", train)
+    for where, engine in (("cpu", "loop"), (device, "stacked")):
+        config = project(
+            tmp_path / engine, MANY, run={"task": "many_task:Many", "rounds": 2}, train={"device": where},
+            simulate={"engine": engine}, strategy={"min_sites": 160}, secagg={"enabled": False},
+        )  # fmt: skip
+        asyncio.run(simulation(config))
+        models.append(model_of(config.simulate_dir))
+    assert calls == ([48, 48, 64] * 2 if device == "cpu" else [160] * 2)
+    loop, stacked = models
+    assert (stacked - loop).norm() <= 1e-5 * loop.norm()
+
+
 @slowly(4)
 def test_federation_gpu(device, tmp_path, inline):
     """An aggregator and three sites over mutual TLS, with masked sums, on one GPU."""

@@ -94,14 +94,9 @@ class Datacenter:
     """One run, at one rank of its mesh."""
 
     def __init__(
-        self,
-        config: Config,
-        task: Task,
-        mesh: Mesh,
-        store: RunStore | None,
-        emit: Emit,
+        self, config: Config, task: Task, mesh: Mesh, store: RunStore | None, emit: Emit,
         leave: Leave | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`store` is rank 0's. `leave`: what tells it to; None: nothing does."""
         self.config, self.mesh, self.store, self.emit = config, mesh, store, emit
         self.journal = Journal(config, store, emit, common=mesh.from_first)
@@ -202,6 +197,7 @@ class Datacenter:
                     self._save_if_due()
                 if self.leave.asked():
                     self._go()
+        engine.steps.check(f"step {state.step}")
         if self.outer is not None:
             self.outer.end_round()
         state.round, state.begun = state.round + 1, state.step

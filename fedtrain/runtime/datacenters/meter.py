@@ -11,7 +11,7 @@ import torch
 
 from ...config import Config
 from ...events import Emit, Stepped
-from ...training.engine import Step
+from ...training.engine import Number, Step
 from ...training.mesh import AXES
 from ...training.parallel.engine import MeshEngine
 
@@ -25,20 +25,22 @@ class Meter:
         """`stepped`: called with each step that is taken in."""
         self.engine, self.config, self.emit, self._stepped = engine, config, emit, stepped
         self._loss: list[torch.Tensor] = []  # since the last event
-        self._weight = 0.0
+        self._weight: Number = 0.0
         self._round = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)  # Σ loss, Σ weight
-        self._examples = self._steps = self._skipped = 0
+        self._examples = self._steps = 0
+        self._taken: int | torch.Tensor = 0  # of the steps
         self._since = time.monotonic()
 
     def add(self, step: Step, number: int, round: int) -> None:
-        """Take a step in; every parallel.log_every of them is a `step` event."""
+        """Take a step in; every parallel.log_every of them is a `step` event. TaskError as Steps.check."""
         self._loss.append(step.loss)
-        self._weight += step.weight
+        self._weight = self._weight + step.weight
         self._examples += step.examples
         self._steps += 1
-        self._skipped += not step.taken
+        self._taken = self._taken + step.taken
         if number % self.config.parallel.log_every == 0:
             self._tell(number, round)
+            self.engine.steps.check(f"step {number}")
         if self._stepped is not None:
             self._stepped()
 
@@ -53,7 +55,7 @@ class Meter:
     def _take_losses(self) -> torch.Tensor:
         """Σ loss and Σ weight since the last time, of this rank."""
         loss = torch.stack(self._loss).sum() if self._loss else self._round.new_zeros(())
-        found = torch.stack([loss, torch.full_like(loss, self._weight)])
+        found = torch.stack([loss, torch.as_tensor(self._weight).to(loss)])
         self._round += found
         self._loss, self._weight = [], 0.0
         return found
@@ -70,9 +72,9 @@ class Meter:
             examples_per_s=self._examples / seconds, items_per_s=weight / seconds,
             mfu=flops * self._steps / (seconds * engine.peak) if flops else None,
             comm_share=None if waiting is None else min(1.0, waiting * self._steps / seconds),
-            memory_bytes=memory_bytes(mesh.device), skipped=self._skipped,
+            memory_bytes=memory_bytes(mesh.device), skipped=self._steps - int(self._taken),
         ))  # fmt: skip
-        self._examples = self._steps = self._skipped = 0
+        self._examples = self._steps = self._taken = 0
 
 
 def memory_bytes(device: torch.device) -> int:

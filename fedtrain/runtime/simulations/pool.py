@@ -61,13 +61,9 @@ class PoolCohort:
     """
 
     def __init__(
-        self,
-        config: Config,
-        trainers: Sequence[Supervised],
-        launcher: Launcher,
-        scratch: Path,
+        self, config: Config, trainers: Sequence[Supervised], launcher: Launcher, scratch: Path,
         memory: SharedMemory,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`launcher` has started the trainers."""
         self._trainers, self._launcher = [*trainers], launcher
         self.machines = partial(on_machines, self._trainers)
@@ -259,8 +255,12 @@ class PoolCohort:
             rest = [site for site in sites if site not in alone.sites]
             return [alone, *(self._shared(cut, rest) if rest else [])]
         nbytes = self.description.update.nbytes
-        at_once = sites_at_once(self._stacked, nbytes)
-        return cut(sites, len(self._trainers), at_once, nbytes, stacked=self._stacked)
+        return cut(sites, len(self._trainers), self._at_once, nbytes, stacked=self._stacked)
+
+    @property
+    def _at_once(self) -> int:
+        about = self.description
+        return sites_at_once(self._stacked, about.update.nbytes, on_gpu=about.on_gpu)
 
     def _publish(self, weights: AnyArena) -> ArenaFile:
         """Put the global weights where every trainer can map them, once for each new model."""
@@ -294,8 +294,8 @@ class PoolCohort:
         blocks = len(blocks_of(share.places or range(len(share.sites))))
         offset, block = self._memory.take(bytes_of(self._config, self.description, blocks, summands))
         command = msg.FoldMany(
-            share.sites, round, msg.ModelFile.of(weights), counted, summands, str(self._memory.slab), offset,
-            share.places, share.span,
+            share.sites, round, msg.ModelFile.of(weights), counted, self._at_once, summands,
+            str(self._memory.slab), offset, share.places, share.span,
         )  # fmt: skip
         found = await self._at_a_trainer(lambda trainer: trainer.fold(command))
         return msgspec.structs.replace(good(found), sums=block)

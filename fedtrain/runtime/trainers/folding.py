@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 STACKED_SITES = 48  # that the stacked engine trains at once: whole blocks; see sites_at_once
 STACKED_BYTES = 16 << 20  # of their deltas
+GPU_SITES, GPU_BYTES = 1024, 512 << 20  # the same on a GPU, whose kernels take as long for a few sites
 CACHED_BYTES = 1 << 20  # of deltas that are summed while they are still in a core's cache
 
 # (sites, round, weights, deltas, counted) -> each site's update, its delta in a row of `deltas`
 TrainSites = Callable[[list[SiteId], int, Arena, Slab, list[int]], list[Update | msg.Failed]]
 
 
-def sites_at_once(stacked: bool, nbytes: int) -> int:
+def sites_at_once(stacked: bool, nbytes: int, *, on_gpu: bool) -> int:
     """How many sites are trained before their deltas, each of so many bytes, are summed: a part of a block,
     or whole blocks. The stacked engine's last bits depend on it, so that it depends on nothing else."""
-    most = (STACKED_BYTES if stacked else CACHED_BYTES) // max(1, nbytes)
+    sites, room = (GPU_SITES, GPU_BYTES) if on_gpu else (STACKED_SITES, STACKED_BYTES)
+    most = (room if stacked else CACHED_BYTES) // max(1, nbytes)
     if stacked and most >= STACKED_SITES:
-        return STACKED_SITES
+        return min(most, sites) // BLOCK * BLOCK
     return 1 << (max(1, min(most, BLOCK)).bit_length() - 1)
 
 
@@ -48,9 +50,7 @@ class Folding:
         self._config, self._about, self._train_sites = config, about, train_sites
         self._rows: torch.Tensor | None = None
 
-    def fold(
-        self, command: msg.FoldMany, weights: Arena, mapped: Mapped, *, stacked: bool
-    ) -> Folded | msg.Failed:
+    def fold(self, command: msg.FoldMany, weights: Arena, mapped: Mapped) -> Folded | msg.Failed:
         """The sums are written to the room in `mapped` that the command names, or sent. Failed when the task
         failed at a site, which ends the run."""
         import torch
@@ -59,8 +59,8 @@ class Folding:
         places = command.places or range(count)
         nbytes = bytes_of(self._config, about, len(blocks_of(places)), command.summands)
         sums = mapped.bytes_at(room, command.offset, nbytes) if room else memoryview(bytearray(nbytes))
-        at_once = sites_at_once(stacked, about.update.nbytes)
-        most = at_once + at_once // 2
+        at_once = command.at_once
+        most = min(count, at_once + at_once // 2)
         if self._rows is None or len(self._rows) < most:
             self._rows = torch.empty(most, about.update.nbytes, dtype=torch.uint8)
         into = sums_of(self._config, about.extras, command, weights, sums)

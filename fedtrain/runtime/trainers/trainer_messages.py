@@ -121,6 +121,7 @@ class FoldMany(msgspec.Struct, tag=True, array_like=True):
     round: int
     weights: ModelFile
     counted: list[int]  # of each site, as in messages.Train
+    at_once: int  # sites that are trained before their deltas are summed
     summands: int = 0  # as in exchange.Folds
     slab: str = ""  # the path of shared memory for the sums; "": they are sent with the answer
     offset: int = 0  # bytes; where they begin
@@ -193,6 +194,7 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     local: list[str] = []  # names of the model's tensors that stay at their site
     remembers: bool = False  # whether sites keep something from one training to the next
     confined: str = ""  # what the process can't do, where it was shut in
+    on_gpu: bool = False
 
     @property
     def update(self) -> Schema:

@@ -129,6 +129,7 @@ class Workbench:
             at_sites = not pooled or strategies.has_personal(strategy)
             self.description.evaluators = names if at_sites else [CENTRAL]
         self.description.derives = derives(self._task)
+        self.description.on_gpu = alone is not None and alone.device.type == "cuda"
         self._folding = Folding(config, self.description, self._train_sites)
         if simulated and config.simulate.engine != "auto":
             self.train_by(config.simulate.engine)
@@ -235,8 +236,7 @@ class Workbench:
                 found = self._train_sites(sites, round, self._at(place), rows, counted)
                 return msg.Done([r if isinstance(r, msg.Failed) else msg.Trained.of(r) for r in found])
             case msg.FoldMany():
-                weights, stacked = self._at(command.weights), self._stacked is not None
-                return self._folding.fold(command, weights, self._mapped, stacked=stacked)
+                return self._folding.fold(command, self._at(command.weights), self._mapped)
             case msg.EvaluateMany(sites, round, place, counted):
                 each = zip(sites, counted, strict=True)
                 return msg.Done([self._evaluated(site, round, self._at(place), last) for site, last in each])

@@ -26,7 +26,7 @@ from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in
 from ..building import build_model
 from ..collectives import everyones
-from ..engine import Step, Steps, Trainable
+from ..engine import Number, Step, Steps, Trainable, multiply, sum_of
 from ..examples import examples_of
 from ..mesh import Mesh, is_dtensor
 from ..optimizers import TorchOptimizer, of_parameters, with_all_cores
@@ -151,20 +151,20 @@ class MeshEngine(Trainable, ShardedModel):
 
     def backward(self, group: Sequence[Share], scale: float, doing: str = "") -> Step:
         total = sum(n for _, n in group)
-        found: dict[tuple[int, int], tuple[torch.Tensor, float]] = {}  # (batch, where in it) -> mean, weight
-        whole: float | torch.Tensor = float(total)
+        found: dict[tuple[int, int], tuple[torch.Tensor, Number]] = {}  # (batch, where in it) -> mean, weight
+        whole: Number = float(total)
         late = self._pipeline is not None  # gradients are divided by `whole` afterwards
 
         def objective(number: int, counts: bool, loss: Any, batch: Batch, start: int = 0) -> torch.Tensor:
             nonlocal whole, late
-            mean, weight = mean_and_weight(loss, batch)
+            mean, weight = mean_and_unread(loss, batch)
             weight = weight if counts else 0.0
             found[number, start] = mean.detach(), weight
             if self._pipeline is None and not isinstance(loss, tuple):
-                part: float | torch.Tensor = weight * self.mesh.data_ranks / total
+                part: Number = weight * self.mesh.data_ranks / total
             elif self._pipeline is None and len(group) == 1:
                 whole = self._unread(weight)
-                part = weight * self.mesh.averaging / whole if weight else 0.0
+                part = share_of(weight * self.mesh.averaging, whole)
             else:
                 late, part = True, weight
             part = part * scale
@@ -181,17 +181,17 @@ class MeshEngine(Trainable, ShardedModel):
                         loss = objective(i, counts, self._roots[0](present), present)
                         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         losses, weights = zip(*(found.values() or [(self._none, 0.0)]), strict=True)
-        factor = 1.0
+        factor: Number = 1.0
         if late:
-            whole = self.over_ranks(math.fsum(weights))
-            factor = self.mesh.averaging / whole if whole else 0.0
+            whole = self._unread(sum_of(weights))
+            factor = share_of(self.mesh.averaging, whole)
         self._collect(factor / scale)
         if not self._limited and self.parallel.step_timeout < self.parallel.timeout:
             self.mesh.limit(self.parallel.step_timeout)  # the first step, which compiles, may take longer
         self._limited = True
-        return Step([*losses], [*weights], total, float(whole) > 0)
+        return Step([*losses], [*weights], total, whole > 0)
 
-    def _collect(self, factor: float) -> None:
+    def _collect(self, factor: Number) -> None:
         """The gradients, times the factor; 0 of what no loss asked for."""
         for p in self.trained:
             if p.grad is None:
@@ -200,12 +200,14 @@ class MeshEngine(Trainable, ShardedModel):
                 # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
         if self.shared_mean is not None:
-            self.shared_mean.take(factor)
+            self.shared_mean.take(float(factor))
             factor = 1.0
         self.gradients = [local(p.grad) for p in self.trained if p.grad is not None]
         if self.steps.correct is not None:  # each time anew: in its first forward FSDP lays pieces out anew
             self.weights = [local(p.detach()) for p in self.trained]
-        if factor != 1.0 and self.gradients:
+        if isinstance(factor, torch.Tensor):
+            multiply(self.gradients, factor)
+        elif factor != 1.0 and self.gradients:
             torch._foreach_mul_(self.gradients, factor)
 
     def norm(self) -> torch.Tensor:
@@ -228,15 +230,18 @@ class MeshEngine(Trainable, ShardedModel):
     def loss_finite(self, step: Step) -> bool:
         return math.isfinite(self.over_ranks(float(step.loss)))
 
-    def over_ranks(self, weight: float) -> float:
+    def over_ranks(self, weight: Number) -> float:
         """Summed over all that one gradient is of."""
         return float(self._unread(weight))
 
-    def _unread(self, weight: float) -> float | torch.Tensor:
+    def _unread(self, weight: Number) -> Number:
         """The same, for which nobody waits: on the device, where there are others."""
         if not (axes := self.mesh.axes("tp")):
             return weight
-        each = torch.full((), weight, dtype=torch.float64, device=self.mesh.device)  # tensor() would wait
+        if isinstance(weight, torch.Tensor):
+            each = weight.clone()
+        else:
+            each = torch.full((), weight, dtype=torch.float64, device=self.mesh.device)  # tensor() would wait
         return self.mesh.sum(each, axes)
 
     def train(self, data: Dealt, round: int, rounds: int, given: Sequence[Context] | None = None) -> Step:
@@ -272,7 +277,7 @@ class MeshEngine(Trainable, ShardedModel):
             self.optimizer = Resting(self.optimizer, disk_of(self.parallel.offload), self._scratch)
         if self.parallel.offload != "none":
             with_all_cores(self.optimizer, self.config.threads)
-        self.steps.begin(TorchOptimizer(self.optimizer))
+        self.steps.begin(TorchOptimizer(self.optimizer, here=self.parallel.offload == "none"))
 
     def _syncing(self, now: bool) -> AbstractContextManager[None]:
         """Gradients are averaged with the last batch of a step only."""
@@ -370,3 +375,22 @@ class MeshEngine(Trainable, ShardedModel):
 def norm_of(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """L2, of all together, as a float64 on the device; in few kernels, for each step waits for it."""
     return torch.stack(torch._foreach_norm(gradients)).to(device, torch.float64).square().sum().sqrt()
+
+
+def mean_and_unread(loss: Any, batch: Batch) -> tuple[torch.Tensor, Number]:
+    """As mean_and_weight; but a weight that lies where the loss does stays there, as a float64 scalar."""
+    if isinstance(loss, tuple) and [type(each) for each in loss] == [torch.Tensor] * 2:
+        total, weight = loss
+        if total.device == weight.device and weight.numel() == 1:
+            total, _ = mean_and_weight((total, 1.0), batch)
+            weight = weight.detach().double().reshape(())
+            kind = torch.promote_types(total.dtype, torch.float32)
+            return total / torch.where(weight == 0, 1.0, weight).to(kind), weight
+    return mean_and_weight(loss, batch)
+
+
+def share_of(part: Number, whole: Number) -> Number:
+    """part / whole; 0 where all of it is 0."""
+    if isinstance(whole, torch.Tensor):
+        return torch.where(whole == 0, 0.0, part / whole)
+    return part / whole if whole else 0.0

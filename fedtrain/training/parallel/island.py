@@ -35,11 +35,11 @@ class WatchedSteps(Steps):
     """Steps that somebody else has taken one by one, and counts."""
 
     watch: Watch
-    taken = 0  # not left out
+    taken: int | torch.Tensor = 0  # not left out
 
     def take(self, group: Any, doing: str = "", number: int = 0) -> Step:
         step = self.watch(lambda: Steps.take(self, group, doing, number))
-        self.taken += step.taken
+        self.taken = self.taken + step.taken
         return step
 
 
@@ -110,10 +110,11 @@ class Island:
         engine.steps, engine.config = steps, config
         try:
             seen = engine.train(data, round, self._rounds, given)
+            steps.check(f"site {site}, round {round}")
         finally:
             engine.steps, engine.config = before
         self.gather_buffers()
-        return data.examples, replace(self._of_all_ranks(seen), steps=max(1, steps.taken))
+        return data.examples, replace(self._of_all_ranks(seen), steps=max(1, int(steps.taken)))
 
     def step_batches(self, site: SiteId, dataset: Any, round: int, draw: int) -> Iterator[Group]:
         """This rank's shares of them."""

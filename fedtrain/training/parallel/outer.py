@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ...arena import Arena, narrow_into, widened
 from ...schema import Schema
+from ..engine import Number
 from ..mesh import AXES, Mesh
 from .engine import MeshEngine
 
@@ -34,7 +35,7 @@ class Fragment:
     shared: Arena
     state: States
     mean: Arena  # what came back of the exchange under way
-    weight: float = 0.0  # of what this rank has trained on since
+    weight: Number = 0.0  # of what this rank has trained on since
     examples: int = 0  # that the island has
     sent: bool = False  # in this round
     aloft: bool = False  # between being sent and landing
@@ -78,11 +79,11 @@ class Outer:
             mean = Arena.zeros(schema, str(mesh.device))
             self.fragments.append(Fragment(schema, shared, begin(shared), mean))
 
-    def after_step(self, step: int, steps: int | None, weight: float, examples: int) -> None:
+    def after_step(self, step: int, steps: int | None, weight: Number, examples: int) -> None:
         """`step` of a round's `steps` (None: nobody knows) is done, 1 first. It saw so many `examples` in
         this island, of which this rank's weighed `weight`."""
         for fragment in self.fragments:
-            fragment.weight += weight
+            fragment.weight = fragment.weight + weight
             fragment.examples += examples
         self.catch_up(step, steps)
 
