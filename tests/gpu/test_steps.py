@@ -112,6 +112,32 @@ def test_ranks_wait_for_nothing_before_the_backward_pass(device):
     world(2, wait_late, device, "gloo", device=device, backend="gloo")
 
 
+def leave_out(rank, ranks, device):
+    """A weight that only the device knows, and gradients that are not finite in some steps."""
+    here = device_of_rank(device, "gloo")
+    for zero in (0, 1, 2, 3):
+        config = config_of(ParallelConfig(zero=zero), optimizer="adamw", weight_decay=0.1)
+        models = []
+        for waits in (False, True):
+            task = Counted()
+            engine = MeshEngine(task, config, Mesh(Sizes.of(config.parallel, ranks), here))
+            asks = engine.steps.optimizer._asks
+            assert asks is (zero != 1), "torch's ZeRO-1 hands nothing on to the optimizer that it holds"
+            engine.steps.optimizer._asks &= not waits
+            share = tuple(column.to(here).chunk(ranks)[rank] for column in task.data("")), 32
+            for task.poison in (False, True, False, True):
+                taken = engine.steps.take([share]).taken
+                assert bool(taken) is not task.poison
+            assert isinstance(taken, torch.Tensor) is (asks and not waits)
+            models.append(engine.gather())
+        assert rank or torch.equal(models[0].data, models[1].data)
+
+
+@slowly(4, pretended=5)
+def test_ranks_leave_out_the_same_steps_whether_or_not_they_wait_to_know(device):
+    world(2, leave_out, device, device=device, backend="gloo")
+
+
 class Deep(Rows):
     def model(self):
         blocks = (nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(16))
