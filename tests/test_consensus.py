@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 
 from fedtrain import gossip
 from fedtrain.aggregation import WeightedMean
-from fedtrain.exchange import Share
+from fedtrain.exchange import Exchanged, ReceivedShare, Share
 from fedtrain.gossip import rules
 from fedtrain.messages import Update
 from fedtrain.runtime.peers.consensus import EXCHANGES, Consensus
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.gossip_setup import fewest, without_memory
 from fedtrain.runtime.peers.keeping_up import reason_to_end
-from fedtrain.runtime.peers.parcels import Inbox, trained_part
+from fedtrain.runtime.peers.parcels import Inbox, share_of_model, trained_part
 from fedtrain.runtime.peers.whole_models import mass_of, of_all, sha256
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.keys import KeyPair
@@ -227,6 +227,46 @@ def test_a_share_for_one_who_has_finished_is_refused_at_once():
         assert done.kept.keys() == {"a", "b"}
 
     bounded(main())
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_who_waits_for_somebody_silent_takes_the_model_of_those_who_have_finished_before_they_leave(turns):
+    """An exchange may wait for one as long as a round's deadline; those who have the model stay for less."""
+
+    class Stuck:
+        """Everybody else has finished, but for one who says nothing and is not gone."""
+
+        exchanges, stopped = 0, 0
+
+        def progress(self):
+            return {"a": end.done} if self.exchanges else {}
+
+        async def exchange(self, round, shares, expected, mixer, deadline_s):
+            if round >= end.done - 1:
+                return Exchanged()
+            self.exchanges += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.stopped += 1
+
+        async def pull(self, peer, timeout_s):
+            return ReceivedShare(peer, end.done, share_of_model(arena(PLAIN, 5)))
+
+        def announce(self, round):
+            assert self.stopped == self.exchanges, "one exchange at a time"
+
+        def publish(self, round, share):
+            self.published = round
+
+    neighbors = Stuck()
+    peer = Peer("c", gossip.build("dpsgd", {}), arena(PLAIN, 1), halfway_to(torch.zeros(50)), neighbors)
+    alive = ["a", "b", "c", "d", *"efghijk"]
+    end = Consensus(peer, 0, arena(PLAIN, 77), lambda: alive, 1e9, turns=turns, patience_s=0.05)
+    found = bounded(end.run(2))
+    assert found.digest == sha256(arena(PLAIN, 5))
+    assert neighbors.published == end.done
+    assert neighbors.exchanges == 2, "of models and of digests, a turn each"
 
 
 def test_under_masks_the_last_model_is_the_mean_and_that_of_the_same_sums_without_masks():

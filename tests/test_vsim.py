@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.soaking import taken
+from tests.vsim.clock import VirtualLoop
 from tests.vsim.disk import HOWS, Disk
 from tests.vsim.hunt import hunt
 from tests.vsim.village import Village
@@ -61,6 +62,18 @@ def synced(disk, path):
 
 def pieces(first, last, of):
     return [range(at, min(at + of, last)) for at in range(first, last, of)]
+
+
+def test_who_is_woken_on_the_virtual_clock_finds_that_it_is_time():
+    """Timers that a rounding error parts come together; who finds it too early would wait again for ever."""
+    loop, woken = VirtualLoop(lambda: 0.0), []
+    due = 0.1 + 0.2
+    loop.call_at(0.3, lambda: None)
+    loop.call_at(due, lambda: (woken.append(loop.time()), loop.stop()))
+    loop.run_forever()
+    loop.close()
+    assert woken == [due]
+    assert due > 0.3
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self.steps > STEPS:
             raise Stuck(f"more than {STEPS} steps")
         while timers and timers[0][0] < self.now + RESOLUTION_S:
-            ready.append(heapq.heappop(timers)[2])
+            due, _, timer = heapq.heappop(timers)
+            self.now = max(self.now, due)  # else who is woken finds that it is too early, for ever
+            ready.append(timer)
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:

@@ -9,15 +9,16 @@ Many peers turn to a few others at a time, in an order that is the same at both 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...arena import Arena
 from ...errors import BadUpdate, SecAggError
-from ...exchange import PeerId
+from ...exchange import Exchanged, PeerId
 from ...gossip import Parcel
 from ...gossip.one_model import blocks_of, joined, mean, ruled
 from ...secagg.peer_sums import Layout, PeerSum, RingSum
@@ -55,13 +56,15 @@ class Consensus:
     def __init__(
         self, peer: Peer, first: int, initial: Arena, alive: Callable[[], Collection[PeerId]],
         deadline_s: float, roots: Callable[[PeerId], bool] = lambda peer: True, turns: int = 1,
+        patience_s: float | None = None,
     ) -> None:  # fmt: skip
         """`first`: the number of the first exchange, after those of all rounds. `initial`: the run's first
         model, which has the parts that never travel. `roots`: whether everybody can reach a peer. `turns`:
-        in how many a peer turns to all others, the same at all peers."""
+        in how many a peer turns to all others, the same at all peers. `patience_s`: for which an exchange
+        may go on once others have the model; None: to its end."""
         self._peer, self._first, self._initial, self._alive = peer, first, initial, alive
         self._deadline_s, self._roots, self._neighbors = deadline_s, roots, peer.neighbors
-        self._turns = turns
+        self._turns, self._patience_s = turns, patience_s
         self._members: Sequence[PeerId] = ()
         self.rule, self.lost, self._silent = rule_of(peer), dict[PeerId, str](), list[PeerId]()
 
@@ -269,12 +272,14 @@ class Consensus:
         shares = {name: share_of(parcel, 1.0, len(given)) for name, parcel in given.items()}
         arrived, missing = set[PeerId](), dict[PeerId, str]()
         for turn, part in enumerate(in_turn(self._peer.name, self._members, self._turns)):
+            if turn and self._is_over():
+                break
             at = self._first + (number - self._first) * self._turns + turn
             to = {name: share for name, share in shares.items() if name in part}
             self._neighbors.announce(at)
-            done = await self._neighbors.exchange(
+            done = await self._unless_over(self._neighbors.exchange(
                 at, to, [name for name in expected if name in part], inbox, self._deadline_s
-            )
+            ))  # fmt: skip
             arrived |= done.arrived
             missing |= done.missing
         if (phase := (number - self._first) % PHASES) == 0:
@@ -283,6 +288,23 @@ class Consensus:
             self._silent += sorted(name for name, why in missing.items() if why.startswith("refused"))
         self.lost |= missing
         return arrived
+
+    def _is_over(self) -> bool:
+        """Whether one of those who are near has the model: it stays for a while only, to give it."""
+        return self.rule is None and self.done in self._neighbors.progress().values()
+
+    async def _unless_over(self, exchange: Coroutine[Any, Any, Exchanged]) -> Exchanged:
+        """How it went; nothing came where it still waits for somebody when others have the model."""
+        task = asyncio.ensure_future(exchange)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=self._patience_s)
+                if not task.done() and self._is_over():
+                    return Exchanged()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait([task])  # the next exchange begins when this one is stopped
 
     async def _pull(self, peer: PeerId) -> tuple[int, Arena] | None:
         if (letter := await self._neighbors.pull(peer, PULL_S)) is None:
