@@ -218,6 +218,11 @@ class Membership:
         for at in range(0, max(len(known), 1), MAX_NEWS // 2):
             self._say(peer, Kind.PING, first=known[at : at + MAX_NEWS // 2])
 
+    def unheard(self, peer: PeerId) -> bool:
+        """Whether no word of the peer says that it is here: it is not pinged, and may hold the same of us."""
+        member = self.members.get(peer)
+        return member is None or member.status is Liveness.DEAD
+
     def heard(self, peer: PeerId, now: float) -> None:
         """A message came over our own connection with the peer: that ends any suspicion of ours."""
         member = self.members.get(peer)

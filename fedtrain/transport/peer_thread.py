@@ -362,7 +362,7 @@ class PeerThread:
         self.courier.heard(link.peer, header, time.monotonic())
         if greeting.lacks or not again:
             self.greet(link)  # it may not have known us before, or count an earlier connection as gone
-        if not again:
+        if not again or self.membership.unheard(link.peer):  # what was said then may be lost with the call
             self._agreed(link)
 
     def _agreed(self, link: Link) -> None:
