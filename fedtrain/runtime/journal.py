@@ -32,6 +32,7 @@ HIDDEN = (
 )
 NO_SERVER = 'The server evaluates on data of its own, eval_data("server"), with evaluate.server = true. '
 AGREED = "agreed"  # in a checkpoint's state, where peers agreed: SHA-256 of the model, and who has it
+AGREED_ROUNDS = "agreed_rounds"  # the same: of the run that they ended, whichever round a peer was in
 Averages = dict[str, float]
 Evaluators = Callable[[int, Sequence[SiteId]], Sequence[SiteId]]  # who of the members evaluates in a round
 # (sums over all sites, each site's own) -> what people are shown of both
@@ -182,7 +183,8 @@ class Journal:
         import torch
 
         mark = bytearray(bytes.fromhex(digest) + "\n".join(peers).encode())
-        kept = {AGREED: torch.frombuffer(mark, dtype=torch.uint8)}
+        rounds = torch.tensor([self.config.run.rounds])
+        kept = {AGREED: torch.frombuffer(mark, dtype=torch.uint8), AGREED_ROUNDS: rounds}
         made = Checkpoint(after.round, model, after.state | kept)
         self.store.commit(made, self.store.rounds()[-1].record)
         self.emit(events.PeersAgreed(round=after.round, digest=digest, peers=peers))
@@ -231,18 +233,24 @@ class Journal:
 
     # --- the end
 
-    def reason_to_stop(self, number: int, agreed: bool = False) -> str | None:
-        """Why the run is over after `number` rounds; None when it goes on. `agreed`: peers ended with it."""
+    def reason_to_stop(self, number: int, agreed: Checkpoint | None = None) -> str | None:
+        """Why the run is over after `number` rounds; None when it goes on. `agreed`: peers ended with it, and
+        go on where the run has other rounds now."""
         if number >= self.config.run.rounds:
             return "rounds done"
-        if not (patience := self.config.evaluate.patience):
-            return None
-        if agreed:
+        patience = self.config.evaluate.patience
+        if agreed is not None and (patience or self._ended_this_run(agreed)):
             return "all peers ended with this round"
+        if not patience:
+            return None
         since_best = self._common(0 if self._store is None else self._store.evaluations_since_best())
         if since_best < patience:
             return None
         return f"{self.config.evaluate.metric} has not improved for {since_best} evaluations"
+
+    def _ended_this_run(self, agreed: Checkpoint) -> bool:
+        rounds = agreed.state.get(AGREED_ROUNDS)  # earlier versions have kept none
+        return rounds is not None and int(rounds) == self.config.run.rounds
 
     def result(self, number: int, reason: str) -> Result:
         """How the run ended after `number` rounds."""

@@ -191,18 +191,19 @@ async def _rounds(
         neighbors.publish(peer.round, share_of_model(peer.model))
     shape = Shape(graph, config.run.seed, journal.emit)
     to_agree = config.gossip.agree and (checkpoint is None or AGREED not in checkpoint.state)
-    if journal.reason_to_stop(peer.round, config.gossip.agree and not to_agree) is None:
+    over = checkpoint if config.gossip.agree and not to_agree else None
+    if journal.reason_to_stop(peer.round, over) is None:
         await gather(journal, peer, neighbors, roster)
         shape.check(peer.algorithm, roster.peers(), config.gossip.masks)
         await _catch_up(journal, peer, neighbors)
     late = 0
     apart, begun_as, now = "", roster.contact(peer.name), set[PeerId]()
     while True:
-        if peer.algorithm.waits:  # else the fast are ahead of the slow for good, and nobody minds
+        if peer.algorithm.waits and over is None:  # else the fast are ahead of the slow, and nobody minds
             await _catch_up(journal, peer, neighbors)
         if journal.evaluation_is_due(peer.round) and not (to_agree and peer.round >= config.run.rounds):
             await _evaluate(journal, peer.name, peer.round, peer.model, trainer)
-        reason = journal.reason_to_stop(peer.round, config.gossip.agree and not to_agree)
+        reason = journal.reason_to_stop(peer.round, over)
         reason = why_end(peer, neighbors, roster, config.run.rounds, reason, to_agree)
         if reason is not None:
             break
@@ -226,7 +227,7 @@ async def _rounds(
                 text=f"in the last {late} rounds no neighbour took the model of {peer.name}: it came after "
                 f"gossip.round_deadline. Raise that at all peers, train less here, or let nobody wait: swift."
             ))  # fmt: skip
-        to_agree = config.gossip.agree
+        to_agree, over = config.gossip.agree, None
     if peer.pairs is not None:
         await peer.pairs.end(config.gossip.round_deadline)
     reached, others = await agree(journal, peer, neighbors, roster, initial, to_agree)

@@ -129,7 +129,7 @@ async def _rounds(
             checkpoint, to_agree = await _agreed(journal, peers, checkpoint, initial), False
         if journal.evaluation_is_due(number):
             _evaluate(journal, bench, checkpoint)
-        if reason := journal.reason_to_stop(number, AGREED in checkpoint.state):
+        if reason := journal.reason_to_stop(number, checkpoint if AGREED in checkpoint.state else None):
             if to_agree:
                 before, checkpoint = checkpoint, await _agreed(journal, peers, checkpoint, initial)
                 if checkpoint.weights.digest != before.weights.digest:
