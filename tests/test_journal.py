@@ -1,5 +1,7 @@
 """The journal of a run: what is due, what is best, when it is over, and what is said of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from fedtrain.arena import Arena
@@ -57,6 +59,18 @@ def test_the_best_is_told_where_it_gets_better_and_the_run_ends_when_it_does_not
     assert sum(isinstance(event, Evaluated) for event in heard) == 4
     assert journal.reason_to_stop(4) == "loss has not improved for 2 evaluations"
     assert journal.result(4, "").best_round == 2
+
+
+def test_a_peer_that_agreed_before_its_last_round_has_ended_until_the_run_has_other_rounds(run):
+    """The others had done all rounds, and it took their model."""
+    journal, _ = run(rounds=3, every=0)
+    after = Checkpoint(2, Arena.zeros(SCHEMA))
+    journal.commit(after, {})
+    assert journal.reason_to_stop(2) is None
+    agreed = journal.agreed(after, Arena.zeros(SCHEMA), "ab" * 32, ["north", "south"])
+    assert journal.reason_to_stop(2, agreed) == "all peers ended with this round"
+    longer = replace(journal.config, run=replace(journal.config.run, rounds=4))
+    assert Journal(longer, None, lambda event: None).reason_to_stop(2, agreed) is None
 
 
 def test_ranks_without_a_store_decide_by_what_the_first_rank_has(tmp_path):
