@@ -179,15 +179,16 @@ class Journal:
         self.emit(events.RoundCommitted(round=after.round, commit_s=took, **record))
 
     def agreed(self, after: Checkpoint, model: Arena, digest: str, peers: Sequence[SiteId]) -> Checkpoint:
-        """Make the model that peers agreed on the last round's; the state from which peers go on stays."""
+        """Make the model that peers agreed on the last round's; the state from which peers go on stays. For a
+        peer without a round it is the first one's: no round, no model."""
         import torch
 
         mark = bytearray(bytes.fromhex(digest) + "\n".join(peers).encode())
         rounds = torch.tensor([self.config.run.rounds])
         kept = {AGREED: torch.frombuffer(mark, dtype=torch.uint8), AGREED_ROUNDS: rounds}
-        made = Checkpoint(after.round, model, after.state | kept)
+        made = Checkpoint(max(1, after.round), model, after.state | kept)
         self.store.commit(made, self.store.rounds()[-1].record)
-        self.emit(events.PeersAgreed(round=after.round, digest=digest, peers=peers))
+        self.emit(events.PeersAgreed(round=made.round, digest=digest, peers=peers))
         return made
 
     @staticmethod

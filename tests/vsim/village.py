@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from fedtrain.config import Config
-from fedtrain.events import Emit, Event, PeersAgreed
+from fedtrain.events import Emit, Event, PeersAgreed, RunStarted
 from fedtrain.pki import Credentials
 from fedtrain.pki.roster import own_curve
 from fedtrain.pki.signing import Verifier
@@ -164,6 +164,7 @@ class PeerClaims(Onlooker):
         self._reached: dict[str, int] = {}  # the last round that a peer has committed for sure
         self._agreed: dict[str, tuple[str, set[str]]] = {}
         self._last: dict[str, str] = {}  # of each peer, the digest of what it found last
+        self._kept: dict[str, str] = {}  # the same as it committed last: a killed one has no more
         self._left: dict[str, set[str]] = defaultdict(set)
 
     def trained(self, site: str, number: int, weights: str, digest: str, delta: Values) -> None:
@@ -175,6 +176,8 @@ class PeerClaims(Onlooker):
             before = self._agreed.get(machine.name, (event.digest, ()))[0]
             self.holds(before == event.digest, f"{machine.name} agreed twice, on two models")
             self._agreed[machine.name] = event.digest, {*event.peers}
+        elif isinstance(event, RunStarted):
+            self._last[machine.name] = self._kept.get(machine.name, "")
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -193,13 +196,14 @@ class PeerClaims(Onlooker):
             commit(store, checkpoint, *rest)
             self.counts["commits"] += 1
             self._reached[name] = number
+            self._kept[name] = self._last.get(name, "")
 
         return committing
 
     def _leaves(self, exchange: Any, own: Any, *_: Any) -> None:
         """A model is about to leave a peer."""
         name = own.name
-        if self.world.plan.kind != "noise" or name not in self._last:
+        if self.world.plan.kind != "noise" or not self._last.get(name):
             return
         self._left[name].add(self._last[name])
         disk = self.world.machines[name].disk

@@ -167,7 +167,7 @@ async def agree(
             while len(alive()) < least and not some_are_done(neighbors, end.done):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
     if (found := await end.run(least)) is not None:
-        journal.agreed(last, found.model, found.digest, found.peers)
+        peer.round = journal.agreed(last, found.model, found.digest, found.peers).round
         return end.done, {*found.peers}
     missing = [f"{name} ({why})" for name, why in sorted(end.lost.items())[:NAMED]]
     here = f"{len(alive())} of {len(roster.peers())} peers are here, {least} are needed"
