@@ -96,8 +96,8 @@ GOSSIP = ("kill", "power", "stop", "trainer", "broken", "agreed", "released", "w
 @pytest.mark.slow(8)
 @pytest.mark.parametrize(
     "seeds",
-    # 1028: agreed without a round of its own; 1264: the first word is lost with its call; 1363: agreed a round
-    # early, and started again; 1511: killed in the last round; 1536: a power cut between what a start removes
+    # 1028: agreed without a round of its own; 1264: the first word is lost with its call; 1363: agreed early,
+    # and started again; 1511: killed in the last round; 1536: a power cut between what a start removes
     [[*range(60), 1028, 1264, 1363, 1511, 1536]],
     ids=["0-59"],
 )
