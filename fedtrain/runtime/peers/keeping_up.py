@@ -31,7 +31,7 @@ NAMED = 3  # of those who are not here
 POLL_S = 0.1  # between looks at who is there
 PULL_S = 60.0  # for a state to come
 NOTICE = 2  # rounds in which all of few hear of a wish to end
-STAY = 4  # parts of the idle time, in one or two of which who has waited too long takes the model of others
+PATIENCE = 4  # of the idle time: after one or two such parts, who still waits takes the model of others
 LONGEST = 10  # idle times that a peer stays for others after its end, while these come and move
 BEHIND = 2  # rounds that others are ahead, from which on a peer takes their state
 
@@ -151,7 +151,7 @@ async def agree(
     least = max(2, fewest(peer.algorithm, config.gossip.masks))
     end = Consensus(
         peer, config.run.rounds, initial, alive, config.gossip.round_deadline, is_called,
-        turns_of(len(roster.peers())), config.network.idle / STAY,
+        turns_of(len(roster.peers())), config.network.idle / PATIENCE,
     )  # fmt: skip
     last = journal.store.latest()
     if last is None or last.round != peer.round:  # it took another's, and no round of its own followed

@@ -373,7 +373,7 @@ class MeshEngine(Trainable, ShardedModel):
 
 
 def norm_of(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """L2, of all together, as a float64 on the device; in few kernels, for each step waits for it."""
+    """L2, of all together, as a float64 on the device; in few kernels, for each step takes it."""
     return torch.stack(torch._foreach_norm(gradients)).to(device, torch.float64).square().sum().sqrt()
 
 
