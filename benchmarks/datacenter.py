@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 RANKS, BATCH = 2, 16
 WARM = 5  # turns that don't count
 SAVES = 10  # of each kind
+TURNS = 7  # of the case `input`, each with a block of steps of each kind
 Setup = Callable[[Any, Any], tuple[Any, Any, Callable[[Any], None]]]  # (model, optimizer, backward)
 CASES = {"mlp5m": "Mlp", "gpt10m": "Gpt", "input": "Slow"}
 TASK = """
@@ -222,13 +223,14 @@ def input_ranks(folder: Path, steps: int) -> None:
         slow = "task:Slow(0.02)"
         kinds = {"fast": ("task:Slow", 0), "readers": (slow, 4), "no_readers": (slow, 0)}
         works = {name: step_of(*kind) for name, kind in kinds.items()}
-        times: dict[str, list[float]] = {name: [] for name in works}
-        for turn in range(4):
-            for name, work in works.items():
-                mine = by_turns({name: work}, steps // 4)[name]
-                times[name] += mine if turn else []  # the first starts the readers
+        turns: list[dict[str, float]] = []
+        for _ in range(TURNS):
+            blocks = {name: by_turns({name: work}, steps)[name] for name, work in works.items()}
+            turns.append({name: statistics.median(times) for name, times in blocks.items()})
+        del turns[0]  # the first starts the readers
         if dist.get_rank() == 0:
-            print(json.dumps({name: statistics.median(each) for name, each in times.items()}), flush=True)
+            found = {f"{name}_ratio": statistics.median(t[name] / t["fast"] for t in turns) for name in works}
+            print(json.dumps(found | {"step": statistics.median(t["fast"] for t in turns)}), flush=True)
 
 
 def ray_ranks(folder: Path, case: str, steps: int) -> None:
@@ -413,9 +415,9 @@ def main() -> None:
             out, _ = launch(folder, __file__, "--rank", name, "--case", case, "--steps", str(args.steps))
             found = json.loads(out.splitlines()[-1])
             if case == "input":
-                common.emit("datacenter", case, "step", found["fast"] * 1e3, "ms")
-                for kind in ("readers", "no_readers"):
-                    common.emit("datacenter", case, f"{kind}_ratio", found[kind] / found["fast"], "×")
+                common.emit("datacenter", case, "step", found["step"] * 1e3, "ms")
+                for kind in ("readers_ratio", "no_readers_ratio"):
+                    common.emit("datacenter", case, kind, found[kind], "×")
                 continue
             common.emit("datacenter", case, "step", found["ours"] * 1e3, "ms")
             common.emit("datacenter", case, "bare_step", found["bare"] * 1e3, "ms")

@@ -1,9 +1,13 @@
 """What Task.data returned, dealt to ranks: the user's own loader and dataset, resumable in any world."""
 
+import pickle
 import time
+from multiprocessing.reduction import ForkingPickler
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedtrain.config import TrainConfig
@@ -12,6 +16,7 @@ from fedtrain.training.devices import seed_all
 from fedtrain.training.examples import examples_of
 from fedtrain.training.parallel.data import Dealt
 from fedtrain.training.parallel.reading import read_once
+from fedtrain.training.parallel.sendable import SMALL, sendable
 from fedtrain.training.shards import ShardedDataset, write_shards
 
 
@@ -203,3 +208,72 @@ def test_what_fails_in_a_reader_is_raised_where_its_step_is():
     dealt = Dealt(Torn(), TrainConfig(batch_size=6), 5, "site", readers=1)
     with pytest.raises(KeyError):
         [dealt.take() for _ in range(4)]
+
+
+class Part(NamedTuple):
+    pixels: torch.Tensor
+    names: list
+
+
+TENSORS = {
+    "plain": torch.arange(6.0).view(2, 3),
+    "a number": torch.tensor(3),
+    "bfloat16": torch.randn(4, dtype=torch.bfloat16),
+    "booleans": torch.tensor([True, False]),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "a conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    "a large conjugate": torch.randn(SMALL, dtype=torch.complex64).conj(),
+    "a negated one": torch.randn(3, dtype=torch.complex64).conj().imag,
+    "every second": torch.arange(10)[::2],
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "empty": torch.empty(0, 4),
+    "sparse": torch.eye(3).to_sparse(),
+    "large": torch.randn(SMALL),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_batch_arrives_from_its_reader_as_it_was(name):
+    tensor = TENSORS[name]
+    sent = {"x": Part(tensor, ["ä", b"\0"]), "y": [1.5, None, tensor]}
+    got = pickle.loads(ForkingPickler.dumps(sendable(sent)))
+    arrived = got["y"].pop()
+    assert torch.equal(got["x"].pixels.to_dense(), arrived.to_dense())
+    assert got == {"x": Part(got["x"].pixels, ["ä", b"\0"]), "y": [1.5, None]}
+    assert type(got["x"]) is Part
+    assert (arrived.dtype, arrived.shape, arrived.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    if name not in ("sparse", "a negated one"):
+        assert arrived.stride() == tensor.stride()
+    assert torch.equal(arrived.to_dense(), tensor.to_dense())
+
+
+def test_a_packed_sequence_arrives_from_its_reader_as_it_was():
+    packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+    got = pickle.loads(ForkingPickler.dumps(sendable({"x": packed})))["x"]
+    assert type(got) is type(packed)
+    assert torch.equal(got.data, packed.data)
+
+
+def test_small_tensors_arrive_by_their_bytes_and_large_ones_in_shared_memory():
+    class Sized(Noisy):
+        def __getitem__(self, i):
+            return torch.zeros(8), torch.zeros(SMALL)
+
+    dealt = Dealt(Sized(), TrainConfig(batch_size=6), 5, "site", readers=1)
+    ((small, large), _), *_ = dealt.take()
+    assert (small.is_shared(), large.is_shared()) == (False, True)
+    small += 1  # and who trains may write into both
+    large += 1
+
+
+def test_a_batch_that_no_process_can_hand_over_is_an_error_and_no_endless_wait():
+    class Bound(Noisy):
+        def collate(self, rows):
+            return torch.stack(rows), lambda: rows
+
+    data = Bound()
+    dealt = Dealt(data, TrainConfig(batch_size=6), 5, "site", readers=1, collate=data.collate)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        dealt.take()

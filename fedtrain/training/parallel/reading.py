@@ -12,13 +12,14 @@ from itertools import count, repeat
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ...digest import seed_of
 from ..batches import Batch, cut, examples_in, move
 from ..devices import seed_all
 from ..examples import Examples, Items, Stream
 from ..sampler import BatchShare, Draws, share_of
+from .sendable import sendable
 
 AHEAD = 2  # shares that each process has ready
 CPU = torch.device("cpu")
@@ -193,13 +194,16 @@ def read_once(
 
 
 class ShareReader(Dataset[Batch]):
-    """A dataset by the share: in the process that reads it."""
+    """A dataset by the share: in the process that reads it, which may be another than the one that trains."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:
         self.dataset, self.collate = dataset, collate
 
     def __getitem__(self, asked: Asked) -> Batch:
-        seed, rows = asked
+        batch = self._read(*asked)
+        return batch if get_worker_info() is None else sendable(batch)
+
+    def _read(self, seed: int, rows: list[int]) -> Batch:
         if (several := getattr(self.dataset, "__getitems__", None)) is not None:
             seed_all(seed_of(seed, rows[0]), CPU)
             return self.collate(several(rows))
