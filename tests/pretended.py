@@ -240,6 +240,8 @@ class PretendedGPU(TorchDispatchMode):
         begin = dist.init_process_group
 
         def init(backend: str, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+            if device_id is not None:
+                raise RuntimeError("torch splits groups of a bound device, and so clones their store")
             self.backend = "nccl" if "nccl" in backend else "gloo"
             begin("gloo", *args, **kwargs)
 

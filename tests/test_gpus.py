@@ -1,10 +1,14 @@
 """Which trainer of a simulation takes which GPU, by a stand-in for nvidia-smi."""
 
+import os
+
 import pytest
 
-from fedtrain.config import Config
+from fedtrain.config import Config, TrainConfig
 from fedtrain.runtime.simulations import gpus as of_this_machine
 from fedtrain.runtime.simulations.gpus import dealt, gpus_here, workers_on
+from fedtrain.runtime.simulations.launchers import OnThisMachine
+from fedtrain.runtime.simulations.shared_memory import SharedMemory
 from fedtrain.runtime.trainers.trainer_process import environment
 
 TWO = """#!/bin/sh
@@ -47,9 +51,28 @@ def test_only_gpus_that_this_process_may_see_are_dealt(machine, monkeypatch, vis
     assert [*gpus_here("auto")] == found
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_where_the_device_is_named_nothing_is_dealt(machine, tmp_path, device):
-    assert gpus_here(device) == {}
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        ("GPU-bb", {"GPU-bb": 9000}),
+        ("MIG-1a2b", {"MIG-1a2b": 0}),
+        ("MIG-GPU-aaaa/3/0,1", {"MIG-GPU-aaaa/3/0": 0, "1": 9000}),
+    ],
+)
+def test_a_part_of_a_gpu_takes_one_trainer_and_a_name_may_be_short(machine, monkeypatch, visible, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus_here("auto") == found
+
+
+@pytest.mark.parametrize(("device", "trainers"), [("cuda:1", 2), ("cuda:0", 4), ("cpu", 64)])
+def test_where_the_device_is_named_nothing_is_dealt_and_its_memory_counts(
+    machine, tmp_path, monkeypatch, device, trainers
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    config = Config(train=TrainConfig(device=device))
+    launcher = OnThisMachine(config, None, tmp_path, SharedMemory())
+    assert launcher.count == trainers
+    assert launcher.gpus == {}
     assert "CUDA_VISIBLE_DEVICES" not in environment(Config(), tmp_path, dealt({}, 3))
 
 

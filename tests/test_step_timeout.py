@@ -4,21 +4,22 @@ import ctypes
 import json
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fedtrain.config import Config
+from fedtrain.config import Config, ParallelConfig
 from fedtrain.training.elastic import Leave
-from fedtrain.training.mesh import Mesh, Sizes
+from fedtrain.training.mesh import Mesh, Sizes, backends_of
 from fedtrain.training.parallel.data import Dealt
 from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.rank_log import RankLog
 from fedtrain.training.task import load_task
 from tests.limits import WAIT_S
-from tests.worlds import world
+from tests.worlds import TIMEOUT, world
 
 TASK = """
 import fedtrain, torch
@@ -50,6 +51,25 @@ def hang(rank: int, ranks: int, folder: Path) -> None:
     except Exception as e:
         seen.write_text(str(e.__cause__ or e))
     raise SystemExit(1)
+
+
+def limits(rank: int, ranks: int) -> None:
+    mesh = Mesh(Sizes.of(ParallelConfig(tp=2, cp=2), ranks), torch.device("cpu"))
+
+    def found() -> set[timedelta]:
+        groups = [mesh[axis].get_group() for axis in ("tp", "cp", "dp_shard")] + [dist.group.WORLD]
+        groups.append(mesh.flat(("cp", "tp")).get_group())
+        return {backend.options._timeout for group in groups for backend in backends_of(group)}
+
+    assert found() == {TIMEOUT}
+    mesh.limit(7)
+    assert found() == {timedelta(seconds=7)}
+    assert backends_of(mesh.flat(("dp_shard", "cp")).get_group())[0].options._timeout.seconds == 7
+
+
+@pytest.mark.slow(4)
+def test_every_group_of_a_mesh_has_the_worlds_limit_and_one_that_is_made_later_the_newest():
+    world(4, limits)
 
 
 # One rank has ended, or the other couldn't meet it: whichever is seen first.

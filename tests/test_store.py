@@ -20,7 +20,7 @@ from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, Ledger, RoundPlan, RunStore, Spool, chain, redo, runs
 from fedtrain.store import folder as run_folder
 from fedtrain.store.database import Database
-from fedtrain.store.disk import refuse_network_disk
+from fedtrain.store.disk import COPY, Kept, refuse_network_disk
 from tests.damage import DAMAGES, extend, flip, flip_another, swap
 from tests.worlds import FORKED
 
@@ -652,3 +652,15 @@ def test_rows_put_changed_and_removed_have_the_digest_and_are_made_again_with_mo
         assert db.all("SELECT * FROM b") == [("one", 7, b"new")]
         assert len(lines) == again
         db.close()
+
+
+def test_a_value_that_is_kept_is_on_the_disk_before_anybody_acts_on_it(tmp_path, monkeypatch):
+    """A process may have been killed between its write and its sync, and the power may go later."""
+    path, synced = tmp_path / "kept.json", []
+    Kept(path, int, "").write(3)
+    for name in ("fdatasync", "fsync"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda fd, real=real: (synced.append(os.fstat(fd).st_ino), real(fd)))
+    assert Kept(path, int, "").read() == [3, 3]
+    files = [path, path.with_name(path.name + COPY), tmp_path]
+    assert {*synced} == {file.stat().st_ino for file in files}

@@ -97,8 +97,9 @@ GOSSIP = ("kill", "power", "stop", "trainer", "broken", "agreed", "released", "w
 @pytest.mark.parametrize(
     "seeds",
     # 1028: agreed without a round of its own; 1264: the first word is lost with its call; 1363: agreed early,
-    # and started again; 1511: killed in the last round; 1536: a power cut between what a start removes
-    [[*range(60), 1028, 1264, 1363, 1511, 1536]],
+    # and started again; 1511: killed in the last round; 1536: a power cut between what a start removes;
+    # 15157: a kill before a sync, and a power cut after others had acted on what was read
+    [[*range(60), 1028, 1264, 1363, 1511, 1536, 15157]],
     ids=["0-59"],
 )
 def test_peers_conserve_mass_and_agree_on_one_model_whatever_goes_wrong(seeds):

@@ -85,10 +85,7 @@ def _work(
     here = device_of_rank(device, backend)
     store = dist.FileStore(str(meeting), ranks)
     speaks = backend_of(here, backend)
-    dist.init_process_group(
-        speaks, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT,
-        device_id=here if "nccl" in speaks else None,
-    )  # fmt: skip
+    dist.init_process_group(speaks, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     work(rank, ranks, *arguments)
     dist.barrier()
     dist.destroy_process_group()

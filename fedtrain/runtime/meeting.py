@@ -60,10 +60,11 @@ def meet(config: Config, backend: str, device: torch.device | None = None, *, ti
     record_collectives(backend, config.datacenter_dir / "hangs")
     if device is not None:
         refuse_shared(store, device, backend)
+    # Without device_id: torch would split other groups off, and for that clone the store. A store in Python
+    # can't be: Gloo's half of a split holds the lock that rank 0's own answers wait for.
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s),
-        device_id=device if "nccl" in backend else None,
-    )  # fmt: skip
+        backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 def _store(secret: str, rank: int, ranks: int, address: str, timeout_s: float) -> RankStore:

@@ -271,7 +271,7 @@ class Kept:
 
     def read(self) -> list[Any]:
         """What the files hold, of two where a process died between writing them; [] where none was written.
-        Damaged when all that is there is damaged."""
+        It is on the disk when this returns. Damaged when all that is there is damaged."""
         found, damaged = [], []
         for path in self._paths:
             if not path.exists():
@@ -287,7 +287,17 @@ class Kept:
         for line in lines:
             self._warn(f"{line} It was made again from the other of the two files.")
             self.write(found[0])
+        self._sync()
         return found
+
+    def _sync(self) -> None:
+        """A process may have been killed before it had written to the disk what the next one reads."""
+        there = [path for path in self._paths if path.exists()]
+        for path in there:
+            with explained(path), path.open("rb") as file:
+                os.fdatasync(file.fileno())
+        if there:
+            sync_folder(self._paths[0].parent)
 
     def write(self, value: Any) -> None:
         """On the disk, twice, when this returns."""

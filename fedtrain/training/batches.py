@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..errors import TaskError
 
 Batch = Any  # the argument of loss() and evaluate()
+PINNED = range(64 << 10, 64 << 20)  # bytes: less is copied at once anyway; of more, torch would keep too much
 
 
 def examples_in(batch: Batch) -> int:
@@ -31,6 +32,9 @@ def examples_in(batch: Batch) -> int:
 def move(batch: Batch, device: torch.device) -> Batch:
     """A copy of the batch on the device, with containers of the same types."""
     if isinstance(batch, torch.Tensor):
+        plain = device.type == "cuda" and type(batch) is torch.Tensor and batch.layout is torch.strided
+        if plain and batch.device.type == "cpu" and batch.nbytes in PINNED:
+            batch = batch.pin_memory()  # the GPU then takes it while this process goes on
         return batch.to(device, non_blocking=True)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, Mapping):
         moved = batch.to(device)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -86,10 +86,13 @@ class Mesh:
         self.at = dict.fromkeys(AXES, 0)
         self._whole: DeviceMesh | None = None
         self._flats: dict[tuple[str, ...], DeviceMesh] = {}
+        self._limit_s = 0.0
         if dist.is_initialized():
             shape = tuple(getattr(sizes, axis) for axis in AXES)
             self._whole = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
             self.at |= zip(AXES, self._whole.get_coordinate() or (), strict=True)
+            everyone = backends_of(dist.group.WORLD)
+            self.limit(min(each.options._timeout.total_seconds() for each in everyone))
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         """The part of the mesh along some axes, through this rank."""
@@ -102,13 +105,14 @@ class Mesh:
         return self._whole is not None and self.sizes.world == 1
 
     def limit(self, seconds: float) -> None:
-        """From here on a collective counts as hanging after so many seconds."""
+        """From here on a collective of any group counts as hanging after so many seconds. At first it is as
+        the world's; torch gives all other groups half an hour."""
+        self._limit_s = seconds
         if self._whole is None:
             return
         groups = {dist.group.WORLD, *(mesh.get_group() for mesh in self._flats.values())}
-        for group in filter(None, groups | {self[axis].get_group() for axis in AXES}):
-            for device in group._device_types:
-                group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
+        for group in groups | {self[axis].get_group() for axis in AXES}:
+            limit(group, seconds)
 
     # --- data
 
@@ -149,6 +153,7 @@ class Mesh:
         axes = tuple(axis for axis in AXES if axis in axes)
         if axes not in self._flats:
             self._flats[axes] = self[axes[0]] if len(axes) == 1 else self[axes]._flatten()
+            limit(self._flats[axes].get_group(), self._limit_s)
         return self._flats[axes]
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -181,6 +186,16 @@ class Mesh:
         box = torch.tensor([number, -number], device=self.device)
         dist.all_reduce(box, dist.ReduceOp.MAX)
         return int(box.sum()) == 0
+
+
+def backends_of(group: dist.ProcessGroup | None) -> list[Any]:
+    """Of each kind of device that it works with."""
+    return [group._get_backend(device) for device in group._device_types] if group is not None else []
+
+
+def limit(group: dist.ProcessGroup | None, seconds: float) -> None:
+    for backend in backends_of(group):
+        backend._set_default_timeout(timedelta(seconds=seconds))
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:

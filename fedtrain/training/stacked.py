@@ -66,6 +66,7 @@ class Stacked(Backend):
         self._local = torch.zeros(0)  # the weights of all of them
         self._first: torch.Tensor | None = None  # of a round, as all sites have them in its first step
         self.steps: list[int] = []  # that each site took in the last round
+        self._weighed: list[torch.Tensor] = []  # of each step of a round: whether all batches had a weight
         self._kept: OrderedDict[tuple[SiteId, ...], tuple[list[Any], list[StackedSites]]] = OrderedDict()
         self._kept_bytes = 0
         self._traces: OrderedDict[Any, Callable[..., Sequence[torch.Tensor]]] = OrderedDict()
@@ -114,7 +115,10 @@ class Stacked(Backend):
         self.weights, self._first = [*self._parts(self._local)], None if own else start
         self._steps.begin(OPTIMIZERS[engine.config.optimizer](engine.config, self.weights))
         groups = self._groups(stack, round, start, down, memory)
+        self._weighed = []
         seen = self._steps.round(groups, stack.like, round, engine.rounds)
+        if self._weighed and not bool(torch.stack(self._weighed).all()):
+            raise refusal("a batch without weight is skipped, at its own site only")
         sums = torch.zeros(len(stack.names), 2, dtype=torch.float64, device=engine.device)
         for loss, weight in zip(seen.losses, seen.weights, strict=True):
             sums[: len(loss)] += torch.stack((loss.double() * weight, weight.double()), 1)
@@ -196,8 +200,8 @@ class Stacked(Backend):
         losses, weights, *slopes = zip(*(self._found(single, b, active) for b in group.batches), strict=True)
         self._first = None
         total = weights[0] if single else torch.stack(weights).sum(0)
-        if self._loss.weighs and not bool(total.all()):
-            raise refusal("a batch without weight is skipped, at its own site only")
+        if self._loss.weighs:
+            self._weighed.append(total.all())
         found = [s[0] if single else torch.stack(s).sum(0).div_(total[:, None]) for s in slopes]
         self.gradients = [torch.cat(found, 1)] if self.engine.correct else found
         return Step([*losses], [*weights], active)

@@ -48,8 +48,8 @@ class Group(NamedTuple):
 class _Places(NamedTuple):
     """Where the examples of one batch of each site are."""
 
-    order: torch.Tensor  # int64 [rows, width]: places in the orders of all sites
-    real: torch.Tensor | None  # bool [rows, width], None where all are
+    order: torch.Tensor  # int64 [rows, width]: places in the orders of all sites; where the examples are
+    real: torch.Tensor | None  # bool [rows, width], None where all are; there too
     masked: bool  # whether an active site has one that is not real
     sizes: list[int]  # of the active ones
 
@@ -100,7 +100,7 @@ class StackedSites:
         `seed`: of a site in this round."""
         shuffled, device = any(self._shuffled), self.columns[0].device
         seeds = [seed(name) for name in self.names] if shuffled or dropouts else []
-        order = self._order(seeds) if shuffled else None
+        order = move(self._order(seeds), device) if shuffled else None
         generators = [torch.Generator().manual_seed(s) for s in seeds if dropouts]
         for active, batches in self._steps:
             found = []
@@ -108,7 +108,7 @@ class StackedSites:
                 columns = self._kept(places) if order is None else self._gathered(places, order)
                 noise = draw(dropouts, generators, places, device)
                 mask = places.real if places.masked else None
-                found.append(Padded(columns, noise, None if mask is None else mask.to(device)))
+                found.append(Padded(columns, noise, mask))
             yield Group(active, found)
 
     # --- Which examples
@@ -165,18 +165,18 @@ class StackedSites:
         idle = [(0, 0)] * (rows - len(sizes))
         base = torch.tensor(self._bases[:rows])[:, None]
         starts, stops = torch.tensor([*spans, *idle]).T[:, :, None]
-        place = starts + torch.arange(width)
+        place, device = starts + torch.arange(width), self.columns[0].device
         if not masked and not idle:
-            return _Places(base + place, None, False, sizes)
+            return _Places(move(base + place, device), None, False, sizes)
         real = place < stops
-        return _Places(base + place * real, real, masked, sizes)
+        return _Places(move(base + place * real, device), move(real, device), masked, sizes)
 
     # --- Their tensors
 
     def _gathered(self, places: _Places, order: torch.Tensor) -> list[torch.Tensor]:
         """[rows, width, ...] of each column. What is not real is the site's first example of the round, so
         that NaN in one site's data stays there."""
-        index = order[places.order].to(self.columns[0].device)
+        index = order[places.order]
         return [_split(column.index_select(0, index.flatten()), *index.shape) for column in self.columns]
 
     def _kept(self, places: _Places) -> list[torch.Tensor]:
@@ -187,7 +187,7 @@ class StackedSites:
             if whole and sum(places.sizes) == sum(self.counts):
                 self._batches[key] = [_split(c, len(self.counts), self.counts[0]) for c in self.columns]
             else:
-                self._batches[key] = self._gathered(places, self._order([]))
+                self._batches[key] = self._gathered(places, move(self._order([]), self.columns[0].device))
         return self._batches[key]
 
     @cached_property
@@ -222,7 +222,7 @@ def draw(
         for layer, padded in zip(dropouts, noise, strict=True):
             keep = 1 - layer.p
             padded[row, :size].bernoulli_(keep, generator=generators[row]).div_(keep)
-    return [each.to(device) for each in noise]
+    return move(noise, device)  # type: ignore[no-any-return]  # a list, as it was
 
 
 def rounded_up(number: int) -> int:

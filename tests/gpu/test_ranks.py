@@ -117,6 +117,27 @@ def test_offload_cpu_gather_install_evaluate(folder, device, offload):
     world(1, gather_install_evaluate, folder, device, offload, device=device)
 
 
+def gather_in_a_pipeline(rank, ranks, folder, device):
+    config = Config.of(case("Text", pp=2, zero=3, offload="cpu"), folder)
+    here, shown, broadcast = device_of_rank(device, "gloo"), [], torch.distributed.broadcast
+
+    def seen(tensor, *args, **kwargs):
+        shown.append(tensor.device)
+        broadcast(tensor, *args, **kwargs)
+
+    mesh = Mesh(Sizes.of(config.parallel, ranks), here)
+    task = load_task(config.run.task, folder)
+    engine = MeshEngine(task, config, mesh, example=task.data(""))
+    torch.distributed.broadcast = seen
+    engine.gather()
+    assert {*shown} == {here}, "by NCCL where one rank calls Gloo, both wait for ever"
+
+
+@slowly(5, pretended=6)
+def test_stages_with_offloaded_shards_show_each_other_tensors_on_one_device(folder, device):
+    world(4, gather_in_a_pipeline, folder, device, device=device, backend="gloo")
+
+
 @slowly(9, pretended=12)
 def test_two_ranks_one_gpu(folder, alone, device):
     cases = {f"two-{name}-{device}": table for name, table in TWO.items()}

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from fedtrain.runtime.trainers.trainer_process import environment
 from fedtrain.store import RunStore
 from fedtrain.training.local import Engine
 from fedtrain.training.stacked import GPU_PART, Stacked
-from tests.gpu.on import EACH, GPUS_ONLY, NO_CPU, slowly
+from tests.gpu.on import EACH, GPUS_ONLY, NO_CPU, slowly, waits_of
 from tests.inline import federation, project, simulation
-from tests.test_stacked import CONFIG, SITES, Small, Tokens, examples, proximal, replace, slab
+from tests.test_stacked import CONFIG, SITES, Dropped, Small, Tokens, examples, proximal, replace, slab
 
 
 @EACH
@@ -31,6 +32,18 @@ def test_vmap_equals_loop_cuda(device, task):
     for loop, many in zip(looped, Stacked(engine).train(SITES, 0, start, slab(engine)), strict=True):
         for name, delta in loop.delta.views().items():
             torch.testing.assert_close(many.delta.views()[name], delta, rtol=0, atol=1e-10)
+
+
+@EACH
+@pytest.mark.parametrize("task", [Small(), Tokens(), Dropped()])
+def test_a_stack_of_sites_waits_for_no_step(device, task):
+    waits = []
+    for passes in (1, 3):
+        engine = Engine(task, replace(CONFIG, device=device, local_epochs=passes), 1, proximal)
+        start, many = engine.initial(), Stacked(engine)
+        many.train(SITES, 0, start, slab(engine))  # graphs are traced
+        waits.append(waits_of(device, partial(many.train, SITES, 1, start, slab(engine))))
+    assert waits[0] == waits[1]
 
 
 @GPUS_ONLY

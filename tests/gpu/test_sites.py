@@ -137,6 +137,13 @@ def test_each_batch_that_is_read_ahead_comes_once_and_whole(device, readers):
     assert [x[:, 0].tolist() for (x, _), _ in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
+@EACH
+def test_a_loader_may_give_what_lies_on_the_device(device):
+    data = DataLoader(TensorDataset(torch.arange(40.0, device=device).view(10, 4)), batch_size=4)
+    found = [batch for batch, _ in read_once(examples_of(data), 4, 1, 0, 1, 0, torch.device(device))]
+    assert torch.cat([x for (x,) in found]).flatten().tolist() == [*range(40)]
+
+
 class Wide(Small32):
     def model(self):
         return nn.Sequential(nn.Linear(6, 1 << 12), nn.Linear(1 << 12, 1 << 12), nn.Linear(1 << 12, 3))
@@ -145,6 +152,9 @@ class Wide(Small32):
 @GPUS_ONLY
 def test_peak_memory_of_a_round(device):
     """The weights, where the round began, gradients and the difference; an optimizer without state."""
+    square = torch.ones(64, 64, device=device, requires_grad=True)
+    (square @ square).sum().backward()  # cuBLAS has its workspaces, of this thread and of autograd's
+    del square
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,7 +1,6 @@
 """What a step costs beside the task's own kernels: waits for the GPU, arithmetic that is counted, figures."""
 
 import time
-import warnings
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtrain import Arena, Task
 from fedtrain.config import ParallelConfig, TrainConfig
@@ -18,38 +16,9 @@ from fedtrain.training.devices import device_of_rank
 from fedtrain.training.local import Engine
 from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel.engine import MeshEngine
-from tests.gpu.on import EACH, GPUS_ONLY, slowly
+from tests.gpu.on import EACH, GPUS_ONLY, Waits, slowly, waits_of
 from tests.test_parallel import Blocks, Rows, config_of
 from tests.worlds import world
-
-
-class Waits(TorchDispatchMode):
-    """Counts what a GPU would be waited for: each number that Python takes out of a tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-        return function(*args, **(kwargs or {}))
-
-
-def waits_of(device, work):
-    """How often `work` waited for the device."""
-    if device == "cpu":
-        with Waits() as waits:
-            work()
-        return waits.count
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(each.message) for each in told)
 
 
 @EACH
@@ -160,6 +129,7 @@ def test_mfu_known_model(device, again):
 
 
 @GPUS_ONLY
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # which train.tf32 leaves off
 def test_compile_fullgraph(device):
     """One graph for a block and full batches, one more for the last batch."""
     from torch._dynamo.utils import counters  # which takes long to load

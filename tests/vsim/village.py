@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from fedtrain.config import Config
+from fedtrain.errors import Damaged
 from fedtrain.events import Emit, Event, PeersAgreed, RunStarted
 from fedtrain.pki import Credentials
 from fedtrain.pki.roster import own_curve
@@ -229,7 +230,11 @@ class PeerClaims(Onlooker):
         super().at_the_end()
 
     def _checkpoint(self, name: str) -> Any:
-        store = RunStore(self.world.configs[name].peer_dir(name), read_only=True)
+        folder = self.world.configs[name].peer_dir(name)
+        try:
+            store = RunStore(folder, read_only=True)
+        except Damaged:  # a peer that was not started again after a power cut, which makes it again
+            store = RunStore(folder)
         try:
             found = store.latest()
             return None if found is None else replace(found, state=dict(found.state))

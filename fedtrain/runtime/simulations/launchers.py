@@ -40,14 +40,15 @@ class OnThisMachine:
     """Processes of this machine, one a core. Where it has GPUs, they are shared out."""
 
     def __init__(self, config: Config, data_dir: Path | None, scratch: Path, memory: SharedMemory) -> None:
-        cores, self._gpus = len(os.sched_getaffinity(0)), gpus_here(config.train.device)
-        self.count = workers_on(self._gpus, cores) if self._gpus else cores
+        cores, gpus = len(os.sched_getaffinity(0)), gpus_here(config.train.device)
+        self.count = workers_on(gpus, cores) if gpus else cores
+        self.gpus = {} if ":" in config.train.device else gpus  # one that is named is what all trainers take
         self._config, self._data_dir, self._scratch, self._memory = config, data_dir, scratch, memory
 
     async def start(self, number: int) -> Trains:
         return await Trainer.start(
             self._config, data_dir=self._data_dir, scratch=self._scratch, simulated=True,
-            pass_fds=self._memory.fds, gpu=dealt(self._gpus, number),
+            pass_fds=self._memory.fds, gpu=dealt(self.gpus, number),
         )  # fmt: skip
 
     async def close(self) -> None:

@@ -102,7 +102,6 @@ class RankGroup:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=config.parallel.ranks,
             timeout=timedelta(seconds=config.parallel.timeout),
-            device_id=device if "nccl" in backend else None,
         )  # fmt: skip
         self.mesh = Mesh(sizes, device)
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)

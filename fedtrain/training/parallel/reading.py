@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import count, repeat
 from typing import Any, Protocol
 
@@ -150,7 +151,8 @@ def read(
     """The shares that are asked for, each read ahead by one of the processes; without any as it is taken."""
     loader: DataLoader[Batch] = DataLoader(
         shares, batch_size=None, sampler=asked, collate_fn=as_it_is, num_workers=processes,
-        prefetch_factor=AHEAD if processes else None, pin_memory=device.type == "cuda",
+        prefetch_factor=AHEAD if processes else None,
+        pin_memory=device.type == "cuda" and processes > 0,  # what this process reads may be on the GPU
     )  # fmt: skip
     with Draws(0):  # the seed of its processes, which set their own for each example
         batches = iter(loader)
@@ -227,8 +229,7 @@ def asked(choice: Choice, steps: deque[tuple[list[BatchShare], dict[str, Any]]])
 
 def copied(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Batches on a GPU, each copied while the one before is computed with."""
-    side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-    ahead = None
+    side, ahead = side_stream(device), None
     for batch in batches:
         # A copy may get the memory of a batch that was let go: what was asked of that one comes first.
         side.wait_stream(torch.cuda.current_stream(device))
@@ -239,6 +240,12 @@ def copied(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
         ahead = coming
     if ahead is not None:
         yield arrived(*ahead)
+
+
+@cache
+def side_stream(device: torch.device) -> Any:
+    """The one for all copies: torch's memory is kept for each stream apart."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
 
 def arrived(batch: Batch, event: Any) -> Batch:

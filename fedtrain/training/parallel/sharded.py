@@ -73,7 +73,7 @@ class ShardedModel:
         if tensor is None:
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self.mesh.device)
         else:
-            tensor = tensor.detach().contiguous()
+            tensor = tensor.detach().to(self.mesh.device).contiguous()  # an offloaded one is in memory
         dist.broadcast(tensor, int(owner), group=group)
         return tensor
 
