@@ -18,6 +18,7 @@ model of its own say, has a prefix in the names that it gives, and is worked out
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 SERVER = "server"  # a prefix, and the site whose eval_data() the server holds
 UNIFORM, WORST, STD = "uniform", "worst_decile", "std"
 SUFFIXES = (UNIFORM, WORST, STD)
+COSTS = {"mae", "mse", "rmse", "mape", "nll", "ppl", "bpc", "wer", "cer", "brier", "ece"}
+
+
+def is_cost(metric: str) -> bool:
+    """Whether a smaller value is better, as far as its name tells."""
+    words = re.split(r"[^a-z]+", metric.lower())
+    return any(word in metric for word in ("loss", "error", "perplexity")) or not COSTS.isdisjoint(words)
 
 
 def with_sites(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from fedtrain import Task
 from fedtrain.config import SimulateConfig
@@ -183,3 +183,19 @@ def test_drawing_without_matplotlib_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install fedtrain\[report\]"):
         draw(LABELS, {}, tmp_path / "parts.png")
+
+
+@pytest.mark.parametrize("kind", ["a loader", "a generator"])
+def test_a_stream_where_a_pool_is_to_be_dealt_is_told_as_that(kind):
+    class Streams(Task):
+        def model(self):
+            return torch.nn.Linear(1, 1)
+
+        def data(self, site):
+            batches = [(torch.zeros(4, 1), torch.zeros(4, 1))] * 5
+            return DataLoader(TensorDataset(torch.zeros(20, 1))) if kind == "a loader" else iter(batches)
+
+    with pytest.raises(
+        TaskError, match=r"a stream \(\w+\), which can't be dealt to 3 sites. Return a Dataset"
+    ):
+        SimulatedSites(Streams(), SimulateConfig(sites=3), 1).data("site-1")

@@ -106,6 +106,8 @@ def test_a_setting_that_simulate_would_refuse_is_refused_before_anything_runs(pr
     assert "train.lr" in said
     code, _, said = sweep("--grid", "train.lrr=0.1")
     assert (code, inside, "train.lrr" in said) == (1, [], True)
+    code, _, said = sweep("--grid", "strategy.kind=fedprox,fedavg", "--set", "strategy.mu=0.1")
+    assert (code, inside, "fedavg has no such option" in said) == (1, [], True)
     assert sweep()[0] == 2
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ..fairness import STD, split
+from ..fairness import STD, is_cost, split
 from .load import Source, build, read, refuse_unknown, types_of
 from .simulated import SimulateConfig
 from .values import (
@@ -216,7 +216,7 @@ class EvaluateConfig(Settings):
         (metric, suffix), (own, how) = split(name), split(self.metric)
         if self.mode != "auto" and (name == self.metric or (STD not in (suffix, how) and metric == own)):
             return self.mode == "min"
-        return suffix == STD or any(word in metric for word in ("loss", "error", "perplexity"))
+        return suffix == STD or is_cost(metric)
 
 
 @dataclass(frozen=True)

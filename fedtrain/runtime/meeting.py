@@ -33,8 +33,8 @@ ADVICE = (
 
 OPEN = (
     "torchrun's own store listens on all interfaces of this machine and loads pickles: whoever reaches its "
-    "port runs code as you. Start plain `torchrun --nproc-per-node` on one machine; on several, only in a "
-    "network that no other machine reaches."
+    "port runs code as you. On one machine, `torchrun --master-port PORT --nproc-per-node N` has one that "
+    "loads none; on several, start it only in a network that no other machine reaches."
 )
 
 _met: list[RankStore] = []  # torch's groups ask it, and don't keep it alive

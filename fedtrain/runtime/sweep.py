@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from .. import modes
+from .. import modes, strategies
 from ..config import Config
 from ..errors import ConfigError
 from ..tracking.log import events_file
@@ -94,6 +94,7 @@ def trials(file: Path, sets: Sequence[str], points: Sequence[Settings]) -> list[
         given = [f"{key}={value}" for key, value in point.items()]
         config = Config.load(file, (*sets, *given))
         modes.check(config, "simulate")
+        strategies.build(config.strategy.kind, config.strategy.options, config.root)
         digest = hashlib.sha256("\n".join(sorted([*sets, *given])).encode()).hexdigest()[:8]
         name = f"{config.run.name[:50]}.{digest}"
         found.setdefault(name, Trial(name, dict(point)))

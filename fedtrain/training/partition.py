@@ -306,8 +306,16 @@ class SimulatedSites:
     @cached_property
     def pool(self) -> Any:
         """All examples of a task without natural sites."""
+        from .examples import Stream, examples_of
+
         with user_code(folder_of(self.task), f"data({self.names[0]!r})"):
-            return self.task.data(self.names[0])
+            found = self.task.data(self.names[0])
+        if len(self.names) > 1 and isinstance(examples_of(found), Stream):
+            raise TaskError(
+                f"data() gives batches or a stream ({type(found).__name__}), which can't be dealt to "
+                f"{len(self.names)} sites. Return a Dataset or tensors, or name the sites in sites()."
+            )
+        return found
 
 
 def draw(labels: Any, parts: Mapping[str, Indices], path: Path, of: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +27,7 @@ EXACT = 1e-12  # float64
 CPU = torch.device("cpu")
 STEPS = 4
 TASK = """
+import fedtrain
 from mesh_task import Rows, Text
 from torch import nn
 from torch.nn import functional as F
@@ -63,6 +65,33 @@ class Attention(Text):
             return super().loss(model, batch)
         finally:
             F.scaled_dot_product_attention = plain
+
+class Whole(Text):  # attends in one call of torch's, whose inside nobody sees
+    def model(self):
+        parts = {"words": nn.Embedding(32, 16), "look": nn.MultiheadAttention(16, 2, batch_first=True)}
+        return nn.ModuleDict(parts | {"head": nn.Linear(16, 32)}).double()
+
+    def parallel_plan(self):
+        return fedtrain.Plan()
+
+    def attended(self, model, x):
+        return model["look"](x, x, x)[0]
+
+    def loss(self, model, batch):
+        out = model["head"](self.attended(model, model["words"](batch[0])))
+        return F.cross_entropy(out.flatten(0, 1), batch[1].flatten())
+
+class Written(Whole):  # attends by hand
+    def attended(self, model, x):
+        return (x @ x.mT).softmax(-1) @ x
+
+class Planless(Written):
+    def parallel_plan(self):
+        return None
+
+class Parts(Whole):  # nothing says which parts repeat
+    def attended(self, model, x):
+        return x
 """
 
 
@@ -88,6 +117,16 @@ REFUSED = {
     "cp-attention": (drawn("Attention", cp=2), "parallel.cp: scaled_dot_product_attention draws for"),
 }
 
+UNSEEN = {  # what would train something else, and say nothing
+    "cp-whole": (drawn("Whole", cp=2), "multi_head_attention_forward attends to a rank's part alone"),
+    "cp-written": (drawn("Written", cp=2), "the model never called F.scaled_dot_product_attention"),
+    "cp-planless": (drawn("Planless", cp=2), "nothing says along which dimension sequences lie"),
+    "again": (
+        drawn("Parts", checkpoint_activations=True),
+        "parallel.checkpoint_activations: it is done part",
+    ),
+}
+
 pytestmark = pytest.mark.slow(15)
 
 
@@ -100,7 +139,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder) -> dict[str, Outcome]:
-    return launch(folder, 2, APART | AS_ONE | PIPELINE | {name: t for name, (t, _) in REFUSED.items()})
+    refused = {name: table for name, (table, _) in (REFUSED | UNSEEN).items()}
+    return launch(folder, 2, APART | AS_ONE | PIPELINE | refused)
 
 
 def begun(folder: Path, ranks: int):
@@ -176,3 +216,11 @@ def test_what_ranks_can_not_draw_or_average_as_one_is_refused_with_what_to_chang
     assert error is not None
     assert REFUSED[name][1] in error
     assert "Set this dropout to 0, " in error
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_would_be_cut_or_saved_without_effect_is_refused_with_what_to_change(two, name):
+    error = two[name].error
+    assert error is not None
+    assert UNSEEN[name][1] in error
+    assert re.search(r"or leave (it )?out|parallel_plan\(\)", error)

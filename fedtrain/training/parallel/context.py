@@ -34,6 +34,12 @@ ARGUMENTS = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training"),
     F.scaled_dot_product_attention: ("input", "key", "value", "attn_mask", "dropout_p"),
 }
+WHOLE = {
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+}
+INSTEAD = "Write attention with F.scaled_dot_product_attention, or leave out cp"
 PARTS = "draws for, or averages over, a part of a tensor on each rank. Set this dropout to 0"
 
 
@@ -53,6 +59,7 @@ class Gathered(TorchFunctionMode):
     is that part of the dropout of the whole."""
 
     part = 0  # the length of this rank's
+    attended = 0  # how often attention was made whole
 
     def __init__(self, mesh: Mesh, plan: Plan) -> None:
         super().__init__()
@@ -67,6 +74,8 @@ class Gathered(TorchFunctionMode):
             return self.dropout(function, **given)
         if function is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
+        if function in WHOLE:  # attention within them is out of reach
+            raise TaskError(f"parallel.cp: {function.__name__} attends to a rank's part alone. {INSTEAD}")
         return function(*args, **(kwargs or {}))
 
     def dropout(self, function: Any, input: torch.Tensor, p: float = 0.0, **_: Any) -> torch.Tensor:
@@ -92,6 +101,7 @@ class Gathered(TorchFunctionMode):
         """`query`, `key` and `value` are [..., length / ranks, width]."""
         if attn_mask is not None:
             raise TaskError("parallel.cp: attention with a mask of its own can't be cut; use is_causal=True")
+        self.attended += 1
         mine, at = query.shape[-2], self.rank * query.shape[-2]
         key, value = (all_gather(t.contiguous(), t.dim() - 2, self.group) for t in (key, value))
         if is_causal:  # a kernel that knows this kind of mask, flash attention say, makes none in memory
@@ -124,6 +134,11 @@ def in_parts(
     try:
         with gathered, asked:
             yield mine
+        if not gathered.attended and mesh.sizes.pp == 1:  # a stage may have no attention
+            raise TaskError(
+                f"parallel.cp: the model never called F.scaled_dot_product_attention, and other attention "
+                f"would be over a rank's part of the sequences alone. {INSTEAD}"
+            )
     finally:
         for owner, buffer, tensor in whole.values():
             owner._buffers[buffer] = tensor

@@ -37,6 +37,7 @@ from .data import Dealt
 from .families import plan_of
 from .flops import Flops, peak_flops
 from .hooks import compress
+from .plan import Plan
 from .reading import Share, read_once
 from .sharded import ShardedModel, digest_of_model, local, pieces
 from .shared_mean import SharedMean
@@ -74,6 +75,11 @@ class MeshEngine(Trainable, ShardedModel):
         schema, frozen = Schema.of(model, without=self.kept), Schema.of(model, frozen=True)
         digest = digest_of_model(model)
         self.plan = plan_of(task, model)
+        if mesh.sizes.cp > 1 and self.plan == Plan() and task.parallel_plan() is None:
+            raise ConfigError(
+                "parallel.cp: nothing says along which dimension sequences lie, and which buffers are "
+                "positions. Give the task a parallel_plan(), as in Plan(length=1, positions=['positions'])."
+            )
         self._gathered = Gathered(mesh, self.plan) if mesh.sizes.cp > 1 else None
         parts, self._roots = self._parallel(model, example)
         if streamed is not None:

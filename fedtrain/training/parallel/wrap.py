@@ -111,6 +111,12 @@ def save_memory(units: list[nn.Module], config: ParallelConfig, within: Within |
             f"parallel.schedule: {config.schedule} computes a gradient in two halves, which torch gets wrong "
             f"beside {other}. Use interleaved, or leave {other} out."
         )
+    if not units and (config.checkpoint_activations or config.compile):
+        key = "checkpoint_activations" if config.checkpoint_activations else "compile"
+        raise ConfigError(
+            f"parallel.{key}: it is done part by part, and which parts of the model repeat is not known. "
+            f'Name them in the task\'s parallel_plan(), as in Plan(blocks="layers"), or leave it out.'
+        )
     for unit in units:
         if config.checkpoint_activations:
             unit.forward = _again(unit.forward, within)
