@@ -196,12 +196,16 @@ class Watch:
                 self._look(loop.time())
                 await asyncio.sleep(max(WATCH_S, COSTS * (time.thread_time() - began)))
         finally:
-            self._count_refused(_connected(port), math.inf)
+            seen = self._seen()
+            # Sites call again while the port closes: who comes from where one was is no stranger.
+            strangers = {peer for peer in seen if peer[0] not in self._homes}
+            self._count_refused(strangers, _connected(port), math.inf)
 
     def _look(self, now: float) -> None:
+        seen = self._seen()  # first: who comes after this is not gone because the next line missed it
         there, passed_s = _connected(self._port), min(now - self._looked_s, TOLD_S)
         self._looked_s = now
-        self._count_refused(there, now)
+        self._count_refused(seen, there, now)
         self._callers = {peer: caller for peer, caller in self._callers.items() if peer in there}
         for peer, link in there.items():
             caller = self._callers.setdefault(peer, Caller())
@@ -213,11 +217,15 @@ class Watch:
         if self._barred.some:
             self._barred.apply(_listening(self._port), now)
 
-    def _count_refused(self, there: dict[Peer, TcpState], now: float) -> None:
-        """Count who is gone and never was known by a call."""
+    def _seen(self) -> set[Peer]:
+        """Who was there without a call, or has come, since the last look."""
         seen = set(self._silent)
         while self._arrived:
             seen.update(self._arrived.popleft())
+        return seen
+
+    def _count_refused(self, seen: set[Peer], there: dict[Peer, TcpState], now: float) -> None:
+        """Count who is gone and never was known by a call."""
         known = {peer for peer, caller in self._callers.items() if caller.name}
         self._refused.update(address for address, _ in seen - there.keys() - known)
         self._tell_refused(now)
