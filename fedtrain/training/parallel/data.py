@@ -113,7 +113,7 @@ class Dealt:
             count, size, seed=seed, rank=rank, ranks=ranks, accumulate=train.accumulate,
             drop_last=train.drop_last, order=in_order(count) if whole else order,
         )  # fmt: skip
-        if not (self._readers and isinstance(self.examples, Items)):
+        if not isinstance(self.examples, Items):
             return sampler
         return self._ahead(self.examples.dataset, self.examples.collate, sampler, self._readers)
 
