@@ -14,8 +14,10 @@ from click.testing import CliRunner
 
 from fedtrain.cli import cli
 from fedtrain.config import Config
+from fedtrain.pki import revoke
 from fedtrain.pki.identity import Credentials
 from fedtrain.runtime import doctor
+from fedtrain.runtime.sites.approval import approve
 from tests.test_compare import TASK
 
 SETTINGS = '[run]\ntask = "task:Line"\nrounds = 3\n[simulate]\nsites = 3\n[network]\nlisten = "127.0.0.1:0"\n'
@@ -38,6 +40,7 @@ def project(tmp_path, monkeypatch, issued):
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "fedtrain.toml").write_text(SETTINGS)
     shutil.copytree(issued, tmp_path / "certs")
+    approve(Config.load(tmp_path / "fedtrain.toml"))
     monkeypatch.chdir(tmp_path)
     for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -181,3 +184,86 @@ def test_data_that_does_not_train_fails_like_a_run_would(project):
     assert code == 1
     bad = [each for each in found.values() if each["state"] == "bad"]
     assert bad[-1]["said"] == "data() returned tensors of different lengths (8, 3)"
+
+
+# --- at a site, what its own start would refuse
+
+LOUD = "open('ran', 'w').close()\n" + TASK
+
+
+def is_bad(found, check, *words):
+    """The only one that is bad, besides the connection, as nobody listens here."""
+    bad = {name: each["said"] for name, each in found.items() if each["state"] == "bad"}
+    assert bad.keys() - {"connection"} == {check}
+    assert [word for word in words if word not in bad[check]] == []
+
+
+def test_s22_no_line_of_a_task_runs_before_its_people_approved_it_nor_after_a_change(project):
+    folder = project / "certs" / "sites" / "north"
+    for file in folder.glob("approvals.jsonl*"):
+        file.unlink()
+    (project / "task.py").write_text(LOUD)
+    code, found = ask("north")
+    is_bad(found, "approval", "task:Line is not approved", "fedtrain task approve north")
+    assert (code, found.keys() & {"task", "data"}) == (1, set())
+    approve(Config.load(project / "fedtrain.toml"))
+    (project / "task.py").write_text(LOUD + "# one more byte\n")
+    is_bad(ask("north")[1], "approval", "task.py changed since", "fedtrain task approve north")
+    assert not (project / "ran").exists()
+    approve(Config.load(project / "fedtrain.toml"))
+    assert ask("north")[1]["data"]["state"] == "good"
+    assert (project / "ran").exists()
+
+
+def test_where_nobody_is_enrolled_a_simulation_needs_no_approval(project):
+    shutil.rmtree(project / "certs")
+    code, found = ask()
+    assert (code, found["data"]["state"]) == (0, "good")
+
+
+def others_may_write(folder):
+    (folder / "policy.toml").chmod(0o660)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "check", "words"),
+    [
+        (lambda folder: (folder / "policy.toml").unlink(), "policy",
+         ("policy.toml does not exist", "fedtrain task approve north")),
+        (lambda folder: (folder / "policy.toml").write_text("min_cohort = 2"), "policy",
+         ("policy.min_cohort: 2 must be 3 or more",)),
+        (others_may_write, "policy", ("can be written by others", "chmod go-w")),
+        (lambda folder: revoke(folder.parent.parent, ["north"]), "certificate", ("revoked",)),
+        (lambda folder: folder.rename(folder.with_name("south")), "certificate", ("does not exist",)),
+    ],
+)  # fmt: skip
+def test_what_a_site_would_not_start_with_is_bad_and_its_task_is_not_loaded(project, spoil, check, words):
+    (project / "task.py").write_text(LOUD)
+    approve(Config.load(project / "fedtrain.toml"))
+    spoil(project / "certs" / "sites" / "north")
+    code, found = ask("north")
+    is_bad(found, check, *words)
+    assert code == 1
+    assert not (project / "ran").exists()
+
+
+def test_another_sites_certificate_and_settings_that_its_policy_denies_are_bad(project):
+    is_bad(ask("north", "--set", "secagg.enabled=false")[1], "policy", "policy.secure_sums")
+    sites = project / "certs" / "sites"
+    shutil.copytree(sites / "north", sites / "south")
+    is_bad(ask("south")[1], "certificate", "the certificate is north's, not south's")
+
+
+def test_a_check_that_fails_has_a_name_that_says_what_was_checked(project, monkeypatch):
+    def fails(*_):
+        raise OSError("no")
+
+    for name in ("_machine", "_disk", "_listening", "_training"):
+        monkeypatch.setattr(doctor, name, fails)
+    found = ask()[1]
+    assert {name for name, each in found.items() if each["said"] == "no"} == {
+        "versions",
+        "disk",
+        "port",
+        "training",
+    }

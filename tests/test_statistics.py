@@ -28,7 +28,7 @@ from fedtrain.runtime.sites.gate import Gate, bounded
 from fedtrain.runtime.sites.statistics import DataStatistics
 from fedtrain.runtime.star import aggregator, statistics
 from fedtrain.statistics import small, survey
-from fedtrain.statistics.report import report, roundest
+from fedtrain.statistics.report import report, roundest, stricter
 from fedtrain.statistics.sums import VALUE_BITS, Moments, Tallies, power_sums, read
 from fedtrain.training.columns import ColumnSource
 from fedtrain.transport.memory import LocalCohort
@@ -231,7 +231,7 @@ def sums_of(name, n, classes=(), **fields):
 
 
 def shown(found, min_cell=5, masks=False):
-    return report("r", found, sorted(set(found) - {""}), min_cell, masks=masks, left_out={})
+    return report("r", found, sorted(set(found) - {""}), min_cell, 20, masks=masks, left_out={})
 
 
 def test_small_counts_and_what_would_tell_them_are_not_shown():
@@ -268,6 +268,69 @@ def test_a_column_with_several_values_an_example_needs_as_many_examples():
     column = Column("pixels", "float32", width=100)
     found = shown({"": [survey.ColumnSums(column, 4, 400, 0, Moments(400, 0.5, 0.1, 0.1))]})
     assert (found["pixels"].n, found["pixels"].mean) == (None, None)
+
+
+def of_counts(sites):
+    """A column of categories with these counts at each site, and one of numbers, of which the first count is
+    missing and the others are the histogram."""
+    table = [[sum(column) for column in zip(*sites, strict=True)], *sites]
+    found = {}
+    for name, (missing, *bars) in zip(("", *map(str, range(len(sites)))), table, strict=True):
+        n, moments = sum(bars), Moments(missing + sum(bars), 1.5, 1.0, 1.0)
+        numbers = survey.ColumnSums(
+            Column("x", "float64"), n + missing, n, missing, moments if n else None,
+            edges=tuple(map(float, bars[1:])), counts=bars,
+            quantiles={5: (0.0, 0.0), 50: (1.0, 1.0)} if n else {},
+        )  # fmt: skip
+        found[name] = [sums_of("ill", moments.n, (missing, *bars), moments=moments), numbers]
+    return found
+
+
+@given(TABLES, st.integers(1, 6), st.integers(1, 6))
+def test_a_larger_min_cell_hides_of_shown_statistics_what_it_hides_of_sums(sites, before, more):
+    every = of_counts(sites.tolist())
+    first = shown(every, before)
+    found = stricter(first, before + more)
+    assert found.min_cell == before + more
+    for old, new in zip(table_of(first), table_of(found), strict=True):
+        assert all(b in (None, a) for a, b in zip(old, new, strict=True))  # nothing comes back, or changes
+    if before == 1:  # nothing was hidden
+        assert found == shown(every, before + more)
+    rows = [(columns[k], every[name][k]) for k in (0, 1) for name, columns in by_name(found)]
+    for part, sums in rows:
+        check_line(counts_of(part), sums.classes or sums.counts, before + more)
+    categories, numbers = rows[: len(every)], rows[len(every) :]
+    for column in (categories, numbers):
+        check_line([part.n for part, _ in column], [sums.n for _, sums in column], before + more)
+    if all(part.frequencies for part, _ in categories):
+        lines = zip(*(counts_of(part) for part, _ in categories), strict=True)
+        for line, truth in zip(
+            lines, zip(*(sums.classes for _, sums in categories), strict=True), strict=False
+        ):
+            check_line(line, truth, before + more)
+
+
+def by_name(found):
+    return [("", found.columns), *found.by_site.items()]
+
+
+def counts_of(part):
+    return part.histogram.counts if part.histogram else [*part.frequencies.values()]
+
+
+def check_line(line, truth, least):
+    """No count of a line is small, and none that is hidden follows from the others."""
+    gone = [count for given, count in zip(line, truth, strict=False) if given is None]
+    left = [given for given in line if given is not None]
+    assert all(count == 0 or count >= least for count in left)
+    assert not gone or not any(left) or (len(gone) > 1 and sum(gone) >= least)
+
+
+def table_of(found):
+    """All that is shown, a line for each column of each site."""
+    for part in (column for _, columns in by_name(found) for column in columns):
+        cells = [*counts_of(part), *part.quantiles.values()]
+        yield [part.n, part.missing, part.mean, part.sd, *cells, *[None] * (20 - len(cells))]
 
 
 # --- what a task's columns are
@@ -719,6 +782,41 @@ def test_real_sites_give_the_statistics_of_fedtrain_stats_and_then_train(tmp_pat
     ]
     assert not list(config.run_dir.glob("statistics.answers*"))
     assert asyncio.run(fedtrain.aggregate_stats(config)) == found  # no site is needed
+
+
+@pytest.mark.usefixtures("inline")
+@pytest.mark.parametrize("masks", [True, False])
+def test_statistics_that_are_there_are_shown_as_the_settings_say_now_or_not_at_all(tmp_path, masks):
+    config = configured(tmp_path, secagg={"enabled": masks})
+    fedtrain.stats(config)
+    config.run_dir.mkdir(parents=True)
+    file = config.run_dir / "statistics.json"
+    file.write_bytes((config.simulate_dir / "statistics.json").read_bytes())
+
+    def asked(**stats):
+        other = Config.of(config.table() | {"stats": {"allow": True, **stats}}, config.root)
+        return asyncio.run(fedtrain.aggregate_stats(other))
+
+    before = file.read_bytes()
+    for stats, words in (
+        ({"min_cell": 4}, "stats.min_cell: .* begun with 5, and now it is 4"),
+        ({"min_cell": 9, "bins": 7}, "stats.bins: .* begun with 20, and now it is 7"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            asked(**stats)
+    with pytest.raises(ConfigError, match=r"secagg.enabled: .* Set it back, or use another run.name"):
+        asyncio.run(
+            fedtrain.aggregate_stats(
+                Config.of(config.table() | {"secagg": {"enabled": not masks}}, config.root)
+            )
+        )
+    assert file.read_bytes() == before
+    few = asked(min_cell=12)
+    assert few.min_cell == 12
+    small = [count for line in table_of(few) for count in line[:1] if count is not None and 0 < count < 12]
+    assert small == []
+    assert few != msgspec.json.decode(before, type=type(few))
+    assert json.loads(file.read_text()) == msgspec.to_builtins(few)
 
 
 @pytest.mark.usefixtures("inline")

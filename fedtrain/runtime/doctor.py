@@ -1,7 +1,8 @@
 """`fedtrain doctor`: what would keep a run from working on this machine, each with what to do about it.
 
 The checks of the network are those of a site: its proxy, its certificate, its aggregator. Nothing is sent
-but a TLS handshake, and one optimizer step is taken on the data that is here.
+but a TLS handshake, and one optimizer step is taken on the data that is here; at a site only after the checks
+of its own start, for none of its task runs before its people approved it (S22).
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ from urllib.request import proxy_bypass
 import msgspec
 
 from ..config import Config
+from ..config.policy import FILE as POLICY
 from ..errors import FedtrainError
-from ..pki.identity import Credentials, aggregator_target
+from ..events import silent
+from ..pki.identity import Credentials, Identity, aggregator_target
+from ..pki.proof import AggregatorCheck
 from ..store.disk import refuse_network_disk
 from ..transport.tls import explain
+from .sites.approval import Approvals
+from .sites.start import checked_policy, credentials_of, folder_of
+from .sites.statistics import check_config as check_statistics
 
 WAIT_S = 5.0  # for an answer from the network
 LEAST_FREE, SLOW_DISK_S = 2 << 30, 0.1
@@ -44,16 +51,27 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examined(config: Config, site: str | None, data_dir: Path | None) -> Iterator[Finding]:
-    """Every check, one after the other; `site`: as that site, else as the aggregator or a simulation."""
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        _machine, _gpu, lambda: _disk(config), _clock, lambda: _certificate(config, site),
-        lambda: _network(config, site), lambda: _training(config, site, data_dir),
+    """Every check, one after the other; `site`: as that site, else as the aggregator or a simulation. Where
+    the site would not start, its task is not loaded here either."""
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("versions", _machine), ("GPU", _gpu), ("disk", lambda: _disk(config)), ("clock", _clock),
     ]  # fmt: skip
-    for check in checks:
+    if site is None:
+        checks += [("certificate", lambda: _certificate(config)), ("port", lambda: _listening(config))]
+    else:
+        checks += [
+            ("network", lambda: _network(config, site)),
+            ("certificate", lambda: _own_certificate(config, site)),
+            ("policy", lambda: _policy(config, site)),
+            ("approval", lambda: _approval(config, site)),
+        ]
+    for name, check in [*checks, ("training", lambda: _training(config, site, data_dir))]:
         try:
             yield from check()
         except (FedtrainError, OSError) as e:
-            yield Finding(getattr(check, "__name__", "check").strip("_<>"), "bad", str(e))
+            yield Finding(name, "bad", str(e))
+            if site is not None and name in ("certificate", "policy", "approval"):
+                return
 
 
 def _machine() -> Iterator[Finding]:
@@ -132,30 +150,43 @@ def _clock() -> Iterator[Finding]:
         )
 
 
-def _folder(config: Config, site: str | None) -> Path:
-    certs = config.root / config.network.certs
-    return certs / "aggregator" if site is None else certs / "sites" / site
+# --- the certificate, and what a site's people allow
 
 
-def _certificate(config: Config, site: str | None) -> Iterator[Finding]:
-    folder = _folder(config, site)
-    if site is None and not folder.exists():
+def _certificate(config: Config) -> Iterator[Finding]:
+    folder = config.root / config.network.certs / "aggregator"
+    if not folder.exists():
         return (yield Finding("certificate", "good", "none here: enough for a simulation"))
-    try:
-        identity = Credentials.load(folder).identity
-    except FedtrainError as e:
-        return (yield Finding("certificate", "bad", str(e)))
+    yield _lasts(Credentials.load(folder).identity)
+
+
+def _own_certificate(config: Config, site: str) -> Iterator[Finding]:
+    credentials = credentials_of(config, site)()
+    AggregatorCheck(credentials, config.root / config.network.certs, silent)  # whether it was revoked
+    yield _lasts(credentials.identity)
+
+
+def _lasts(identity: Identity) -> Finding:
     left = (identity.not_after.timestamp() - time.time()) / 86400
     fix = f"Renew it: fedtrain certs issue {identity.name}, where the authority is." if left < 7 else ""
-    yield Finding("certificate", "look" if fix else "good", f"{identity}, good for {left:.0f} days", fix)
+    return Finding("certificate", "look" if fix else "good", f"{identity}, good for {left:.0f} days", fix)
+
+
+def _policy(config: Config, site: str) -> Iterator[Finding]:
+    check_statistics(config)
+    checked_policy(config, site, credentials_of(config, site)())
+    yield Finding("policy", "good", f"{folder_of(config, site) / POLICY}")
+
+
+def _approval(config: Config, site: str) -> Iterator[Finding]:
+    found = Approvals(folder_of(config, site)).check(config)
+    yield Finding("approval", "good", f"{found.task}, by {found.by}, {found.at}")
 
 
 # --- the way to the aggregator
 
 
-def _network(config: Config, site: str | None) -> Iterator[Finding]:
-    if site is None:
-        return (yield from _listening(config))
+def _network(config: Config, site: str) -> Iterator[Finding]:
     address = config.network.address or config.network.listen
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -216,7 +247,7 @@ def _connect(line: socket.socket, address: str, secret: str) -> str:
 
 
 def _handshake(config: Config, site: str, line: socket.socket, address: str) -> Iterator[Finding]:
-    folder = _folder(config, site)
+    folder = folder_of(config, site)
     credentials = Credentials.load(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=credentials.root.decode())

@@ -57,7 +57,10 @@ def stats(
         site is None and not openly,
         config.simulate_dir if site is None else config.site_dir(site),
     )
-    statistics = report(config.run.name, found, sites, config.stats.min_cell, masks=masks, left_out=left_out)
+    statistics = report(
+        config.run.name, found, sites, config.stats.min_cell, config.stats.bins,
+        masks=masks, left_out=left_out,
+    )  # fmt: skip
     private_folder(folder)
     write(folder, statistics)
     return statistics

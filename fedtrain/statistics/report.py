@@ -64,6 +64,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     examples: int
     masks: bool  # only sums over all sites were known
     min_cell: int  # smaller counts are not shown
+    bins: int  # stats.bins
     columns: list[ColumnStatistics]
     by_site: dict[SiteId, list[ColumnStatistics]]
     fingerprint: str  # SHA-256 of the columns: names, types, widths and categories
@@ -168,6 +169,7 @@ def report(
     found: Mapping[SiteId, Sequence[ColumnSums]],
     sites: Sequence[SiteId],
     min_cell: int,
+    bins: int,
     *,
     masks: bool,
     left_out: Mapping[SiteId, str],
@@ -182,7 +184,7 @@ def report(
             columns[name].append(column)
     return Statistics(
         run=run, sites=list(sites), left_out=dict(left_out), examples=found[ALL][0].rows, masks=masks,
-        min_cell=min_cell, columns=columns.pop(ALL), by_site=columns,
+        min_cell=min_cell, bins=bins, columns=columns.pop(ALL), by_site=columns,
         fingerprint=fingerprint([sums.column for sums in found[ALL]]),
     )  # fmt: skip
 
@@ -197,7 +199,8 @@ def _columns(every: Sequence[ColumnSums], min_cell: int) -> list[ColumnStatistic
     classes = _shown([(sums.classes + [0] * len(names))[: len(names)] for sums in every], least)
     found = []
     histograms = [[] if names else _shown([sums.counts], least)[0] for sums in every]
-    secret = _secret_moments(every, classes if names else histograms)
+    categories = [bool(sums.classes) for sums in every]
+    secret = _secret_moments([sums.n for sums in every], categories, classes if names else histograms)
     for sums, (n, missing), counts, bars, hide in zip(every, there, classes, histograms, secret, strict=True):
         if n is None or sums.n < least or (sums.moments is None and not names):
             found.append(ColumnStatistics(name=column.name, n=n, missing=missing))
@@ -217,15 +220,17 @@ def _columns(every: Sequence[ColumnSums], min_cell: int) -> list[ColumnStatistic
     return found
 
 
-def _secret_moments(every: Sequence[ColumnSums], counts: Sequence[Sequence[int | None]]) -> list[bool]:
+def _secret_moments(
+    values: Sequence[int], categories: Sequence[bool], counts: Sequence[Sequence[int | None]]
+) -> list[bool]:
     """Where the mean and the standard deviation must not be shown: with the sum of a line they are three
     equations for its hidden counts. A histogram with FEW cells in use may be of as many values."""
     secret = []
-    for sums, line in zip(every, counts, strict=True):
-        few = bool(sums.classes) or len(line) - line.count(0) <= FEW
+    for of_categories, line in zip(categories, counts, strict=True):
+        few = of_categories or len(line) - line.count(0) <= FEW
         secret.append(few and 0 < line.count(None) <= EQUATIONS)
-    if len(every) > 1:  # one site's alone are those of all less the others'
-        close([sums.n for sums in every], secret, 1)
+    if len(values) > 1:  # one site's alone are those of all less the others'
+        close(values, secret, 1)
     return secret
 
 
@@ -234,9 +239,12 @@ def _shown(table: list[list[int]], least: int, secret: int | None = None) -> lis
 
 
 def _quantile(sums: ColumnSums, percent: int, least: int) -> float | None:
-    """None with fewer than `least` values at a side of it."""
-    at = rank(percent, sums.n)
-    return roundest(*sums.quantiles[percent]) if at >= least and sums.n - at + 1 >= least else None
+    return roundest(*sums.quantiles[percent]) if _may_tell(sums.n, percent, least) else None
+
+
+def _may_tell(n: int, percent: int, least: int) -> bool:
+    """Whether a quantile of n values has `least` of them at each side."""
+    return least <= rank(percent, n) <= n - least + 1
 
 
 def roundest(low: float, high: float) -> float:
@@ -248,3 +256,59 @@ def roundest(low: float, high: float) -> float:
     while (found := Decimal(low).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING)) > exact[1]:
         digits += 1
     return float(found) + 0.0  # no -0.0
+
+
+# --- what may be shown of what was shown with a smaller min_cell
+
+
+def stricter(found: Statistics, min_cell: int) -> Statistics:
+    """The same with a larger `min_cell`. A count that is hidden already is taken for 1, less than it is: so
+    more may be hidden than `report` would hide of the sums, which nobody has any more."""
+    narrowed = [
+        _narrowed(every, min_cell, found.examples)
+        for every in zip(found.columns, *found.by_site.values(), strict=True)
+    ]
+    columns, *by_site = (list(each) for each in zip(*narrowed, strict=True))
+    return msgspec.structs.replace(
+        found, min_cell=min_cell, columns=columns, by_site=dict(zip(found.by_site, by_site, strict=True))
+    )
+
+
+def _narrowed(every: Sequence[ColumnStatistics], min_cell: int, examples: int) -> list[ColumnStatistics]:
+    """One column, of all sites first and then by site, as in _columns."""
+    first = every[0]
+    if first.n is None or first.missing is None:  # nor is known how many values an example has
+        return [ColumnStatistics(name=each.name, n=None, missing=None) for each in every]
+    least = min_cell * ((first.n + first.missing) // max(1, examples))
+    values = [_at_least([each.n, each.missing]) for each in every]
+    there = [
+        (None if each.n is None else n, None if each.missing is None else missing)
+        for each, (n, missing) in zip(every, _shown(values, least, secret=1), strict=True)
+    ]
+    # what a site whose n is hidden has of each category is not known
+    whole = all(each.n is not None for each in every)
+    classes = _shown(
+        [_at_least([*each.frequencies.values()]) or [0] * len(first.frequencies) for each in every], least
+    )
+    bars = [_shown([_at_least(each.histogram.counts)], least)[0] if each.histogram else [] for each in every]
+    categories = bool(first.frequencies)
+    secret = _secret_moments(
+        [n for n, _ in values], [categories] * len(every), classes if categories else bars
+    )
+    return [
+        ColumnStatistics(name=old.name, n=n, missing=missing)
+        if n is None or n < least or not whole
+        else ColumnStatistics(
+            name=old.name, n=n, missing=missing, within=old.within,
+            mean=None if hide else old.mean, sd=None if hide else old.sd,
+            quantiles={percent: None if hide or not _may_tell(n, int(percent[:-1]), least) else at
+                       for percent, at in old.quantiles.items()},
+            frequencies=dict(zip(old.frequencies, counts, strict=True)),
+            histogram=old.histogram and Histogram(old.histogram.edges, cells),
+        )
+        for old, (n, missing), counts, cells, hide in zip(every, there, classes, bars, secret, strict=True)
+    ]  # fmt: skip
+
+
+def _at_least(counts: Sequence[int | None]) -> list[int]:
+    return [1 if count is None else count for count in counts]

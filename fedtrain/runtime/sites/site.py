@@ -18,12 +18,11 @@ from ... import __version__
 from ...arena import ArenaFile, Frozen, Patch
 from ...config import Config
 from ...digest import sha256_of
-from ...errors import CertificateError, ConfigError, JoinRefused, TaskError, WireError
+from ...errors import ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, Notice, SiteState, noticed
 from ...malloc import keep_freed
 from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
 from ...pki import aggregator_target, fingerprint
-from ...pki.identity import Current
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe, Tally
 from ...schema import Schema
@@ -44,12 +43,13 @@ from ..star.secure_terms import hash_of
 from ..threads import all_cores
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import Trainer, Trains
-from .approval import Approvals, policy_of
-from .gate import Gate, check_policy, gate_of
+from .approval import Approvals
+from .gate import Gate, gate_of
 from .models import CheckedSums, Models
 from .records import ledger_of
 from .secure_site import SECURE_REQUESTS, SecureSite, secure_site_of
 from .spent import Spent
+from .start import checked_policy, credentials_of, folder_of
 from .statistics import DataStatistics
 from .statistics import check_config as check_statistics
 
@@ -257,16 +257,10 @@ async def run(
     """
     keep_freed()
     check_statistics(config)
-    own = config.root / config.network.certs / "sites" / name
-    current = Current(own)
+    own = folder_of(config, name)
+    current = credentials_of(config, name)
     credentials = current()
-    if credentials.identity.role != "site" or credentials.identity.name != name:
-        raise CertificateError(
-            f"the certificate is {credentials.identity.name}'s, not {name}'s. "
-            f"Start `fedtrain site {credentials.identity.name}`, or issue one for {name}."
-        )
-    policy, approvals = policy_of(own, credentials), Approvals(own)
-    check_policy(config, policy)
+    policy, approvals = checked_policy(config, name, credentials), Approvals(own)
     audit = audited(config, name, emit, current)
     emit = audit.emit
     ledger = ledger_of(config, name, own, policy, emit)

@@ -91,11 +91,14 @@ async def serve(
 
 
 async def survey(config: Config, *, emit: Emit) -> Statistics:
-    """Statistics of the sites' data, written to the run directory; those that are there already. The run
-    itself has not begun then: `serve` trains with the same sites."""
+    """Statistics of the sites' data, written to the run directory; those that are there already, without what
+    stats.min_cell hides now. The run itself has not begun then: `serve` trains with the same sites."""
     if (there := statistics.written(config.run_dir)) is not None:
+        found = statistics.as_asked_now(config, there)
         emit(Notice(text=f"{config.run_dir / statistics.FILE} is there; another run.name asks anew"))
-        return there
+        if found != there:
+            statistics.write(config.run_dir, found)
+        return found
     async with listening(config, emit, training=False) as star:
         star.journal.waiting(config.strategy.min_sites)
         sums = star.answers

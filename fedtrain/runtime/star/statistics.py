@@ -23,7 +23,7 @@ from ...exchange import Cohort, gather
 from ...messages import Evaluation, Failure, Metrics, Reply, Request, SiteId
 from ...questions import Column, Describe, Described, Question, Tally
 from ...secagg.messages import AdvertiseTally, Terms
-from ...statistics.report import Statistics, report
+from ...statistics.report import Statistics, report, stricter
 from ...statistics.sums import read
 from ...statistics.survey import ALL, alike, rounds, surveys
 from ...store import RoundPlan
@@ -72,7 +72,9 @@ async def collect(
     if asked is None:
         asked = await _begin(config, cohort, tallies.openly, emit, allowed)
     else:
-        _check_unchanged(config, asked, tallies.openly)
+        _refuse_changes(
+            config, asked.min_cell, asked.bins, masks=not asked.openly, masks_now=not tallies.openly
+        )
     keep = partial(kept.write, asked)
     while True:
         survey = surveys(asked.columns, asked.sites, asked.bins, openly=asked.openly)
@@ -91,7 +93,7 @@ async def collect(
         asked.answers.append({site: answers[site] for site in sorted(answers)})
         keep()
     statistics = report(
-        config.run.name, found, asked.sites, asked.min_cell,
+        config.run.name, found, asked.sites, asked.min_cell, asked.bins,
         masks=not asked.openly, left_out=asked.left_out,
     )  # fmt: skip
     write(folder, statistics)
@@ -115,12 +117,22 @@ def written(folder: Path) -> Statistics | None:
         raise Damaged(f"{folder / FILE} is damaged: {e}. Remove it, and use another run.name.") from None
 
 
-def _check_unchanged(config: Config, asked: Asked, openly: bool) -> None:
+def as_asked_now(config: Config, found: Statistics) -> Statistics:
+    """Statistics of a run directory, with less in them where stats.min_cell is larger now; ConfigError where
+    other settings than theirs ask for what they don't hold."""
+    now = config.stats.min_cell
+    _refuse_changes(
+        config, max(found.min_cell, now), found.bins, masks=found.masks, masks_now=config.secagg.enabled
+    )
+    return stricter(found, now) if now > found.min_cell else found
+
+
+def _refuse_changes(config: Config, min_cell: int, bins: int, *, masks: bool, masks_now: bool) -> None:
     """ConfigError where an earlier process began with other settings."""
     for key, was, now in (
-        ("stats.min_cell", asked.min_cell, config.stats.min_cell),
-        ("stats.bins", asked.bins, config.stats.bins),
-        ("secagg.enabled", not asked.openly, not openly),
+        ("stats.min_cell", min_cell, config.stats.min_cell),
+        ("stats.bins", bins, config.stats.bins),
+        ("secagg.enabled", masks, masks_now),
     ):
         if was != now:
             raise ConfigError(
