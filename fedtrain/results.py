@@ -30,7 +30,8 @@ class Run:
     """
 
     def __init__(self, path: Path, config: Config, task: Task | None = None) -> None:
-        """`config`: its project's; `task`: the one that a program made for it."""
+        """`config`: its project's; model() goes by what the run keeps of its own. `task`: the one that a
+        program made for it."""
         self.path, self.config, self.task = path, config, task
 
     @cached_property

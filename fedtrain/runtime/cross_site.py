@@ -17,6 +17,7 @@ from ..tracking.export import completed, filled, model_of, own_models
 from ..training.local import Engine
 from ..training.task import Task, load_task, shown, test_split
 from .evaluation import test_sets
+from .trained import as_trained
 
 
 class MatrixReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +44,11 @@ def matrix(
     task: Task | None = None,
 ) -> MatrixReport:
     """Every model of the `sources` in each of the `rounds`, on the test data of one site or of all; of peers
-    that were simulated together, the mean and each one's own. Nothing is written.
+    that were simulated together, the mean and each one's own. Nothing is written. The task and the sites
+    are those that the first of the sources was trained with.
 
     `task`: the one that run.task names, where a program has made it already."""
+    config = as_trained(config, sources[0])
     task = task or load_task(config.run.task, config.root, data_dir)
     engine = Engine(task, config.train, config.run.seed)
     data = test_sets(config, task, site)

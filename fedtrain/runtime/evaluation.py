@@ -30,6 +30,7 @@ from ..training.local import Engine
 from ..training.partition import SimulatedSites
 from ..training.task import Task, folder_of, load_task, shown, test_split, user_code
 from .personal import OwnModels, only_the_newest, personal, simulated
+from .trained import as_trained
 
 
 def evaluate(
@@ -46,6 +47,7 @@ def evaluate(
     site's part. What is found is written down there, and in the model card.
 
     `task`: the one that run.task names, where a program has made it already."""
+    config = as_trained(config, source)
     task = task or load_task(config.run.task, config.root, data_dir)
     strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
     if simulated(source) and strategies.has_personal(strategy):
@@ -120,6 +122,7 @@ def model_with_weights(
 ) -> nn.Module:
     """The task's model() with the weights of `source`, as in `evaluate`, or with those of a site's own model;
     on the CPU, in evaluation mode."""
+    config = as_trained(config, source)
     task = task or load_task(config.run.task, config.root)
     about: dict[str, Any] = {}
     if site is None:

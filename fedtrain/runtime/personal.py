@@ -26,6 +26,7 @@ from ..training.local import Engine
 from ..training.partition import SimulatedSites
 from ..training.site_training import SiteTraining
 from ..training.task import Task, folder_of, load_task, user_code
+from .trained import as_trained
 
 Tensors = Mapping[str, torch.Tensor]
 # (weights, frozen parameters, round, the last round that each site counted in, of those that did)
@@ -48,6 +49,7 @@ def export(
 ) -> Path:
     """Write the site's own model into the folder `out` as a model of a run is written, and return `out`.
     `data_dir`: where the site's data is, on which a strategy may go on from the global model."""
+    config = as_trained(config, source)
     tensors, round = personal(config, source, site, task, data_dir)
     about = {
         "run": config.run.name, "round": round, "site": site, "sites": [site], "best": False,

@@ -28,6 +28,7 @@ from ..training.batches import cut, examples_in
 from ..training.examples import examples_of
 from ..training.task import Task, collate_of, folder_of, load_task, user_code
 from .evaluation import generators_kept, model_with_weights
+from .trained import as_trained
 
 Format = Literal["onnx", "torch-export"]
 Model = Callable[..., Any]
@@ -53,6 +54,7 @@ def add(
 
     `site`: that one's own model. `sites`: whose data to try beside those that the task names. ConfigError
     where torch can't follow the model, or where the file answers otherwise; there is no file then."""
+    config = as_trained(config, source)
     task = load_task(config.run.task, config.root, data_dir)
     with generators_kept():
         model = model_with_weights(config, source, round, task, site).cpu()

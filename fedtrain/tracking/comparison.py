@@ -53,12 +53,13 @@ def _differing(settings: Sequence[Mapping[str, str]]) -> dict[str, Column]:
 
 
 def _carried_out(folder: Path, deciding: Collection[str]) -> dict[str, str]:
-    meta = _meta(folder)
+    meta = meta_of(folder)
     found = {f"{of}.{key}": repr(v) for of in CARRIED_OUT for key, v in meta.get(of, {}).items()}
     return {key: value for key, value in found.items() if key not in deciding}
 
 
-def _meta(folder: Path) -> dict[str, Any]:
+def meta_of(folder: Path) -> dict[str, Any]:
+    """What a run was begun with; {} of a directory without a store."""
     if not (folder / "run.db").exists():
         return {}
     store = RunStore(folder, read_only=True)
@@ -70,7 +71,7 @@ def _meta(folder: Path) -> dict[str, Any]:
 
 def settings_of(folder: Path) -> dict[str, str]:
     """The settings that decide a run's model, as text; {} of a directory that has none."""
-    meta = _meta(folder)
+    meta = meta_of(folder)
     task = {"task (SHA-256)": meta["task_digest"]} if meta.get("task_digest") else {}
     agreed: dict[str, str] = {k: v for k, v in meta.get("agreed", {}).items() if k != "run.name"}
     return agreed | task

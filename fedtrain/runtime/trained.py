@@ -1,0 +1,68 @@
+"""What a run was trained with, for whoever measures or writes out its model later."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..config import COMMANDS, MACHINE, Config, Source
+from ..config.load import parsed
+from ..errors import ConfigError
+from ..tracking.comparison import meta_of
+from ..training.task import sources
+
+SECTIONS = (
+    "train", "strategy", "aggregation", "asynchronous", "secagg", "compression", "limits", "privacy",
+)  # fmt: skip
+KEYS = ("run.name", "run.seed", "run.task", "simulate.sites", "simulate.partition", "simulate.examples")
+KINDS = {"strategy": "kind", "aggregation": "rule"}  # section -> whose own keys the rest of it are
+
+
+def as_trained(config: Config, run: Path) -> Config:
+    """The settings with those that decide a run's numbers as its folder keeps them.
+
+    What is given for this command (--set, the environment, settings) is stronger. What the folder doesn't
+    keep is the file's: of a site's folder and of an export all, of an older run a key that is newer."""
+    kept: dict[str, str] = meta_of(run).get("agreed", {})
+    if not kept:
+        return config
+    given = {key: source for key, source in config.given.items() if source > Source.FILE}
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, text in ({"privacy.where": "'site'"} | kept).items():  # kept only of noise in sums
+        section, _, name = key.partition(".")
+        if (section in SECTIONS or key in KEYS) and key not in (*MACHINE, *COMMANDS):
+            found[section][name] = _value(text)
+    table = config.table()
+    for section, its in found.items():
+        now = table[section]
+        now |= {k: v for k, v in its.items() if k in now and f"{section}.{k}" not in given}
+        if (kind := KINDS.get(section)) in its and now[kind] == its[kind]:
+            own = {k: v for k, v in its.items() if k not in now}
+            now["options"] = own | {k: v for k, v in now["options"].items() if f"{section}.{k}" in given}
+    trained = replace(Config.of(table, config.root), given=given)
+    for key in ("run.task", "strategy.kind"):
+        _refuse_a_runs_own_code(key, trained.value(key), config, run)
+    return trained
+
+
+def _refuse_a_runs_own_code(key: str, spec: str, config: Config, run: Path) -> None:
+    """ConfigError where a run names code that lies among the runs, where others' files come to lie: it may
+    choose among the project's own."""
+    if ":" not in spec or spec == config.value(key):
+        return
+    file = sources(spec, config.root)[spec.partition(":")[0]].resolve()
+    if any(file.is_relative_to(folder.resolve()) for folder in (config.root / config.run.dir, run)):
+        raise ConfigError(
+            f"{key}: {run.name} was trained with {spec!r}, whose code lies among the runs: {file}. Where you "
+            f"trust it, name it yourself: --set '{key}={spec}'."
+        )
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):  # infinity
+        return parsed(text)
