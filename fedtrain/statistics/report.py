@@ -64,7 +64,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     examples: int
     masks: bool  # only sums over all sites were known
     min_cell: int  # smaller counts are not shown
-    bins: int  # stats.bins
+    bins: int | None = None  # stats.bins; not kept by an older version
     columns: list[ColumnStatistics]
     by_site: dict[SiteId, list[ColumnStatistics]]
     fingerprint: str  # SHA-256 of the columns: names, types, widths and categories

@@ -122,8 +122,9 @@ def as_asked_now(config: Config, found: Statistics) -> Statistics:
     other settings than theirs ask for what they don't hold."""
     now = config.stats.min_cell
     _refuse_changes(
-        config, max(found.min_cell, now), found.bins, masks=found.masks, masks_now=config.secagg.enabled
-    )
+        config, max(found.min_cell, now), config.stats.bins if found.bins is None else found.bins,
+        masks=found.masks, masks_now=config.secagg.enabled,
+    )  # fmt: skip
     return stricter(found, now) if now > found.min_cell else found
 
 
