@@ -142,7 +142,7 @@ def test_a_value_out_of_range_is_an_error_that_names_its_key(key, value):
         ("secagg.corrupt", 1.0, "1.0 must be in [0, 1)"),
         ("secagg.ring_bits", 24, "24 is not one of 16, 32, 64."),
         ("secagg.dropout", 0.9, "0.9 must be in [0, 1 - secagg.corrupt)"),
-        ("network.listen", "a:65536", "'a:65536' must be \"host:port\", the port at most 65535"),
+        ("network.listen", "a:65536", '\'a:65536\' must be "HOST:PORT" or "[IPV6]:PORT"'),
         ("strategy.round_deadline", "0s", "0.0 must be positive"),
     ],
 )
@@ -160,6 +160,12 @@ def test_a_section_made_in_python_is_checked_like_one_of_the_file():
 @pytest.mark.parametrize("address", ["", "a:0", "a:65535", "[::1]:8440", "10.0.0.1:6000"])
 def test_an_address_may_have_any_port(address):
     assert changed("network.address", address).network.address == address
+
+
+@pytest.mark.parametrize("address", ["::1:8440", "[::1:8440", "::1]:8440", "[]:1", ":1", "a:65536"])
+def test_an_ipv6_address_is_in_brackets(address):
+    with pytest.raises(ConfigError, match=r'network.listen.* must be "HOST:PORT" or "\[IPV6\]:PORT"'):
+        changed("network.listen", address)
 
 
 def test_a_misspelt_choice_is_told_the_nearest():

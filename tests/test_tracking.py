@@ -640,3 +640,10 @@ def test_a_summary_is_json_for_a_program(tmp_path):
     (summary,) = runs.summaries(tmp_path)
     assert json.loads(msgspec.json.encode(summary))["state"] == "stopped"
     assert summary.updated <= time.time()
+
+
+def test_what_stands_in_no_log_is_told_with_the_time_of_its_telling():
+    out, before = io.StringIO(), time.strftime("%H:%M")
+    live.screen(plain=True, out=out)(events.Notice(text="east asks for its certificate"))
+    assert out.getvalue()[:5] in (before, time.strftime("%H:%M"))
+    assert out.getvalue().endswith("east asks for its certificate\n")

@@ -80,7 +80,7 @@ class Plain(Screen):
             if told == (event.round, event.reason):
                 return
         if text := line(event, self._board):
-            clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+            clock = time.strftime("%H:%M:%S", time.localtime(event.time or None))  # in no log: now
             print(f"{clock}  {printable(text)}", file=self._out, flush=True)
 
     def __exit__(self, *_: object) -> None:
