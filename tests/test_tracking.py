@@ -647,3 +647,21 @@ def test_what_stands_in_no_log_is_told_with_the_time_of_its_telling():
     live.screen(plain=True, out=out)(events.Notice(text="east asks for its certificate"))
     assert out.getvalue()[:5] in (before, time.strftime("%H:%M"))
     assert out.getvalue().endswith("east asks for its certificate\n")
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        (["clinic", "clinic@east"], "clinic"),
+        (["clinic@east"], "clinic@east"),  # on the site's own machine
+        (["clinic", "other@east"], "other@east"),
+        (["clinic+gossip@a", "clinic+gossip@b"], "clinic+gossip@b"),
+    ],
+)
+def test_the_newest_run_is_not_what_a_site_of_it_wrote_beside_it(tmp_path, there, found):
+    for at, name in enumerate(there):  # each is written later than the one before
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "events.jsonl"
+        file.write_text("")
+        os.utime(file, (at, at))
+    assert runs.newest(tmp_path).name == found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -74,8 +75,15 @@ def find(runs_dir: Path, name: str) -> Path:
 
 
 def newest(runs_dir: Path) -> Path:
-    """The run that was written to last."""
-    files = sorted(runs_dir.glob("*/events.jsonl"), key=lambda path: path.stat().st_mtime)
-    if not files:
+    """The run that was written to last. What a site of it wrote, NAME@SITE, is none beside the run itself."""
+    files = {path.parent.name: path for path in runs_dir.glob("*/events.jsonl")}
+    runs = [path for name, path in files.items() if "+" in name or _run_of(name, files) == name]
+    if not runs:
         raise ConfigError(f"{runs_dir} has no run yet.{NONE_YET}")
-    return files[-1].parent
+    return max(runs, key=lambda path: path.stat().st_mtime).parent
+
+
+def _run_of(name: str, there: Collection[str]) -> str:
+    """The run that a site's folder is of, where it is there; else the folder itself."""
+    run, _, _ = name.partition("@")
+    return run if run in there else name
