@@ -13,7 +13,7 @@ from fedtrain.pki.identity import Current
 from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.privacy import accountant
 from fedtrain.runtime import auditing
-from fedtrain.runtime.sites import approval, site
+from fedtrain.runtime.sites import approval, site, start
 from fedtrain.runtime.star import aggregator
 from fedtrain.runtime.trainers.workbench import source_digest
 from fedtrain.store import folder, ledger
@@ -54,7 +54,7 @@ once(site, "fingerprint", lambda pem: pem)
 once(auditing, "identity_of", lambda pem: pem)
 once(callers, "identity_of", lambda pem: pem)
 once(approval.Approvals, "check", lambda self, config: (self.folder, config.run.task))
-once(site, "policy_of", lambda where, credentials: where)
+once(start, "policy_of", lambda where, credentials: where)
 once(site, "Approvals", lambda own: own)
 once(accountant, "gaussian_delta", lambda mu, eps: (mu, eps))
 KNOWN.append((Config, "agreed", agreed))
