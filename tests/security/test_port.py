@@ -466,3 +466,21 @@ def test_attacks_leave_joined_sites_at_work(monkeypatch):
             assert more < 400, (name, more)
             assert len(lines) < 30 + 3 * (time.monotonic() - began), lines[:5]
             assert "site_lost" not in {line["kind"] for line in lines}, name
+
+
+def test_who_comes_while_the_port_is_looked_at_is_not_told_as_refused(monkeypatch):
+    peer, told, here = ("127.0.0.1", 5), [], []
+    watch = port.Watch(10, told.append)
+    watch._port = 1
+
+    def connected(*_):
+        found = dict.fromkeys(here, port.TcpState(0, 0, 0.0))
+        if not here:  # it comes now, and a handshake begins
+            here.append(peer)
+            watch._arrived.append(dict.fromkeys(here, port.TcpState(0, 0, 0.0)))
+        return found
+
+    monkeypatch.setattr(port, "_connected", connected)
+    for second in (100.0, 101.0):
+        watch._look(second)
+    assert [event for event in told if isinstance(event, SiteRefused)] == []
