@@ -34,7 +34,7 @@ def test_vmap_equals_loop_cuda(device, task):
             torch.testing.assert_close(many.delta.views()[name], delta, rtol=0, atol=1e-10)
 
 
-@EACH
+@slowly(1, pretended=1)
 @pytest.mark.parametrize("task", [Small(), Tokens(), Dropped()])
 def test_a_stack_of_sites_waits_for_no_step(device, task):
     waits = []
