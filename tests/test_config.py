@@ -142,7 +142,7 @@ def test_a_value_out_of_range_is_an_error_that_names_its_key(key, value):
         ("secagg.corrupt", 1.0, "1.0 must be in [0, 1)"),
         ("secagg.ring_bits", 24, "24 is not one of 16, 32, 64."),
         ("secagg.dropout", 0.9, "0.9 must be in [0, 1 - secagg.corrupt)"),
-        ("network.listen", "a:65536", '\'a:65536\' must be "HOST:PORT" or "[IPV6]:PORT"'),
+        ("network.listen", "a:65536", '\'a:65536\' must be "host:port" or "[ipv6]:port"'),
         ("strategy.round_deadline", "0s", "0.0 must be positive"),
     ],
 )
@@ -164,7 +164,7 @@ def test_an_address_may_have_any_port(address):
 
 @pytest.mark.parametrize("address", ["::1:8440", "[::1:8440", "::1]:8440", "[]:1", ":1", "a:65536"])
 def test_an_ipv6_address_is_in_brackets(address):
-    with pytest.raises(ConfigError, match=r'network.listen.* must be "HOST:PORT" or "\[IPV6\]:PORT"'):
+    with pytest.raises(ConfigError, match=r'network.listen.* must be "host:port" or "\[ipv6\]:port"'):
         changed("network.listen", address)
 
 

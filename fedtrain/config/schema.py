@@ -40,7 +40,7 @@ NAMED = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 NAME = Meta(pattern=NAMED, description="1 to 64 letters, digits, '.', '_' or '-'")
 TASK = Meta(pattern=r".*:.*", description='"module:Class", as in "task:Heart"')
 PORT = r"([0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
-ADDRESS = Meta(pattern=rf"|(\[[^\s/\[\]]+\]|[^\s/:\[\]]+):{PORT}", description='"HOST:PORT" or "[IPV6]:PORT"')
+ADDRESS = Meta(pattern=rf"|(\[[^\s/\[\]]+\]|[^\s/:\[\]]+):{PORT}", description='"host:port" or "[ipv6]:port"')
 FOLDER = Meta(pattern=r"(?!.*://).*|s3://.*", description='a folder, or "s3://bucket/prefix"')
 MACHINE = ("train.device", "train.deterministic", "train.tf32", "train.threads", "train.eval_batch_size")
 COMMANDS = ("train.command", "train.command_timeout")
