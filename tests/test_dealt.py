@@ -277,3 +277,21 @@ def test_a_batch_that_no_process_can_hand_over_is_an_error_and_no_endless_wait()
     dealt = Dealt(data, TrainConfig(batch_size=6), 5, "site", readers=1, collate=data.collate)
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         dealt.take()
+
+
+def test_an_evaluation_draws_the_same_on_any_number_of_ranks_with_any_number_of_readers():
+    def drawn(ranks, readers):
+        parts = [
+            batch
+            for rank in range(ranks)
+            for batch, counts in read_once(
+                examples_of(Noisy()), 6, 5, rank, ranks, readers, torch.device("cpu")
+            )
+            if counts
+        ]
+        return {int(i): float(each) for i, each in torch.cat(parts)}
+
+    expected = drawn(1, 0)
+    assert len(expected) == 20
+    for ranks, readers in ((2, 0), (3, 0), (1, 1), (2, 1)):
+        assert drawn(ranks, readers) == expected

@@ -29,11 +29,10 @@ class RunFolder:
         it, gets a StoreError. `copies`: models and updates are in two files, as nobody could make them again.
         `back` hears that the run goes back by a round, and may raise instead; None: `warn` does."""
         if read_only and not (folder / "run.db").exists():
-            whose = "a site's own, without a model: name the aggregator's run, or add --site"
-            what = (
-                whose if "@" in folder.name else "not a run directory: `fedtrain runs` lists those that are"
-            )
-            raise StoreError(f"{folder} is {what}.")
+            what = "not a run directory: `fedtrain runs` lists those that are."
+            if "@" in folder.name:
+                what = "a site's own, without a model: name the aggregator's run, or add --site."
+            raise StoreError(f"{folder} is {what}")
         if not read_only:
             refuse_network_disk(folder)
         self.folder, self.durable, self.warn, self.back = folder, durable, warn, back or warn

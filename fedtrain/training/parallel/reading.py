@@ -182,7 +182,7 @@ def read_once(
     spans = [share_of(len(rows), rank, ranks) for rows in whole]
     mine = [rows[low:high] or rows[:1] for rows, (low, high) in zip(whole, spans, strict=True)]
     counts = (high > low for low, high in spans)
-    if not isinstance(examples, Stream) and not (readers and isinstance(examples, Items)):
+    if not isinstance(examples, Stream | Items):
         yield from zip(map(examples.take, map(torch.tensor, mine)), counts, strict=True)
         return
     data = loader if isinstance(examples, Stream) else examples
