@@ -59,7 +59,7 @@ def simulate(
     `mode`: "federated" or "gossip". `fresh`: forget the earlier rounds of this run. `start`: whose model a
     new run begins with. `progress`: show it as it happens; None: in a notebook only.
     """
-    from .runtime.evaluation import generators_kept
+    from .training.devices import generators_kept
 
     config, task = resolved(project, settings, "gossip" if mode == "gossip" else "simulate")
 
@@ -180,6 +180,7 @@ def evaluate(
     `matrix`: each model of one or more sources and rounds on each site's data; nothing is written.
     """
     from .runtime import cross_site, evaluation
+    from .training.devices import generators_kept
 
     sources = [source] if isinstance(source, Run | Path | str) else [*source]
     rounds = [round] if round is None or isinstance(round, int | str) else [*round]
@@ -187,7 +188,7 @@ def evaluate(
         raise ConfigError("evaluate: name one run and one round; or at least one, with matrix=True.")
     config, task = _of(sources[0], project)
     paths, data = [source_of(config, each) for each in sources], _data(task, data_dir)
-    with evaluation.generators_kept():
+    with generators_kept():
         if matrix:
             return cross_site.matrix(config, paths, site=site, data_dir=data, rounds=rounds, task=task)
         return evaluation.evaluate(config, paths[0], site=site, data_dir=data, round=rounds[0], task=task)
@@ -202,10 +203,11 @@ def stats(
 ) -> Statistics:
     """Statistics of the data that is here, without training: of all sites, or of `site`. They are written to
     statistics.json of the simulation's run directory, or of the site's."""
-    from .runtime import evaluation, statistics
+    from .runtime import statistics
+    from .training.devices import generators_kept
 
     config, task = resolved(project, settings, "stats")
-    with evaluation.generators_kept():
+    with generators_kept():
         return statistics.stats(config, site=site, data_dir=_data(task, data_dir), task=task)
 
 

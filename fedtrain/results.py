@@ -57,7 +57,8 @@ class Run:
     def model(self, round: int | Literal["best"] | None = None, *, site: str | None = None) -> nn.Module:
         """The task's model() with the weights of a round (None: the last), in evaluation mode on the CPU.
         `site`: that site's own model, where the strategy gives each site one; the newest."""
-        from .runtime.evaluation import generators_kept, model_with_weights
+        from .runtime.evaluation import model_with_weights
+        from .training.devices import generators_kept
 
         with generators_kept():
             return model_with_weights(self.config, self.path, round, self.task, site)

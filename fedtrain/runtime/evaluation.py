@@ -7,12 +7,10 @@ simulation. Nothing is sent: a federation's model is evaluated at each site, fro
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -138,17 +136,3 @@ def model_with_weights(
         for name, tensor in unique_tensors(model).items():
             tensor.copy_(views[name])
     return model.eval()
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leave the generators that a task may draw from, and torch's number of threads, as they are here: in a
-    process that is not fedtrain's own."""
-    python, legacy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-        torch.set_num_threads(threads)

@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..config import Config
 from ..errors import ConfigError, TaskError, writing
 from ..training.batches import cut, examples_in
+from ..training.devices import generators_kept
 from ..training.examples import examples_of
 from ..training.task import Task, collate_of, folder_of, load_task, user_code
-from .evaluation import generators_kept, model_with_weights
+from .evaluation import model_with_weights
 from .trained import as_trained
 
 Format = Literal["onnx", "torch-export"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +124,28 @@ def seed_all(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)  # the legacy one, which datasets and augmentations draw from
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the generators that a task may draw from, and torch's number of threads, as they are here: in a
+    process that is not fedtrain's own."""
+    python, legacy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+        torch.set_num_threads(threads)
+
+
+def generator_states(device: torch.device | None = None) -> object:
+    """What changes when somebody draws from Python's or numpy's generator; with a device, from torch's."""
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    states = [random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()]
+    if device is not None:
+        states.append(torch.get_rng_state().tolist())
+        states += [torch.cuda.get_rng_state(device).tolist()] if device.type == "cuda" else []
+    return states

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import operator
 import os
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
@@ -21,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from ..errors import ConfigError, TaskError
+from .devices import generator_states
 
 aten = torch.ops.aten
 DENSE: dict[str, Any] = {"memory_format": torch.contiguous_format}
@@ -32,10 +31,10 @@ def traced(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[tor
     """`function` as a graph of its kernels, for inputs of these shapes and strides. What is no tensor, and
     tensors that are no input, are as they were when it was traced. TaskError where it changes such a tensor,
     or draws random numbers that torch doesn't know of."""
-    before = _drawn()
+    before = generator_states()
     with Recorder(inputs) as recorder:
         outputs = function(*inputs)
-    if before != _drawn():
+    if before != generator_states():
         raise TaskError("the loss draws from random or from numpy.random")
     graph: fx.GraphModule = recorder.finished(outputs)
     return graph
@@ -189,13 +188,6 @@ def _only_product(node: fx.Node) -> bool:
 
 def _alike(before: torch.Tensor, after: torch.Tensor) -> bool:
     return before.shape == after.shape and before.stride() == after.stride() and before.dtype == after.dtype
-
-
-def _drawn() -> object:
-    """What changes when somebody draws from Python's or numpy's generator, which no graph would do."""
-    state = np.random.get_state(legacy=False)
-    assert isinstance(state, dict)
-    return random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()
 
 
 class Dropout(TorchFunctionMode):

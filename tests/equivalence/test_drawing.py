@@ -27,6 +27,7 @@ EXACT = 1e-12  # float64
 CPU = torch.device("cpu")
 STEPS = 4
 TASK = """
+import torch
 import fedtrain
 from mesh_task import Rows, Text
 from torch import nn
@@ -89,6 +90,36 @@ class Planless(Written):
     def parallel_plan(self):
         return None
 
+class Shifted(Text):  # labels are the next tokens; those of a part's last positions lie in another part
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0])[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+
+class Padded(Text):  # the same, where the last label of each part does not count
+    def loss(self, model, batch):
+        labels = F.pad(batch[0], (0, 1), value=-100)[:, 1:]
+        total = F.cross_entropy(model(batch[0]).flatten(0, 1), labels.flatten(), reduction="sum")
+        return total, (labels >= 0).sum()
+
+class Numbered(Text):  # positions by the length of what is seen
+    def model(self):
+        model = super().model()
+        model.forward = lambda ids: type(model).forward(self.numbered(model, ids), ids)
+        return model
+
+    def numbered(self, model, ids):
+        model.embedding.positions = torch.arange(ids.shape[1])
+        return model
+
+class Uneven(Text):  # a mean over some labels, of which parts have unequal numbers
+    def loss(self, model, batch):
+        labels = torch.where(torch.arange(batch[1].shape[1]) + batch[1] < 20, batch[1], -100)
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), labels.flatten())
+
+class Noisy(Text):  # its loss draws, so that it can't be asked
+    def loss(self, model, batch):
+        total, weight = super().loss(model, batch)
+        return total * (1 + torch.rand(()) / 10), weight
+
 class Parts(Whole):  # nothing says which parts repeat
     def attended(self, model, x):
         return x
@@ -106,6 +137,7 @@ AS_ONE = {
     "tp-norm": drawn("Normed", tp=2),
     "cp": drawn("Dropping", cp=2),
     "cp-activations-again": drawn("Dropping", cp=2, checkpoint_activations=True),
+    "cp-drawn-loss": drawn("Noisy", cp=2),
 }
 PIPELINE = {"pp": drawn("Drawn", pp=2), "pp-gpipe": drawn("Drawn", pp=2, schedule="gpipe")}
 REFUSED = {
@@ -126,6 +158,13 @@ UNSEEN = {  # what would train something else, and say nothing
         "parallel.checkpoint_activations: it is done part",
     ),
 }
+BEYOND = {  # what a rank's part of the sequences would have another loss for
+    "cp-shifted": drawn("Shifted", cp=2),
+    "cp-shifted-zero3": drawn("Shifted", cp=2, zero=3),
+    "cp-padded": drawn("Padded", cp=2),
+    "cp-numbered": drawn("Numbered", cp=2),
+    "cp-uneven": drawn("Uneven", cp=2),
+}
 
 pytestmark = pytest.mark.slow(15)
 
@@ -140,7 +179,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder) -> dict[str, Outcome]:
     refused = {name: table for name, (table, _) in (REFUSED | UNSEEN).items()}
-    return launch(folder, 2, APART | AS_ONE | PIPELINE | refused)
+    return launch(folder, 2, APART | AS_ONE | PIPELINE | refused | BEYOND)
 
 
 def begun(folder: Path, ranks: int):
@@ -224,3 +263,11 @@ def test_what_would_be_cut_or_saved_without_effect_is_refused_with_what_to_chang
     assert error is not None
     assert UNSEEN[name][1] in error
     assert re.search(r"or leave (it )?out|parallel_plan\(\)", error)
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_loss_that_looks_beyond_a_part_by_other_than_attention_is_refused(two, name):
+    error = two[name].error
+    assert error is not None
+    assert "parallel.cp: of 16 positions in 2 parts the loss is" in error
+    assert "shift labels in data(), not in loss()" in error

@@ -6,7 +6,8 @@ a rank holds those of the whole sequence for one layer at a time; queries and al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import TaskError
 from ..batches import Batch, rebuilt
+from ..devices import generator_states, generators_kept
 from ..mesh import Mesh
 from .plan import Plan
 from .sharded import local
@@ -40,6 +42,8 @@ WHOLE = {
     torch._transformer_encoder_layer_fwd,
 }
 INSTEAD = "Write attention with F.scaled_dot_product_attention, or leave out cp"
+LABELLED = ("input", "target", "weight", "size_average", "ignore_index")  # arguments of losses
+FEW = 64  # positions of a part that are asked whether parts need each other
 PARTS = "draws for, or averages over, a part of a tensor on each rank. Set this dropout to 0"
 
 
@@ -122,25 +126,32 @@ def in_parts(
             yield batch
         return
     mine, length = part_of(batch, plan, mesh)
-    gathered.part, whole = length // gathered.ranks, {}
+    gathered.part = length // gathered.ranks
     low, high = gathered.part * gathered.rank, gathered.part * (gathered.rank + 1)
+    with positions(model, plan, mesh, low, high), gathered, asked:
+        yield mine
+    if not gathered.attended and mesh.sizes.pp == 1:  # a stage may have no attention
+        raise TaskError(
+            f"parallel.cp: the model never called F.scaled_dot_product_attention, and other attention "
+            f"would be over a rank's part of the sequences alone. {INSTEAD}"
+        )
+
+
+@contextmanager
+def positions(model: nn.Module, plan: Plan, mesh: Mesh, low: int, high: int) -> Iterator[None]:
+    """Within it the model's positions are those from `low` to `high`."""
+    whole = []
     for name in plan.positions:
         if mesh.sizes.pp > 1 and name not in dict(model.named_buffers()):
             continue  # another stage has it
         module, _, buffer = name.rpartition(".")
         owner = model.get_submodule(module)
-        whole[name] = owner, buffer, owner._buffers[buffer]
+        whole.append((owner, buffer, owner._buffers[buffer]))
         owner._buffers[buffer] = owner.get_buffer(buffer)[low:high]
     try:
-        with gathered, asked:
-            yield mine
-        if not gathered.attended and mesh.sizes.pp == 1:  # a stage may have no attention
-            raise TaskError(
-                f"parallel.cp: the model never called F.scaled_dot_product_attention, and other attention "
-                f"would be over a rank's part of the sequences alone. {INSTEAD}"
-            )
+        yield
     finally:
-        for owner, buffer, tensor in whole.values():
+        for owner, buffer, tensor in whole:
             owner._buffers[buffer] = tensor
 
 
@@ -161,6 +172,60 @@ def part_of(batch: Batch, plan: Plan, mesh: Mesh) -> tuple[Batch, int]:
             f"equal parts along dimension {plan.length}."
         )
     return mine, length
+
+
+def check_parts(
+    loss: Callable[[Batch], tuple[torch.Tensor, Any]],
+    model: nn.Module, batch: Batch, plan: Plan, mesh: Mesh, gathered: Gathered, *, exact: bool,
+) -> None:  # fmt: skip
+    """TaskError where the loss over parts of the sequences is not that over all of them: of their first
+    positions, and as an evaluation has it. A loss that draws can't be asked.
+
+    `loss`: (mean, weight) of a batch. `exact`: it is computed in float32 at least.
+    """
+    _, length = part_of(batch, plan, mesh)
+    part = length // gathered.ranks
+    few = next((n for n in range(min(part, FEW), FEW // 4, -1) if part % n == 0), part)
+
+    def first(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() > plan.length:
+            return value.narrow(plan.length, 0, few * gathered.ranks)
+        return rebuilt(value, first)
+
+    batch, whole, parts, drawn = first(batch), Labels(), Labels(), generator_states(mesh.device)
+    with generators_kept(), torch.no_grad():
+        with positions(model, plan, mesh, 0, few * gathered.ranks), whole:
+            found, _ = loss(batch)
+        if generator_states(mesh.device) != drawn:
+            return
+        with in_parts(model, batch, plan, mesh, gathered, alike=False) as mine, parts:
+            mean, weight = loss(mine)
+    over = torch.tensor([float(mean) * float(weight), float(weight), parts.counted], dtype=torch.float64)
+    total, weights, counted = mesh.sum(over.to(mesh.device), ("cp",)).tolist()
+    given, expected = total / weights if weights else 0.0, float(found)
+    same = math.isclose(given, expected, rel_tol=1e-5 if exact else 1e-2, abs_tol=1e-6)
+    if whole.counted != counted or (math.isfinite(expected) and not same):
+        raise TaskError(
+            f"parallel.cp: of {few * gathered.ranks} positions in {gathered.ranks} parts the loss is "
+            f"{given:.6g}, over {counted:.0f} labels; of the same in one part {expected:.6g}, over "
+            f"{whole.counted}. Nothing but attention may look beyond a part: shift labels in data(), not in "
+            f"loss(); take positions from a buffer that Plan(positions=...) names, or from the batch; where "
+            f"some labels don't count, return (sum, weight)."
+        )
+
+
+class Labels(TorchFunctionMode):
+    """Within it labels are counted that F.cross_entropy and F.nll_loss are given and do not leave out."""
+
+    counted = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (F.cross_entropy, F.nll_loss):
+            given = dict(zip(LABELLED, args, strict=False)) | (kwargs or {})
+            labels = local(given["target"])
+            if not labels.is_floating_point():
+                self.counted += int((labels != given.get("ignore_index", -100)).sum())
+        return function(*args, **(kwargs or {}))
 
 
 class Alike(TorchFunctionMode):

@@ -32,7 +32,7 @@ from ..mesh import Mesh, is_dtensor
 from ..optimizers import TorchOptimizer, of_parameters, with_all_cores
 from ..task import Task, mean_and_weight, user_code
 from ..tensors import Shares, kept_at_a_site
-from .context import Gathered, in_parts
+from .context import Gathered, check_parts, in_parts
 from .data import Dealt
 from .families import plan_of
 from .flops import Flops, peak_flops
@@ -177,6 +177,9 @@ class MeshEngine(Trainable, ShardedModel):
             return mean if isinstance(part, float) and part == 1.0 else mean * part
 
         self.optimizer.zero_grad()
+        if self._gathered is not None and self._pipeline is None and not self._limited:
+            with user_code(self._folder, doing):
+                self._check_parts(self.present(group[0][0]), self._gathered)
         with user_code(self._folder, doing), self._counting():
             for i, (batch, _) in enumerate(group):  # a device holds one batch at a time
                 counts = batch is not None and examples_in(batch) > 0
@@ -297,6 +300,19 @@ class MeshEngine(Trainable, ShardedModel):
     def _context(self, batch: Batch) -> AbstractContextManager[Batch]:
         first = self.mesh.sizes.tp > 1 and not (self._limited or self.parallel.compile)
         return in_parts(self.parts[0], batch, self.plan, self.mesh, self._gathered, alike=first)
+
+    def _check_parts(self, batch: Batch, gathered: Gathered) -> None:
+        model, root = self.parts[0], self._roots[0]
+        exact = self.config.precision == "fp32" and not self.config.tf32
+        # Nothing is compiled for what is called once.
+        eager = torch.compiler.set_stance("force_eager") if self.parallel.compile else nullcontext()
+        model.eval()
+        with eager:
+            check_parts(
+                lambda batch: mean_and_weight(root(batch), batch),
+                model, batch, self.plan, self.mesh, gathered, exact=exact,
+            )  # fmt: skip
+        model.train()
 
     def present(self, batch: Batch | None) -> Batch:
         """On the device; a batch of before where this rank has none, for its forward pass is a collective."""
