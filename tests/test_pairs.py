@@ -257,6 +257,22 @@ def test_between_real_peers_nobody_waits_for_one_that_trains_for_ever_and_all_av
 
 
 @pytest.mark.slow(5)
+def test_a_real_peer_that_trains_for_ever_averages_with_one_that_came_after_its_round_began(tmp_path):
+    async def main():
+        async with village(tmp_path, "abc", algorithm="adpsgd", agree=False) as v:
+            for name in "ac":
+                v.start(name, pace_s=3600.0 if name == "c" else 0.01)
+            await v.until(lambda: v.of("c", "round_started"))
+            assert v.of("c", "round_started")[0]["sites"] == ["a", "c"]
+            v.start("b")
+            await v.until(lambda: any(each["site"] == "c" for each in v.of("b", "site_state")))
+            for name in "abc":
+                await v.stop(name)
+
+    bounded(main())
+
+
+@pytest.mark.slow(5)
 def test_real_peers_of_different_speed_agree_on_one_model_and_go_on_after_a_stop(tmp_path):
     async def main():
         async with village(tmp_path, "abcd", rounds=30, algorithm="adpsgd", topology="ring") as v:

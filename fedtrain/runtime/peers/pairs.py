@@ -12,7 +12,7 @@ greater name, so there is no circle of peers that wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import BadUpdate
@@ -37,6 +37,8 @@ class Pairs:
     def __init__(self, peer: Peer, staleness: int) -> None:
         self._peer, self._staleness = peer, staleness
         self.near: Neighborhood | None = None  # who may ask; None: nobody, before the first round
+        # ... and who else may by now, while a round of this peer's lasts: they came after it had begun
+        self.nearby: Callable[[], Neighborhood] | None = None
         self.began: Vector | None = None  # in a simulation, the model when the round to come began
         self._asked: tuple[PeerId, int] | None = None  # whom this peer has asked, and in which round
         self._held: dict[PeerId, ReceivedShare] = {}  # questions that wait for our answer
@@ -113,7 +115,7 @@ class Pairs:
     def _questioned(self, posted: ReceivedShare) -> None:
         other, peer = posted.peer, self._peer
         old = peer.neighbors.progress().get(other, 0) > posted.round + self._staleness
-        welcome = self.near is not None and other in self.near.incoming and not old
+        welcome = not old and self._may_ask(other)
         if welcome and self._asked is not None and other < peer.name:
             self._held[other] = posted
             return
@@ -123,6 +125,11 @@ class Pairs:
             self._shift(step, -1.0)
         share = share_of(Parcel(step), 0.5, 1)
         peer.neighbors.post(posted.round, {other: share}, answers=True)
+
+    def _may_ask(self, other: PeerId) -> bool:
+        if self.near is None:
+            return False
+        return other in self.near.incoming or (self.nearby is not None and other in self.nearby().incoming)
 
     def _opened(self, posted: ReceivedShare) -> Parcel | None:
         """None where it is not as our own parts are; the log will name its sender."""

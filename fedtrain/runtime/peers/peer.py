@@ -196,6 +196,8 @@ async def _rounds(
         await gather(journal, peer, neighbors, roster)
         shape.check(peer.algorithm, roster.peers(), config.gossip.masks)
         await _catch_up(journal, peer, neighbors)
+    if peer.pairs is not None:
+        peer.pairs.nearby = lambda: shape.round(*alive(neighbors, roster), peer.round, None)[peer.name]
     late = 0
     apart, begun_as, now = "", roster.contact(peer.name), set[PeerId]()
     while True:
@@ -211,16 +213,15 @@ async def _rounds(
         lap, view = Lap(neighbors), neighbors.view()
         apart = tell_apart(journal.emit, view, roster, apart)
         topology = Topology("complete") if peer.algorithm.everyone(peer.round) else None
-        # with all there, the graph that a simulation has
-        epoch = 0 if list(view.alive) == roster.peers() else view.epoch
-        near = shape.round(view.alive, epoch, peer.round, topology)[peer.name]
+        members, epoch = alive(neighbors, roster)
+        near = shape.round(members, epoch, peer.round, topology)[peer.name]
         if peer.pledges is not None:
             near = peer.pledges.begin(peer.round, near, roster.peers())
-        soon = [shape.round(view.alive, epoch, peer.round + k, None)[peer.name] for k in range(1, AHEAD + 1)]
+        soon = [shape.round(members, epoch, peer.round + k, None)[peer.name] for k in range(1, AHEAD + 1)]
         now, before = peers_of(near), now
         pledged = peer.pledges.takers() if peer.pledges is not None else set[PeerId]()
         neighbors.keep(now.union(before, pledged, *map(peers_of, soon)))
-        journal.round_started(peer.round, list(view.alive), neighbors=list(near.incoming))
+        journal.round_started(peer.round, list(members), neighbors=list(near.incoming))
         late = late + 1 if await _round(journal, peer, neighbors, near, lap) else 0
         if late == LATE_ROUNDS:
             journal.emit(Notice(
@@ -239,6 +240,12 @@ async def _rounds(
     result = journal.result(peer.round, reason)
     journal.finish(result)
     return result
+
+
+def alive(neighbors: ZmqNeighbors, roster: Roster) -> tuple[Sequence[PeerId], int]:
+    """Who is there, and the epoch of the graph over them: with all there, the graph that a simulation has."""
+    view = neighbors.view()
+    return view.alive, 0 if list(view.alive) == roster.peers() else view.epoch
 
 
 def peers_of(near: Neighborhood) -> set[PeerId]:
