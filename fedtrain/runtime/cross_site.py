@@ -15,8 +15,9 @@ from ..fairness import with_sites
 from ..messages import SiteId, summed
 from ..tracking.export import completed, filled, model_of, own_models
 from ..training.local import Engine
-from ..training.task import Task, load_task, shown, test_split
+from ..training.task import Task, shown, test_split
 from .evaluation import test_sets
+from .sites.start import task_for
 from .trained import as_trained
 
 
@@ -49,7 +50,7 @@ def matrix(
 
     `task`: the one that run.task names, where a program has made it already."""
     config = as_trained(config, sources[0])
-    task = task or load_task(config.run.task, config.root, data_dir)
+    task = task_for(config, site, data_dir, task)
     engine = Engine(task, config.train, config.run.seed)
     data = test_sets(config, task, site)
     by_model: dict[str, dict[SiteId, Averages]] = {}
