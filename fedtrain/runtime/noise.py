@@ -13,6 +13,8 @@ from ..messages import SiteId
 from ..privacy import epsilon
 from .sites.privacy import release_of
 
+DELTA = 1e-5  # of an aggregator, for a site's own privacy.delta is its own affair
+
 
 class KnownNoise:
     """Of one run; it hears what is told as spent."""
@@ -37,7 +39,7 @@ class KnownNoise:
         own, spent = self._config.privacy, self._spent
         if self.sigma is not None:
             found: dict[str, Any] = {"where": "server", "unit": "site", "sigma": self.sigma}
-        elif own.noise_multiplier and (own.in_sums or spent is not None):
+        elif own.in_sums or spent is not None:
             found = {
                 "where": own.where, "unit": own.unit, "noise_multiplier": own.noise_multiplier,
                 "clip": own.clip,
@@ -52,6 +54,6 @@ class KnownNoise:
             return found | {"epsilon": spent.epsilon, "delta": spent.delta, "unit": spent.unit, "by": by}
         if own.in_sums:
             release = release_of(self._config, 1.0)
-            cost = epsilon([replace(release, steps=release.steps * rounds)], own.delta)
-            found |= {"epsilon": cost, "delta": own.delta, "by": "rounds"}
+            cost = epsilon([replace(release, steps=release.steps * rounds)], DELTA)
+            found |= {"epsilon": cost, "delta": DELTA, "by": "rounds"}
         return found
