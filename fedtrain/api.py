@@ -186,12 +186,17 @@ def evaluate(
     rounds = [round] if round is None or isinstance(round, int | str) else [*round]
     if not sources or not rounds or (not matrix and len(sources) + len(rounds) > 2):
         raise ConfigError("evaluate: name one run and one round; or at least one, with matrix=True.")
-    config, task = _of(sources[0], project)
-    paths, data = [source_of(config, each) for each in sources], _data(task, data_dir)
+    first = _of(sources[0], project)
+    compared = []
+    for each in sources:
+        own = project is None and isinstance(each, Run)
+        config, task = _of(each, None) if own else first
+        compared.append(cross_site.Compared(source_of(config, each), config, task, _data(task, data_dir)))
+    path, config, task, data = compared[0]
     with generators_kept():
         if matrix:
-            return cross_site.matrix(config, paths, site=site, data_dir=data, rounds=rounds, task=task)
-        return evaluation.evaluate(config, paths[0], site=site, data_dir=data, round=rounds[0], task=task)
+            return cross_site.matrix(compared, site=site, rounds=rounds)
+        return evaluation.evaluate(config, path, site=site, data_dir=data, round=rounds[0], task=task)
 
 
 def stats(

@@ -64,6 +64,13 @@ class Update(Message, frozen=True, kw_only=True, tag=True):
 class Evaluation(Message, frozen=True, kw_only=True, tag=True):
     metrics: Metrics
 
+    @property
+    def of_nothing(self) -> bool:
+        """Whether no example is behind it: it gives nothing away, and adds nothing to a sum."""
+        totals = (total if isinstance(total, list) else [total] for total, _ in self.metrics.values())
+        counts = [count for _, count in self.metrics.values()]
+        return bool(counts) and not any(counts) and not any(map(any, totals))
+
 
 class Failure(Message, frozen=True, kw_only=True, tag=True):
     """A site could not do what it was asked; `reason` is one line without data values (S35)."""

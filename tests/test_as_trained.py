@@ -163,9 +163,11 @@ def test_an_opened_run_has_the_models_that_were_trained(project):
     assert fedtrain.load_model("b")
 
 
-def test_a_matrix_has_the_task_and_the_sites_of_its_first_run(project):
+def test_a_matrix_measures_each_model_by_the_task_of_its_own_run(project):
     table = fedtrain.evaluate(["b", "per"], matrix=True)
     assert table.metrics["b+simulate"] == measured("b", *as_then(TRAINED["b"]))["metrics"]
+    alone = measured("per", "--set", "strategy.kind=fedprox")  # the global model, not the sites' own ones
+    assert table.metrics["per+simulate"] == alone["metrics"]
 
 
 def test_what_an_older_run_has_not_kept_is_the_files(project, tmp_path):

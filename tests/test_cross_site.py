@@ -24,6 +24,23 @@ class Tested(Wards):
 class Wider(Tested):
     def model(self):
         return torch.nn.Linear(3, 4, dtype=torch.float64)
+
+class Deep(Tested):
+    def model(self):
+        wide = torch.nn.Linear(3, 8, dtype=torch.float64)
+        return torch.nn.Sequential(wide, torch.nn.Tanh(), torch.nn.Linear(8, 2, dtype=torch.float64))
+
+class Elsewhere(Tested):
+    def sites(self):
+        return ["a", "b"]
+
+class Longer(Tested):
+    def test_data(self, site):
+        return tuple(column[:21] for column in self.data(site))
+
+class Otherwise(Tested):
+    def evaluate(self, model, batch):
+        return {"error": super().evaluate(model, batch)["accuracy"]}
 """
 )
 TOML = """[run]
@@ -156,3 +173,48 @@ def test_a_run_of_another_model_is_refused_by_name(project):
         fedtrain.evaluate(
             ["short"], fedtrain.Config.load(settings={"run.task": "matrix_task:Wider"}), matrix=True
         )
+
+
+# --- runs of other tasks
+
+
+@pytest.fixture(scope="module")
+def others(trained):
+    """Runs of the same project that were trained by other tasks than its file names."""
+    for name in ("Deep", "Elsewhere", "Longer", "Otherwise"):
+        task = f"matrix_task:{name}"
+        own = {"run.name": name.lower(), "run.task": task}
+        fedtrain.simulate(trained, own | {"secagg.enabled": False, "strategy.min_sites": 2})
+
+
+def test_each_model_is_measured_by_the_task_that_it_was_trained_with(project, others):
+    found = json.loads(evaluated("r", "deep", "--matrix", "--json"))
+    check_row(found, "r+simulate", fedtrain.load_model("r"))
+    check_row(found, "deep+simulate", fedtrain.load_model("deep"))
+    turned = json.loads(evaluated("deep", "r", "--matrix", "--json"))
+    assert turned["by_model"] == found["by_model"]
+
+
+def test_the_task_is_the_runs_own_whichever_way_it_is_named_in_python(project, others):
+    runs = [fedtrain.open_run("r"), fedtrain.open_run("deep")]
+    assert fedtrain.evaluate(runs, matrix=True) == fedtrain.evaluate(["r", "deep"], matrix=True)
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        ("elsewhere", r"elsewhere\+simulate on test_data\(\) of a, b: what they are worth can't be compared"),
+        ("longer", r"at a the task of r\+simulate has 20 examples .* and that of longer\+simulate 21"),
+        ("otherwise", r"r\+simulate has accuracy and otherwise\+simulate error"),
+    ],
+)
+def test_models_that_were_trained_for_other_sites_examples_or_metrics_are_not_compared(
+    project, others, run, says
+):
+    with pytest.raises(ConfigError, match=says) as refused:
+        fedtrain.evaluate(["r", run], matrix=True)
+    assert "--set run.task=" in str(refused.value)
+    config = fedtrain.Config.load(settings={"run.task": "matrix_task:Tested"})
+    found = fedtrain.evaluate(["r", run], config, matrix=True)  # by one task, which fits all
+    assert list(found.by_model) == ["r+simulate", f"{run}+simulate"]
+    assert list(found.by_model["r+simulate"]) == list(SITES)

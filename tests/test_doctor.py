@@ -13,11 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from fedtrain.cli import cli
-from fedtrain.config import Config
+from fedtrain.config import Config, keep_policy, policy_from
+from fedtrain.config.policy import changed
 from fedtrain.pki import revoke
 from fedtrain.pki.identity import Credentials
 from fedtrain.runtime import doctor
 from fedtrain.runtime.sites.approval import approve
+from fedtrain.runtime.trainers import workbench
 from tests.test_compare import TASK
 
 SETTINGS = '[run]\ntask = "task:Line"\nrounds = 3\n[simulate]\nsites = 3\n[network]\nlisten = "127.0.0.1:0"\n'
@@ -36,7 +38,8 @@ def issued(tmp_path_factory):
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch, issued):
+def confined(tmp_path, monkeypatch, issued):
+    """A project whose tasks run in a trainer process."""
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "fedtrain.toml").write_text(SETTINGS)
     shutil.copytree(issued, tmp_path / "certs")
@@ -48,9 +51,15 @@ def project(tmp_path, monkeypatch, issued):
     return tmp_path
 
 
+@pytest.fixture
+def project(confined, inline):
+    """The same, where the trainer is in this process."""
+    return confined
+
+
 def ask(*arguments):
     done = CliRunner().invoke(cli, ["doctor", *arguments, "--json"], prog_name="fedtrain")
-    return done.exit_code, {found["check"]: found for found in map(json.loads, done.output.splitlines())}
+    return done.exit_code, {found["check"]: found for found in map(json.loads, done.stdout.splitlines())}
 
 
 @contextmanager
@@ -267,3 +276,76 @@ def test_a_check_that_fails_has_a_name_that_says_what_was_checked(project, monke
         "port",
         "training",
     }
+
+
+# --- the step at a site is the site's: as shut in, and it leaves nothing
+
+CURIOUS = """
+from pathlib import Path
+
+HERE = Path(__file__).parent
+try:
+    found = (HERE / "certs" / "sites" / "north" / "key.pem").read_text()
+except OSError as e:
+    found = type(e).__name__
+(HERE / "runs").mkdir(exist_ok=True)
+(HERE / "runs" / "found").write_text(found)
+"""
+
+
+def curious(project, **rules):
+    """What the task finds in place of the site's key, and what the doctor says of how the task is shut in."""
+    (project / "task.py").write_text(CURIOUS + TASK)
+    folder = project / "certs" / "sites" / "north"
+    approve(Config.load(project / "fedtrain.toml"))
+    keep_policy(folder, changed(policy_from(folder), rules))
+    found = ask("north")[1]
+    assert found["data"]["state"] == "good"
+    return (project / "runs" / "found").read_text(), found["confinement"]
+
+
+@pytest.mark.slow(5)
+def test_s10_the_doctors_step_at_a_site_is_shut_in_as_the_sites_own_training_and_it_says_so(confined):
+    found, said = curious(confined)
+    if "not shut in" in said["said"]:
+        pytest.skip(said["said"])
+    assert "PRIVATE KEY" not in found
+    assert said["state"] == "good"
+    assert "certs/" in said["said"]
+
+
+@pytest.mark.slow(5)
+def test_s10_where_the_policy_shuts_nothing_in_the_doctor_says_so(confined):
+    found, said = curious(confined, confine="off")
+    assert "PRIVATE KEY" in found
+    assert (said["state"], "policy.confine" in said["said"]) == ("look", True)
+
+
+def test_a_task_that_is_shut_in_by_less_than_was_asked_for_is_one_to_look_at(project, monkeypatch):
+    def less(*arguments, **keys):
+        bench = made(*arguments, **keys)
+        bench.description.confined = "TCP is closed to it"
+        return bench
+
+    made = workbench.Workbench
+    monkeypatch.setattr("tests.inline.Workbench", less)
+    assert ask("north")[1]["confinement"]["state"] == "look"
+
+
+@pytest.mark.slow(5)
+@pytest.mark.parametrize("site", ["north", None])
+def test_the_step_touches_nothing_of_a_run_that_is_under_way(confined, site):
+    project = confined
+    (project / "fedtrain.toml").write_text(SETTINGS + '[strategy]\nkind = "scaffold"\n')
+    config = Config.load(project / "fedtrain.toml")
+    approve(config)
+    own = config.site_dir(site) if site else config.simulate_dir
+    memory = own / "memory" / "north"
+    memory.mkdir(parents=True)
+    for number in (5, 6):
+        (memory / f"{number}-digest").write_text("what the site kept")
+    before = sorted(project.rglob("*"))
+    found = ask(*([site] if site else []))[1]
+    assert found["data"]["state"] == "good"
+    kept = [path for path in sorted(project.rglob("*")) if "__pycache__" not in path.parts]
+    assert kept == before

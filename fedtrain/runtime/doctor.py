@@ -2,11 +2,13 @@
 
 The checks of the network are those of a site: its proxy, its certificate, its aggregator. Nothing is sent
 but a TLS handshake, and one optimizer step is taken on the data that is here; at a site only after the checks
-of its own start, for none of its task runs before its people approved it (S22).
+of its own start, for none of its task runs before its people approved it (S22), and shut in as its trainer is
+(S10). The step has a folder of its own, so that it touches nothing of a run that is under way.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import shutil
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 from urllib.request import proxy_bypass
@@ -26,6 +29,7 @@ import msgspec
 
 from ..config import Config
 from ..config.policy import FILE as POLICY
+from ..config.policy import policy_from
 from ..errors import FedtrainError
 from ..events import silent
 from ..pki.identity import Credentials, Identity, aggregator_target
@@ -35,6 +39,7 @@ from ..transport.tls import explain
 from .sites.approval import Approvals
 from .sites.start import checked_policy, credentials_of, folder_of
 from .sites.statistics import check_config as check_statistics
+from .trainers.trainer import Trainer
 
 WAIT_S = 5.0  # for an answer from the network
 LEAST_FREE, SLOW_DISK_S = 2 << 30, 0.1
@@ -103,8 +108,7 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _disk(config: Config) -> Iterator[Finding]:
-    runs = config.root / config.run.dir
-    there = next(path for path in (runs, *runs.parents) if path.exists())
+    runs, there = config.root / config.run.dir, _disk_of(config)
     try:
         refuse_network_disk(there)
     except FedtrainError as e:
@@ -134,6 +138,12 @@ def _disk(config: Config) -> Iterator[Finding]:
     slow = took > SLOW_DISK_S
     fix = "Each round waits for the disk: choose a faster one for run.dir." if slow else ""
     yield Finding("writing", "look" if slow else "good", f"1 MiB is on the disk in {took * 1e3:.0f} ms", fix)
+
+
+def _disk_of(config: Config) -> Path:
+    """The folder of runs, or where it will be made."""
+    runs = config.root / config.run.dir
+    return next(path for path in (runs, *runs.parents) if path.exists())
 
 
 def _clock() -> Iterator[Finding]:
@@ -272,17 +282,41 @@ def _words(error: OSError) -> str:
 
 
 def _training(config: Config, site: str | None, data_dir: Path | None) -> Iterator[Finding]:
-    """One optimizer step, from the data to an update."""
-    from ..arena import Arena
-    from .trainers.workbench import Workbench
-
-    small = replace(config, train=replace(config.train, local_steps=1))
-    bench = Workbench(small, data_dir, simulated=site is None)
-    name = site or next(iter(bench.description.sites), "")
-    yield Finding("task", "good", f"{config.run.task}, {bench.description.schema.numel:,} parameters")
-    began = time.perf_counter()
-    weights = bench.initial()
-    update = bench.train(name, 0, weights, Arena.zeros(weights.schema))
+    """One optimizer step, from the data to an update, in a trainer as a run's; at a site it is shut in as the
+    site's own."""
+    confine = "off" if site is None else policy_from(folder_of(config, site)).confine
+    with (
+        TemporaryDirectory(prefix=".fedtrain-doctor-", dir=_disk_of(config)) as folder,
+        asyncio.Runner() as runner,
+    ):
+        small = replace(
+            config, train=replace(config.train, local_steps=1), run=replace(config.run, dir=folder)
+        )
+        scratch, simulated = Path(folder), site is None
+        trainer = runner.run(
+            Trainer.start(small, data_dir=data_dir, scratch=scratch, simulated=simulated, confine=confine)
+        )
+        try:
+            about = trainer.description
+            if site is not None:
+                yield _shut_in(about.confined, about.whole)
+            yield Finding("task", "good", f"{config.run.task}, {about.schema.numel:,} parameters")
+            name, began = site or next(iter(about.sites), ""), time.perf_counter()
+            weights = runner.run(trainer.initial(scratch / "initial"))
+            update = runner.run(trainer.train(name, 0, weights, scratch / "delta"))
+        finally:
+            runner.run(trainer.close())
     took, (loss, weight) = time.perf_counter() - began, update.metrics.get("loss", (0.0, 0.0))
     told = f", loss {loss / weight:.4g}" if isinstance(loss, float) and weight else ""
     yield Finding("data", "good", f"one step at {name} in {took:.2f} s{told}")
+
+
+def _shut_in(said: str, whole: bool) -> Finding:
+    """How the task's code was shut in; "": as the policy says, not at all."""
+    if not said:
+        said = "policy.confine = off: the task's code runs as you, and can read this site's key"
+        return Finding("confinement", "look", said, "fedtrain policy set confine=auto")
+    fix = (
+        "" if whole else "Where that is too little: fedtrain policy set confine=require, and it does not run."
+    )
+    return Finding("confinement", "good" if whole else "look", said, fix)

@@ -26,8 +26,9 @@ from ..tracking.export import EvaluationReport, completed, filled, keep_evaluate
 from ..training.building import build_model
 from ..training.local import Engine
 from ..training.partition import SimulatedSites
-from ..training.task import Task, folder_of, load_task, shown, test_split, user_code
+from ..training.task import Task, folder_of, shown, test_split, user_code
 from .personal import OwnModels, only_the_newest, personal, simulated
+from .sites.start import task_for
 from .trained import as_trained
 
 
@@ -46,7 +47,7 @@ def evaluate(
 
     `task`: the one that run.task names, where a program has made it already."""
     config = as_trained(config, source)
-    task = task or load_task(config.run.task, config.root, data_dir)
+    task = task_for(config, site, data_dir, task)
     strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
     if simulated(source) and strategies.has_personal(strategy):
         only_the_newest(round)
@@ -121,7 +122,7 @@ def model_with_weights(
     """The task's model() with the weights of `source`, as in `evaluate`, or with those of a site's own model;
     on the CPU, in evaluation mode."""
     config = as_trained(config, source)
-    task = task or load_task(config.run.task, config.root)
+    task = task_for(config, site, None, task)
     about: dict[str, Any] = {}
     if site is None:
         tensors, about = model_of(source, round)

@@ -24,7 +24,9 @@ from ..events import Emit, Record
 from ..fairness import SERVER, split, with_server, with_sites
 from ..messages import Metrics, SiteId, averages
 from ..store import Checkpoint, RoundPlan, RunStore
+from ..store.rounds import NOISE
 from ..wire.frames import Bounds
+from .noise import KnownNoise
 
 HIDDEN = (
     "What is worked out over sites needs two sites or more whose own metrics are known: there are none under "
@@ -105,7 +107,8 @@ class Journal:
         """`store`: None at a site, which commits no round, and at all ranks but the first. `common`: of
         several processes that decide alike, gives each the number that the one with the store has. `clock`:
         of a simulation, the clock that its rounds are told by."""
-        self.config, self.emit, self.clock = config, emit, clock
+        self.noise = KnownNoise(config, emit)
+        self.config, self.emit, self.clock = config, self.noise.emit, clock
         self.over: str | None = None  # why the run is over, once its model is exported
         self._store, self._common = store, common
 
@@ -174,7 +177,10 @@ class Journal:
         if (clock := self.clock) is not None:
             record = Record(**record, clock_s=clock.now_s, late=clock.late, away=clock.away)
         began = time.perf_counter()
-        self.store.commit(after, record, prepared, inside, following, suspects)
+        simulated = self.store.folder in (self.config.simulate_dir, self.config.gossip_dir)
+        noise = self.noise.after(after.round, simulated=simulated)
+        kept = {**record, NOISE: noise} if noise else record
+        self.store.commit(after, kept, prepared, inside, following, suspects)
         took = time.perf_counter() - began
         self.emit(events.RoundCommitted(round=after.round, commit_s=took, **record))
 

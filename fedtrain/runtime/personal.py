@@ -25,7 +25,8 @@ from ..tracking.export import write
 from ..training.local import Engine
 from ..training.partition import SimulatedSites
 from ..training.site_training import SiteTraining
-from ..training.task import Task, folder_of, load_task, user_code
+from ..training.task import Task, folder_of, user_code
+from .sites.start import task_for
 from .trained import as_trained
 
 Tensors = Mapping[str, torch.Tensor]
@@ -66,6 +67,7 @@ def personal(
 
     The round is the last one whose model the site has. StoreError where the site's memory is not here, or
     none of its updates counted yet."""
+    task = task_for(config, site, data_dir, task)
     strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
     if not strategies.has_personal(strategy):
         raise ConfigError(
@@ -74,7 +76,7 @@ def personal(
         )
     beside = source.with_name(f"{source.name}@{site}")
     source = beside if not (source / "memory").exists() and beside.exists() else source
-    models = OwnModels(config, source, site, task or load_task(config.run.task, config.root, data_dir))
+    models = OwnModels(config, source, site, task)
     return models.tensors(site), models.round
 
 

@@ -27,8 +27,9 @@ from ..errors import ConfigError, TaskError, writing
 from ..training.batches import cut, examples_in
 from ..training.devices import generators_kept
 from ..training.examples import examples_of
-from ..training.task import Task, collate_of, folder_of, load_task, user_code
+from ..training.task import Task, collate_of, folder_of, user_code
 from .evaluation import model_with_weights
+from .sites.start import task_for
 from .trained import as_trained
 
 Format = Literal["onnx", "torch-export"]
@@ -56,7 +57,7 @@ def add(
     `site`: that one's own model. `sites`: whose data to try beside those that the task names. ConfigError
     where torch can't follow the model, or where the file answers otherwise; there is no file then."""
     config = as_trained(config, source)
-    task = load_task(config.run.task, config.root, data_dir)
+    task = task_for(config, site, data_dir)
     with generators_kept():
         model = model_with_weights(config, source, round, task, site).cpu()
         calls = _calls(task, model, _data(task, site, sites))

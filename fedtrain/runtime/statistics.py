@@ -21,7 +21,8 @@ from ..statistics.survey import ALL, alike, surveys
 from ..store.disk import private_folder
 from ..training.columns import ColumnSource
 from ..training.partition import SimulatedSites
-from ..training.task import Task, folder_of, load_task, user_code
+from ..training.task import Task, folder_of, user_code
+from .sites.start import task_for
 from .star.statistics import write
 from .trainers.counting import tally
 
@@ -34,7 +35,7 @@ def stats(
 
     `task`: the one that run.task names, where a program has made it already.
     """
-    task, size = task or load_task(config.run.task, config.root, data_dir), config.train.eval_batch_size
+    task, size = task_for(config, site, data_dir, task), config.train.eval_batch_size
     sources = _sources(config, task, site)
     usual, left_out = alike({name: source.described(size) for name, source in sources.items()})
     openly = site is None and not config.secagg.enabled

@@ -12,6 +12,8 @@ from ..messages import SiteId
 if TYPE_CHECKING:
     import torch
 
+NOISE = "noise"  # in a round's record: what noise is in its model, where any is known
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -27,9 +27,30 @@ from ..errors import Damaged, StoreError, some, writing
 from ..events import Averages
 from ..schema import Schema
 from ..store import RunStore
+from ..store.rounds import NOISE
 from .live import number
 
 MODEL, EVALUATION = "model.safetensors", "evaluation.json"
+NOISES = {  # by where it was added
+    "site": "Each update was shortened to the norm {clip:g}, and Gaussian noise of {noise_multiplier:g} "
+    "times that was added to it at its site.",
+    "example": "In each optimizer step at a site the gradient of each example was shortened to the norm "
+    "{clip:g}, and Gaussian noise of {noise_multiplier:g} times that was added to their sum (DP-SGD).",
+    "sum": "Updates were shortened to the norm {clip:g}, and the sites added discrete Gaussian noise of "
+    "{noise_multiplier:g} times that, each a part of it, to their sums under masks.",
+    "server": "Gaussian noise was added to each sum of updates at the server: its standard deviation is "
+    "{sigma:g} times what one site can change.",
+}
+COST = "It cost epsilon = {epsilon:.4g} at delta = {delta:g}, of "
+COSTS = {  # by who knows it
+    "simulation": "the site that gave away most. But the noise of a simulation comes from `run.seed`, and "
+    "protects nobody.",
+    "peer": "the peer that wrote this, over all its runs. Other peers decide on their noise by themselves, "
+    "and their own logs say what it cost.",
+    "server": "a site that took part in every round.",
+    "rounds": "a site that took part in every round. Attempts that failed, and other runs, cost more: that "
+    "is in each site's own log (`privacy_spent`).",
+}
 SPLITS = {"test_data": "test", "eval_data": "evaluation", "data": "training"}  # by the task's method
 
 
@@ -54,12 +75,13 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
     store = RunStore(run_dir, read_only=True)
     try:
         chosen = _choose(store, round)
-        row = next(r for r in store.rounds() if r.round == chosen)
+        rows = [r for r in store.rounds() if r.round <= chosen]
         meta, sites, weights = store.meta(), sorted(store.joined()), store.load(chosen).weights
         frozen = store.load_frozen()
     finally:
         store.close()
     assert isinstance(weights, Arena), "a loaded round is in memory"
+    row, noise = rows[-1], next((r.record[NOISE] for r in reversed(rows) if NOISE in r.record), None)
     agreed: dict[str, str] = meta.get("agreed", {})
     about = {
         "run": meta.get("run", run_dir.name),
@@ -77,6 +99,7 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         "schema_digest": weights.schema.digest,
         "weights_digest": weights.digest,
         "frozen_digest": store.frozen.digest or None,
+        **({"noise": noise} if noise else {}),
     }
     return write(out, weights.views() | frozen.views(), about, agreed, _evaluated(run_dir))
 
@@ -320,7 +343,7 @@ Trained with fedtrain {about["fedtrain"]}: round {about["round"]}{best}; {update
 ## Evaluation at the sites
 
 {_table("metric", "value", {k: number(v) for k, v in about["metrics"].items()})}
-{on_test}
+{on_test}{_noise_told(about)}
 ## Load it
 
 ```python
@@ -347,6 +370,25 @@ load_model(model, "model.safetensors")
         )
     }
 """
+
+
+def _noise_told(about: dict[str, Any]) -> str:
+    """The card's part on the noise in the model, and on what it cost, as far as the writer knows."""
+    noise = about.get("noise")
+    if not noise:
+        return ""
+    if "sites" in noise:  # elsewhere, by their own word
+        others = f" The updates of {', '.join(noise['others'])} had none." if noise["others"] else ""
+        return (
+            f"\n## Noise\n\nThese sites said, as they joined, that they add noise of their own to all that "
+            f"leaves them: {', '.join(noise['sites'])}. Which, and the epsilon that it cost, is in the log "
+            f"of each (`privacy_spent`).{others}\n"
+        )
+    added = NOISES["example" if noise["unit"] == "example" else noise["where"]].format_map(noise)
+    whose = "any single example" if noise["unit"] == "example" else "all data of one site"
+    unknown = "What it cost is not known here."
+    cost = COST.format_map(noise) + COSTS[noise["by"]] if "epsilon" in noise else unknown
+    return f"\n## Noise\n\n{added} It is differential privacy of {whose}. {cost}\n"
 
 
 def _value(text: str) -> Any:

@@ -355,6 +355,23 @@ def test_a_sites_log_names_its_cohort_with_its_keys(tmp_path, held):
     assert told == {"round": 1, "what": "train", "cohort": {s: key_of(s) for s in ("b", "c", "victim")}}
 
 
+@pytest.mark.parametrize("least", [1, 20])
+def test_s25_an_evaluation_of_no_examples_leaves_in_the_open_alone_and_a_sum_without_a_count_never(
+    tmp_path, least
+):
+    """It gives nothing away; but a masked sum over three, one of them known for nothing, is one over two."""
+    nothing, odd = {"loss": (0.0, 0.0), "counts": ([0.0, 0.0], 0.0)}, {"loss": (0.5, 0.0)}
+    asked = Evaluate(id="e", round=1, weights=Arena.zeros(SCHEMA))
+    own, bounds = SitePolicy(min_examples=least), Bounds(trainings=1, rounds=1, every=1)
+    for masks in (True, False):
+        ledger = Ledger(tmp_path / str(masks))
+        gate = gate_of(Events(), bounds, own, "a", None, ledger, masks=masks)
+        why = gate.withheld(asked, Evaluation(metrics=nothing))
+        assert ("nothing to evaluate on" in why) if masks else why == "", why
+        assert "policy.min_examples" in gate.withheld(asked, Evaluation(metrics=odd))
+        ledger.close()
+
+
 @pytest.mark.parametrize(
     ("rules", "metrics", "why"),
     [

@@ -144,7 +144,7 @@ async def run(
         private_folder(files)
         model = (await trainer.initial(files / "initial")).load()
         records = records_of(folder, store.folder, policy, emit)
-        spent = Spent.of_site(config, store.folder, emit, policy, records)
+        spent = Spent.of_site(config, store.folder, journal.emit, policy, records)
         train = _training(trainer, name, files, spent, emit, policy.min_examples)
         pledges = Pledges(store.folder, algorithm) if algorithm.conserved() else None
         peer = Peer(name, algorithm, model, train, neighbors, sums, config.gossip.clip, pledges)

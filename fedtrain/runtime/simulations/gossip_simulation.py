@@ -77,7 +77,7 @@ async def simulate(
             bench.freeze(frozen)
         if why := cost_of_rule(config, algorithm):
             emit(Notice(text=why))
-        spent = Spent(config, store.folder, emit)
+        spent = Spent(config, store.folder, journal.emit)
         pace = {
             name: 1.0 if algorithm.waits else slowness(config, name, last=name == about.sites[-1])
             for name in about.sites

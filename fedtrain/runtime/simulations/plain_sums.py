@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from ...arena import AnyArena
 from ...config import Config
-from ...errors import BadUpdate, SecAggError, TooFewSites
+from ...errors import BadUpdate, SecAggError, TooFewSites, some
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused, heard
 from ...exchange import Cohort, Folds
 from ...learning import NO_EXTRAS, Extras
-from ...messages import Folded, Metrics, Reply, SiteId, Train, Update
+from ...messages import Evaluation, Folded, Metrics, Reply, SiteId, Train, Update
 from ...store import RoundPlan
+from ..sites.gate import NOTHING
 from ..star import checks
 from ..star.answers import NOBODY, Counted, evaluations, tell_clipped, train_requests
 from ..star.gathered import Aggregate
@@ -34,6 +35,7 @@ class FixedPointSums:
         check_config(config)
         self._config, self.cohort, self._emit, self._extras = config, cohort, emit, extras
         self._policy = policy(config, "", extras)
+        self._empty = set[SiteId]()  # have nothing to evaluate on, as was told
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         config, groups, schema = (
@@ -111,11 +113,21 @@ class FixedPointSums:
         self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit, counted)
-        if len(sites) > 1 and len(by_site) < (quorum := self._quorum(len(sites))):
-            failed = TooFewSites("secure sum", len(by_site), quorum)
-            self._emit(Notice(text=f"round {number}, evaluation, attempt 1: {failed}"))
-            return {}, {}
+        if len(sites) > 1:
+            by_site = self._with_something(number, by_site)
+            if len(by_site) < (quorum := self._quorum(len(sites))):
+                failed = TooFewSites("secure sum", len(by_site), quorum)
+                self._emit(Notice(text=f"round {number}, evaluation, attempt 1: {failed}"))
+                return {}, {}
         return exact_sums(by_site.values()), by_site
+
+    def _with_something(self, number: int, by_site: dict[SiteId, Metrics]) -> dict[SiteId, Metrics]:
+        """Without the sites that a sum under masks would not have, which are told once."""
+        empty = {site for site, found in by_site.items() if Evaluation(metrics=found).of_nothing}
+        if new := sorted(empty - self._empty):
+            self._emit(Notice(text=f"round {number}: {some(new)}: {NOTHING}"))
+        self._empty |= empty
+        return {site: found for site, found in by_site.items() if site not in empty}
 
     def _quorum(self, sites: int) -> int:
         return self._policy.graph(sites)[0]

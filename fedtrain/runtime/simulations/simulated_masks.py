@@ -16,9 +16,10 @@ from ...errors import CertificateError
 from ...events import Emit
 from ...exchange import Cohort, CohortWrapper
 from ...learning import NO_EXTRAS, Extras
-from ...messages import Evaluate, Evaluation, Metrics, Reply, Request, SiteId, Train, Update
+from ...messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from ...pki.signing import ECDSA, Signer
 from ...secagg.messages import Advertise, AdvertiseEvaluation
+from ..sites.gate import something
 from ..sites.privacy import simulated_sum_key
 from ..sites.secure_site import SecureSite
 from ..star.answers import NOBODY, Counted
@@ -110,7 +111,9 @@ class MaskedCohort(CohortWrapper):
             model = await asyncio.to_thread(hash_of, first.weights, all_cores())
             async with aclosing(self._inner.exchange(inner, deadline_s)) as replies:
                 async for site, reply in replies:
-                    if isinstance(reply, Update | Evaluation):
+                    if why := something(requests[site], reply):
+                        yield site, Failure(reason=f"{site} refuses: {why}")
+                    elif isinstance(reply, Update | Evaluation):
                         result = kept(reply) if isinstance(reply, Update) else reply
                         yield site, await asyncio.to_thread(self._site(site).offer, first, model, result)
                     else:

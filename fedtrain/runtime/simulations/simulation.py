@@ -108,11 +108,11 @@ async def simulate(
                 await pool.keep_initial()
             evaluators = some_of(config, lambda number, members: about.evaluators)
             at_server = pool.at_server if server_has_data(config, about) else no_data
-            cohort: Cohort = pool
-            if config.privacy.noise_multiplier:
-                cohort = Spending(config, cohort, store.folder, emit)
             clock = Clock() if config.asynchronous.enabled or config.simulate.timed else None
             journal = Journal(config, store, emit, clock=clock)
+            cohort: Cohort = pool
+            if config.privacy.noise_multiplier:
+                cohort = Spending(config, cohort, store.folder, journal.emit)
             if clock is not None and not config.asynchronous.enabled:
                 cohort = on_clock(config, clock, about, cohort, pool.examples)
             cohort = compressed.decompressing(config, about.schema, cohort)

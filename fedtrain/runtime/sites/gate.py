@@ -31,6 +31,11 @@ from ...wire.codec import arenas, encode
 from ...wire.frames import Bounds
 from . import privacy
 
+NOTHING = (
+    "it has nothing to evaluate on: its eval_data() gave no examples, and a sum under masks needs some of "
+    "each site. Let it give some, or set evaluate.every = 0 at this site: then it is not asked"
+)
+
 Asked = Callable[[Request], str]
 Given = Callable[[Request, Reply], str]
 OfModel = Callable[[Request, str], str]
@@ -109,8 +114,15 @@ def gate_of(
     gate = Gate(emit)
     bounded(gate, bounds)
     hold(gate, policy, me, examples)
+    if masks:
+        gate.given = {"eval_data": something} | gate.given
     gate.models["evaluate.every"] = one_model_a_round(ledger, masks)
     return gate
+
+
+def something(_: Request, reply: Reply) -> str:
+    """A rule: an evaluation of nothing is in no sum, which would be over fewer sites than its cohort has."""
+    return NOTHING if isinstance(reply, Evaluation) and reply.of_nothing else ""
 
 
 def bounded(gate: Gate, bounds: Bounds) -> None:
@@ -199,7 +211,7 @@ def hold(gate: Gate, policy: SitePolicy, me: SiteId, examples: float | None = No
         behind = math.inf
         if isinstance(reply, Update):
             behind = reply.num_examples if examples is None else examples
-        elif isinstance(reply, Evaluation):
+        elif isinstance(reply, Evaluation) and not reply.of_nothing:
             behind = max((count for _, count in reply.metrics.values()), default=math.inf)
         few = "fewer of its examples stand behind a result than it allows (its own policy.min_examples)"
         return few if behind < least else ""

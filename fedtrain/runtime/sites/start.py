@@ -1,18 +1,22 @@
 """What must be in order at a site before its task is loaded: `fedtrain site` and `fedtrain doctor` ask here.
 
-Its approval is the last of it: approval.Approvals.check.
+Its approval is the last of it: approval.Approvals.check. It is all that is asked by commands with which a
+site's people look at their own data, such as `fedtrain stats --site`: these send nothing.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from ...config import Config, SitePolicy
+from ...config import Config, SitePolicy, policy_from
 from ...errors import CertificateError
 from ...messages import SiteId
 from ...pki import Credentials
 from ...pki.identity import Current
-from .approval import policy_of
+from ...training.source_only import load_sources_only
+from ...training.task import Task, load_task
+from .approval import Approvals, policy_of
 from .gate import check_policy
 
 
@@ -38,3 +42,21 @@ def checked_policy(config: Config, name: SiteId, credentials: Credentials) -> Si
     policy = policy_of(folder_of(config, name), credentials)
     check_policy(config, policy)
     return policy
+
+
+def task_for(
+    config: Config, name: SiteId | None, data_dir: Path | None = None, task: Task | None = None
+) -> Task:
+    """The task of run.task, loaded in this process to work as this site, or as none; or `task`, which a
+    program has made already.
+
+    ConfigError, before a line of it or of a strategy of one's own runs, where the site's key lies here and
+    its people have not approved the task as it is now (S22). At the task's author, who has no key, and as no
+    site nobody is asked."""
+    if task is not None:
+        return task
+    if name is not None and os.path.exists((folder := folder_of(config, name)) / "key.pem"):
+        policy_from(folder)  # nobody else may have written there
+        Approvals(folder).check(config)
+        load_sources_only(config.root)
+    return load_task(config.run.task, config.root, data_dir)

@@ -162,7 +162,7 @@ class JoinedSites:
         credentials: Current,
         extras: Extras = NO_EXTRAS,
     ) -> None:
-        config, self._extras = journal.config, extras
+        config, self._extras, self._noise = journal.config, extras, journal.noise
         self._config, self._store, self._emit = config, journal.store, journal.emit
         self._schema, self._task_digest, self._credentials = schema, task_digest, credentials
         self.callers = Callers(credentials(), config.root / config.network.certs)
@@ -228,6 +228,7 @@ class JoinedSites:
         )
         if hello.bounds is not None and self._bounds.get(site) != hello.bounds:
             self._bounds[site] = hello.bounds
+            self._noise.said[site] = hello.bounds.noise
             for why in differences(hello.bounds, bounds_of(self._config)):
                 self._emit(Notice(text=f"{site}: {why}"))
 

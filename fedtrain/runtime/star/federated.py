@@ -88,6 +88,7 @@ def central_noise(journal: Journal, strategy: Strategy) -> CentralNoise | None:
     """Where the noise of a strategy that adds it at the server comes from; None: there is none."""
     if strategy.sigma is None:
         return None
+    journal.noise.sigma = strategy.sigma
     delta = float(getattr(strategy, "delta", journal.config.privacy.delta))
     return CentralNoise(journal.config, journal.store, journal.emit, strategy.sigma, delta)
 

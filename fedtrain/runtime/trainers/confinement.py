@@ -172,7 +172,7 @@ def main() -> None:
     from .trainer_process import serve  # its threads, and torch's, are shut in
 
     refusal = f"policy.confine = require: {said}." if how == "require" and not whole else ""
-    serve(socket.socket(fileno=int(descriptor)), said, refusal)
+    serve(socket.socket(fileno=int(descriptor)), said, whole, refusal)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,7 @@ class Description(msgspec.Struct, tag=True, array_like=True):
     local: list[str] = []  # names of the model's tensors that stay at their site
     remembers: bool = False  # whether sites keep something from one training to the next
     confined: str = ""  # what the process can't do, where it was shut in
+    whole: bool = False  # whether it was shut in as far as was asked for
     on_gpu: bool = False
 
     @property

@@ -93,9 +93,9 @@ def environment(config: Config, scratch: Path, gpu: str | None = None) -> dict[s
     }  # fmt: skip
 
 
-def serve(channel: socket.socket, confined: str = "", refusal: str = "") -> None:
-    """Load the task that Start names, then answer commands until the parent is gone. `confined`: how this
-    process is shut in, for the parent. `refusal`: why it loads nothing."""
+def serve(channel: socket.socket, confined: str = "", whole: bool = False, refusal: str = "") -> None:
+    """Load the task that Start names, then answer commands until the parent is gone. `confined`, `whole`: how
+    this process is shut in, for the parent; see confinement.shut_in. `refusal`: why it loads nothing."""
     if hasattr(os, "SCHED_BATCH"):  # else an arriving command takes the core from the process that sent it
         with suppress(OSError):  # a container may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -130,7 +130,7 @@ def serve(channel: socket.socket, confined: str = "", refusal: str = "") -> None
         return send(msg.Failed.of(e))
     gc.freeze()
     gc.enable()
-    send(msgspec.structs.replace(bench.description, confined=confined))
+    send(msgspec.structs.replace(bench.description, confined=confined, whole=whole))
     for body in incoming:
         try:
             answer = bench.answer(msg.commands.decode(body))
