@@ -124,12 +124,15 @@ class RoundError(FedtrainError):
 
 LESS = "Lower strategy.min_sites, raise strategy.round_deadline, or start more sites."
 GOES_ON = "the same command goes on"
-MEND = f"Mend that, or lower strategy.min_sites; {GOES_ON} from the last round."
 
 
 def mend(reasons: Mapping[str, str]) -> str:
     """What to do about sites that failed; "" where a reason says so itself: fewer sites mend no disk."""
-    return "" if any(GOES_ON in reason for reason in reasons.values()) else MEND
+    if any(GOES_ON in reason for reason in reasons.values()):
+        return ""
+    own = sorted({key for reason in reasons.values() for key in re.findall(r"\(its own ([\w.]+)", reason)})
+    what = f"Change {some(own)} at these sites, and start them again" if own else "Mend that"
+    return f"{what}, or lower strategy.min_sites; {GOES_ON} from the last round."
 
 
 def grouped(reasons: Mapping[str, str]) -> str:
@@ -169,7 +172,8 @@ class TooFewSites(RoundError):
             what = f"{have} of {asked} sites gave what can be used, {need} are needed. {grouped(failed)}"
         if failed and silent:
             what += f" No reply in time: {some(silent)}."
-        super().__init__(f"{stage}: {what} {LESS if silent or not failed else mend(failed)}".rstrip())
+        self.told = bool(failed) and not silent  # whether all that are lacking said why
+        super().__init__(f"{stage}: {what} {mend(failed) if self.told else LESS}".rstrip())
         self.have, self.need = have, need
 
 
@@ -180,7 +184,7 @@ class SiteMissing(TooFewSites):
         """`reason`: why the site's reply can't be used; "" where none came in time."""
         why = reason.rstrip(".") or "no reply in time"
         Exception.__init__(self, f"{stage}: the rule needs the update of {site}: {why}. See to that site.")
-        self.have, self.need = 0, 1
+        self.have, self.need, self.told = 0, 1, bool(reason)
 
 
 class Unfinished(TooFewSites):
@@ -200,11 +204,11 @@ class Unfinished(TooFewSites):
         """`dropped`: site -> the step at which it dropped out; `blamed`: site -> its invalid message;
         `survivors`: the sites whose sum may have been opened; `failed`: site -> its own account of why."""
         known = {**(failed or {}), **blamed}
-        advice = mend(known) if known.keys() >= dropped.keys() and known else LESS
+        self.told = bool(known) and known.keys() >= dropped.keys()
         parts = (
             f"secure sum, {what}: {have}, and {need} are needed.",
             grouped({**dropped, **blamed}),
-            advice,
+            mend(known) if self.told else LESS,
         )
         Exception.__init__(self, " ".join(filter(None, parts)))
         self.have, self.need, self.survivors = have, need, tuple(survivors)

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec import structs
 
 from fedtrain.arena import Arena
 from fedtrain.config import Config
@@ -13,7 +14,7 @@ from fedtrain.runtime.peers import peer
 from fedtrain.runtime.sites import site
 from fedtrain.runtime.sites.gate import Gate, bounded
 from fedtrain.runtime.star import aggregator
-from fedtrain.runtime.star.agreement import agreed_data, bounds_of
+from fedtrain.runtime.star.agreement import agreed_data, bounds_of, differences
 from fedtrain.secagg.messages import Advertise, AdvertiseEvaluation
 from fedtrain.store import Ledger
 from fedtrain.training.columns import ColumnSource
@@ -150,6 +151,31 @@ def test_a_site_that_never_evaluates_is_told_of_at_joining_and_the_others_are_as
     assert {"site": "a"} in [{"site": e["site"]} for e in events.of("update_received")]
 
 
+@pytest.mark.parametrize(
+    ("site", "why"),
+    [
+        (
+            {"rounds": 5, "trainings": 5, "every": 1},
+            ["run.rounds is 5 there, and 9 here", "run.rounds is 5 there"],
+        ),
+        (
+            {"every": 2},
+            ["evaluate.every is 2 there, and 1 here: where its people agree, they set 1 in its f"],
+        ),
+        (
+            {"trainings": 5, "trainings_by": "policy.rounds"},
+            ["policy.rounds is 5 there, and 9 here: where its p"],
+        ),
+        ({"every": 3, "every_by": "policy.evaluate_every"}, ["they set 1 in its policy, and start it again"]),
+        ({"rounds": 12, "trainings": 12, "every": 1}, []),
+    ],
+)
+def test_each_setting_by_which_a_site_is_asked_less_is_told_with_both_values(site, why):
+    run = Bounds(trainings=9, rounds=9, every=1)
+    told = differences(structs.replace(run, **site), run)
+    assert [words in line for words, line in zip(why, told, strict=True)] == [True] * len(why)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_where_no_site_evaluates_the_run_goes_on_without(tmp_path, monkeypatch, asynchronous):
     changes = dict.fromkeys("abc", NEVER)
@@ -169,7 +195,11 @@ def test_a_site_trains_in_no_more_rounds_than_its_own_file_says(tmp_path, monkey
         )
     assert isinstance(result, TooFewSites)
     why = "it trains at most 1 times in this run (its own run.rounds), and this is time 2"
-    assert f"a: {why}" in notices(events)
+    alike = "run.rounds is 1 there, and 2 here: where its people agree, they set 2 in its fedtrain.toml"
+    assert f"a: {why}. {alike}, and start it again" in notices(events)
+    assert "Change run.rounds at these sites, and start them again, or lower strategy.min_sites" in str(
+        result
+    )
     assert [e["sites"] for e in events.of("round_committed")] == [3]
     assert [e["reason"] for e in events.of("update_refused")] == [f"a refuses: {why}"]
 

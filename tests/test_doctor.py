@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
-import ssl
+import socketserver
 import threading
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -15,11 +18,16 @@ from click.testing import CliRunner
 from fedtrain.cli import cli
 from fedtrain.config import Config, keep_policy, policy_from
 from fedtrain.config.policy import changed
+from fedtrain.events import SiteRefused, silent
 from fedtrain.pki import revoke
-from fedtrain.pki.identity import Credentials
 from fedtrain.runtime import doctor
 from fedtrain.runtime.sites.approval import approve
 from fedtrain.runtime.trainers import workbench
+from fedtrain.schema import Schema
+from fedtrain.transport import port
+from tests.federation import aggregator
+from tests.limits import WAIT_S
+from tests.ports import serving
 from tests.test_compare import TASK
 
 SETTINGS = '[run]\ntask = "task:Line"\nrounds = 3\n[simulate]\nsites = 3\n[network]\nlisten = "127.0.0.1:0"\n'
@@ -64,36 +72,53 @@ def ask(*arguments):
 
 @contextmanager
 def answering(answer):
-    """A server on loopback that deals with one caller; its address."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    """A server on loopback that deals with its callers, one after the other; its address."""
+    kind = type("Handler", (socketserver.BaseRequestHandler,), {"handle": lambda one: answer(one.request)})
+    with serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), kind)) as address:
+        yield address
 
-        def deal():
-            line, _ = listening.accept()
-            with line:
-                answer(line)
 
-        thread = threading.Thread(target=deal)
-        thread.start()
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
+@contextmanager
+def aggregating(certs, holder="aggregator", told=None):
+    """An aggregator with the certificate of `holder`, in a thread; its address."""
+    loop, over, at = asyncio.new_event_loop(), asyncio.Event(), Future()
+
+    async def main():
+        if holder != "aggregator":
+            shutil.rmtree(certs / "aggregator")
+            shutil.copytree(certs / holder, certs / "aggregator")
+        emit = silent if told is None else told.append
+        async with aggregator(certs, certs.parent / "inbox", Schema(()), emit=emit) as agg:
+            at.set_result(f"127.0.0.1:{agg.cohort.port}")
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=[main()])
+    thread.start()
+    try:
+        yield at.result(WAIT_S)
+    finally:
+        loop.call_soon_threadsafe(over.set)
         thread.join()
+        loop.close()
 
 
-def tls(folder, root=None):
-    """Speaks TLS as the holder of these certificates, and asks for the caller's."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(cadata=(root or Credentials.load(folder).root).decode())
-    context.set_alpn_protocols(["h2"])
+def tunnelled(line, address):
+    """Pass bytes on, both ways, until one end has closed."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port))) as other:
+        back = threading.Thread(target=pump, args=[other, line])
+        back.start()
+        pump(line, other)
+        back.join()
 
-    def answer(line):
-        try:
-            with context.wrap_socket(line, server_side=True) as inside:
-                inside.sendall(b"x")
-        except OSError:
-            pass
 
-    return answer
+def pump(source, to):
+    try:
+        while data := source.recv(1 << 16):
+            to.sendall(data)
+        to.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
 
 
 def test_a_machine_in_order_is_told_so_and_one_step_is_taken(project):
@@ -116,26 +141,42 @@ def test_a_machine_in_order_is_told_so_and_one_step_is_taken(project):
 
 
 def test_a_site_reaches_its_aggregator_by_its_own_certificate(project):
-    with answering(tls(project / "certs" / "aggregator")) as address:
+    with aggregating(project / "certs") as address:
         code, found = ask("north", "--set", f"network.address={address}")
-    assert (code, found["TLS"]["state"], found["DNS"]["state"]) == (0, "good", "good")
-    assert "it takes our certificate" in found["TLS"]["said"]
+    assert (code, found["connection"]["state"], found["DNS"]["state"]) == (0, "good", "good")
+    assert "it takes our certificate" in found["connection"]["said"]
+
+
+def test_a_site_that_asks_the_doctor_is_no_refused_connection_at_its_aggregator(project, monkeypatch):
+    """Who is refused in the handshake is told beside it: by this the port has looked at both."""
+    monkeypatch.setattr(port, "WATCH_S", 3600)  # it looks at each handshake, and as it closes
+    monkeypatch.setattr(port, "COSTS", 0)
+    told, config = [], Config.load(project / "fedtrain.toml")
+    with aggregating(project / "certs", told=told) as address:
+        config = replace(config, network=replace(config.network, address=address))
+        assert [found.state for found in doctor._network(config, "north")] == ["good", "good"]
+        there, _, at = address.rpartition(":")
+        with socket.create_connection((there, int(at))) as stranger:
+            stranger.sendall(b"no TLS at all")
+            assert stranger.recv(1) in (b"", b"\x15")  # it hangs up, or says so before
+    refused = [event.reason for event in told if isinstance(event, SiteRefused)]
+    assert [reason.partition(":")[0] for reason in refused] == ["1 connections from 127.0.0.1"]
 
 
 def test_through_a_proxy_and_past_one_that_refuses(project, monkeypatch):
-    aggregator = tls(project / "certs" / "aggregator")
+    with aggregating(project / "certs") as behind:
 
-    def proxy(line):
-        asked = line.recv(4096).decode()
-        assert asked.startswith("CONNECT fl.example.org:8440 ")
-        assert "Proxy-Authorization: Basic dXNlcjpzZWNyZXQ=" in asked  # user:secret
-        line.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
-        aggregator(line)
+        def proxy(line):
+            if asked := line.recv(4096).decode():
+                assert asked.startswith("CONNECT fl.example.org:8440 ")
+                assert "Proxy-Authorization: Basic dXNlcjpzZWNyZXQ=" in asked  # user:secret
+                line.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                tunnelled(line, behind)
 
-    with answering(proxy) as address:
-        monkeypatch.setenv("https_proxy", f"http://user:secret@{address}")
-        code, found = ask("north", "--set", "network.address=fl.example.org:8440")
-    assert (code, found["TLS"]["state"]) == (0, "good")
+        with answering(proxy) as address:
+            monkeypatch.setenv("https_proxy", f"http://user:secret@{address}")
+            code, found = ask("north", "--set", "network.address=fl.example.org:8440")
+    assert (code, found["connection"]["state"]) == (0, "good")
     assert "secret" not in json.dumps(found)
 
     def refusing(line):
@@ -145,19 +186,24 @@ def test_through_a_proxy_and_past_one_that_refuses(project, monkeypatch):
     with answering(refusing) as address:
         monkeypatch.setenv("https_proxy", f"http://{address}")
         code, found = ask("north", "--set", "network.address=fl.example.org:8440")
-    assert (code, found["proxy"]["state"]) == (1, "bad")
-    assert "answered 407. It must allow CONNECT" in found["proxy"]["said"]
+    assert (code, found["connection"]["state"]) == (1, "bad")
+    assert "answered 407. It must allow CONNECT" in found["connection"]["said"]
 
 
 def test_who_answers_with_another_name_or_no_tls_is_no_aggregator(project):
-    with answering(tls(project / "certs" / "sites" / "north")) as address:
+    with aggregating(project / "certs", "sites/north") as address:
         code, found = ask("north", "--set", f"network.address={address}")
-    assert (code, found["TLS"]["state"]) == (1, "bad")
-    assert "is not this federation's aggregator's" in found["TLS"]["said"]
-    with answering(lambda line: line.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as address:
+    assert (code, found["connection"]["state"]) == (1, "bad")
+    assert "is not this federation's aggregator's" in found["connection"]["said"]
+
+    def web(line):
+        if line.recv(4096):
+            line.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with answering(web) as address:
         found = ask("north", "--set", f"network.address={address}")[1]
-    assert found["TLS"]["state"] == "bad"
-    assert "no fedtrain aggregator" in found["TLS"]["said"]
+    assert found["connection"]["state"] == "bad"
+    assert "no fedtrain aggregator" in found["connection"]["said"]
 
 
 def test_nobody_there_no_name_and_no_certificate_say_what_to_change(project):

@@ -1,6 +1,7 @@
 """The round loop over cohorts in memory: who is asked, what is refused, what survives."""
 
 import asyncio
+import contextlib
 import math
 import random
 
@@ -492,3 +493,45 @@ def test_a_site_that_fails_once_in_an_evaluation_is_asked_again_for_it(tmp_path)
     run(cfg, LocalCohort(handlers(c=once)), events)
     assert [list(e["by_site"]) for e in events.of("evaluated")] == [SITES] * 2
     assert asked == ["t/1/0/evaluate", "t/1/1/evaluate", "t/2/0/evaluate", "t/2/1/evaluate"]
+
+
+class Joins(LocalCohort):
+    """The last of the sites is there once it was waited for."""
+
+    def __init__(self, handlers):
+        super().__init__(handlers)
+        self.waited_for = []  # each time beside whom
+
+    async def members(self, at_least):
+        return (await super().members(at_least))[: None if self.waited_for else -1]
+
+    async def newcomer(self, known):
+        self.waited_for.append([*known])
+
+
+def test_an_attempt_that_could_only_fail_like_the_two_before_waits_for_another_site(tmp_path):
+    """Once is no proof: a trainer that died is replaced."""
+    events = Events()
+    cohort = Joins(handlers(a=lambda request: Failure(reason="its policy denies it")))
+    cfg = config(tmp_path, run={"rounds": 1}, strategy={"min_sites": 4}, network={"idle": "1h"})
+    assert run(cfg, cohort, events)[0].rounds == 1
+    assert cohort.waited_for == [["a", "b", "c", "d"]]
+    assert [len(e["sites"]) for e in events.of("round_started")] == [4, 4, 5]
+    assert (
+        "the same sites failed alike twice: the next attempt is in 3600 s" in events.of("notice")[0]["text"]
+    )
+
+
+def test_an_attempt_after_another_failure_or_after_silence_or_in_a_simulation_does_not_wait(tmp_path):
+    """Who is silent was waited for in the attempt itself, and a simulation's sites are all there."""
+    said = iter(f"{i} bytes of memory are left" for i in range(10))
+    alike = lambda request: Failure(reason="its policy denies it")
+    varied = lambda request: Failure(reason=next(said))
+    cfg = config(tmp_path, run={"rounds": 1}, strategy={"min_sites": 5}, network={"idle": "1h"})
+    with pytest.raises(TooFewSites, match="2 bytes of memory"):
+        run(cfg, LocalCohort(handlers(a=varied)))
+    simulated = contextlib.closing(RunStore(tmp_path / "simulated", durable=False))
+    with simulated as store, pytest.raises(TooFewSites, match="its policy denies it"):
+        run(cfg, LocalCohort(handlers(a=alike)), store=store)
+    with pytest.raises(TooFewSites, match="4 sites replied, 5 are needed"):
+        run(cfg, LocalCohort(handlers(), loses=lambda site, request: site == "a"))

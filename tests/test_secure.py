@@ -318,6 +318,22 @@ def test_an_evaluation_that_began_to_be_opened_is_had_of_the_same_sites_or_of_no
     assert {*asked} == {"a", "b", "c"}
 
 
+def test_another_attempt_at_an_evaluation_under_masks_begins_when_enough_sites_are_there(tmp_path):
+    cfg, waited_for = config(tmp_path, strategy={"attempts": 3, "min_sites": 4}), []
+    lost = lambda site, request: site == "d" and len(waited_for) < 2
+
+    async def members(at_least):
+        waited_for.append(at_least)
+        return SITES
+
+    with RunStoreOf(cfg) as store:
+        answers = MaskedLosing(cfg, lost).answers(Events(), store)
+        answers.cohort.members = members
+        metrics, _ = asyncio.run(answers.evaluate(0, SITES, store.latest().weights))
+    assert metrics
+    assert waited_for == [4, 4]
+
+
 def test_groups_that_were_summed_stay_when_another_one_is_tried_again(tmp_path):
     sites = [f"site-{c}" for c in "abcdefghi"]
     cfg = config(tmp_path, run={"rounds": 1}, secagg={"groups": 3}, strategy={"min_sites": 9})

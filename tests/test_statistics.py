@@ -728,6 +728,31 @@ def test_without_enough_willing_sites_there_are_no_statistics(tmp_path, ragged):
         collected(tmp_path, cohort(tmp_path, ragged), allowed=lambda members: ["a"])
 
 
+def test_who_gives_no_statistics_is_told_before_anyone_is_waited_for_and_what_to_change(tmp_path, ragged):
+    told = []
+
+    class Late(LocalCohort):
+        async def members(self, at_least):
+            return ["a", "b", "c"][: 3 if told else 2]
+
+        async def newcomer(self, known):
+            self.heard = [event.text for event in told]  # until then
+            if len(known) == 3:
+                raise TimeoutError
+
+    late = Late(dict.fromkeys(SITES))
+    config = configured(tmp_path, strategy={"min_sites": 3})
+    with pytest.raises(TooFewSites, match="1 of 3 sites"):
+        asyncio.run(statistics._willing(config, late, told.append, lambda members: ["a"]))
+    assert [text.partition(": it gives")[0] for text in late.heard] == [
+        "statistics: b is left out",
+        "statistics: c is left out",
+        "statistics: 1 of 3 sites here give them, 3 are needed: waiting 20 s for others",
+    ]
+    assert "stats.allow = true in their fedtrain.toml, and start the site again" in late.heard[0]
+    assert [site for site, _ in late.lines] == ["b", "c"]
+
+
 def test_statistics_that_are_damaged_are_told(tmp_path):
     (tmp_path / "statistics.json").write_text("{")
     with pytest.raises(Damaged, match=r"statistics.json is damaged"):
@@ -862,7 +887,7 @@ def test_under_masks_a_survey_that_was_stopped_as_a_sum_was_opened_goes_on(tmp_p
     assert calls == [(0, False), (0, True), (1, True), (2, True), (2, True), (3, True)]
 
 
-async def all_join(config, cohort, allowed):
+async def all_join(config, cohort, emit, allowed):
     while len(members := await cohort.members(0)) < 4:
         await cohort.newcomer(members)
     return members

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedtrain import events
+from fedtrain.cli.output import run_row
 from fedtrain.errors import ConfigError, TooFewSites
 from fedtrain.tracking import Board, EventLog, live, runs
 from fedtrain.tracking.board import SiteRow
@@ -414,6 +415,28 @@ def test_a_site_tells_of_its_aggregator_and_its_own_work():
         "round 1: training",
         "run is finished: rounds done",
     ]
+
+
+TURNS = [
+    ("run_started", {"run": "heart", "mode": "site", "rounds": 5, "buffer": 2}),
+    ("site_state", {"site": "bern", "state": "training", "round": 6}),
+    ("site_state", {"site": "bern", "state": "evaluating", "round": 4}),
+    ("site_state", {"site": "bern", "state": "evaluating", "round": 7}),
+    ("run_finished", {"reason": "rounds done"}),
+]
+
+
+def test_a_site_of_an_asynchronous_run_counts_its_turns_of_which_nobody_knows_the_number(tmp_path):
+    assert [line[10:] for line in text_of(TURNS).splitlines()[:3]] == [
+        "run heart (site): 5 versions",
+        "turn 6: training",
+        "version 4: evaluating",
+    ]
+    with EventLog(tmp_path / "heart@bern") as log:
+        for kind, fields in TURNS:
+            log.emit(events.KINDS[kind](**fields))
+    (summary,) = runs.summaries(tmp_path)
+    assert run_row(summary)[:3] == ("heart@bern", "finished", "6")
 
 
 def test_plain_text_tells_a_refusal_once_a_round_however_often_it_is_tried():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import FedtrainError
 from .arguments import Command, Commands, drive, with_config
 from .output import short
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ..config import Config
 
 CERTIFICATE_DAYS = 30
+LOOPBACK = "127.0.0.1", "localhost", "[::1]"
 
 
 @click.group(cls=Commands)
@@ -153,7 +155,22 @@ def join(config: Config, address: str, code: str) -> None:
     invitation = Code.read(code)
     folder = drive(join(config.root / config.network.certs, address, invitation, click.echo))
     click.echo(f"{short(folder)} holds key and certificate of {invitation.guest}")
-    click.echo(f"Next: fedtrain site {invitation.guest}")
+    click.echo("\n".join(_next(config, folder, address)))
+
+
+def _next(config: Config, folder: Path, host: str) -> Iterator[str]:
+    """What is still to be done at a site that has its certificate from `host`, in its order."""
+    from ..runtime.sites.approval import Approvals
+
+    machine, port = host.rpartition(":")[0], config.network.listen.rpartition(":")[2]
+    if not config.network.address and machine not in LOOPBACK:
+        where = f'as in "{machine}:{port}"'
+        yield f"Set network.address in fedtrain.toml to where the aggregator listens, {where}."
+    try:
+        Approvals(folder).check(config)
+    except FedtrainError as e:
+        yield str(e)
+    yield f"Next: fedtrain site {folder.name}"
 
 
 @certs.command("revoke")

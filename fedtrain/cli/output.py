@@ -34,7 +34,7 @@ def run_row(s: Summary) -> tuple[str, ...]:
     this_year = when.tm_year == time.localtime().tm_year
     updated = "" if s.updated is None else time.strftime("%m-%d %H:%M" if this_year else "%Y-%m-%d", when)
     loss = "" if s.loss is None else number(s.loss)
-    rounds = f"{s.round}/{s.rounds}" if s.rounds else ""
+    rounds = f"{s.round}/{s.rounds}" if s.rounds else f"{s.round or ''}"
     rounds += f" at {duration(s.clock_s)}" if s.clock_s is not None else ""
     return (s.run, s.state, rounds, loss, averages(s.metrics), best, updated)
 

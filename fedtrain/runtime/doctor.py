@@ -1,19 +1,17 @@
 """`fedtrain doctor`: what would keep a run from working on this machine, each with what to do about it.
 
 The checks of the network are those of a site: its proxy, its certificate, its aggregator. Nothing is sent
-but a TLS handshake, and one optimizer step is taken on the data that is here; at a site only after the checks
-of its own start, for none of its task runs before its people approved it (S22), and shut in as its trainer is
-(S10). The step has a folder of its own, so that it touches nothing of a run that is under way.
+but a call without a word, and one optimizer step is taken on the data that is here; at a site only after the
+checks of its own start, for none of its task runs before its people approved it (S22), and shut in as its
+trainer is (S10). The step has a folder of its own, so that it touches nothing of a run that is under way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import time
@@ -22,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
 
 import msgspec
@@ -30,12 +28,14 @@ import msgspec
 from ..config import Config
 from ..config.policy import FILE as POLICY
 from ..config.policy import policy_from
-from ..errors import FedtrainError
+from ..errors import ConnectError, FedtrainError
 from ..events import silent
-from ..pki.identity import Credentials, Identity, aggregator_target
+from ..pki.identity import Credentials, Current, Identity, aggregator_target
 from ..pki.proof import AggregatorCheck
 from ..store.disk import refuse_network_disk
-from ..transport.tls import explain
+from ..transport.grpc import GrpcTransport
+from ..transport.streams import SESSION
+from ..transport.tls import Tls, explain
 from .sites.approval import Approvals
 from .sites.start import checked_policy, credentials_of, folder_of
 from .sites.statistics import check_config as check_statistics
@@ -65,7 +65,7 @@ def examined(config: Config, site: str | None, data_dir: Path | None) -> Iterato
         checks += [("certificate", lambda: _certificate(config)), ("port", lambda: _listening(config))]
     else:
         checks += [
-            ("network", lambda: _network(config, site)),
+            ("connection", lambda: _network(config, site)),
             ("certificate", lambda: _own_certificate(config, site)),
             ("policy", lambda: _policy(config, site)),
             ("approval", lambda: _approval(config, site)),
@@ -203,7 +203,7 @@ def _network(config: Config, site: str) -> Iterator[Finding]:
     proxy = _proxy(host)
     if proxy is not None:
         yield Finding("proxy", "good", f"{proxy[0]} names {proxy[1]}:{proxy[2]}, which is asked to CONNECT")
-    asked, at = (host, int(port)) if proxy is None else proxy[1:3]
+    asked, at = (host, int(port)) if proxy is None else proxy[1:]
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(asked, at, type=socket.SOCK_STREAM)}
     except socket.gaierror as e:
@@ -211,13 +211,23 @@ def _network(config: Config, site: str) -> Iterator[Finding]:
         fix = f"Check {where}, and this machine's DNS (/etc/resolv.conf)."
         return (yield Finding("DNS", "bad", f"{asked} can't be resolved: {e.strerror}", fix))
     yield Finding("DNS", "good", f"{asked} is {', '.join(sorted(found))}")
+    yield asyncio.run(_call(config, site, address))
+
+
+async def _call(config: Config, site: str, address: str) -> Finding:
+    """Make the call that a site makes, and leave without a word: an aggregator takes who only shakes hands
+    for somebody that it refused."""
+    current = Current(folder_of(config, site))
+    transport = GrpcTransport(Tls(*current.parts()), config.network.heartbeat)
+    target = aggregator_target(current().identity.federation)
     try:
-        with socket.create_connection((asked, at), WAIT_S) as line:
-            if proxy is not None and (refused := _connect(line, address, proxy[3])):
-                return (yield Finding("proxy", "bad", explain(refused, address)))
-            yield from _handshake(config, site, line, address)
-    except OSError as e:
-        yield Finding("connection", "bad", explain(_words(e), address))
+        async with asyncio.timeout(WAIT_S), transport.connect(address, target) as call:
+            async with call(SESSION) as stream:
+                pass
+            await stream.read()
+    except (ConnectError, TimeoutError) as e:
+        return Finding("connection", "bad", str(e) or explain("timeout", address))
+    return Finding("connection", "good", f"{address} is {target}; it takes our certificate")
 
 
 def _listening(config: Config) -> Iterator[Finding]:
@@ -233,49 +243,13 @@ def _listening(config: Config) -> Iterator[Finding]:
     yield Finding("port", "good", f"{config.network.listen} is free")
 
 
-def _proxy(host: str) -> tuple[str, str, int, str] | None:
-    """The variable, host, port and credentials of the proxy that gRPC would use for this host."""
+def _proxy(host: str) -> tuple[str, str, int] | None:
+    """The variable, host and port of the proxy that gRPC would use for this host."""
     variable = next((name for name in PROXIES if os.environ.get(name)), None)
     if variable is None or proxy_bypass(host):
         return None
     parts = urlsplit(os.environ[variable])
-    secret = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}" if parts.username else ""
-    return variable, parts.hostname or "", parts.port or 80, secret
-
-
-def _connect(line: socket.socket, address: str, secret: str) -> str:
-    """Ask a proxy for the way to the address; what it says when it refuses, else ""."""
-    who = f"Proxy-Authorization: Basic {base64.b64encode(secret.encode()).decode()}\r\n" if secret else ""
-    line.sendall(f"CONNECT {address} HTTP/1.1\r\nHost: {address}\r\n{who}\r\n".encode())
-    said = b""
-    while b"\r\n\r\n" not in said and (more := line.recv(4096)):
-        said += more
-    words = said.split(b"\r\n", 1)[0].split()
-    code = words[1].decode(errors="replace") if len(words) > 1 else "nothing"
-    name = ":".join(map(str, line.getpeername()[:2]))
-    return "" if code == "200" else f"{name}: http proxy returned response code {code}"
-
-
-def _handshake(config: Config, site: str, line: socket.socket, address: str) -> Iterator[Finding]:
-    folder = folder_of(config, site)
-    credentials = Credentials.load(folder)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(cadata=credentials.root.decode())
-    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-    context.set_alpn_protocols(["h2"])
-    target = aggregator_target(credentials.identity.federation)
-    try:
-        with context.wrap_socket(line, server_hostname=target) as tls:
-            tls.recv(1)  # with TLS 1.3 only the first bytes say that our certificate was taken
-            yield Finding(
-                "TLS", "good", f"{address} is {target}, by {tls.version()}; it takes our certificate"
-            )
-    except OSError as e:
-        yield Finding("TLS", "bad", explain(_words(e), address))
-
-
-def _words(error: OSError) -> str:
-    return f"{getattr(error, 'reason', '')} {error} {getattr(error, 'verify_message', '')}"
+    return variable, parts.hostname or "", parts.port or 80
 
 
 # --- the data

@@ -120,9 +120,10 @@ class Journal:
 
     # --- beginning
 
-    def start(self, mode: str, sites: int = 0, done: int = 0, buffer: int = 0) -> None:
+    def start(self, mode: str, sites: int = 0, done: int = 0) -> None:
         """Say that a process begins with the run, or goes on with it after `done` rounds."""
         config = self.config
+        buffer = config.asynchronous.buffer if config.asynchronous.enabled else 0
         self.emit(events.RunStarted(
             run=config.run.name, mode=mode, rounds=config.run.rounds, sites=sites,
             config_digest=config.digest(), resumed_from=done or None, buffer=buffer,
@@ -140,8 +141,7 @@ class Journal:
         if self.clock is not None:
             self.clock.reaches(store.clock(checkpoint.round))
         mode = "simulate" if store.folder == config.simulate_dir else "federated"
-        buffer = config.asynchronous.buffer if config.asynchronous.enabled else 0
-        self.start(mode, store.registered(members), checkpoint.round, buffer)
+        self.start(mode, store.registered(members), checkpoint.round)
         return checkpoint
 
     # --- a round

@@ -49,8 +49,8 @@ class Board:
     keep: int = 0  # so many of the newest rounds are in `history`; 0: all
     run: str = ""
     mode: str = ""
-    rounds: int = 0  # planned
-    noun: str = "round"  # or "version": what an asynchronous run counts
+    rounds: int = 0  # planned; 0: nobody here knows how many
+    noun: str = "round"  # or what an asynchronous run counts: "version", and "turn" at one of its sites
     config_digest: str = ""
     started: float | None = None  # when its last process began
     updated: float | None = None  # the last event's time
@@ -102,6 +102,10 @@ class Board:
         since = 0.0 if self._mark is None else max(0.0, now - self._mark)
         return max(0.0, pace * (self.rounds - self.round) - min(since, pace))
 
+    def of_version(self, event: e.SiteState) -> bool:
+        """Whether a site that counts its turns works on a version: it evaluates one."""
+        return self.noun == "turn" and event.state == "evaluating"
+
     def add(self, event: Event) -> None:
         """Take one event in, in the order in which they were written."""
         self.updated = event.time
@@ -128,7 +132,7 @@ class Board:
                     self._site(site, "training" if site in asked else "waiting", event.round)
             case e.SiteState():
                 self._site(event.site, event.state, event.round)
-                if self.mode == "site":
+                if self.mode == "site" and not self.of_version(event):
                     self.round = max(self.round, event.round or 0)
             case e.UpdateReceived():
                 site_row = self._site(event.site, "done", event.round)
@@ -163,7 +167,9 @@ class Board:
 
     def _start(self, event: e.RunStarted) -> None:
         self.run, self.mode, self.rounds = event.run, event.mode, event.rounds
-        self.noun = "version" if event.buffer else "round"
+        self.noun = "round" if not event.buffer else "turn" if self.mode == "site" else "version"
+        if self.noun == "turn":  # it is asked as often as it is free, whatever run.rounds says
+            self.rounds = 0
         self.config_digest, self.started = event.config_digest, event.time
         self.round, self.under_way = event.resumed_from or 0, None
         self.need = self.finished = self.step = self.spent = None

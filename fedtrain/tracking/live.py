@@ -134,7 +134,8 @@ def line(event: Event, board: Board) -> str | None:
             again = f", going on after {board.noun} {event.resumed_from}" if event.resumed_from else ""
             who = f", {_sites(event.sites)}" if event.sites else ""
             config = f", config {event.config_digest[:12]}" if event.config_digest else ""
-            return f"run {event.run} ({event.mode}): {event.rounds} {board.noun}s{who}{config}{again}"
+            noun = "version" if event.buffer else "round"
+            return f"run {event.run} ({event.mode}): {event.rounds} {noun}s{who}{config}{again}"
         case e.Waiting():
             return _waiting(board) if board.waiting is not None else None
         case e.SiteJoined(site="aggregator"):
@@ -155,7 +156,8 @@ def line(event: Event, board: Board) -> str | None:
             return f"{_round(event.round, board)}started{who}{near}{again}"
         case e.SiteState():
             mine = board.mode in ("site", "") and event.state in WORK
-            return f"{_round(event.round, board)}{event.state}" if mine else None
+            what = f"version {event.round}: " if board.of_version(event) else _round(event.round, board)
+            return f"{what}{event.state}" if mine else None
         case e.UpdateReceived():
             if board.asked > FEW_SITES:
                 return None
@@ -240,7 +242,11 @@ def _step(event: e.Stepped) -> str:
 def _round(number: int | None, board: Board) -> str:
     if number is None:
         return ""
-    return f"{board.noun} {number}/{board.rounds}: " if board.rounds else f"{board.noun} {number}: "
+    return f"{board.noun} {_of_all(number, board)}: "
+
+
+def _of_all(number: int, board: Board) -> str:
+    return f"{number}/{board.rounds}" if board.rounds else f"{number}"
 
 
 def _waiting(board: Board) -> str:
@@ -330,7 +336,7 @@ def _headline(board: Board, now: float, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    where = f"  {board.mode}  {board.noun} {board.round}/{board.rounds}" if board.run else "starting"
+    where = f"  {board.mode}  {board.noun} {_of_all(board.round, board)}" if board.run else "starting"
     grid = Table.grid(padding=(0, 2))
     for _ in range(3):
         grid.add_column(no_wrap=True, overflow="ellipsis")

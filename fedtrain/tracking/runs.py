@@ -24,7 +24,7 @@ class Summary(msgspec.Struct, frozen=True):
     mode: str
     state: State
     round: int  # committed
-    rounds: int  # planned
+    rounds: int  # planned; 0 where nobody knows: at a site of an asynchronous run `round` is its turn
     loss: float | None
     metrics: Averages
     best_round: int | None

@@ -25,11 +25,15 @@ HELLO = Hello(
             "a and the aggregator have different task code: eeeeeeeeeeee at the site",
         ),
         ({"agreed": CONFIG.agreed() | {"train.lr": "0.1"}}, "differ in train.lr: 0.1 at the site, 0.5 at"),
-        ({"agreed": {}}, "a and the aggregator differ in"),
+        (
+            {"agreed": CONFIG.agreed() | {"train.lr": "0.1", "run.seed": "7"}},
+            r"differ in run.seed: 7 at the site, 0 at the aggregator; train.lr: 0.1 at the site, 0.5 at the",
+        ),
+        ({"agreed": {}}, r"a and the aggregator differ in .*; and in \d+ more\. Use the same fedtrain.toml"),
         ({"schema": OTHER}, "a and the aggregator have different models: w"),
         ({"frozen": OTHER}, "a and the aggregator have different models"),
     ],
-    ids=["protocol", "task", "setting", "no settings", "model", "frozen"],
+    ids=["protocol", "task", "setting", "two settings", "no settings", "model", "frozen"],
 )
 def test_s22_a_site_that_would_train_something_else_does_not_join(differs, why):
     agree("a", HELLO, CONFIG, MODEL, "d" * 64)

@@ -12,10 +12,13 @@ import msgspec
 import pytest
 
 from fedtrain import pki
+from fedtrain.cli.certificates import _next
+from fedtrain.config import Config
 from fedtrain.errors import CertificateError, ConfigError, JoinRefused
-from fedtrain.pki import Credentials, Verifier
+from fedtrain.pki import Credentials, Verifier, init, issue
 from fedtrain.pki.enrolment import FAULTS, Code, Codes, keep, request, root_digest, words
 from fedtrain.runtime.enrolling import ENROL, Host, Wish, join
+from fedtrain.runtime.sites.approval import approve
 from fedtrain.transport.grpc import AggregatorStream, GrpcTransport
 from fedtrain.transport.tls import Tls
 from fedtrain.wire.codec import decode, encode
@@ -286,6 +289,25 @@ def fedtrain(folder, *arguments):
     )
 
 
+def test_a_site_that_has_its_certificate_is_told_what_is_missing_until_it_can_be_started(tmp_path):
+    """In the order in which it is done; each goes when it is done."""
+    folder = tmp_path / "certs/sites/north"
+    issue(init(tmp_path / "certs").parent, "site", "north")
+    config = Config.of({"run": {"name": "ward", "task": "task:T"}}, tmp_path)
+    first = [*_next(config, folder, "ca.example:8441")]
+    assert first[0].startswith("Set network.address in fedtrain.toml")
+    assert first[0].endswith('as in "ca.example:8440".')
+    assert first[1].startswith(f"run.task: {tmp_path / 'task'}.py does not exist")
+    assert first[2] == "Next: fedtrain site north"
+    (tmp_path / "task.py").write_text("")
+    second = [*_next(config, folder, "127.0.0.1:8441")]  # where the aggregator may be here, too
+    assert second[0] == (
+        "task:T is not approved at this site. Read it (task.py), then: fedtrain task approve north"
+    )
+    approve(config, ["north"])
+    assert [*_next(config, folder, "127.0.0.1:8441")] == ["Next: fedtrain site north"]
+
+
 @pytest.mark.slow(4)
 def test_two_commands_make_an_authority_and_enrol_a_site(tmp_path):
     """`certs invite` makes the authority where there is none; what it prints is what the site types."""
@@ -302,6 +324,7 @@ def test_two_commands_make_an_authority_and_enrol_a_site(tmp_path):
     rest, _ = invite.communicate(timeout=120)
     assert joined.returncode == 0, out
     assert invite.returncode == 0, rest
+    assert "task.py does not exist" in out
     assert "Next: fedtrain site north" in out
     assert Credentials.load(tmp_path / "there" / "certs" / "sites" / "north").identity.federation == "ward"
     assert Credentials.load(tmp_path / "here" / "certs" / "aggregator").identity.federation == "ward"

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import grpc as core
 import psutil
 import pytest
 
@@ -24,6 +25,7 @@ from fedtrain.wire.codec import decode, encode
 from fedtrain.wire.frames import FromAggregator, Offer, Refused, Welcome
 from tests.federation import aggregator, certificates, connected, hello, random_arena
 from tests.limits import WAIT_S, bounded
+from tests.ports import free_port
 
 SCHEMA = random_arena(10, 1).schema
 CALLS = 12  # of a stranger
@@ -131,6 +133,43 @@ def test_s28_who_is_refused_in_the_handshake_is_in_the_audit_log_by_address_and_
         return counted(log)
 
     assert 3 <= bounded(main()) <= CALLS
+
+
+def test_a_channel_that_was_given_up_does_not_call_again_when_somebody_listens_at_last(certs):
+    """A channel of gRPC's own defaults does, while anyone holds a call of it; such a call is refused nothing,
+    and says nothing, and the port would count it with those that are refused."""
+
+    async def main():
+        ports, came = [free_port(), free_port()], [asyncio.Event(), asyncio.Event()]
+        options = [("grpc.initial_reconnect_backoff_ms", 1500)]  # later than by default, for the other one
+        theirs = core.aio.insecure_channel(f"127.0.0.1:{ports[0]}", options=options)
+        held = theirs.stream_stream("/a/b")()
+        with pytest.raises(core.RpcError):
+            await held.read()
+        async with connected(certs, ports[1]) as call:
+            with pytest.raises(ConnectError, match="nothing listens there yet"):
+                async with call("Session") as stream:
+                    await stream.read()
+        await theirs.close()
+        async with contextlib.AsyncExitStack() as stack:
+            for at, event in zip(ports, came, strict=True):
+                await stack.enter_async_context(listening(at, event))
+            await came[0].wait()
+        return held, stream, came[1].is_set()
+
+    assert not bounded(main())[2]
+
+
+@contextlib.asynccontextmanager
+async def listening(at, came):
+    """Sets the event when somebody connects, and hangs up."""
+
+    async def hang_up(_, writer):
+        came.set()
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", at):
+        yield
 
 
 def counted(log):

@@ -256,7 +256,7 @@ function update() {
   if (!run?.head || !view) return;
   const { head, about, rounds, steps } = run, sum = key => rounds.reduce((total, row) => total + (row[key] || 0), 0);
   const machine = head.machine, last = rounds[rounds.length - 1], dearest = Math.max(...Object.values(head.epsilon).map(e => e.epsilon));
-  const facts = [["State", el("span", { class: head.state }, head.state)], ["Mode", head.mode], [head.noun, `${head.round} of ${head.rounds}`],
+  const facts = [["State", el("span", { class: head.state }, head.state)], ["Mode", head.mode], [head.noun, head.rounds ? `${head.round} of ${head.rounds}` : head.round],
     ["Doing", head.waiting ? `waits for sites: ${head.waiting[0]} of ${head.waiting[1]}` : head.underWay ? `${head.noun} ${head.underWay}${head.attempt > 1 ? `, attempt ${head.attempt}` : ""}` : ""],
     ["Left", head.state === "running" && known(head.eta) ? time(head.eta) : ""], ["Best", head.best ? `${head.best[0]} ${number(head.best[1])} in ${head.best[2]}` : ""],
     ["Bytes in, out", `${bytes(sum("in"))}, ${bytes(sum("out"))}`], ["Time of rounds", time(sum("seconds"))], ["Simulated clock", known(last?.clock) ? time(last.clock) : ""],

@@ -19,6 +19,8 @@ from ...secagg.peer_sums import PeerSums
 from ...wire.frames import PROTOCOL, Bounds, Hello
 from ...wire.gossip import Greeting
 
+FEW = 5  # settings that a refusal names
+
 
 @dataclass(frozen=True)
 class Ends:
@@ -30,14 +32,19 @@ class Ends:
     here: str
 
     def same_settings(self, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-        """JoinRefused when a setting that must be alike differs."""
-        for key in sorted({*ours, *theirs}):
-            here, there = ours.get(key), theirs.get(key)
-            if here != there:
-                raise JoinRefused(
-                    f"{self.them} and {self.us} differ in {key[:64]}: {str(there)[:64]} at {self.there}, "
-                    f"{str(here)[:64]} at {self.here}. Use the same fedtrain.toml at both."
-                )
+        """JoinRefused when settings that must be alike differ; it names the first few of them."""
+        differ = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+        if differ:
+            each = (
+                f"{key[:64]}: {str(theirs.get(key))[:64]} at {self.there}, "
+                f"{str(ours.get(key))[:64]} at {self.here}"
+                for key in differ[:FEW]
+            )
+            more = f"; and in {len(differ) - FEW} more" if len(differ) > FEW else ""
+            raise JoinRefused(
+                f"{self.them} and {self.us} differ in {'; '.join(each)}{more}. "
+                f"Use the same fedtrain.toml at both."
+            )
 
     def same_digest(self, what: str, theirs: str, ours: str, mend: str) -> None:
         """JoinRefused when two digests of `what` differ."""
@@ -129,8 +136,28 @@ def bounds_of(config: Config, policy: SitePolicy | None = None) -> Bounds:
 
 
 def differences(site: Bounds, run: Bounds) -> list[str]:
-    """Where a site lets itself be asked less than this run asks: first why it sits evaluations out."""
+    """Where a site lets itself be asked less than this run asks, by which setting, and what it is here: first
+    why it sits evaluations out."""
     asked = replace(run, noise=False)  # noise in sums is in the aggregator's file as well, and it asks
     evaluated = [number for number in range(1, min(run.rounds, 1000) + 1) if not asked.evaluation(number)]
-    refused = filter(None, (site.evaluation(number) for number in evaluated))
-    return [*list(refused)[:1], *filter(None, [site.training(run.trainings - 1)])]
+    refused = next(filter(None, (site.evaluation(number) for number in evaluated)), "")
+    short, found = site.training(run.trainings - 1), list[str]()
+    if refused:
+        found.append(refused + _alike(site, run, site.every_by, "run.rounds"))
+    if short:
+        found.append(short + _alike(site, run, site.trainings_by))
+    return found
+
+
+def _alike(site: Bounds, run: Bounds, *keys: str) -> str:
+    """What the site's people set where they want it asked as often as the others."""
+    both = {
+        "run.rounds": (site.rounds, run.rounds), "policy.rounds": (site.trainings, run.trainings),
+        "evaluate.every": (site.every, run.every), "policy.evaluate_every": (site.every, run.every),
+    }  # fmt: skip
+    differ = [(key, *both[key]) for key in keys if key in both and both[key][0] != both[key][1]]
+    return "".join(
+        f". {key} is {there} there, and {here} here: where its people agree, they set {here} in "
+        f"{'its policy' if key.startswith('policy.') else 'its fedtrain.toml'}, and start it again"
+        for key, there, here in differ
+    )

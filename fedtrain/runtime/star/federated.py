@@ -8,8 +8,10 @@ model: the plan of a round is kept before it starts, and seeds come from (run, r
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -84,6 +86,19 @@ async def _members(journal: Journal, cohort: Cohort, number: int) -> Sequence[Si
         members = await cohort.members(need)
 
 
+async def _another(journal: Journal, cohort: Cohort) -> None:
+    """Wait for a site that is not here yet, for network.idle at most: those that were asked fail alike. In a
+    simulation there are no others; for sites that are silent an attempt has waited itself."""
+    idle_s = journal.config.network.idle
+    text = (
+        f"the same sites failed alike twice: the next attempt is in {idle_s:g} s, or when another site joins"
+    )
+    journal.emit(Notice(text=text))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(idle_s):
+            await cohort.newcomer(await cohort.members(0))
+
+
 def central_noise(journal: Journal, strategy: Strategy) -> CentralNoise | None:
     """Where the noise of a strategy that adds it at the server comes from; None: there is none."""
     if strategy.sigma is None:
@@ -102,6 +117,7 @@ async def _train(
     config, store = journal.config, journal.store
     seed = seed_of(config.run.seed, "server", checkpoint.round)
     plan, left_out = store.plan(checkpoint.round), dict[SiteId, int]()
+    said: tuple[str, Sequence[SiteId]] = "", ()  # by the attempt before, and of whom
     while True:
         if plan is None:
             plan = first_plan(journal, strategy, checkpoint.round, members)
@@ -127,6 +143,11 @@ async def _train(
                 left_out[culprit] = plan.round + 1 + RESTS
                 why = f"{e} It is asked again after round {left_out[culprit]}"
                 refuse(answers.cohort, journal.emit, culprit, plan.round + 1, why)
+            before, said = said, (str(e), plan.sites)
+            if said == before and isinstance(e, TooFewSites) and e.told and store.durable:
+                await _another(journal, answers.cohort)
+            if len(await answers.cohort.members(0)) < config.strategy.min_sites:
+                journal.waiting(config.strategy.min_sites)
             members = await _members(journal, answers.cohort, plan.round)
             members = without(members, left_out)
             if len(members) < config.strategy.min_sites:

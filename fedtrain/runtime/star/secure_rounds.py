@@ -195,6 +195,8 @@ class UnderMasks:
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
         failed: dict[SiteId, str] = {}
         for attempt in range(self._config.strategy.attempts):
+            if attempt:  # some may be gone
+                await self.cohort.members(self._config.strategy.min_sites)
             settled = self._evaluation.of(number)
             plan = RoundPlan(number, attempt, list(settled[-1] if settled else sites))
             try:

@@ -32,6 +32,8 @@ from ..sites.statistics import hash_of_tally
 from .secure_rounds import UnderMasks
 
 FILE, ANSWERS = "statistics.json", "statistics.answers"
+UNWILLING = "it gives no statistics (its own stats.allow = false)"
+WILLING = "Its people allow it by stats.allow = true in their fedtrain.toml, and start the site again"
 
 
 class Asked(msgspec.Struct):
@@ -147,7 +149,7 @@ async def _begin(
     allowed: Callable[[Sequence[SiteId]], list[SiteId]],
 ) -> Asked:  # fmt: skip
     """Who takes part: the sites whose columns are those of most."""
-    sites = await _willing(config, cohort, allowed)
+    sites = await _willing(config, cohort, emit, allowed)
     request = Describe(id=f"{config.run.name}/0/0/describe")
     replies = await gather(cohort, dict.fromkeys(sites, request), config.strategy.round_deadline)
     columns = {site: reply.columns for site, reply in replies.items() if isinstance(reply, Described)}
@@ -161,19 +163,31 @@ async def _begin(
 
 
 async def _willing(
-    config: Config, cohort: Cohort, allowed: Callable[[Sequence[SiteId]], list[SiteId]]
+    config: Config, cohort: Cohort, emit: Emit, allowed: Callable[[Sequence[SiteId]], list[SiteId]]
 ) -> list[SiteId]:
     """The sites that joined and give statistics: waits for strategy.min_sites, then network.idle for others
-    when too few of those do."""
-    need = config.strategy.min_sites
-    members = await cohort.members(need)
+    when too few of those do. Who gives none is told at once, here and there."""
+    need, told = config.strategy.min_sites, set[SiteId]()
+
+    def tell(members: Sequence[SiteId]) -> None:
+        new = sorted({*members} - {*allowed(members)} - told)
+        _tell(cohort, emit, dict.fromkeys(new, f"{UNWILLING}. {WILLING}"))
+        told.update(new)
+
+    while len(members := await cohort.members(1)) < need:
+        tell(members)
+        await cohort.newcomer(members)
+    tell(members)
+    if (few := len(allowed(members))) < need:
+        text = f"statistics: {few} of {len(members)} sites here give them, {need} are needed: waiting"
+        emit(Notice(text=f"{text} {config.network.idle:g} s for others"))
     with suppress(TimeoutError):
         async with asyncio.timeout(config.network.idle):
             while len(allowed(members)) < need:
                 await cohort.newcomer(members)
-                members = await cohort.members(0)
+                tell(members := await cohort.members(0))
     sites = allowed(members)
-    refused = dict.fromkeys(set(members) - set(sites), "it gives no statistics (its own stats.allow = false)")
+    refused = dict.fromkeys(set(members) - set(sites), UNWILLING)
     _enough(config, "who gives statistics", sites, refused, members)
     return sites
 
