@@ -183,6 +183,7 @@ class Moments:
     mean: float
     spread: float  # of the n values themselves: the root of the mean square distance from the mean
     sd: float | None  # of what they are drawn from, with n - 1; None of a single value
+    unit: float = 0.0  # each value was rounded to a multiple of it
 
     @classmethod
     def of(cls, powers: Powers, sums: tuple[int, int], n: int) -> Moments:
@@ -192,5 +193,5 @@ class Moments:
         square = (n * second - first * first) * unit * unit
         return cls(
             n, float(first * unit / n), math.sqrt(square / (n * n)),
-            math.sqrt(square / (n * (n - 1))) if n > 1 else None,
+            math.sqrt(square / (n * (n - 1))) if n > 1 else None, float(unit),
         )  # fmt: skip

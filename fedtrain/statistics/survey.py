@@ -200,7 +200,7 @@ def round_step(least: float) -> Decimal:
 def edges_around(moments: Moments, percent: int) -> tuple[float, ...]:
     """Edges of CELLS cells that have the quantile, for values of this mean and spread."""
     p = percent / 100
-    slack = 1e-9 * moments.spread + 1e-15 * abs(moments.mean)  # for what was rounded
+    slack = 1e-9 * moments.spread + 1e-15 * abs(moments.mean) + moments.unit  # for what was rounded
     low = moments.mean - moments.spread * math.sqrt((1 - p) / p) - slack
     high = moments.mean + moments.spread * math.sqrt(p / (1 - p)) + slack
     return _even(low, high) if moments.spread else (moments.mean,)
