@@ -12,6 +12,7 @@ from ...errors import CertificateError
 from ...messages import SiteId
 from ...pki import Credentials
 from ...pki.identity import Current
+from ..own_code import check_beside_key
 from .approval import policy_of
 from .gate import check_policy
 
@@ -37,4 +38,5 @@ def checked_policy(config: Config, name: SiteId, credentials: Credentials) -> Si
     """The site's policy; ConfigError without one, or for settings under which it would refuse everything."""
     policy = policy_of(folder_of(config, name), credentials)
     check_policy(config, policy)
+    check_beside_key(config, policy, peer=False)
     return policy
