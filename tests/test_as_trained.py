@@ -61,7 +61,7 @@ FEDPER = {"strategy.kind": "fedper", "strategy.local": ["2.*"]}
 TRAINED = {
     "per": FEDPER,
     "shards": {
-        "strategy.kind": "fedbn", "strategy.local": ["2.*"], "run.seed": 7, "simulate.sites": 4,
+        "strategy.kind": "fedrep", "strategy.local": ["2.*"], "run.seed": 7, "simulate.sites": 4,
         "simulate.partition": "shards:2",
     },
     "b": {"run.task": "other:B"},

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ..config.own import told, user_module
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
+from .signatures import check_methods
 
 if TYPE_CHECKING:
     import torch
@@ -161,6 +162,7 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
         # data_dir is set before __init__, which may read it, and works for a frozen dataclass too
         object.__setattr__(task, "data_dir", data_dir or root / "data")
         task.__init__(*args, **kwargs)  # type: ignore[misc]  # it is a new object
+    check_methods(task, Task)
     return task
 
 
