@@ -14,9 +14,9 @@ from fedtrain import aggregation, compression, gossip, pki, strategies, topology
 from fedtrain.config import Config, SitePolicy, keep_policy
 from fedtrain.errors import ConfigError, TaskError
 from fedtrain.gossip import rules
-from fedtrain.runtime.own_code import check_beside_key, named_in, source_digest
+from fedtrain.runtime.own_code import GRAPH, STAR, check_beside_key, named_in, source_digest
 from fedtrain.runtime.peers import peer
-from fedtrain.runtime.peers.gossip_setup import algorithm_of
+from fedtrain.runtime.peers.gossip_setup import agreed, algorithm_of
 from fedtrain.runtime.sites.approval import Approvals, approve
 from fedtrain.runtime.sites.compressed import check_own
 from fedtrain.runtime.sites.start import checked_policy
@@ -83,15 +83,15 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-STAR = {"secagg.enabled": False, "strategy.min_sites": 6}
+OPEN = {"secagg.enabled": False, "strategy.min_sites": 6}
 OURS = [
     ("federated", {"strategy.kind": "fedadam", "strategy.tau": 0.01}, {"strategy.kind": "parts:MyAdam"}),
-    ("federated", {"aggregation.rule": "trimmed_mean", "aggregation.f": 2, **STAR},
+    ("federated", {"aggregation.rule": "trimmed_mean", "aggregation.f": 2, **OPEN},
      {"aggregation.rule": "parts:MyMean"}),
-    ("federated", {"aggregation.rule": "median", "aggregation.before": ["nnm:2"], **STAR},
+    ("federated", {"aggregation.rule": "median", "aggregation.before": ["nnm:2"], **OPEN},
      {"aggregation.before": ["parts:MyNnm:2"]}),
-    ("federated", {"compression.up": "quantize:4", **STAR}, {"compression.up": "parts:MyQuantize:4"}),
-    ("federated", {"compression.down": "error_feedback:topk:0.5", **STAR},
+    ("federated", {"compression.up": "quantize:4", **OPEN}, {"compression.up": "parts:MyQuantize:4"}),
+    ("federated", {"compression.down": "error_feedback:topk:0.5", **OPEN},
      {"compression.down": "error_feedback:parts:MyTopK:0.5"}),
     ("federated", {"compression.up": "randomk:0.5"}, {"compression.up": "parts:MyRandomK:fraction=0.5"}),
     ("gossip", {"gossip.algorithm": "periodic", "gossip.every": 2}, {"gossip.algorithm": "parts:MyPeriodic"}),
@@ -197,19 +197,24 @@ def of(project, table):
     return Config.of({"run": {"task": "task:Toy"}, "network": {"certs": "certs"}, **table}, project)
 
 
+def compared(config):
+    """What a federation's ends compare, or peers."""
+    return agreed(config) if named_in(config, *GRAPH) else source_digest(config)
+
+
 @pytest.mark.parametrize("key", NAMED)
 def test_s22_the_file_of_a_class_of_ones_own_is_approved_with_the_task(project, key):
     certificates(project / "certs", "north")
     config, folder = of(project, NAMED[key]), project / "certs/sites/north"
-    assert list(named_in(config)) == [key]
+    assert list(named_in(config, *STAR, *GRAPH)) == [key]
     (project / "parts.py").write_text("raise SystemExit('executed')\n")
     approve(config)
-    before = source_digest(config)
+    before = compared(config)
     Approvals(folder).check(config)
     (project / "parts.py").write_text("raise SystemExit('executed again')\n")
     with pytest.raises(ConfigError, match=r"parts\.py changed since task:Toy was approved"):
         Approvals(folder).check(config)
-    assert source_digest(config) != before, "the other end compares it"
+    assert compared(config) != before, "the other end compares it"
     with pytest.raises(ConfigError, match=r"not approved|changed since"):
         Approvals(folder).check(of(project, {}))
 
@@ -217,7 +222,15 @@ def test_s22_the_file_of_a_class_of_ones_own_is_approved_with_the_task(project, 
 def test_s22_what_has_the_name_of_ours_is_no_code_of_ones_own(project):
     (project / "topk.py").write_text("")
     table = {"compression": {"up": "topk:fraction"}, "gossip": {"topology": "file:graph"}}
-    assert named_in(of(project, table)) == {}
+    assert named_in(of(project, table), *STAR, *GRAPH) == {}
+
+
+def test_a_file_that_another_mode_would_use_need_not_be_there(project):
+    (project / "parts.py").unlink()
+    (project / "fedtrain.toml").write_text(
+        (project / "fedtrain.toml").read_text() + '[gossip]\nalgorithm = "parts:MyPeriodic"\n'
+    )
+    assert len(fedtrain.simulate(project).history) == 2
 
 
 # --- where it may run
@@ -348,7 +361,7 @@ def test_whole_models_travel_by_a_compressor_of_ones_own_that_loses_little(proje
         algorithm_of(lossy)
 
 
-GRAPH = """
+MY_GRAPH = """
 from dataclasses import dataclass
 import random
 from fedtrain.errors import ConfigError
@@ -373,14 +386,16 @@ class Mine(Graph):
     ],
 )  # fmt: skip
 def test_a_graph_that_peers_could_not_share_is_refused(project, body, says):
-    (project / "parts.py").write_text(GRAPH.format(body=body))
+    (project / "parts.py").write_text(MY_GRAPH.format(body=body))
     with pytest.raises(ConfigError, match=says):
         topology.parse("parts:Mine", root=project).check(6)
 
 
 def test_a_graph_of_ones_own_may_draw_from_the_seed_and_change_from_round_to_round(project):
     body = "[[draw.choice([j for j in range(len(members)) if j != i])] for i in range(len(members))]"
-    text = GRAPH.format(body=body) + "    weights = 'push-sum'\n    def period(self, n):\n        return 0\n"
+    text = (
+        MY_GRAPH.format(body=body) + "    weights = 'push-sum'\n    def period(self, n):\n        return 0\n"
+    )
     (project / "parts.py").write_text(text)
     graph = topology.parse("parts:Mine", root=project)
     rounds = [graph.round(9, t, seed=3).edges for t in range(3)]
@@ -428,4 +443,4 @@ def test_the_example_of_a_page_on_ones_own_runs_as_it_stands(project, page):
     (project / "fedtrain.toml").write_text((project / "fedtrain.toml").read_text() + table)
     run = fedtrain.simulate(project, mode="gossip" if "[gossip]" in table else "federated")
     assert len(run.history) == 2
-    assert f"{name.removesuffix('.py')}:" in str(named_in(run.config).values())
+    assert f"{name.removesuffix('.py')}:" in str(named_in(run.config, *STAR, *GRAPH).values())

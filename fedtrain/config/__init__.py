@@ -7,6 +7,7 @@ from .schema import (
     COMMAND_WORDS,
     COMMANDS,
     MACHINE,
+    AggregationConfig,
     AsynchronousConfig,
     CompressionConfig,
     Config,
@@ -32,7 +33,7 @@ from .values import (
 )  # fmt: skip
 
 __all__ = [
-    "COMMANDS", "COMMAND_WORDS", "MACHINE", "SITE_MODELS", "UNITS", "AsynchronousConfig",
+    "COMMANDS", "COMMAND_WORDS", "MACHINE", "SITE_MODELS", "UNITS", "AggregationConfig", "AsynchronousConfig",
     "CompressionConfig", "Config", "EvaluateConfig", "GossipConfig", "LimitsConfig", "ParallelConfig",
     "PrivacyConfig", "SecAggConfig", "Seconds", "SimulateConfig", "SitePolicy", "Source", "StrategyConfig",
     "TrainConfig", "build", "check_options", "class_of", "is_own", "keep_policy", "kind_in", "numbers_in",

@@ -214,8 +214,8 @@ def check_parts(strategy: Strategy, tensors: Sequence[ModelTensor]) -> None:
         modules = some(sorted({tensor.module for tensor in tensors}))
         raise ConfigError(
             f"strategy.kind: {kind} {strategy.keeps or 'has a shares() of its own'}, and this model has no "
-            f"such tensor, so it would do nothing: its modules are {modules}. Use fedavg; or name what stays at "
-            f"a site by fedper and strategy.local."
+            f"such tensor, so it would do nothing: its modules are {modules}. Use fedavg; or name what stays "
+            f"at a site by fedper and strategy.local."
         )
     if strategy.trains_local:
         head = any(t.kind == "trained" and strategy.shares(t) == "local" for t in tensors)

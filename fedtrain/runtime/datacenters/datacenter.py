@@ -63,7 +63,7 @@ def run(
     if config.privacy.noise_multiplier:
         raise ConfigError("privacy.noise_multiplier: a datacenter adds no noise. Set it to 0.")
     islands = config.parallel.sync == "local"
-    own = {key: kind for key, kind in named_in(config).items() if islands and key == "strategy.kind"}
+    own = named_in(config, "strategy") if islands else {}
     digest = task_digest(config.run.task, config.root, own)
     with joined(partial(meet, config), config.train.device, config.parallel.backend, done) as device:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -16,6 +16,7 @@ from ...compression.bfloat16 import BFloat16
 from ...compression.float16 import Float16
 from ...compression.quantize import Quantize
 from ...config import (
+    AggregationConfig,
     CompressionConfig,
     Config,
     SitePolicy,
@@ -36,7 +37,7 @@ from ...modes import WITH_COMPRESSOR
 from ...secagg.peer_sums import LEAST
 from ...topology import Topology
 from ...training.source_only import load_sources_only
-from ...training.task import user_code
+from ...training.task import task_digest, user_code
 from ..own_code import GRAPH, check_beside_key, named_in
 from ..sites import privacy
 from ..sites.approval import Approvals
@@ -117,7 +118,7 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
 def algorithm_beside_key(config: Config, folder: Path) -> tuple[Algorithm, Topology]:
     """As algorithm_of, at a peer whose key lies in `folder`: a class of the user's own would run beside it,
     so the peer's people have approved it, and have nothing against that."""
-    if any(key in GRAPH for key in named_in(config)):
+    if named_in(config, *GRAPH):
         check_beside_key(config, policy_from(folder), peer=True)
         Approvals(folder).check(config)
         load_sources_only(config.root)
@@ -209,12 +210,15 @@ def agreed(config: Config) -> dict[str, str]:
            for f in fields(config.gossip) if f.name not in ("roster", "relay")}  # fmt: skip
     if config.gossip.agree:  # as in runs from before there was that key
         del own["gossip.agree"]
+    if code := named_in(config, *GRAPH):  # the source of classes of the user's own
+        own["gossip.code"] = task_digest(config.run.task, config.root, code)
     return config.agreed() | own
 
 
 def of_a_peer(config: Config) -> Config:
-    """The settings of a peer's trainer: [compression] is for updates, and peers exchange models."""
-    return replace(config, compression=CompressionConfig())
+    """The settings of a peer's trainer: [compression] and [aggregation] are for updates, and peers exchange
+    models."""
+    return replace(config, compression=CompressionConfig(), aggregation=AggregationConfig())
 
 
 def check_keys(config: Config, algorithm: Algorithm) -> None:

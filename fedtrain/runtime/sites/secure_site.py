@@ -181,7 +181,7 @@ def secure_site_of(
 ) -> SecureSite:
     """The site's half of secure sums, with the key of its certificate. Damaged when the ledger
     `spent` is shorter than the sums that this site was in. `rules`: the site's policy."""
-    if "compression.up" in named_in(config):
+    if "compression.up" in named_in(config, "compression"):
         load_sources_only(config.root)  # what its people approved
     check_config(beside_key(config))
     federation = current().identity.federation
