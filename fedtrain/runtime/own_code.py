@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .. import aggregation, compression, gossip, topology
+from .. import aggregation, compression
 from ..config import AggregationConfig, Config, SitePolicy, is_own, kind_in
 from ..errors import ConfigError
 from ..modes import WITH_COMPRESSOR
@@ -38,14 +38,23 @@ def _of_compression(config: Config) -> dict[str, str]:
     }
 
 
+def _may_be_own(text: str) -> bool:
+    return is_own(kind_in(text, ())[0])
+
+
 def _of_gossip(config: Config) -> dict[str, str]:
-    given, mixing = config.gossip, {*aggregation.RULES, *gossip.rules.RULES}
+    given = config.gossip
     encodes = given.algorithm in WITH_COMPRESSOR or is_own(given.algorithm)
+    compressor = given.compressor if encodes and not given.masks else ""
+    if not any(map(_may_be_own, (given.algorithm, given.topology, given.rule, compressor))):
+        return {}  # and a site's supervisor loads no numpy
+    from .. import gossip, topology
+
     return {
         "gossip.algorithm": given.algorithm,
         "gossip.topology": topology.own_in(given.topology),
-        "gossip.rule": kind_in(given.rule, mixing)[0],
-        "gossip.compressor": compression.own_in(given.compressor) if encodes and not given.masks else "",
+        "gossip.rule": kind_in(given.rule, {*aggregation.RULES, *gossip.rules.RULES})[0],
+        "gossip.compressor": compression.own_in(compressor),
     }
 
 
