@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .config import COMMANDS, MACHINE, SITE_MODELS, Config, Source
+from .config import COMMANDS, MACHINE, SITE_MODELS, Config, Source, is_own
 from .errors import ConfigError
 
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
@@ -126,6 +126,13 @@ FEDERATED = ("simulate", "aggregator", "site")
 GRAPH = ("gossip", "peer")
 NEVER_WAIT = ("adpsgd", "swift")  # gossip.algorithm
 WITH_COMPRESSOR = ("choco", "diloco", "noloco", "streaming-diloco")
+
+
+def _one_of(config: Config, algorithms: tuple[str, ...]) -> bool:
+    """Whether gossip.algorithm is one of these, or of the user's own, whose class says what it reads."""
+    return config.gossip.algorithm in algorithms or is_own(config.gossip.algorithm)
+
+
 ONLY = (
     Only(("secagg",), lambda c: c.secagg.enabled, "secagg.enabled", MASKS),
     Only(("strategy.min_sites", "limits"), lambda c: c.secagg.enabled, "secagg.enabled", MASKS, ("site",)),
@@ -139,13 +146,13 @@ ONLY = (
          ROUNDS, FEDERATED),
     Only(("strategy.enough",), lambda c: c.simulate.timed, "simulate.speeds",
          "a key that says how long simulated sites take: simulate.speeds, say", ("simulate",)),
-    Only(("simulate.speeds",), lambda c: c.gossip.algorithm in NEVER_WAIT, "gossip.algorithm",
+    Only(("simulate.speeds",), lambda c: _one_of(c, NEVER_WAIT), "gossip.algorithm",
          f"gossip.algorithm = {' or '.join(NEVER_WAIT)}, whose peers never wait", ("gossip",)),
     Only(("simulate.engine",), lambda c: c.gossip.algorithm not in NEVER_WAIT, "gossip.algorithm",
          f"a gossip.algorithm other than {' and '.join(NEVER_WAIT)}", ("gossip",)),
     Only(("gossip.round_deadline",), lambda c: c.gossip.agree or c.gossip.algorithm != "swift",
          "gossip.algorithm", "gossip.agree, or a gossip.algorithm other than swift", GRAPH),
-    Only(("gossip.compressor",), lambda c: c.gossip.algorithm in WITH_COMPRESSOR and not c.gossip.masks,
+    Only(("gossip.compressor",), lambda c: _one_of(c, WITH_COMPRESSOR) and not c.gossip.masks,
          "gossip.algorithm", f"gossip.algorithm = {' or '.join(WITH_COMPRESSOR)}, without masks", GRAPH),
     Only(("gossip.clip", "simulate.masks"), lambda c: c.gossip.masks, "gossip.masks",
          "gossip.masks = true", GRAPH),

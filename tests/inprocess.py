@@ -15,6 +15,7 @@ from fedtrain.config import Config
 from fedtrain.errors import TaskError
 from fedtrain.events import Event
 from fedtrain.pki import init, issue
+from fedtrain.runtime.own_code import source_digest
 from fedtrain.runtime.simulations import simulation
 from fedtrain.runtime.simulations.pool import PoolCohort
 from fedtrain.runtime.simulations.shared_memory import SharedMemory
@@ -23,7 +24,7 @@ from fedtrain.runtime.star import aggregator
 from fedtrain.runtime.trainers.supervised import Supervised
 from fedtrain.runtime.trainers.trainer import Trainer, Trains
 from fedtrain.runtime.trainers.trainer_messages import Failed
-from fedtrain.runtime.trainers.workbench import Workbench, source_digest
+from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import Checkpoint, RunStore
 from fedtrain.strategies import beginning, build
 from tests.allowed import allowed

@@ -21,7 +21,7 @@ import fedtrain
 from fedtrain import api, events
 from fedtrain.cli import cli
 from fedtrain.errors import ConfigError, StoreError, TaskError
-from fedtrain.runtime.trainers.workbench import source_digest
+from fedtrain.runtime.own_code import source_digest
 from fedtrain.tracking import log
 from tests.allowed import allowed
 from tests.inline import project as federation_of_three

@@ -61,7 +61,7 @@ FEDPER = {"strategy.kind": "fedper", "strategy.local": ["2.*"]}
 TRAINED = {
     "per": FEDPER,
     "shards": {
-        "strategy.kind": "fedbn", "strategy.local": ["2.*"], "run.seed": 7, "simulate.sites": 4,
+        "strategy.kind": "fedrep", "strategy.local": ["2.*"], "run.seed": 7, "simulate.sites": 4,
         "simulate.partition": "shards:2",
     },
     "b": {"run.task": "other:B"},
@@ -191,7 +191,9 @@ def test_a_run_decides_on_its_numbers_and_on_nothing_else(project, tmp_path):
     assert as_trained(config, begun(tmp_path / "run", odd)) == config
 
 
-@pytest.mark.parametrize("key", ["run.task", "strategy.kind"])
+@pytest.mark.parametrize(
+    "key", ["run.task", "strategy.kind", "aggregation.rule", "compression.up", "compression.down"]
+)
 def test_a_run_can_not_bring_its_own_code(project, key):
     name = key.replace(".", "_")
     folder = begun(project / "runs" / name, {key: f"'runs.{name}.code:Own'"})

@@ -5,7 +5,8 @@ import importlib
 
 import pytest
 
-BASES = ["aggregation.base", "compression.base", "gossip.base", "metrics", "strategies.base", "training.task"]
+BASES = ["aggregation.base", "compression.base", "gossip.base", "gossip.rules.base", "metrics",
+         "strategies.base", "topology.base", "training.task"]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", BASES)

@@ -11,7 +11,7 @@ from fedtrain.learning import RoundSums
 from fedtrain.strategies import build
 from tests import references
 from tests.references import BODY, HEAD, NORM
-from tests.toy import SITES, Net, NormScale, Toy, Toys, config, data_of, initial
+from tests.toy import SITES, Net, Toy, Toys, config, data_of, initial
 
 OPEN = {"secagg": {"enabled": False}}
 MASKED = {"secagg": {"enabled": True, "ring_bits": 64, "clip": 2.0, "max_examples": 64, "value_bits": 40}}
@@ -240,12 +240,6 @@ def test_dittos_personal_model_goes_to_the_model_that_the_round_began_with(tmp_p
     toys.run((10,))
     for site in toys.counted[-1]:
         close(toys.memory(site)["v"], begun, 1e-7)
-
-
-def test_fedbn_without_norm_layers_is_fedavg(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.toy.NormScale", type("Scale", (NormScale,), {}))
-    toys = run(tmp_path, "fedbn")
-    assert np.array_equal(toys.weights, run(tmp_path / "plain", "fedavg").weights)
 
 
 @pytest.mark.parametrize(

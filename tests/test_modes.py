@@ -247,6 +247,10 @@ ITS_OWN = {
 }
 # What makes sums of statistics is made for training, too.
 ITS_OWN["statistics"] = {"evaluate.metric"}
+# What is approved is all code that the file names, whatever will run it.
+ITS_OWN["site"] = {f"gossip.{name}" for name in ("algorithm", "topology", "rule", "compressor")}
+ITS_OWN["peer"] = {"aggregation.rule", "aggregation.before", "compression.up", "compression.down",
+                   "gossip.compressor"}  # fmt: skip
 
 
 def configured(root, changes):

@@ -64,7 +64,7 @@ def read(path): return [([1, 2], 0), ([3], 1)]
 """,
 }
 AFTER = {
-    "aggregation.md": "assert Largest.__mro__[1] is Rule",
+    "aggregation.md": "assert Midway.__mro__[1] is Rule",
     "checkpoints.md": "assert step == 0 and len(Tokens().data('site-1')) == 100",
     "compression.md": "assert vector.shape == (110,) and vector.count_nonzero() <= 2 and state",
     "datacenter.md": "assert Shakespeare.parallel_plan(None).blocks == 'blocks'",

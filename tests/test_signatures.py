@@ -11,8 +11,9 @@ from fedtrain.config import TrainConfig
 from fedtrain.errors import ConfigError
 from fedtrain.store import RunStore
 from fedtrain.training.local import Engine
+from fedtrain.training.signatures import check_methods
 from fedtrain.training.stacked import Stacked
-from fedtrain.training.task import Task
+from fedtrain.training.task import Task, load_task
 
 CONFIG = TrainConfig(batch_size=0, lr=0.1)
 DATA = torch.linspace(-1, 1, 12, dtype=torch.float64).view(6, 2), torch.arange(6) % 2
@@ -120,3 +121,81 @@ def test_a_simulation_that_goes_on_tells_the_rounds_that_are_left(tmp_path, monk
     for weights in found:
         torch.testing.assert_close(weights.views()["weight"], model.weight.detach(), rtol=0, atol=1e-12)
     assert found[0].digest == found[1].digest
+
+
+# --- methods that nobody would call
+
+
+def with_method(signature, base=Plain):
+    space = {"base": base}
+    exec(f"class Mine(base):\n    def {signature}:\n        return None", space)
+    return space["Mine"]()
+
+
+@pytest.mark.parametrize(
+    ("signature", "meant"),
+    [
+        ("eval_dta(self, site)", "eval_data"),
+        ("val_data(self, site)", "eval_data"),
+        ("test_dataset(self, site)", "test_data"),
+        ("metric(self, sums)", "metrics"),
+        ("optimiser(self, parameters)", "optimizer"),
+        ("optimizers(self, parameters)", "optimizer"),
+        ("evaluat(self, model, batch)", "evaluate"),
+        ("colate(self, examples)", "collate"),
+        ("site(self)", "sites"),
+        ("weight(self)", "weights"),
+        ("paralel_plan(self)", "parallel_plan"),
+    ],
+)
+def test_a_method_whose_name_is_nearly_a_tasks_is_refused_with_both_names(signature, meant):
+    name = signature.partition("(")[0]
+    with pytest.raises(ConfigError, match=rf"Mine\.{name}\(\): nobody calls it\. Did you mean {meant}\(\)\?"):
+        check_methods(with_method(signature), Task)
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "train_data(self, site)", "load_data(self, site)", "make_model(self)", "accuracy(self, model, batch)",
+        "validate(self, model, batch)", "normalize(self, x)", "class_weights(self, y)", "transform(self, x)",
+        "weight(self, y)", "column(self, site, name)", "_eval_dta(self, site)",
+        "get_optimizer(self, parameters)",
+        "evaluate_batch(self, model, batch)", "sitename(self, site)",
+    ],
+)  # fmt: skip
+def test_a_helper_of_the_users_own_is_left_alone(signature):
+    check_methods(with_method(signature), Task)
+
+
+def test_a_near_name_is_a_helper_where_the_method_itself_is_there():
+    class Both(Plain):
+        def val_data(self, site):
+            return DATA
+
+        def eval_data(self, site):
+            return self.val_data(site)
+
+    check_methods(Both(), Task)
+
+
+@pytest.mark.parametrize(
+    ("signature", "says"),
+    [
+        ("data(self)", r"data\(\) can't be called: .*Write data\(self, site\); any other argument needs"),
+        ("loss(self, batch)", r"loss\(batch\) can't be called: .*Write loss\(self, model, batch\)"),
+        ("eval_data(self)", r"Write eval_data\(self, site\)"),
+        ("evaluate(self, model, batch, site)", r"Write evaluate\(self, model, batch\)"),
+        ("metrics(self)", r"Write metrics\(self, sums\)"),
+        ("sites(self, n)", r"Write sites\(self\)"),
+    ],
+)
+def test_a_method_that_can_not_be_called_is_refused_when_the_task_is_loaded(tmp_path, signature, says):
+    with pytest.raises(ConfigError, match=says):
+        Engine(with_method(signature), CONFIG, run_seed=0)
+    methods = {"model": "model(self)", "data": "data(self, site)", "loss": "loss(self, model, batch)"}
+    methods[signature.partition("(")[0]] = signature
+    body = "".join(f"    def {each}: ...\n" for each in methods.values())
+    (tmp_path / "signed.py").write_text(f"import fedtrain\nclass Signed(fedtrain.Task):\n{body}")
+    with pytest.raises(ConfigError, match=says):
+        load_task("signed:Signed", tmp_path)

@@ -203,9 +203,9 @@ def test_the_digest_is_the_same_wherever_the_project_lies_and_runs_none_of_it(tm
 def test_the_digest_covers_a_strategy_of_ones_own(tmp_path):
     (tmp_path / "task.py").write_text("x = 1\n")
     (tmp_path / "mine.py").write_text("y = 1\n")
-    before = task_digest("task:Heart", tmp_path, "mine:Half")
+    before = task_digest("task:Heart", tmp_path, {"strategy.kind": "mine:Half"})
     (tmp_path / "mine.py").write_text("y = 2\n")
-    assert task_digest("task:Heart", tmp_path, "mine:Half") != before
+    assert task_digest("task:Heart", tmp_path, {"strategy.kind": "mine:Half"}) != before
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,26 @@ def test_what_leaves_nothing_to_exchange_is_refused(tmp_path, normed, options):
         bench(tmp_path, **options)
 
 
+def test_fedbn_of_a_model_without_normalisation_layers_is_refused_as_it_would_be_fedavg(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Toy, "model", lambda task: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+    for options in ({}, {"local": ["1.*"]}):
+        with pytest.raises(
+            ConfigError, match=r"FedBN keeps normalisation layers .*its modules are Linear\. Use"
+        ):
+            bench(tmp_path, "fedbn", **options)
+    bench(tmp_path, "fedavg", local=["1.*"])
+
+
+def test_fedrep_whose_head_has_nothing_to_train_is_refused(tmp_path, normed):
+    with pytest.raises(
+        ConfigError, match=r"strategy\.local: FedRep trains them first, .* none of them is a parameter"
+    ):
+        bench(tmp_path, "fedrep", local=["norm.running_*"])
+    bench(tmp_path, "fedper", local=["norm.running_*"])
+
+
 def test_a_pattern_of_fixed_for_buffers_alone_is_refused(tmp_path, normed):
     with pytest.raises(ConfigError, match=r"strategy.fixed: 'norm.running_\*' matches only buffers, which"):
         bench(tmp_path, fixed=["norm.running_*"])

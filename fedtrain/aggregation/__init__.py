@@ -1,11 +1,13 @@
 """Aggregation rules, which make one update of many, and pre-aggregations in front of them, one file each.
 
-A new rule needs a line in RULES, a new pre-aggregation a line in BEFORE.
+A new rule of ours needs a line in RULES, a new pre-aggregation a line in BEFORE; one of the user's own is a
+class in a file beside the task.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .. import config
@@ -46,16 +48,26 @@ __all__ = ["BEFORE", "RULES", "Known", "Mean", "PreAggregation", "Rule", "Stack"
 
 
 def build(
-    kind: str, options: Mapping[str, Any], updates: int | None = None, before: Sequence[str] = ()
+    kind: str,
+    options: Mapping[str, Any],
+    updates: int | None = None,
+    before: Sequence[str] = (),
+    root: Path | None = None,
 ) -> Rule:
-    """The rule that [aggregation] describes: its name, and the keys that are the rule's own fields.
+    """The rule that [aggregation] describes: its name, and the keys that are the rule's own fields. "module:
+    Class" is a class of the user's in module.py in the folder `root`, next to the task.
 
     `updates`: the fewest updates in a round; ConfigError when the rule needs more, or for a wrong option.
     `before`: the pre-aggregations in front of the rule, as `parse` reads them.
     """
-    config.one_of("aggregation.rule", kind, RULES)
-    config.check_options("aggregation.rule", kind, options, RULES, also=["rule", "before"])
-    rule = config.build(RULES[kind], dict(options), "aggregation")
+    cls = config.class_of("aggregation.rule", kind, RULES, Rule, root, "a rule")
+    config.check_options("aggregation.rule", kind, options, {**RULES, kind: cls}, also=["rule", "before"])
+    rule = config.build(cls, dict(options), "aggregation")
+    if rule.linear and not isinstance(rule, Mean):
+        raise ConfigError(
+            f"aggregation.rule: {kind} says that it is linear, and of linear rules the plain mean is folded, "
+            f"so its own of() would not be asked. Leave out its `linear`."
+        )
     named = _named(kind, rule)
     if before:
         if rule.must_have:
@@ -63,7 +75,7 @@ def build(
                 f"aggregation.before: {kind} reads the update of each single site, and {before[0]} would "
                 f"change it. Leave aggregation.before out."
             )
-        rule = After(tuple(map(parse, before)), rule)
+        rule = After(tuple(parse(text, root) for text in before), rule)
         named += f" after {', '.join(before)}"
     if updates is not None and updates < rule.needs:
         raise ConfigError(
@@ -74,15 +86,16 @@ def build(
     return rule
 
 
-def parse(text: str) -> PreAggregation:
-    """The pre-aggregation of a text: "nnm:2", "bucketing:s=3", "clip:1.5". The options after the
-    colon have names, or stand in the order of the fields. ConfigError for one that is not known."""
-    kind, colon, _ = text.strip().partition(":")
-    config.one_of("aggregation.before", kind, BEFORE)
-    known = config.options_of(BEFORE[kind])
-    options = config.options_in("aggregation.before", text, known) if colon else {}
-    config.check_options("aggregation.before", kind, options, BEFORE)
-    return config.build(BEFORE[kind], options, "aggregation.before")
+def parse(text: str, root: Path | None = None) -> PreAggregation:
+    """The pre-aggregation of a text: "nnm:2", "bucketing:s=3", "clip:1.5", or "module:Class:2" of the user's.
+    The options after the colon have names, or stand in the order of the fields. ConfigError for one that is
+    not known."""
+    key = "aggregation.before"
+    kind, rest = config.kind_in(text, BEFORE)
+    cls = config.class_of(key, kind, BEFORE, PreAggregation, root, "a pre-aggregation")
+    options = config.options_in(key, kind, rest, config.options_of(cls))
+    config.check_options(key, kind, options, {**BEFORE, kind: cls})
+    return config.build(cls, options, key)
 
 
 def aggregate(rule: Rule, schema: Schema, updates: Sequence[Update], known: Known = NOTHING) -> Arena:

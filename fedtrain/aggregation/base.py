@@ -76,8 +76,9 @@ class Stack(Protocol[T_co]):
 class Rule(Settings):
     """A way to make one delta of many. The fields of a rule are its configuration; a rule has no state.
 
-    A custom rule defines `of`, which reads the stack as often as it needs to and holds a few chunks, so that
-    memory is O(model). The result depends on the rows and their order, never on the order of arrival.
+    A custom rule is a frozen dataclass, which aggregation.rule = "module:Class" names. It defines `of`, which
+    reads the stack as often as it needs to and holds a few chunks, so that memory is O(model). The result
+    depends on the rows and their order, never on the order of arrival.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)

@@ -19,8 +19,9 @@ Shares = Sequence[Sequence[float]]  # [m][n]: how much of each of n updates is i
 class PreAggregation(Settings):
     """Makes a stack of a stack. Its fields are its configuration, it has no state.
 
-    A custom one defines `over`, and `fewest` if it makes fewer updates than it is given. Like a rule it
-    reads chunk by chunk, and its result depends on the rows, their order and `stack.known` alone.
+    A custom one is a frozen dataclass, which aggregation.before = ["module:Class:OPTIONS"] names. It defines
+    `over`, and `fewest` if it makes fewer updates than it is given. Like a rule it reads chunk by chunk, and
+    its result depends on the rows, their order and `stack.known` alone.
     """
 
     section: ClassVar[str] = "aggregation.before"

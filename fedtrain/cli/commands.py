@@ -157,7 +157,7 @@ def topology(
     """Tell how fast peers agree on a graph, and what it costs."""
     from ..topology import analysis, parse
 
-    graph = parse(kind, weights)
+    graph = parse(kind, weights, Path.cwd())
     report = analysis.report(graph, peers, seed)
     if png is not None:
         with writing(png):

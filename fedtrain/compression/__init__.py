@@ -1,8 +1,12 @@
-"""Compressors of vectors, one file each. A new compressor needs a file, and a line in COMPRESSORS."""
+"""Compressors of vectors, one file each.
+
+A new one of ours needs a line in COMPRESSORS; one of the user's own is a class in a file beside the task.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from .. import config
@@ -13,6 +17,7 @@ from .error_feedback import ErrorFeedback
 from .float16 import Float16
 from .lowrank import LowRank
 from .powersgd import PowerSGD
+from .probe import check_contraction, probe
 from .quantize import Quantize
 from .randomk import RandomK
 from .sign import Sign
@@ -32,29 +37,42 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 
 SHAPES = ("shapes",)  # fields that the model sets, not the user
 
-__all__ = ["COMPRESSORS", "Compressor", "DeltaCodec", "ErrorFeedback", "Linear", "build", "parse"]
+__all__ = [
+    "COMPRESSORS", "Compressor", "DeltaCodec", "ErrorFeedback", "Linear", "build", "check_contraction",
+    "own_in", "parse", "probe",
+]  # fmt: skip
 
 
-def parse(text: str) -> Compressor:
+def parse(text: str, root: Path | None = None, key: str = "compression") -> Compressor:
     """The compressor of a text: "float16", "topk:0.01", "quantize:4,block=128", "error_feedback:sign".
 
     The options after the colon have names, or stand in the order of the fields. The option of error_feedback
-    is the compressor inside. ConfigError for an unknown kind or option.
+    is the compressor inside. "module:Class", "module:Class:0.5" is a class of the user's in module.py in the
+    folder `root`, next to the task. ConfigError, about `key`, for an unknown kind or option.
     """
-    kind, colon, rest = text.strip().partition(":")
-    config.one_of("compression", kind, COMPRESSORS)
-    if COMPRESSORS[kind] is ErrorFeedback:
-        return build(kind, {"inner": rest} if colon else {})
-    known = config.options_of(COMPRESSORS[kind], SHAPES)
-    return build(kind, config.options_in("compression", text, known) if colon else {})
+    kind, rest = config.kind_in(text, COMPRESSORS)
+    cls = config.class_of(key, kind, COMPRESSORS, Compressor, root, "a compressor")
+    if cls is ErrorFeedback:
+        return build(kind, {"inner": parse(rest, root, key)} if rest else {}, key=key)
+    return build(kind, config.options_in(key, kind, rest, config.options_of(cls, SHAPES)), root, key)
 
 
-def build(kind: str, options: Mapping[str, Any]) -> Compressor:
+def build(
+    kind: str, options: Mapping[str, Any], root: Path | None = None, key: str = "compression"
+) -> Compressor:
     """The compressor `kind` with these options; ConfigError for an unknown kind or option."""
-    config.one_of("compression", kind, COMPRESSORS)
-    config.check_options("compression", kind, options, COMPRESSORS, parts=SHAPES)
-    if COMPRESSORS[kind] is ErrorFeedback:
+    cls = config.class_of(key, kind, COMPRESSORS, Compressor, root, "a compressor")
+    config.check_options(key, kind, options, {**COMPRESSORS, kind: cls}, parts=SHAPES)
+    if cls is ErrorFeedback:
         inner = options.get("inner")
-        config.require(inner, "compression", 'error_feedback wraps another: "error_feedback:topk:0.01"')
-        return ErrorFeedback(inner if isinstance(inner, Compressor) else parse(str(inner)))
-    return config.build(COMPRESSORS[kind], dict(options), "compression")
+        config.require(inner, key, 'error_feedback wraps another: "error_feedback:topk:0.01"')
+        return ErrorFeedback(inner if isinstance(inner, Compressor) else parse(str(inner), root, key))
+    return config.build(cls, dict(options), "compression")
+
+
+def own_in(text: str) -> str:
+    """The class of the user's own that a text names, "module:Class"; "" for one of ours."""
+    kind, rest = config.kind_in(text, COMPRESSORS)
+    if kind == "error_feedback":
+        return own_in(rest or "")
+    return kind if config.is_own(kind) else ""

@@ -26,7 +26,9 @@ class Compressor(Settings):
 
     Both ends know n and the seed, so neither travels. The seed is of (run, round) where a sum over several
     senders is wanted (see Linear), and of (run, round, site) elsewhere. A compressor gives the same bytes on
-    every machine: it takes all random numbers from `Keystream`. A custom compressor is a frozen dataclass:
+    every machine: it takes all random numbers from `Keystream`. A custom compressor is a frozen dataclass
+    that defines `encode`, `decode` and `bytes_for`; a text "module:Class:0.5" names it, with its options.
+    Whatever loses more than the norm of a vector also defines `contraction`, for error feedback:
 
     >>> from dataclasses import dataclass
     >>> import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..arena import AnyArena, Arena
 from ..errors import BadUpdate
 from ..schema import Schema, Section, TensorSpec
-from .base import Compressor
+from .base import Compressor, sized
 
 if TYPE_CHECKING:
     from .base import State
@@ -63,6 +63,7 @@ class DeltaCodec:
             before = {name.removeprefix(own): t for name, t in state.items() if name.startswith(own)}
             vector = delta.flat(section)[: section.trained].float()
             payload, kept = compressor.encode(vector, seed, before)
+            sized(payload, compressor, section.trained)
             views[f"{own}payload"].copy_(payload)
             after |= {own + name: tensor for name, tensor in kept.items()}
         for section, at in self._rest():

@@ -1,11 +1,13 @@
 """fedtrain.toml as frozen dataclasses: schema.py has the settings, load.py reads them, values.py checks."""
 
 from .load import Source, build
+from .own import class_of, is_own, kind_in, own_class
 from .policy import SitePolicy, keep_policy, policy_from
 from .schema import (
     COMMAND_WORDS,
     COMMANDS,
     MACHINE,
+    AggregationConfig,
     AsynchronousConfig,
     CompressionConfig,
     Config,
@@ -27,14 +29,13 @@ from .values import (
     options_in,
     options_of,
     require,
-    user_module,
     value_of,
 )  # fmt: skip
 
 __all__ = [
-    "COMMANDS", "COMMAND_WORDS", "MACHINE", "SITE_MODELS", "UNITS", "AsynchronousConfig",
+    "COMMANDS", "COMMAND_WORDS", "MACHINE", "SITE_MODELS", "UNITS", "AggregationConfig", "AsynchronousConfig",
     "CompressionConfig", "Config", "EvaluateConfig", "GossipConfig", "LimitsConfig", "ParallelConfig",
     "PrivacyConfig", "SecAggConfig", "Seconds", "SimulateConfig", "SitePolicy", "Source", "StrategyConfig",
-    "TrainConfig", "build", "check_options", "keep_policy", "numbers_in", "one_of", "options_in",
-    "options_of", "policy_from", "require", "user_module", "value_of",
+    "TrainConfig", "build", "check_options", "class_of", "is_own", "keep_policy", "kind_in", "numbers_in",
+    "one_of", "options_in", "options_of", "own_class", "policy_from", "require", "value_of",
 ]  # fmt: skip

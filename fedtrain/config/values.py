@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 import re
-import sys
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
-from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
@@ -140,14 +137,13 @@ def value_of(text: str) -> bool | int | float | str:
     return text
 
 
-def options_in(section: str, text: str, known: Sequence[str]) -> dict[str, Any]:
-    """The options after the colon of a text, as in "quantize:4,block=128": each has a name, or stands in the
-    order of those `known`. ConfigError for more than are known."""
-    kind, _, rest = text.strip().partition(":")
-    items = rest.split(",")
+def options_in(section: str, kind: str, rest: str | None, known: Sequence[str]) -> dict[str, Any]:
+    """The options that stand after a kind and its colon, as in "quantize:4,block=128": each has a name, or
+    stands in the order of those `known`. ConfigError for more than are known."""
+    items = [] if rest is None else rest.split(",")
     if len(items) > len(known):
         has = ", ".join(known) or "none"
-        raise ConfigError(f"{section}: {text!r} has more options than {kind}, which has {has}.")
+        raise ConfigError(f"{section}: '{kind}:{rest}' has more options than {kind}, which has {has}.")
     options: dict[str, Any] = {}
     for name, item in zip(known, items, strict=False):
         key, equals, value = item.partition("=")
@@ -183,13 +179,3 @@ def check_options(
         else:
             hint = f"It has {', '.join(own) or 'none of its own'}."
         raise ConfigError(f"{key.partition('.')[0]}.{name}: {kind} has no such option. {hint}")
-
-
-def user_module(name: str) -> ModuleType:
-    """The user's module that a setting names, imported without writing its bytecode: on a full disk
-    Python 3.11 leaves half a .pyc, which stands for the module from then on."""
-    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.dont_write_bytecode = written

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import FedtrainError
 from ..messages import SiteId
-from ..topology import parse
+from ..topology import own_in, parse
 from ..tracking.comparison import settings_of
 from .history import History
 
@@ -58,6 +58,8 @@ def _edges(settings: Mapping[str, str], members: Sequence[SiteId], board: Any) -
             ast.literal_eval(settings.get(key, default))
             for key, default in (("gossip.topology", ""), ("gossip.weights", "''"), ("run.seed", "0"))
         )
+        if own_in(kind):  # a run's settings have no code loaded here
+            return []
         ordered = sorted(members)
         graph = parse(kind, weights).near(ordered, seed)[0]
         mixing = graph.round(ordered, max(0, (board.under_way or board.round) - 1), seed)

@@ -1,9 +1,13 @@
-"""Gossip algorithms: how peers average with neighbours, one file each. A new one needs a line below."""
+"""Gossip algorithms: how peers average with neighbours, one file each.
+
+A new one of ours needs a line in ALGORITHMS; one of the user's own is a class in a file beside the task.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from .. import config
@@ -56,8 +60,13 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 __all__ = [
     "ALGORITHMS", "Algorithm", "Blend", "Choco", "CompressorLike", "Fold", "Judged", "LocalSteps", "Mailbox",
     "Meet", "Mix", "MixingRule", "Parcel", "Receive", "Received", "Request", "Ruled", "Send", "build",
-    "partner", "step",
+    "class_of", "partner", "step",
 ]  # fmt: skip
+
+
+def class_of(kind: str, root: Path | None = None) -> type[Algorithm]:
+    """The class of an algorithm, ours or, as "module:Class", the user's; ConfigError where there is none."""
+    return config.class_of("gossip.algorithm", kind, ALGORITHMS, Algorithm, root, "an algorithm")
 
 
 def build(
@@ -65,15 +74,16 @@ def build(
     options: Mapping[str, Any],
     compressor: CompressorLike | None = None,
     rule: MixingRule | None = None,
+    root: Path | None = None,
 ) -> Algorithm:
-    """The algorithm that [gossip] describes. `options`: the keys that are its fields. ConfigError for an
-    unknown algorithm or option, for a compressor that is missing, or a rule that the algorithm can't use."""
-    config.one_of("gossip.algorithm", kind, ALGORITHMS)
-    cls = ALGORITHMS[kind]
+    """The algorithm that [gossip] describes. `options`: the keys that are its fields. "module:Class" is a
+    class of the user's in module.py in the folder `root`, next to the task. ConfigError for an unknown
+    algorithm or option, for a compressor that is missing, or a rule that the algorithm can't use."""
+    cls = class_of(kind, root)
     own = config.options_of(cls)
     parts: dict[str, Any] = {}
     if "compressor" in own:
-        if compressor is None and cls is Choco:
+        if compressor is None and issubclass(cls, Choco):
             raise ConfigError(
                 f"gossip.algorithm: {kind} sends compressed differences. "
                 'Set gossip.compressor = "quantize:8".'
@@ -88,7 +98,7 @@ def build(
             )
         parts["rule"] = rule
     config.check_options(
-        "gossip.algorithm", kind, options, ALGORITHMS,
+        "gossip.algorithm", kind, options, {**ALGORITHMS, kind: cls},
         parts=("compressor", "rule"), also=config.options_of(config.GossipConfig, ["options"]),
     )  # fmt: skip
     if "compressor" in parts:

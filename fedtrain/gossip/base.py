@@ -119,6 +119,11 @@ if TYPE_CHECKING:
 class Algorithm(Settings):
     """How peers average. The fields of an algorithm are its configuration; only x and the state change.
 
+    A custom algorithm is a frozen dataclass that defines `round`, a generator of the requests at the top of
+    this file, and `init` where it keeps something between rounds. A field `compressor: CompressorLike` is
+    given gossip.compressor, as its contraction. Derived from Ruled (gossip.rules.base) it is given
+    gossip.rule. gossip.algorithm = "module:Class" names it, and its other fields are keys of [gossip].
+
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
     ... class AverageThenTrain(Algorithm):

@@ -93,6 +93,11 @@ class Clock:
         self.now_s = max(self.now_s, moment_s)
 
 
+def buffer_of(config: Config) -> int:
+    """How many updates make a version of an asynchronous run; 0 where there are rounds."""
+    return config.asynchronous.buffer if config.asynchronous.enabled else 0
+
+
 class Journal:
     """One run as its store has it and as its log tells it."""
 
@@ -120,10 +125,10 @@ class Journal:
 
     # --- beginning
 
-    def start(self, mode: str, sites: int = 0, done: int = 0) -> None:
-        """Say that a process begins with the run, or goes on with it after `done` rounds."""
+    def start(self, mode: str, sites: int = 0, done: int = 0, buffer: int = 0) -> None:
+        """Say that a process begins with the run, or goes on with it after `done` rounds. `buffer`: of an
+        asynchronous one."""
         config = self.config
-        buffer = config.asynchronous.buffer if config.asynchronous.enabled else 0
         self.emit(events.RunStarted(
             run=config.run.name, mode=mode, rounds=config.run.rounds, sites=sites,
             config_digest=config.digest(), resumed_from=done or None, buffer=buffer,
@@ -141,7 +146,7 @@ class Journal:
         if self.clock is not None:
             self.clock.reaches(store.clock(checkpoint.round))
         mode = "simulate" if store.folder == config.simulate_dir else "federated"
-        self.start(mode, store.registered(members), checkpoint.round)
+        self.start(mode, store.registered(members), checkpoint.round, buffer_of(config))
         return checkpoint
 
     # --- a round

@@ -101,6 +101,7 @@ def round_plan(config: Config, sites: int | None = None, data_dir: Path | None =
         asynchronous.check_config(config)
         updates = config.asynchronous.buffer
     compressed.check_config(config)
+    compressed.check_own(config)
     private = _privacy_plan(config, task, sites)
     up, down = compressed.up_codec(config, schema), compressed.down_codec(config, schema)
     down_bytes = down.coded.nbytes if down else schema.nbytes  # to a site that has the model before

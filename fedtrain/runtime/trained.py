@@ -13,6 +13,7 @@ from ..config.load import parsed
 from ..errors import ConfigError
 from ..tracking.comparison import meta_of
 from ..training.task import sources
+from .own_code import STAR, named_in
 
 SECTIONS = (
     "train", "strategy", "aggregation", "asynchronous", "secagg", "compression", "limits", "privacy",
@@ -43,17 +44,17 @@ def as_trained(config: Config, run: Path) -> Config:
             own = {k: v for k, v in its.items() if k not in now}
             now["options"] = own | {k: v for k, v in now["options"].items() if f"{section}.{k}" in given}
     trained = replace(Config.of(table, config.root), given=given)
-    for key in ("run.task", "strategy.kind"):
-        _refuse_a_runs_own_code(key, trained.value(key), config, run)
+    for key, spec in {"run.task": trained.run.task, **named_in(trained, *STAR)}.items():
+        _refuse_a_runs_own_code(key, spec, config, run)
     return trained
 
 
 def _refuse_a_runs_own_code(key: str, spec: str, config: Config, run: Path) -> None:
     """ConfigError where a run names code that lies among the runs, where others' files come to lie: it may
     choose among the project's own."""
-    if ":" not in spec or spec == config.value(key):
+    if ":" not in spec or spec in (config.run.task, named_in(config, *STAR).get(key)):
         return
-    file = sources(spec, config.root)[spec.partition(":")[0]].resolve()
+    file = sources(spec, config.root, key)[spec.partition(":")[0]].resolve()
     if any(file.is_relative_to(folder.resolve()) for folder in (config.root / config.run.dir, run)):
         raise ConfigError(
             f"{key}: {run.name} was trained with {spec!r}, whose code lies among the runs: {file}. Where you "

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import config
-from ..errors import ConfigError
 from .adaptive_fedprox import AdaptiveFedProx
 from .base import (
     Strategy,
@@ -83,29 +80,7 @@ def build(kind: str, options: Mapping[str, Any], root: Path | None = None) -> St
     A kind "module:Class" is a class of the user in module.py in the folder `root`, next to the task.
     ConfigError for an unknown kind or option, or where there is no such class.
     """
-    if ":" in kind:
-        cls = _own(kind, root)
-    else:
-        config.one_of("strategy.kind", kind, STRATEGIES)
-        cls = STRATEGIES[kind]
+    cls = config.class_of("strategy.kind", kind, STRATEGIES, Strategy, root, "a strategy")
     everywhere = config.options_of(config.StrategyConfig, ["options"])
     config.check_options("strategy.kind", kind, options, {**STRATEGIES, kind: cls}, also=everywhere)
     return config.build(cls, dict(options), "strategy")
-
-
-def _own(kind: str, root: Path | None) -> type[Strategy]:
-    module_name, _, name = kind.partition(":")
-    if root is not None and str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    try:
-        cls = getattr(config.user_module(module_name), name, None)
-    except ModuleNotFoundError as e:
-        raise ConfigError(
-            f"strategy.kind: {kind!r}: there is no module {e.name!r} in {root or 'sys.path'}."
-        ) from None
-    if not (isinstance(cls, type) and issubclass(cls, Strategy) and is_dataclass(cls)):
-        raise ConfigError(
-            f"strategy.kind: {kind!r} is not a strategy. "
-            f"Write @dataclass(frozen=True) class {name}(fedtrain.strategies.Strategy) in {module_name}.py."
-        )
-    return cls

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..arena import AnyArena, Arena, joined, split_into
 from ..config.values import Settings, require
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, nearest, some
 from ..learning import (
     NO_EXTRAS,
     Bounded,
@@ -53,6 +53,8 @@ class Strategy(Settings):
     """
 
     plain_sgd: ClassVar[bool] = False  # whether the formula holds for plain SGD of a constant rate only
+    keeps: ClassVar[str] = ""  # what `shares` of its own does, for a message
+    trains_local: ClassVar[bool] = False  # whether sites train what is `local` by itself
     one_by_one: ClassVar[bool] = False  # whether a round asks one site, the one that waited longest
 
     local: tuple[str, ...] = ()  # tensors that stay at their site, by name with wildcards
@@ -192,7 +194,8 @@ def check_own_steps(strategy: Strategy, train: TrainConfig) -> None:
 
 
 def check_parts(strategy: Strategy, tensors: Sequence[ModelTensor]) -> None:
-    """ConfigError for a pattern of `local` or `fixed` that does nothing, or where nothing is left to train.
+    """ConfigError for a pattern of `local` or `fixed` that does nothing, for a method whose `shares` does
+    nothing, or where nothing is left to train.
 
     `tensors`: those of the model, in which what is `fixed` is frozen already.
     """
@@ -206,6 +209,18 @@ def check_parts(strategy: Strategy, tensors: Sequence[ModelTensor]) -> None:
             require(found, f"strategy.{key}", f"no tensor of the model is named like {pattern!r}."
                     f"{_near(pattern, names)}")  # fmt: skip
             require({*found} != {kind}, f"strategy.{key}", f"{pattern!r} matches only {why}")
+    kind, usual = type(strategy).__name__, [Strategy.shares(strategy, tensor) for tensor in tensors]
+    if overrides(strategy, "shares") and usual == [strategy.shares(tensor) for tensor in tensors]:
+        modules = some(sorted({tensor.module for tensor in tensors}))
+        raise ConfigError(
+            f"strategy.kind: {kind} {strategy.keeps or 'has a shares() of its own'}, and this model has no "
+            f"such tensor, so it would do nothing: its modules are {modules}. Use fedavg; or name what stays "
+            f"at a site by fedper and strategy.local."
+        )
+    if strategy.trains_local:
+        head = any(t.kind == "trained" and strategy.shares(t) == "local" for t in tensors)
+        require(head, "strategy.local", f"{kind} trains them first, by themselves, and none of them is a "
+                f"parameter: name the head's weights, as in [\"head.*\"]")  # fmt: skip
     left_out = strategy.local or strategy.fixed or overrides(strategy, "shares")
     if left_out and not any(t.kind == "trained" and strategy.shares(t) == "shared" for t in tensors):
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..config.values import AtLeastOne
 from ..learning import Contribution, Local
@@ -13,6 +14,7 @@ from .fedper import FedPer
 class FedRep(FedPer):
     """Collins et al. 2021, Algorithm 1; `local` names the head. The body is trained as [train] says."""
 
+    trains_local: ClassVar[bool] = True
     head_epochs: AtLeastOne = 10
 
     def train(self, local: Local) -> Contribution:

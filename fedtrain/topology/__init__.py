@@ -1,5 +1,6 @@
-"""Topologies: which peers exchange models, and with which weights. A new graph needs a line in KINDS.
+"""Topologies: which peers exchange models, and with which weights.
 
+A new graph of ours needs a line in KINDS; one of the user's own is a class in a file beside the task.
 A round's graph is a pure function of (sorted members, view epoch, seed, round), so every peer computes the
 whole graph without a message.
 """
@@ -14,10 +15,12 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from ..config import one_of
+from .. import config
+from ..config import kind_in, one_of
 from ..digest import seed_of
 from ..errors import ConfigError
 from ..exchange import PeerId
+from .base import Graph, drawn_by
 from .drawn import epidemic, erdos_renyi, matching, nearest_degree, regular, unreached
 from .finite import base, one_peer_exponential
 from .fixed import complete, exponential, hops, ring, star, torus
@@ -28,16 +31,16 @@ if TYPE_CHECKING:
     from .mixing import Out
 
     Members = Sequence[PeerId]
-    Graph = Callable[[Members, str, int, Random], "Out | Mixing"]  # members, argument, round, seeded draws
+    Draw = Callable[[Members, str, int, Random], "Out | Mixing"]  # members, argument, round, seeded draws
 
-__all__ = ["KINDS", "WEIGHTS", "Family", "Mixing", "Topology", "names", "parse"]
+__all__ = ["KINDS", "WEIGHTS", "Family", "Graph", "Mixing", "Topology", "names", "own_in", "parse"]
 
 
 @dataclass(frozen=True)
 class Family:
     """A family of graphs."""
 
-    graph: Graph
+    graph: Draw
     weights: str = "metropolis"  # the default weights
     example: str = ""  # an example of the argument, "" for a graph without one
     period: Callable[[int, str], int] = lambda n, argument: 1  # rounds until the graph repeats; 0: never
@@ -86,6 +89,16 @@ class Topology:
     kind: str
     argument: str = ""
     weights: str = ""  # metropolis, uniform or push-sum; "": the kind's default
+    own: Graph | None = None  # of a kind of the user's own
+
+    @property
+    def family(self) -> Family:
+        """What this is one of."""
+        if (own := self.own) is None:
+            return KINDS[self.kind]
+        return Family(
+            lambda m, _, t, draw: drawn_by(own, m, t, draw), own.weights, "", lambda n, _: own.period(n)
+        )
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.argument}" if self.argument else self.kind
@@ -106,7 +119,7 @@ class Topology:
 
     def period(self, n: int) -> int:
         """The number of rounds after which the graphs of n peers repeat; 0: never."""
-        return max(1, found) if (found := KINDS[self.kind].period(n, self.argument)) or n < 2 else 0
+        return max(1, found) if (found := self.family.period(n, self.argument)) or n < 2 else 0
 
     def check(self, members: int | Members, seed: int = 0, epoch: int = 0) -> None:
         """ConfigError unless there is a path from every member to every other, over all rounds together."""
@@ -134,23 +147,35 @@ class Topology:
         try:
             self.round(members, 0, seed, epoch)
         except ConfigError as e:
-            return parse(KINDS[self.kind].instead(len(members), self.argument)), str(e)
+            return parse(self.family.instead(len(members), self.argument)), str(e)
         return self, ""
 
 
-def parse(spec: str, weights: str = "") -> Topology:
-    """The topology of a text like "ring", "base:1", "regular:4" or "file:graph.txt", or a ConfigError."""
-    kind, colon, argument = spec.partition(":")
-    one_of("topology", kind, KINDS)
-    found = KINDS[kind]
-    if bool(found.example) != bool(argument) or (colon and not argument):
-        form = f"{kind}:{found.example}" if found.example else kind
-        raise ConfigError(f'topology: {spec!r}: write "{form}".')
+def parse(spec: str, weights: str = "", root: Path | None = None) -> Topology:
+    """The topology of a text like "ring", "base:1", "regular:4" or "file:graph.txt", or a ConfigError.
+    "module:Class" and "module:Class:3" are a Graph of the user's, in module.py in the folder `root`."""
+    kind, argument = kind_in(spec, KINDS)
     if weights:
         one_of("weights", weights, WEIGHTS)
+    if config.is_own(kind):
+        cls = config.own_class("topology", kind, Graph, root, "a graph", KINDS)
+        options = config.options_in("topology", kind, argument, config.options_of(cls))
+        config.check_options("topology", kind, options, {kind: cls})
+        return Topology(kind, argument or "", weights, config.build(cls, options, "topology"))
+    one_of("topology", kind, KINDS)
+    found = KINDS[kind]
+    if bool(found.example) != bool(argument) or argument == "":
+        form = f"{kind}:{found.example}" if found.example else kind
+        raise ConfigError(f'topology: {spec!r}: write "{form}".')
     if weights and kind == "base":
         raise ConfigError("weights: base has its own, by which it is exact. Leave them out.")
-    return Topology(kind, argument, weights)
+    return Topology(kind, argument or "", weights)
+
+
+def own_in(spec: str) -> str:
+    """The class of the user's own that a text names, "module:Class"; "" for one of ours."""
+    kind, _ = kind_in(spec, KINDS)
+    return kind if config.is_own(kind) else ""
 
 
 def names(n: int) -> list[PeerId]:
@@ -160,7 +185,7 @@ def names(n: int) -> list[PeerId]:
 
 @lru_cache(maxsize=64)  # all peers of a simulation ask for the same graph
 def _round(topology: Topology, members: tuple[PeerId, ...], t: int, seed: int, epoch: int) -> Mixing:
-    kind = KINDS[topology.kind]
+    kind = topology.family
     when = () if topology.period(len(members)) else (t,)
     graph = kind.graph(members, topology.argument, t, Random(seed_of(seed, "topology", epoch, *when)))
     if isinstance(graph, Mixing):

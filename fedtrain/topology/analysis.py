@@ -80,8 +80,6 @@ class Report:
 
 def report(topology: Topology, n: int, seed: int = 0) -> Report:
     """The figures of a topology of n peers; ConfigError when the peers could never agree."""
-    from . import KINDS
-
     require(n >= 1, "topology", f"{n} peers: at least 1 is needed")
     topology.check(n, seed)
     period = topology.period(n)
@@ -97,7 +95,7 @@ def report(topology: Topology, n: int, seed: int = 0) -> Report:
         sigma, exact = GOAL ** (1 / rounds) if rounds else 1.0, None
     return Report(
         topology=str(topology),
-        weights=topology.weights or KINDS[topology.kind].weights,
+        weights=topology.weights or topology.family.weights,
         peers=n,
         period=period,
         degree=max(mixing.degree for mixing in seen),

@@ -12,7 +12,7 @@ from torch import nn
 from ..digest import seed_of
 from ..errors import ConfigError, TaskError, some
 from .devices import seed_all
-from .signatures import model_of
+from .signatures import check_methods, model_of
 from .task import Task, folder_of, user_code
 
 
@@ -28,6 +28,7 @@ def called_model(
     task: Task, run_seed: int, device: torch.device, within: AbstractContextManager[object] | None = None
 ) -> nn.Module:
     """What the task's model() returns, called under the run's seed, and `within` a context."""
+    check_methods(task, Task)
     seed_all(seed_of(run_seed, "init"), device)
     with user_code(folder_of(task), "model()"), within or nullcontext():
         model = model_of(task, run_seed)

@@ -1,9 +1,11 @@
-"""What a task's model() and optimizer() may ask for by their signatures: model(self, seed) is given the run's
-seed, optimizer(self, parameters, round) the round. A method that does not name an argument is not given it.
+"""What a task's methods may be called, and what they may ask for by their signatures: model(self, seed) is
+given the run's seed, optimizer(self, parameters, round) the round. A method that does not name an argument is
+not given it.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -22,6 +24,47 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 WHEN = "fit|train|training|evaluat[a-z]*|validation|round|epoch|step|batch|update|optimizer_step|commit"
 CALLBACK = re.compile(rf"on_(?:before_|after_)?(?:{WHEN})(?:_\w*)?")
+NEAR = 0.85  # of two names, by difflib: eval_dta or val_data for eval_data, but not train_data
+
+
+def check_methods(task: Task, base: type[Task]) -> None:
+    """ConfigError for a method that nobody would call, as its name is nearly one of the `base` class's, and
+    for one that can't be called as the base class's is. `base`: fedtrain.Task."""
+    public = [name for name, value in vars(base).items() if name[0] != "_" and inspect.isfunction(value)]
+    own = [name for name in public if getattr(type(task), name) is not getattr(base, name)]
+    for name in own:
+        if name not in OFFERED and _is_method(method := getattr(task, name)):
+            asked(method, _arguments(base, name), {})
+    for kind in type(task).__mro__[: type(task).__mro__.index(base)]:
+        for name in (each for each, value in vars(kind).items() if each[0] != "_" and _is_method(value)):
+            near = difflib.get_close_matches(name, [each for each in public if each not in own], 1, NEAR)
+            if name not in public and near and _takes(getattr(task, name), _arguments(base, near[0])):
+                raise ConfigError(
+                    f"run.task: {type(task).__name__}.{name}(): nobody calls it. Did you mean {near[0]}()? A "
+                    f"helper of your own may be _{name}()."
+                )
+
+
+OFFERED = ("model", "optimizer")  # whose signatures are looked at where they are called
+
+
+def _arguments(base: type[Task], name: str) -> tuple[str, ...]:
+    """What a method of the base class is called with."""
+    return tuple(inspect.signature(getattr(base, name)).parameters)[1:]
+
+
+def _is_method(value: object) -> bool:
+    return (
+        inspect.isfunction(value) or inspect.ismethod(value) or isinstance(value, staticmethod | classmethod)
+    )
+
+
+def _takes(method: Callable[..., Any], given: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(method).bind(*given)
+    except TypeError:
+        return False
+    return True
 
 
 def _refuse_callbacks(task: type[Task]) -> None:
@@ -63,9 +106,8 @@ def asked(method: Callable[..., Any], given: tuple[str, ...], offered: dict[str,
     try:
         signature.bind(*given, **found)
     except TypeError as e:
-        may = " or ".join(
-            f"{method.__name__}({', '.join(['self', *given, *more])})" for more in ((), offered)
-        )
+        forms = [f"{method.__name__}({', '.join(['self', *given, *more])})" for more in ((), offered)]
+        may = " or ".join(dict.fromkeys(forms))
         raise ConfigError(
             f"run.task: {method.__name__}{signature} can't be called: {e}. Write {may}; any other argument "
             f"needs a default value."

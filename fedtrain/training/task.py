@@ -11,15 +11,16 @@ import hashlib
 import importlib
 import sys
 import threading
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..config import user_module
+from ..config.own import told, user_module
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
+from .signatures import check_methods
 
 if TYPE_CHECKING:
     import torch
@@ -161,16 +162,19 @@ def load_task(spec: str, root: Path, data_dir: Path | None = None) -> Task:
         # data_dir is set before __init__, which may read it, and works for a frozen dataclass too
         object.__setattr__(task, "data_dir", data_dir or root / "data")
         task.__init__(*args, **kwargs)  # type: ignore[misc]  # it is a new object
+    check_methods(task, Task)
     return task
 
 
-def task_digest(spec: str, root: Path, *also: str) -> str:
+def task_digest(spec: str, root: Path, also: Mapping[str, str] = MappingProxyType({})) -> str:
     """SHA-256 of a task's source: of the relative path and the syntax tree of its module and each module in
-    `root` that it imports; likewise for the specs in `also` (a user's strategy). Comments, layout, docstrings
-    don't count. Files are parsed, never imported, so a site can refuse code before it runs."""
+    `root` that it imports; likewise for `also`, key -> a class of the user's own that it names. Comments,
+    layout, docstrings don't count. Files are parsed, never imported, so a site can refuse code before it
+    runs."""
     root = root.resolve()
     digest = hashlib.sha256()
-    files = {file for each in (spec, *also) for file in sources(each, root).values()}
+    named = [("run.task", spec), *also.items()]
+    files = {file for key, each in named for file in sources(each, root, key).values()}
     for name, file in sorted((f.relative_to(root).as_posix(), f) for f in files):
         for word in (name, *words(_parsed(file))):
             digest.update(f"{word}\0".encode())
@@ -196,8 +200,9 @@ def words(tree: ast.AST) -> Iterator[str]:
                 yield hex(value) if type(value) is int else ascii(value)  # a huge int has no decimal form
 
 
-def sources(spec: str, root: Path) -> dict[str, Path]:
-    """Module name -> file, for the task's module and all modules in `root` that its import statements reach.
+def sources(spec: str, root: Path, key: str = "run.task") -> dict[str, Path]:
+    """Module name -> file, for the module of "module:Class", which `key` names, and all modules in `root`
+    that its import statements reach.
 
     Imports inside functions count; importlib.import_module("...") is not found.
     """
@@ -205,7 +210,7 @@ def sources(spec: str, root: Path) -> dict[str, Path]:
     module_name = _split(spec)[0]
     top = module_name.partition(".")[0]
     if top in sys.stdlib_module_names:
-        raise ConfigError(f"run.task: {top}.py has the name of one of Python's own modules. Rename it.")
+        raise ConfigError(f"{key}: {top}.py has the name of one of Python's own modules. Rename it.")
     found: dict[str, Path] = {}
     todo = [module_name]
     while todo:
@@ -219,7 +224,7 @@ def sources(spec: str, root: Path) -> dict[str, Path]:
     if module_name not in found:
         here = [f.stem for f in sorted(root.glob("*.py"))]
         file = root.joinpath(*module_name.split("."))
-        raise ConfigError(f"run.task: {file}.py does not exist.{nearest(module_name, here)}")
+        raise ConfigError(f"{key}: {file}.py does not exist.{nearest(module_name, here)}")
     return found
 
 
@@ -316,21 +321,7 @@ def user_code(folder: Path, during: str = "") -> Iterator[None]:
     except FedtrainError:
         raise
     except Exception as e:
-        what = type(e).__name__
-        if isinstance(e, ModuleNotFoundError) and e.name:
-            what += f" (no module named {e.name!r})"
-        raise TaskError(f"{what} in {_place(e, folder)}{during and f', {during}'}") from e
-
-
-def _place(error: BaseException, folder: Path) -> str:
-    """The innermost frame in the user's own folder, as "file:line, in function"."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    for frame, line in reversed(frames):
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(folder) and "site-packages" not in file.parts:
-            return f"{file.relative_to(folder).as_posix()}:{line}, in {frame.f_code.co_name}"
-    frame, line = frames[-1]
-    return f"{Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
+        raise TaskError(f"{told(e, folder)}{during and f', {during}'}") from e
 
 
 def folder_of(task: Task) -> Path:

@@ -1,4 +1,6 @@
-"""Mixing rules, which make one model of a neighbourhood's, one file each. A new rule needs a line in RULES.
+"""Mixing rules, which make one model of a neighbourhood's, one file each.
+
+A new one of ours needs a line in RULES; one of the user's own is a class in a file beside the task.
 
 A mixing rule knows which model is the peer's own. The rules of aggregation/ treat all models alike; they
 serve a neighbourhood as well, and `parse` is given their table.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from ... import config
@@ -26,17 +29,22 @@ def parse(
     others: Mapping[str, type[RowRule]],
     build: Callable[[str, Mapping[str, Any]], RowRule],
     rounds: int = 0,
+    root: Path | None = None,
 ) -> MixingRule:
-    """The rule of a text: "median", "trimmed_mean:f=2", "self_clip:f=1", "balance:gamma=0.5".
+    """The rule of a text: "median", "trimmed_mean:f=2", "self_clip:f=1", "balance:gamma=0.5", "module:Class",
+    "module:Class:f=1" of the user's own, a MixingRule in module.py in the folder `root`.
 
     `others`: the table of aggregation rules, and `build` makes one of them. `rounds`: the rounds of the run,
     over which some rules change. ConfigError for an unknown rule or option.
     """
-    kind, colon, rest = text.strip().partition(":")
-    config.one_of("gossip.rule", kind, sorted({*RULES, *others}))
-    cls: type[Any] = RULES.get(kind) or others[kind]
+    known: dict[str, type[Any]] = {**others, **RULES}
+    kind, rest = config.kind_in(text, known)
+    if config.is_own(kind) and kind not in known:
+        known[kind] = config.own_class("gossip.rule", kind, MixingRule, root, "a mixing rule", [*known])
+    config.one_of("gossip.rule", kind, sorted(known))
+    cls = known[kind]
     own, options = [f.name for f in fields(cls)], dict[str, Any]()
-    for item in rest.split(",") if colon else ():
+    for item in rest.split(",") if rest is not None else ():
         name, equals, value = (part.strip() for part in item.partition("="))
         if name not in own or not equals:
             raise ConfigError(
@@ -44,8 +52,9 @@ def parse(
                 f"{kind} has {', '.join(own) or 'no options'}."
             )
         options[name] = config.value_of(value)
-    if kind not in RULES:
+    if kind in others and kind not in RULES:
         return Unweighted(build(kind, options))
     if rounds and "rounds" in own:
         options.setdefault("rounds", rounds)
-    return config.build(RULES[kind], options, "gossip.rule")
+    rule: MixingRule = config.build(cls, options, "gossip.rule")
+    return rule

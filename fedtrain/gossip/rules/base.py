@@ -23,8 +23,21 @@ if TYPE_CHECKING:
 class MixingRule(Settings):
     """Makes one model of a peer's own and its neighbours'. Its fields are its configuration, it has no state.
 
-    A custom rule defines `of`. The result is a new vector; it depends on the rows, their weights and the
-    round, never on the order of arrival.
+    A custom rule is a frozen dataclass that defines `of`, and `needs` where its promise wants several models.
+    The result is a new vector; it depends on the rows, their weights and the round, never on the order of
+    arrival. gossip.rule = "module:Class:NAME=VALUE" names it.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Part(MixingRule):
+    ...     part: float = 0.5
+    ...     def of(self, rows, peers, near, t):
+    ...         return rows[0] + self.part * (rows.mean(0) - rows[0]), ()
+    >>> import torch
+    >>> from fedtrain.topology import Topology
+    >>> near = Topology("complete").round(["a", "b"], 0).graph["a"]
+    >>> Part().of(torch.tensor([[0.0], [4.0]]), ["b"], near, t=0)[0]
+    tensor([1.])
     """
 
     section: ClassVar[str] = "gossip.rule"

@@ -37,6 +37,7 @@ from ...training.task import Task, collate_of, folder_of, load_task, shown, task
 from ..auditing import DATACENTER, audited, datacenter_credentials
 from ..journal import Averages, Journal, Lap, Result
 from ..meeting import advice, meet
+from ..own_code import named_in
 from ..star.combinations import beyond, check_islands
 from ..star.federated import central_noise
 from .islands import IslandSites, outer_of
@@ -62,8 +63,8 @@ def run(
     if config.privacy.noise_multiplier:
         raise ConfigError("privacy.noise_multiplier: a datacenter adds no noise. Set it to 0.")
     islands = config.parallel.sync == "local"
-    own = [config.strategy.kind] if islands and ":" in config.strategy.kind else []
-    digest = task_digest(config.run.task, config.root, *own)
+    own = named_in(config, "strategy") if islands else {}
+    digest = task_digest(config.run.task, config.root, own)
     with joined(partial(meet, config), config.train.device, config.parallel.backend, done) as device:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         mesh = Mesh(Sizes.of(config.parallel, ranks), device, islands=islands)

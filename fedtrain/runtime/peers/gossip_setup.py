@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ... import aggregation, compression, strategies, topology
@@ -12,7 +15,19 @@ from ...compression import ErrorFeedback
 from ...compression.bfloat16 import BFloat16
 from ...compression.float16 import Float16
 from ...compression.quantize import Quantize
-from ...config import CompressionConfig, Config, GossipConfig, SitePolicy
+from ...config import (
+    AggregationConfig,
+    CompressionConfig,
+    Config,
+    SitePolicy,
+    Source,
+    is_own,
+    kind_in,
+    options_of,
+    own_class,
+    policy_from,
+)
+from ...config.values import Settings, require
 from ...errors import ConfigError
 from ...exchange import PeerId
 from ...gossip import ALGORITHMS, Algorithm, Choco, CompressorLike, Ruled, build, rules, tuning
@@ -21,12 +36,17 @@ from ...gossip.noloco import NoLoCo
 from ...modes import WITH_COMPRESSOR
 from ...secagg.peer_sums import LEAST
 from ...topology import Topology
+from ...training.source_only import load_sources_only
+from ...training.task import task_digest, user_code
+from ..own_code import GRAPH, check_beside_key, named_in
 from ..sites import privacy
+from ..sites.approval import Approvals
 from ..star.combinations import check_plain
 
 AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server's own
 _AVERAGE = " or ".join(AVERAGE_ONLY)
 LEAST_BITS = 4  # of a coordinate of a whole model
+MOST_LOST = 0.2  # of a normal vector's norm, by a compressor of the user's own: as by 4 bits
 
 
 PEERS_HOLD = ("secure_sums", "pin_members", "signed_members", "min_examples", "rounds", "confine", "noise",
@@ -53,9 +73,14 @@ def check_policy(config: Config, policy: SitePolicy) -> None:
 
 def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
     """The algorithm and the graph of [gossip]; ConfigError where they don't go together."""
-    gossip = config.gossip
-    strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
-    plain = config.strategy.kind in AVERAGE_ONLY
+    gossip, kind = config.gossip, config.strategy.kind
+    if is_own(kind):  # before its code runs, which may be beside a peer's key
+        raise ConfigError(
+            f"strategy.kind: {kind} steps at a server, and gossip has none. Use {_AVERAGE}, and write what "
+            f"peers do as a gossip.algorithm."
+        )
+    strategy = strategies.build(kind, config.strategy.options, config.root)
+    plain = kind in AVERAGE_ONLY
     check_plain(
         config, strategy, "strategy" if plain else "strategy.kind", "peers exchange whole models alone. "
         f"{'Leave that out' if plain else f'Use {_AVERAGE}'}, or use a federation",
@@ -65,15 +90,18 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
             f"strategy.kind: {config.strategy.kind} steps at the server, and gossip has none. "
             f'Use {_AVERAGE}; gossip.algorithm = "diloco" has momentum.'
         )
-    compressor = compressor_of(gossip)
-    own = {kind: rule for kind, rule in aggregation.RULES.items() if rule.of_rows and not rule.linear}
-    rule = rules.parse(gossip.rule, own, without_memory, config.run.rounds)
-    algorithm = build(gossip.algorithm, gossip.options, compressor, rule)
+    compressor = compressor_of(config)
+    rule = rules.parse(
+        gossip.rule, _of_rows(config), partial(without_memory, config.root), config.run.rounds, config.root
+    )
+    algorithm = build(gossip.algorithm, gossip.options, compressor, rule, config.root)
+    if is_own(gossip.algorithm):
+        check_keys(config, algorithm)
     check_masks(config, algorithm)
     file = gossip.topology.removeprefix("file:")
     spec = gossip.topology if file == gossip.topology else f"file:{config.root / file}"
-    graph = topology.parse(spec, gossip.weights)
-    push_sum = (gossip.weights or topology.KINDS[graph.kind].weights) == "push-sum"
+    graph = topology.parse(spec, gossip.weights, config.root)
+    push_sum = (gossip.weights or graph.family.weights) == "push-sum"
     if push_sum and not algorithm.directed:
         raise ConfigError(
             f"gossip.algorithm: {gossip.algorithm} would lose the mean on {graph}, whose weights are "
@@ -87,21 +115,49 @@ def algorithm_of(config: Config) -> tuple[Algorithm, Topology]:
     return algorithm, graph
 
 
-def compressor_of(gossip: GossipConfig) -> CompressorLike | None:
+def algorithm_beside_key(config: Config, folder: Path) -> tuple[Algorithm, Topology]:
+    """As algorithm_of, at a peer whose key lies in `folder`: a class of the user's own would run beside it,
+    so the peer's people have approved it, and have nothing against that."""
+    if named_in(config, *GRAPH):
+        check_beside_key(config, policy_from(folder), peer=True)
+        Approvals(folder).check(config)
+        load_sources_only(config.root)
+    return algorithm_of(config)
+
+
+def _of_rows(config: Config) -> dict[str, type[Rule]]:
+    """The aggregation rules that can make one model of a neighbourhood's; with the user's own, where
+    gossip.rule is one and no MixingRule."""
+    found = {name: rule for name, rule in aggregation.RULES.items() if rule.of_rows and not rule.linear}
+    kind, _ = kind_in(config.gossip.rule, {*found, *rules.RULES})
+    if is_own(kind):
+        cls = own_class("gossip.rule", kind, Settings, config.root, "a rule")
+        if issubclass(cls, Rule):
+            require(cls.of_rows, "gossip.rule", f"{kind} says that rows do not suffice for it (of_rows)")
+            found[kind] = cls
+    return found
+
+
+def compressor_of(config: Config) -> CompressorLike | None:
     """What the bytes between peers are encoded by; None where whole models travel. ConfigError for one that
     leaves out more of a model than peers bear."""
+    gossip, own_algorithm = config.gossip, is_own(config.gossip.algorithm)
     hides = gossip.masks and gossip.algorithm != "choco"  # sums of whole models; choco has none, and says so
-    if gossip.algorithm not in WITH_COMPRESSOR or hides or not gossip.compressor:
+    if not (own_algorithm or gossip.algorithm in WITH_COMPRESSOR) or hides or not gossip.compressor:
         return None
     if gossip.compressor.startswith("error_feedback"):
         raise ConfigError(
             f"gossip.compressor: {gossip.algorithm} remembers errors itself. Leave error_feedback out."
         )
-    found = compression.parse(gossip.compressor)
-    if gossip.algorithm == "choco":
+    found, lost = compression.parse(gossip.compressor, config.root, "gossip.compressor"), math.inf
+    if compression.own_in(gossip.compressor):
+        with user_code(config.root, "gossip.compressor"):
+            lost = compression.probe(found, "gossip.compressor")
+            compression.check_contraction(found, "gossip.compressor")
+    if own_algorithm or gossip.algorithm == "choco":
         return found.contraction()
     fine = isinstance(found, Quantize) and found.bits >= LEAST_BITS
-    if not fine and not isinstance(found, Float16 | BFloat16):
+    if not fine and not isinstance(found, Float16 | BFloat16) and lost > MOST_LOST:
         raise ConfigError(
             f"gossip.compressor: {gossip.algorithm} sends whole models, and {gossip.compressor} leaves out "
             f'so much of one that peers drift apart. Use "quantize:8", "quantize:4", "float16" or '
@@ -137,9 +193,9 @@ def begun_with(algorithm: Algorithm) -> dict[str, float]:
     return {"gamma": algorithm.gamma} if isinstance(algorithm, Choco) else {}
 
 
-def without_memory(kind: str, options: Mapping[str, Any]) -> Rule:
+def without_memory(root: Path, kind: str, options: Mapping[str, Any]) -> Rule:
     """An aggregation rule for a neighbourhood; ConfigError for one that starts from the last aggregate."""
-    rule = aggregation.build(kind, options)
+    rule = aggregation.build(kind, options, root=root)
     if rule.remembers:
         raise ConfigError(
             f"gossip.rule: {kind} with {options} starts from the last aggregate, which peers don't have. "
@@ -154,12 +210,32 @@ def agreed(config: Config) -> dict[str, str]:
            for f in fields(config.gossip) if f.name not in ("roster", "relay")}  # fmt: skip
     if config.gossip.agree:  # as in runs from before there was that key
         del own["gossip.agree"]
+    if code := named_in(config, *GRAPH):  # the source of classes of the user's own
+        own["gossip.code"] = task_digest(config.run.task, config.root, code)
     return config.agreed() | own
 
 
 def of_a_peer(config: Config) -> Config:
-    """The settings of a peer's trainer: [compression] is for updates, and peers exchange models."""
-    return replace(config, compression=CompressionConfig())
+    """The settings of a peer's trainer: [compression] and [aggregation] are for updates, and peers exchange
+    models."""
+    return replace(config, compression=CompressionConfig(), aggregation=AggregationConfig())
+
+
+def check_keys(config: Config, algorithm: Algorithm) -> None:
+    """ConfigError for a key that an algorithm of the user's own would ignore; of ours modes.py says which."""
+    given = config.given
+    vain = {
+        "gossip.compressor": "gossip.compressor" in given and "compressor" not in options_of(type(algorithm)),
+        "simulate.speeds": given.get("simulate.speeds", Source.FILE) > Source.FILE and algorithm.waits,
+        "simulate.engine": config.simulate.engine not in ("auto", "loop") and not algorithm.waits,
+    }
+    why = {
+        "gossip.compressor": "it has no field `compressor`",
+        "simulate.speeds": "its peers wait for each other (Algorithm.waits)",
+        "simulate.engine": "its peers never wait, so they train one by one (Algorithm.waits)",
+    }
+    for key in (key for key, ignored in vain.items() if ignored):
+        raise ConfigError(f"{key}: {config.gossip.algorithm} does not read it: {why[key]}. Leave it out.")
 
 
 def check_masks(config: Config, algorithm: Algorithm) -> None:

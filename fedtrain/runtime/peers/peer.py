@@ -52,7 +52,7 @@ from ..trainers.trainer import TRIES, Trainer, Trains
 from .enrolment import accept, enrolled, own_entry, watch
 from .gossip import Peer
 from .gossip_setup import agreed as agreed_of_peers
-from .gossip_setup import algorithm_of, as_begun, begun_with, check_hearing, check_policy, of_a_peer
+from .gossip_setup import algorithm_beside_key, as_begun, begun_with, check_hearing, check_policy, of_a_peer
 from .keeping_up import agree, catch_up, checkpoint_of, gather, see_off, tell_apart, why_end
 from .parcels import share_of_model
 from .pledges import Pledges
@@ -76,13 +76,13 @@ async def run(
     With an `invitation` the roster may be empty: it is fetched from the peer that made it, unless that peer
     is on it already.
     """
-    algorithm, graph = algorithm_of(config)
+    folder = config.root / config.network.certs / "sites" / name
+    algorithm, graph = algorithm_beside_key(config, folder)
     if config.evaluate.patience and not algorithm.waits:
         raise ConfigError(
             f"evaluate.patience: peers that never wait, as with {config.gossip.algorithm}, have no round in "
             f"which all could end. Leave it out, or use another gossip.algorithm."
         )
-    folder = config.root / config.network.certs / "sites" / name
     credentials = (current := Current(folder))()
     if credentials.identity.name != name:
         raise CertificateError(f"the certificate in {folder} is {credentials.identity.name}'s, not {name}'s")

@@ -68,6 +68,7 @@ async def simulate(
     strategy = build(config.strategy.kind, config.strategy.options, config.root)
     check_strategy(config, strategy)
     compressed.check_config(config)
+    compressed.check_own(config)
     if config.asynchronous.enabled:
         asynchronous.check_config(config)
     if fresh:

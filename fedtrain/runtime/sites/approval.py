@@ -26,6 +26,7 @@ from ...messages import SiteId
 from ...pki import members
 from ...store.chain import Chain
 from ...training.task import sources
+from ..own_code import GRAPH, STAR, named_in
 
 FILE = "approvals.jsonl"
 REQUIREMENTS = ("requirements*.txt", "pyproject.toml", "*.lock")
@@ -50,17 +51,19 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
 
 def files_of(config: Config) -> dict[str, str]:
     """The files that decide what runs at a site, each with its SHA-256. None of them is run."""
-    own = [config.strategy.kind] if ":" in config.strategy.kind else []
-    root = config.root.resolve()
-    found = {file for spec in (config.run.task, *own) for file in sources(spec, root).values()}
+    root, specs = config.root.resolve(), {"run.task": config.run.task, **named_in(config, *STAR, *GRAPH)}
+    found = {file for key, spec in specs.items() for file in sources(spec, root, key).values()}
     found |= {file for pattern in REQUIREMENTS for file in root.glob(pattern)}
     named = sorted((file.relative_to(root).as_posix(), file) for file in found)
     return {name: sha256_of(file) for name, file in named}
 
 
 def digest_of(config: Config, files: dict[str, str]) -> str:
-    """The SHA-256 that stands for these files, for what of them is the task, and with which arguments."""
-    body = msgspec.json.encode([config.run.task, config.strategy.kind, files])
+    """The SHA-256 that stands for these files, for what of them is the task, and with which arguments; and
+    for what else of them the settings name, without its options."""
+    others = {key: kind for key, kind in named_in(config, *STAR, *GRAPH).items() if key != "strategy.kind"}
+    named = [config.run.task, config.strategy.kind, files, *([others] if others else [])]
+    body = msgspec.json.encode(named)
     return hashlib.sha256(body).hexdigest()
 
 
@@ -89,7 +92,7 @@ class Approvals:
             )
         old = before[-1].files
         changed = [name for name in sorted({*old, *files}) if old.get(name) != files.get(name)]
-        what = ", ".join(changed) or "strategy.kind"
+        what = ", ".join(changed) or ", ".join({"strategy.kind": "", **named_in(config, *STAR, *GRAPH)})
         raise ConfigError(
             f"{what} changed since {config.run.task} was approved at this site, {before[-1].at}. Read what "
             f"changed, then: {here}"

@@ -31,6 +31,7 @@ from ...exchange import Cohort, CohortWrapper
 from ...messages import Failure, Reply, Request, SiteId, Train, Update
 from ...schema import Schema
 from ...store import Checkpoint
+from ...training.task import user_code
 from ..star.answers import compares, rule_of
 
 if TYPE_CHECKING:
@@ -44,10 +45,10 @@ SPARSE = (compression.COMPRESSORS["topk"], compression.COMPRESSORS["randomk"])
 def check_config(config: Config) -> None:
     """ConfigError for a compressor that can't do here what was asked."""
     if config.compression.down:
-        compression.parse(config.compression.down)
+        _down(config)
     if not config.compression.up:
         return
-    found = compression.parse(config.compression.up)
+    found = _up(config)
     if config.secagg.enabled and not isinstance(found, compression.Linear):
         able = ", ".join(name for name, kind in compression.COMPRESSORS.items() if kind.linear)
         raise ConfigError(
@@ -64,27 +65,50 @@ def check_config(config: Config) -> None:
         )
 
 
+def check_own(config: Config) -> None:
+    """ConfigError for a compressor of the user's own that breaks what compressors promise."""
+    for key, text, compressor_of in (
+        ("compression.up", config.compression.up, _up),
+        ("compression.down", config.compression.down, _down),
+    ):
+        if compression.own_in(text):
+            with user_code(config.root, key):
+                found = compressor_of(config)
+                if isinstance(found, ErrorFeedback):
+                    found = found.inner
+                    compression.check_contraction(found, key)
+                compression.probe(found, key)
+
+
+def _up(config: Config) -> Compressor:
+    found = compression.parse(config.compression.up, config.root, "compression.up")
+    if config.compression.error_feedback and found.needs_feedback and not config.secagg.enabled:
+        return ErrorFeedback(found)
+    return found
+
+
+def _down(config: Config) -> Compressor:
+    found = compression.parse(config.compression.down, config.root, "compression.down")
+    if config.compression.error_feedback and not isinstance(found, ErrorFeedback):
+        return ErrorFeedback(found)
+    return found
+
+
 def up_codec(config: Config, schema: Schema) -> DeltaCodec | None:
     """The codec of a site's updates; None where they travel as they are, or masked."""
     if not config.compression.up or config.secagg.enabled:
         return None
-    return DeltaCodec(schema, _with_feedback(config, compression.parse(config.compression.up)))
+    return DeltaCodec(schema, _up(config))
 
 
 def down_codec(config: Config, schema: Schema) -> DeltaCodec | None:
     """The codec of the model's steps; None where they are not compressed."""
-    if not config.compression.down:
-        return None
-    found = compression.parse(config.compression.down)
-    if config.compression.error_feedback and not isinstance(found, ErrorFeedback):
-        found = ErrorFeedback(found)
-    return DeltaCodec(schema, found)
+    return DeltaCodec(schema, _down(config)) if config.compression.down else None
 
 
 def linear(config: Config) -> compression.Linear:
     """The compressor under masks: sums are over what it makes of the updates."""
-    check_config(config)
-    found = compression.parse(config.compression.up)
+    found = _up(config)
     assert isinstance(found, compression.Linear), found
     return found
 
@@ -121,12 +145,6 @@ class UpEncoder:
         before = {n.removeprefix(UP): t for n, t in memory.items() if n.startswith(UP)}
         _, after = self.codec.encode(delta, seed, before or self.codec.init(), out)
         return msgspec.structs.replace(update, delta=out), {UP + n: t for n, t in after.items()}
-
-
-def _with_feedback(config: Config, compressor: Compressor) -> Compressor:
-    if config.compression.error_feedback and compressor.needs_feedback:
-        return ErrorFeedback(compressor)
-    return compressor
 
 
 def shortened(config: Config, before: Checkpoint, after: Checkpoint) -> Checkpoint:

@@ -37,7 +37,7 @@ from ...wire import PROTOCOL, decode, encode
 from ...wire.codec import fetch_list
 from ...wire.frames import Hello
 from ..auditing import audited
-from ..journal import Journal
+from ..journal import Journal, buffer_of
 from ..star.agreement import bounds_of
 from ..star.secure_terms import hash_of
 from ..threads import all_cores
@@ -274,7 +274,7 @@ async def run(
     pinned = policy.pinned(name, fingerprint(credentials.chain))
     check = AggregatorCheck(credentials, config.root / config.network.certs, emit, pinned)
     journal = Journal(config, None, emit)
-    journal.start("site")
+    journal.start("site", buffer=buffer_of(config))
     try:
         trainer = await Supervised.begin(start)
         emit(approvals.check(config).event)  # the very code that is loaded now

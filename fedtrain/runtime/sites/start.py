@@ -16,6 +16,7 @@ from ...pki import Credentials
 from ...pki.identity import Current
 from ...training.source_only import load_sources_only
 from ...training.task import Task, load_task
+from ..own_code import check_beside_key
 from .approval import Approvals, policy_of
 from .gate import check_policy
 
@@ -41,6 +42,7 @@ def checked_policy(config: Config, name: SiteId, credentials: Credentials) -> Si
     """The site's policy; ConfigError without one, or for settings under which it would refuse everything."""
     policy = policy_of(folder_of(config, name), credentials)
     check_policy(config, policy)
+    check_beside_key(config, policy, peer=False)
     return policy
 
 

@@ -29,12 +29,12 @@ from ...wire.frames import AuditHead, Bounds, Hello
 from .. import lineage
 from ..auditing import audited
 from ..journal import Averages, Journal, Result, Shown, no_data, plain, some_of
+from ..own_code import source_digest
 from ..sites import compressed, privacy
 from ..threads import all_cores, while_torch_loads
 from ..trainers.supervised import Supervised, unchanged
 from ..trainers.trainer import Trainer
 from ..trainers.trainer_messages import Description
-from ..trainers.workbench import source_digest
 from . import asynchronous, checks, federated, secure_rounds, secure_terms, statistics
 from .agreement import agree, agreed_data, agreed_examples, bounds_of, differences
 from .answers import Answers, InTheOpen
@@ -67,6 +67,7 @@ async def serve(
     """
     keep_freed(models=2)  # the mean, and the model that it makes
     compressed.check_config(config)
+    compressed.check_own(config)
     if config.privacy.in_sums:
         privacy.check_config(config)
     if config.asynchronous.enabled:

@@ -253,7 +253,7 @@ def rule_of(config: Config, updates: int | None = None) -> Rule:
     few for it."""
     fewest = config.asynchronous.buffer if config.asynchronous.enabled else config.strategy.min_sites
     keys = config.aggregation
-    rule = aggregation.build(keys.rule, keys.options, updates or fewest, keys.before)
+    rule = aggregation.build(keys.rule, keys.options, updates or fewest, keys.before, config.root)
     if rule.must_have and (config.asynchronous.enabled or config.secagg.enabled):
         switch = "asynchronous" if config.asynchronous.enabled else "secagg"
         raise ConfigError(

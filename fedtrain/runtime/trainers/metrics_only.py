@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...config import Config
 from ...schema import Schema
+from ..own_code import source_digest
 from . import trainer_messages as msg
-from .workbench import source_digest
 
 
 class MetricsOnly:

@@ -20,6 +20,7 @@ from ...messages import Evaluation, Metrics, SiteId, Update
 from ...store.disk import new_file
 from ...store.memory import NEVER
 from ..journal import Averages
+from ..own_code import source_digest
 from ..simulations.shared_memory import Mapped
 from ..sites import compressed
 from ..sites.privacy import check_config, streams_of
@@ -34,14 +35,6 @@ if TYPE_CHECKING:
 
 CACHED_SITES = 1024  # the data of so many sites stays loaded, of those used last
 CACHED_BYTES = 2 << 30  # and no more tensors than this many bytes
-
-
-def source_digest(config: Config) -> str:
-    """The digest of the source that decides what is trained; none of the source is run."""
-    from ...training.task import task_digest
-
-    own = [config.strategy.kind] if ":" in config.strategy.kind else []
-    return task_digest(config.run.task, config.root, *own)
 
 
 class Workbench:

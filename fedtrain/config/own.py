@@ -1,0 +1,131 @@
+"""A part of the user's own in place of one of ours: a class "module:Class", in module.py beside the task.
+
+Strategies, rules, compressors, algorithms and graphs are all found here, so that each is named, checked and
+refused in the same way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import sys
+import traceback
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from ..errors import ConfigError, FedtrainError, TaskError
+from .values import one_of
+
+T = TypeVar("T")
+OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # module:Class
+
+_seen: dict[Path, int] = {}  # a file of the user's -> its modification time when it was asked for
+
+
+def is_own(kind: str) -> bool:
+    """Whether a kind is a class of the user's, "module:Class"."""
+    return OWN.fullmatch(kind) is not None
+
+
+def kind_in(text: str, table: Container[str]) -> tuple[str, str | None]:
+    """(kind, its options) of a text with a colon between them: "topk:0.01" of the table, "mine:Half:4" of the
+    user's own; None for a text without options."""
+    kind, colon, rest = text.strip().partition(":")
+    name, colons, options = rest.partition(":")
+    if kind not in table and is_own(f"{kind}:{name}"):
+        return f"{kind}:{name}", options if colons else None
+    return kind, rest if colon else None
+
+
+def class_of(
+    key: str, kind: str, table: Mapping[str, type[T]], base: type[T], root: Path | None, what: str
+) -> type[T]:
+    """The class of a kind: of the table, or the user's as in `own_class`. ConfigError for an unknown one."""
+    if is_own(kind):
+        return own_class(key, kind, base, root, what, table)
+    one_of(key, kind, table)
+    return table[kind]
+
+
+def own_class(
+    key: str, spec: str, base: type[T], root: Path | None, what: str, table: Iterable[str] = ()
+) -> type[T]:
+    """The class "module:Class", from module.py or a package in `root`, which is put on sys.path.
+
+    ConfigError unless it is a frozen dataclass derived from `base` (`what`: "a strategy", say); TaskError
+    where its file can't be imported. `table`: the names of ours, one of which may have been meant.
+    """
+    module_name, _, name = spec.partition(":")
+    if root is not None and sys.path[:1] != [str(root)]:
+        sys.path.insert(0, str(root))
+    try:
+        module = _module(module_name, root)
+    except FedtrainError:
+        raise
+    except Exception as e:  # whatever the user's code raises while it is imported
+        if isinstance(e, ModuleNotFoundError) and e.name and f"{module_name}.".startswith(f"{e.name}."):
+            near = difflib.get_close_matches(module_name, table, n=1)
+            raise ConfigError(
+                f"{key}: {spec!r}: there is no module {e.name!r} in {root or 'sys.path'}."
+                f"{f' Did you mean {near[0]!r}?' if near else ''}"
+            ) from None
+        raise TaskError(f"{key}: {spec!r}: {told(e, root or Path.cwd())}") from e
+    cls = getattr(module, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, base) and _frozen(cls)):
+        raise ConfigError(
+            f"{key}: {spec!r} is not {what}. Write @dataclass(frozen=True) class {name}"
+            f"({base.__module__.removesuffix('.base')}.{base.__name__}) in {module_name}.py."
+        )
+    return cls
+
+
+def _frozen(cls: type) -> bool:
+    """Whether it is a frozen dataclass; one that derives from such a class, and has no fields of its own that
+    would be none without the decorator, is as good."""
+    made, own = getattr(cls, "__dataclass_params__", None), vars(cls)
+    if made is None or not made.frozen:
+        return False
+    fields = [a for a in own.get("__annotations__", {}).values() if "ClassVar" not in str(a)]
+    return "__dataclass_params__" in own or not fields
+
+
+def _module(name: str, root: Path | None) -> ModuleType:
+    """The module, anew where the one that is loaded is another project's, or its file changed since."""
+    path = (root or Path()).joinpath(*name.split("."))
+    for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if root is not None else ():
+        if file.is_file():
+            loaded, changed = getattr(sys.modules.get(name), "__file__", None), file.stat().st_mtime_ns
+            if loaded and (not file.samefile(loaded) or _seen.get(file, changed) != changed):
+                del sys.modules[name]
+            _seen[file] = changed
+            importlib.invalidate_caches()
+            break
+    return user_module(name)
+
+
+def user_module(name: str) -> ModuleType:
+    """The user's module that a setting names, imported without writing its bytecode: on a full disk
+    Python 3.11 leaves half a .pyc, which stands for the module from then on."""
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.dont_write_bytecode = written
+
+
+def told(error: Exception, folder: Path) -> str:
+    """An exception of the user's code by its type and its place, the innermost frame in the user's own
+    `folder`, as "KeyError in file:line, in function". Its message may quote data, and is left out (S35)."""
+    what = type(error).__name__
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        what += f" (no module named {error.name!r})"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, line in reversed(frames):
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(folder) and "site-packages" not in file.parts:
+            return f"{what} in {file.relative_to(folder).as_posix()}:{line}, in {frame.f_code.co_name}"
+    frame, line = frames[-1]
+    return f"{what} in {Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
