@@ -78,7 +78,7 @@ def test_outer_steps_are_of_8_bits_unless_a_run_says_otherwise_or_masks_are_on(t
         assert algorithm_of(config(tmp_path, algorithm=kind))[0].compressor is not None
         assert algorithm_of(config(tmp_path, algorithm=kind, compressor=""))[0].compressor is None
     masked = config(tmp_path, algorithm="diloco", topology="regular:4", masks=True)
-    assert compressor_of(masked.gossip) is None
+    assert compressor_of(masked) is None
 
 
 def test_a_run_from_before_goes_on_with_whole_models(tmp_path):

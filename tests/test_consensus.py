@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import os
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ def with_rule(text):
     from fedtrain import aggregation
 
     own = {kind: rule for kind, rule in aggregation.RULES.items() if rule.of_rows and not rule.linear}
-    return gossip.build("dpsgd", {}, rule=rules.parse(text, own, without_memory, ROUNDS))
+    return gossip.build("dpsgd", {}, rule=rules.parse(text, own, partial(without_memory, Path()), ROUNDS))
 
 
 class Dies(Exception):
