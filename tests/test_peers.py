@@ -3,6 +3,7 @@ this process; tests/network/test_peer.py has processes."""
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,12 +14,11 @@ import torch
 from fedtrain import gossip, topology
 from fedtrain.arena import Arena
 from fedtrain.errors import ConfigError, ConnectError, JoinRefused
-from fedtrain.exchange import Share
 from fedtrain.runtime.peers import enrolment
 from fedtrain.runtime.peers.enrolment import called_at, invite, to_pin
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.keeping_up import catch_up
-from fedtrain.runtime.peers.parcels import trained_part
+from fedtrain.runtime.peers.parcels import share_of_model, trained_part
 from fedtrain.runtime.peers.peer import Shape
 from fedtrain.runtime.sites.approval import key_in
 from fedtrain.runtime.trainers import trainer_messages as msg
@@ -377,7 +377,7 @@ def after_catching_up(given):
         async def there(name):
             async with network.join(name) as neighbors:
                 state = given[name]
-                neighbors.publish(state.round, Share(state.model.payload, note=state.model.digest.encode()))
+                neighbors.publish(state.round, share_of_model(state.model))
                 neighbors.announce(state.round)
                 waiting = asyncio.create_task(neighbors.sleep(1e6))
                 await over.wait()
@@ -527,6 +527,9 @@ def test_a_peer_that_is_started_again_after_the_others_ended_takes_their_model_f
             assert (await late).rounds == 8
             assert {v.of("a", "agreed")[-1]["digest"]} == others
             await has_it
+            assert v.of("a", "agreed")[-1]["of"] == [*"bcde"]  # its own is none of them, and its card says so
+            about = json.loads((tmp_path / "runs/r+gossip@a/model/model.json").read_text())
+            assert (about["sites"], about["updates"]) == ([*"bcde"], 4)
             assert torch.equal(v.model("a"), v.model("b"))
 
     bounded(main())
