@@ -132,7 +132,8 @@ class Journal:
         begun_with = None if self._store is None else self._store.meta().get("agreed")
         self.emit(events.RunStarted(
             run=config.run.name, mode=mode, rounds=config.run.rounds, sites=sites,
-            config_digest=settings_digest(begun_with or config.agreed()), resumed_from=done or None, buffer=buffer,
+            config_digest=settings_digest(begun_with or config.agreed()), resumed_from=done or None,
+            buffer=buffer,
         ))  # fmt: skip
 
     def begin(self, members: Sequence[SiteId]) -> Checkpoint:
