@@ -18,11 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 from urllib.parse import unquote, urlsplit
 from urllib.request import proxy_bypass
-
-import msgspec
 
 from ..config import Config
 from ..config.policy import FILE as POLICY
@@ -32,6 +29,8 @@ from ..pki.identity import Credentials, Identity, aggregator_target
 from ..pki.proof import AggregatorCheck
 from ..store.disk import refuse_network_disk
 from ..transport.tls import explain
+from .findings import Finding, listening
+from .peers.checkup import checks_of, is_peer
 from .sites.approval import Approvals
 from .sites.start import checked_policy, credentials_of, folder_of
 from .sites.statistics import check_config as check_statistics
@@ -41,23 +40,22 @@ LEAST_FREE, SLOW_DISK_S = 2 << 30, 0.1
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # in the order in which gRPC looks
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """What one check found; with --json as it stands here."""
-
-    check: str
-    state: Literal["good", "look", "bad"]  # look: it works, and may disappoint
-    said: str
-    fix: str = ""
-
-
 def examined(config: Config, site: str | None, data_dir: Path | None) -> Iterator[Finding]:
-    """Every check, one after the other; `site`: as that site, else as the aggregator or a simulation. Where
-    the site would not start, its task is not loaded here either."""
+    """Every check, one after the other; `site`: as that site, or as that peer, else as the aggregator or a
+    simulation. Where the site would not start, its task is not loaded here either."""
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("versions", _machine), ("GPU", _gpu), ("disk", lambda: _disk(config)), ("clock", _clock),
     ]  # fmt: skip
     if site is None:
-        checks += [("certificate", lambda: _certificate(config)), ("port", lambda: _listening(config))]
+        checks += [
+            ("certificate", lambda: _certificate(config)),
+            ("port", lambda: listening(config, "the aggregator")),
+        ]
+    elif is_peer(config, site):
+        checks += [
+            ("certificate", lambda: _own_certificate(config, site)), *checks_of(config, site),
+            ("approval", lambda: _approval(config, site)),
+        ]  # fmt: skip
     else:
         checks += [
             ("network", lambda: _network(config, site)),
@@ -208,19 +206,6 @@ def _network(config: Config, site: str) -> Iterator[Finding]:
             yield from _handshake(config, site, line, address)
     except OSError as e:
         yield Finding("connection", "bad", explain(_words(e), address))
-
-
-def _listening(config: Config) -> Iterator[Finding]:
-    host, _, port = config.network.listen.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as taken:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.bind((host.strip("[]"), int(port)))
-    except OSError as e:
-        fix = "Another process has it (the aggregator?), or network.listen is no address of this machine."
-        return (yield Finding("port", "look", f"{config.network.listen}: {e.strerror}", fix))
-    yield Finding("port", "good", f"{config.network.listen} is free")
 
 
 def _proxy(host: str) -> tuple[str, str, int, str] | None:
