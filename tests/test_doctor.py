@@ -335,6 +335,14 @@ def test_a_peers_roster_is_told_with_who_lacks_a_pin_and_who_can_not_be_called(p
     is_bad(found, "port", "network.address: nobody can call")
 
 
+def test_a_new_project_of_peers_has_no_aggregator_and_its_doctor_asks_for_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(cli, ["new", "p", "--template", "gossip"]).exit_code == 0
+    assert sorted(path.name for path in Path("p/certs").iterdir()) == ["ca", "sites"]
+    monkeypatch.chdir(tmp_path / "p")
+    assert {"settings", "port"} <= ask("site-1")[1].keys()
+
+
 def test_an_authority_of_peers_is_not_told_to_issue_an_aggregators_certificate(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for table, following in (
