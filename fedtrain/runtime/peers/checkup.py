@@ -57,7 +57,8 @@ def _port(config: Config, name: PeerId) -> Iterator[Finding]:
 def _policy(config: Config, name: PeerId) -> Iterator[Finding]:
     policy = policy_of(folder_of(config, name), credentials_of(config, name)())
     check_policy(config, policy)
-    pinned = f"{len(policy.members)} pinned" if policy.pin_members else "nobody has to be pinned"
+    others = len(policy.members.keys() - {name})
+    pinned = f"{others} other peers are pinned" if policy.pin_members else "nobody has to be pinned"
     yield Finding("policy", "good", f"a peer may hold to it; {pinned}")
 
 
