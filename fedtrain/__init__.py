@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         load_model,
         load_task,
         open_run,
+        peer,
         simulate,
         site,
         stats,
@@ -54,6 +55,7 @@ _HOME = {
     "load_task": "api",
     "open_run": "api",
     "partition": "training.partition",
+    "peer": "api",
     "simulate": "api",
     "site": "api",
     "stats": "api",
@@ -63,7 +65,7 @@ _HOME = {
 __all__ = [
     "Arena", "Config", "FedtrainError", "Plan", "Population", "Run", "Schema", "ShardedDataset", "Statistics",
     "Strategy", "Task", "Update", "aggregate", "aggregate_stats", "evaluate", "load_model", "load_task",
-    "open_run", "partition", "simulate", "site", "stats", "write_shards",
+    "open_run", "partition", "peer", "simulate", "site", "stats", "write_shards",
 ]  # fmt: skip
 
 

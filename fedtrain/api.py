@@ -150,6 +150,27 @@ async def site(
         return await site.run(config, name, data_dir=_data(task, data_dir), emit=emit)
 
 
+async def peer(
+    name: str,
+    project: Project = ".",
+    settings: Settings = NONE,
+    *,
+    invitation: str | None = None,
+    data_dir: Path | str | None = None,
+    on_event: Emit = silent,
+) -> Run:
+    """Train with neighbours as the peer of this name, as `fedtrain peer`. To cancel it is a clean stop:
+    called again, it goes on. `invitation`: the code that `fedtrain invite` printed elsewhere."""
+    from .pki.invitation import Invitation
+    from .runtime.peers import peer
+
+    config, task = resolved(project, settings, "peer")
+    invited = None if invitation is None else Invitation.read(invitation)
+    with logged(config.peer_dir(name), on_event) as emit:
+        await peer.run(config, name, data_dir=_data(task, data_dir), invitation=invited, emit=emit)
+    return Run(config.peer_dir(name), config, task)
+
+
 @overload
 def evaluate(
     source: Source,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 
 class Digest:
@@ -87,3 +90,8 @@ def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, in hex."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def settings_digest(agreed: Mapping[str, str]) -> str:
+    """SHA-256 over the settings that all ends of a run share: what its start tells, and a model's card."""
+    return hashlib.sha256(msgspec.json.encode(dict(sorted(agreed.items())))).hexdigest()

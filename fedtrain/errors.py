@@ -9,6 +9,7 @@ FedtrainError
   ForgedSum          the aggregator shows a site what is not the sum of what the sites sent
   CertificateError   a certificate or key is missing, expired, or of the wrong role
     CertificateRevoked its holder needs a new one
+    NotPinned        its holder is not among those whom this site's policy lets in; people can pin it
   ConnectError       the other end cannot be reached, or refuses the connection; the message says why
     JoinRefused      aggregator and site do not agree on task, model, config or version
   TaskError          the user's task raised an error; has its type and place in the code, never its data
@@ -104,6 +105,18 @@ class CertificateError(FedtrainError):
 
 class CertificateRevoked(CertificateError):
     """A certificate, or the issuing CA above it, is on a list of the revoked."""
+
+
+class NotPinned(CertificateError):
+    """A certificate that counts, of a site that this one's policy doesn't let in. `pin`: NAME=KEY, which
+    would."""
+
+    def __init__(self, site: str, key: str) -> None:
+        self.site, self.pin = site, f"{site}={key}"
+        super().__init__(
+            f"{site} is not pinned here with its key (policy.pin_members). If `fedtrain policy show` says so "
+            f"there, run here: fedtrain policy pin {self.pin}, which counts within seconds, without a restart"
+        )
 
 
 class ConnectError(FedtrainError):

@@ -262,11 +262,16 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="evaluated"):
 
 
 class PeersAgreed(Event, frozen=True, kw_only=True, tag="agreed"):
-    """After the last round these peers have one model, the same to the bit: the run's."""
+    """After the last round peers have one model, the same to the bit: the run's."""
 
     round: int
-    digest: str  # SHA-256 of the model's bytes
-    peers: Sequence[SiteId]
+    digest: str  # SHA-256 of model.safetensors, as each of them exports it
+    peers: Sequence[SiteId]  # who has it, as far as this peer knows
+    models: int = 0  # of how many peers' models it is made; 0: who gave it didn't say
+    of: Sequence[SiteId] = []  # whose; [] where they are too many for a message
+    seconds: float | None = None  # that agreeing took this peer; so many bytes moved meanwhile
+    bytes_in: int = 0
+    bytes_out: int = 0
 
 
 class Best(Event, frozen=True, kw_only=True, tag="best"):

@@ -199,7 +199,7 @@ INSTEAD = {  # key -> the key that replaces it in gossip modes
     "secagg.enabled": "gossip.masks",
     "strategy.round_deadline": "gossip.round_deadline",
 }
-# Values that promise nothing, for keys with another default
+# Values that promise nothing in the file, for keys with another default
 NOTHING: dict[str, tuple[Any, ...]] = {"secagg.enabled": (False,), "simulate.engine": ("auto", "loop")}
 
 
@@ -223,9 +223,11 @@ def check(config: Config, *names: str) -> None:
     known, seen = keys(), frozenset[str]().union(*(reads(config, name) for name in names))
     for given, source in config.given.items():
         key, value = _key(given), config.value(given)
-        if key in seen or (key == given and value in NOTHING.get(key, (known[key],))):
+        typed = source >= Source.SET
+        nothing = () if typed and key in NOTHING else NOTHING.get(key, (known[key],))
+        if key in seen or (key == given and value in nothing):
             continue
-        if source >= Source.SET or all(_refused(config, mode, key, source) for mode in names):
+        if typed or all(_refused(config, mode, key, source) for mode in names):
             raise ConfigError(f"{given} = {value!r} ({source}): {_why(config, names, key)}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,11 +13,12 @@ import torch
 
 from fedtrain import pki
 from fedtrain.arena import Arena, ArenaFile
-from fedtrain.config import Config
+from fedtrain.config import Config, keep_policy, policy_from
 from fedtrain.messages import Metrics
 from fedtrain.pki.invitation import Invitation
 from fedtrain.runtime.peers import peer
 from fedtrain.runtime.peers.parcels import trained_part
+from fedtrain.runtime.sites.approval import key_in
 from fedtrain.runtime.trainers import trainer_messages as msg
 from fedtrain.runtime.trainers.trainer import Trains
 from fedtrain.schema import Schema, TensorSpec
@@ -109,6 +111,13 @@ class Village:
         )  # fmt: skip
         self.running[name] = asyncio.create_task(work)
         return self.running[name]
+
+    def pin(self, name: str, members: str) -> None:
+        """Let only these be with a peer, whether it runs or not."""
+        sites = self.root / "certs" / "sites"
+        keys = {each: key_in(sites / each) for each in members}
+        policy = policy_from(sites / name)
+        keep_policy(sites / name, replace(policy, pin_members=True, members=keys))
 
     async def stop(self, name: str) -> None:
         """As SIGTERM does."""

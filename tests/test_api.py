@@ -25,6 +25,7 @@ from fedtrain.runtime.own_code import source_digest
 from fedtrain.tracking import log
 from tests.allowed import allowed
 from tests.inline import project as federation_of_three
+from tests.ports import free_port
 from tests.signals import IN_TERMINAL
 
 TASK = """
@@ -489,6 +490,25 @@ def test_an_error_of_the_callers_own_display_ends_the_run(project, monkeypatch):
 
 
 # --- in a service
+
+
+def test_peers_are_awaited_in_one_program_and_each_gives_its_run(tmp_path, inline):
+    config = federation_of_three(tmp_path)
+    (tmp_path / "fedtrain.toml").write_text('[run]\nname = "r"\ntask = "blobs_task:Blobs"\nrounds = 2\n')
+    allowed(config, masks=False)
+
+    async def service():
+        heard = []
+        listen = {name: {"network.listen": f"127.0.0.1:{free_port()}"} for name in "abc"}
+        works = [fedtrain.peer(name, tmp_path, listen[name], on_event=heard.append) for name in "abc"]
+        return heard, await asyncio.gather(*works)
+
+    heard, runs = asyncio.run(asyncio.wait_for(service(), 60))
+    assert [run.path.name for run in runs] == ["r+gossip@a", "r+gossip@b", "r+gossip@c"]
+    assert len({event.digest for event in heard if isinstance(event, events.PeersAgreed)}) == 1
+    assert all([row["round"] for row in run.history] == [1, 2] for run in runs)
+    with pytest.raises(ConfigError, match="--invitation: this is no invitation"):
+        asyncio.run(fedtrain.peer("a", tmp_path, invitation="?"))
 
 
 def test_an_aggregator_and_sites_are_awaited_in_one_program_without_taking_its_signals(tmp_path, inline):

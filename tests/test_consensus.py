@@ -2,30 +2,36 @@
 
 import asyncio
 import hashlib
+import json
 import os
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fedtrain import gossip
 from fedtrain.aggregation import WeightedMean
+from fedtrain.digest import sha256_of
+from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Exchanged, ReceivedShare, Share
 from fedtrain.gossip import rules
 from fedtrain.messages import Update
+from fedtrain.runtime.journal import MadeOf
 from fedtrain.runtime.peers.consensus import EXCHANGES, Consensus
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.gossip_setup import fewest, without_memory
 from fedtrain.runtime.peers.keeping_up import reason_to_end
-from fedtrain.runtime.peers.parcels import Inbox, share_of_model, trained_part
+from fedtrain.runtime.peers.parcels import Inbox, made_of, share_of_model, trained_part
 from fedtrain.runtime.peers.whole_models import mass_of, of_all, sha256
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.keys import KeyPair
 from fedtrain.secagg.peer_sums import PeerSums
 from fedtrain.topology import names, parse
 from fedtrain.transport.memory import LocalNetwork
+from fedtrain.wire.gossip import NOTE_BYTES
 
 from .limits import bounded
 from .peers import Toy, village
@@ -288,6 +294,20 @@ def test_too_few_for_a_rule_or_masks_agree_on_nothing_and_say_so():
     assert set(found.values()) == {None}  # krum:f=1 needs five
 
 
+def test_whose_models_are_in_one_travels_with_it_as_names_alone_and_as_a_number_where_they_are_too_many():
+    def given(note):
+        return ReceivedShare("a", 9, Share(memoryview(b""), note=note))
+
+    for count in (3, 5_000):
+        of = [f"site-{i}" for i in range(count)]
+        told = share_of_model(arena(PLAIN, 5), MadeOf(count, of)).note
+        assert len(told) < NOTE_BYTES
+        assert made_of(given(told)) == MadeOf(count, of if count == 3 else [])
+    for bad in (["a\x1b[2J"], ["a\n"], ["a" * 64], [7]):
+        with pytest.raises(BadUpdate, match="its note can't be read"):
+            made_of(given(msgspec.msgpack.encode([b"", 1, bad])))
+
+
 # --- simulations and real peers
 
 
@@ -297,8 +317,9 @@ def test_a_simulation_ends_with_one_model_and_says_its_digest(tmp_path):
     (agreed,) = log.of("agreed")
     last = committed(settings.gossip_dir)
     assert agreed["round"] == 6
-    assert agreed["digest"] == hashlib.sha256(last.weights.load().payload).hexdigest()
-    assert agreed["peers"] == [f"site-{i}" for i in range(1, 7)]
+    assert agreed["digest"] == sha256_of(settings.gossip_dir / "model" / "model.safetensors")
+    assert agreed["peers"] == agreed["of"] == [f"site-{i}" for i in range(1, 7)]
+    assert last.round == 6
     assert log.of("evaluated")[-1]["round"] == 6
     _, again = simulated(settings)
     assert again.of("agreed") == []  # it is agreed
@@ -314,7 +335,9 @@ def test_a_simulations_last_model_is_the_rules_and_was_evaluated(tmp_path, rule)
     settings = config(tmp_path, topology="complete", rule=rule)
     result, log = simulated(settings)
     (agreed,) = log.of("agreed")
-    assert agreed["digest"] == sha256(committed(settings.gossip_dir).weights.load())
+    assert agreed["digest"] == sha256_of(settings.gossip_dir / "model" / "model.safetensors")
+    card = (settings.gossip_dir / "model" / "MODEL_CARD.md").read_text()
+    assert f"the one model of all at the end, what {rule} makes of 6 peers' models" in card
     assert result.metrics["accuracy"] > 0.5
 
 
@@ -326,7 +349,18 @@ def test_real_peers_end_together_with_one_model_that_each_exports(tmp_path):
             assert [one.rounds for one in results] == [4, 4, 4]
             (one,) = {v.of(name, "agreed")[-1]["digest"] for name in "abc"}
             assert v.of("a", "agreed")[-1]["peers"] == ["a", "b", "c"]
-            exported = [load_file(tmp_path / f"runs/r+gossip@{n}/model/model.safetensors") for n in "abc"]
+            folders = [tmp_path / f"runs/r+gossip@{n}/model" for n in "abc"]
+            assert {sha256_of(folder / "model.safetensors") for folder in folders} == {one}
+            about = json.loads((folders[0] / "model.json").read_text())
+            assert (about["sites"], about["updates"], about["peer"]) == (["a", "b", "c"], 3, "a")
+            assert about["config_digest"] == v.of("a", "run_started")[-1]["config_digest"]
+            card = (folders[0] / "MODEL_CARD.md").read_text()
+            assert "round 4; the one model of all at the end, the mean of 3 peers' models." in card
+            assert "stayed at the sites: a, b, c" in card
+            assert "## Evaluation at a, on its own data" in card
+            (cost,) = v.of("a", "agreed")
+            assert 213 < cost["bytes_out"] < 400  # two models of 160, but for its own block, and digests
+            exported = [load_file(folder / "model.safetensors") for folder in folders]
             assert all(torch.equal(each["w"], exported[0]["w"]) for each in exported)
             assert torch.equal(v.model("a"), v.model("c"))
             assert len(one) == 64

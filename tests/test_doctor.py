@@ -11,15 +11,21 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import zmq
 from click.testing import CliRunner
 
+from fedtrain import pki
 from fedtrain.cli import cli
 from fedtrain.config import Config, keep_policy, policy_from
 from fedtrain.config.policy import changed
 from fedtrain.events import SiteRefused, silent
-from fedtrain.pki import revoke
+from fedtrain.pki import fingerprint, revoke
+from fedtrain.pki.identity import Credentials
+from fedtrain.pki.roster import Claim, enrol, save
+from fedtrain.pki.signing import Signer
 from fedtrain.runtime import doctor
 from fedtrain.runtime.sites.approval import approve
 from fedtrain.runtime.trainers import workbench
@@ -27,10 +33,11 @@ from fedtrain.schema import Schema
 from fedtrain.transport import port
 from tests.federation import aggregator
 from tests.limits import WAIT_S
-from tests.ports import serving
+from tests.ports import free_port, serving
 from tests.test_compare import TASK
 
 SETTINGS = '[run]\ntask = "task:Line"\nrounds = 3\n[simulate]\nsites = 3\n[network]\nlisten = "127.0.0.1:0"\n'
+GOSSIP = '[gossip]\ntopology = "complete"\n'
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +320,7 @@ def test_a_check_that_fails_has_a_name_that_says_what_was_checked(project, monke
     def fails(*_):
         raise OSError("no")
 
-    for name in ("_machine", "_disk", "_listening", "_training"):
+    for name in ("_machine", "_disk", "listening", "_training"):
         monkeypatch.setattr(doctor, name, fails)
     found = ask()[1]
     assert {name for name, each in found.items() if each["said"] == "no"} == {
@@ -395,3 +402,82 @@ def test_the_step_touches_nothing_of_a_run_that_is_under_way(confined, site):
     assert found["data"]["state"] == "good"
     kept = [path for path in sorted(project.rglob("*")) if "__pycache__" not in path.parts]
     assert kept == before
+
+
+# --- a peer
+
+
+@pytest.fixture
+def peers(project):
+    """A project of peers, north's; and a function that enters south, of another folder, on its roster."""
+    shutil.rmtree(project / "certs" / "aggregator")
+    settings = SETTINGS.replace("127.0.0.1:0", f"127.0.0.1:{free_port()}") + GOSSIP
+    (project / "fedtrain.toml").write_text(settings)
+    config = Config.load(project / "fedtrain.toml")
+    approve(config)
+    pki.issue(project / "certs", "site", "south")
+    shutil.copytree(project / "certs" / "sites" / "south", project / "elsewhere")
+    shutil.rmtree(project / "certs" / "sites" / "south")
+    south = Credentials.load(project / "elsewhere")
+
+    def enter(address):
+        key = zmq.curve_keypair()[0]
+        claim = Claim(peer="south", federation=south.identity.federation, key=key, address=address)
+        save(config.root / "roster", "south", enrol(Signer.of(south), claim).encode())
+        return f"south={fingerprint(south.chain).hex()}"
+
+    return enter
+
+
+def test_a_peer_is_checked_as_a_peer_and_asked_for_no_aggregator(peers):
+    code, found = ask("north")
+    assert code == 1
+    is_bad(found, "policy", "policy.secure_sums: gossip.masks = false shows this peer's model")
+    assert not {"connection", "DNS", "TLS", "proxy"} & found.keys()
+    assert found["port"]["state"] == "good"
+    assert CliRunner().invoke(cli, ["policy", "set", "secure_sums=false"]).exit_code == 0
+    code, found = ask("north")
+    assert code == 0, found
+    assert {found[check]["state"] for check in ("settings", "policy", "approval", "data")} == {"good"}
+    assert (found["roster"]["state"], "--invitation CODE" in found["roster"]["fix"]) == ("look", True)
+    assert not (Path("roster")).exists()  # it looks, and leaves nothing
+
+
+def test_a_peers_roster_is_told_with_who_lacks_a_pin_and_who_can_not_be_called(peers):
+    assert CliRunner().invoke(cli, ["policy", "set", "secure_sums=false"]).exit_code == 0
+    pin = peers(f"127.0.0.1:{free_port()}")
+    done = CliRunner().invoke(cli, ["doctor", "north"])
+    assert "south.peer is refused\n      south is not pinned here with its key" in done.output
+    assert f"run here: fedtrain policy pin {pin}" in done.output
+    assert CliRunner().invoke(cli, ["policy", "pin", pin]).exit_code == 0
+    code, found = ask("north")
+    assert (code, found["roster"]["said"], found["neighbour"]["state"]) == (0, "south", "look")
+    assert "Is `fedtrain peer south` running there" in found["neighbour"]["fix"]
+    with answering(lambda line: None) as address:
+        peers(address)
+        found = ask("north")[1]
+    assert found["neighbour"]["said"] == f"south answers at {address}"
+    choco = ("gossip.algorithm=choco", "gossip.topology=base:1")
+    is_bad(ask("north", "--set", choco[0], "--set", choco[1])[1], "settings", "needs neighbours that stay")
+    found = ask("north", "--set", "network.listen=0.0.0.0:8441")[1]
+    is_bad(found, "port", "network.address: nobody can call")
+
+
+def test_a_new_project_of_peers_has_no_aggregator_and_its_doctor_asks_for_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(cli, ["new", "p", "--template", "gossip"]).exit_code == 0
+    assert sorted(path.name for path in Path("p/certs").iterdir()) == ["ca", "sites"]
+    monkeypatch.chdir(tmp_path / "p")
+    assert {"settings", "port"} <= ask("site-1")[1].keys()
+
+
+def test_an_authority_of_peers_is_not_told_to_issue_an_aggregators_certificate(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for table, following in (
+        ("", "certs issue aggregator; fedtrain certs invite site-1"),
+        (GOSSIP, "certs issue site-1"),
+    ):
+        Path("fedtrain.toml").write_text(SETTINGS + table)
+        shutil.rmtree("certs", ignore_errors=True)
+        done = CliRunner().invoke(cli, ["certs", "init"])
+        assert f"Next: fedtrain {following}" in done.output

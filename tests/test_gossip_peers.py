@@ -2,8 +2,11 @@
 
 import asyncio
 import math
+import re
 from collections import Counter
 from contextlib import AsyncExitStack
+from dataclasses import fields
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,13 +16,14 @@ from click.testing import CliRunner
 from fedtrain import compression, gossip, topology
 from fedtrain.arena import Arena
 from fedtrain.cli import cli
-from fedtrain.config import Config
+from fedtrain.config import Config, GossipConfig
 from fedtrain.errors import BadUpdate, ConfigError, StoreError, TaskError
 from fedtrain.exchange import Exchanged, ReceivedShare, Share, ShareHeader
 from fedtrain.gossip import Blend, Parcel, Receive, Received, Send
 from fedtrain.gossip.choco import _name
 from fedtrain.messages import Update
 from fedtrain.runtime.peers.gossip import Peer
+from fedtrain.runtime.peers.gossip_setup import agreed as agreed_of_peers
 from fedtrain.runtime.peers.gossip_setup import algorithm_of
 from fedtrain.runtime.peers.mailbox import Letters
 from fedtrain.runtime.peers.parcels import Inbox, ParcelHeader, other_parts, share_of, trained_part, write
@@ -761,3 +765,11 @@ def test_an_error_in_a_task_of_peers_that_are_trained_at_once_ends_the_run(tmp_p
     table["simulate"] |= {"engine": "stacked"}
     with pytest.raises((ConfigError, TaskError), match=r"OSError in task\.py"):
         simulated(Config.of(table, tmp_path))
+
+
+def test_the_keys_of_gossip_are_the_same_at_all_peers_but_for_those_that_the_page_says_are_a_peers_own():
+    page = (Path(__file__).parent.parent / "docs/configuration.md").read_text().partition("## [gossip]")[2]
+    own = re.search(r"same at all peers, but\n`(gossip.\w+)` and `(gossip.\w+)`", page)
+    every = {f"gossip.{field.name}" for field in fields(GossipConfig)}
+    compared = agreed_of_peers(Config.of({"gossip": {"agree": False}})).keys()
+    assert every - compared == {*own.groups()}

@@ -1,5 +1,7 @@
 """The journal of a run: what is due, what is best, when it is over, and what is said of it."""
 
+import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -8,9 +10,10 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError
 from fedtrain.events import Best, Evaluated, RoundCommitted, RunFinished, RunStarted
-from fedtrain.runtime.journal import Journal, Lap
+from fedtrain.runtime.journal import Journal, Lap, MadeOf
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, RunStore
+from fedtrain.tracking.export import export
 
 SCHEMA = Schema((TensorSpec("w", (2,), "float32", True),))
 
@@ -67,7 +70,10 @@ def test_a_peer_that_agreed_before_its_last_round_has_ended_until_the_run_has_ot
     after = Checkpoint(2, Arena.zeros(SCHEMA))
     journal.commit(after, {})
     assert journal.reason_to_stop(2) is None
-    agreed = journal.agreed(after, Arena.zeros(SCHEMA), "ab" * 32, ["north", "south"])
+    of = MadeOf(2, ["north", "west"])
+    agreed = journal.agreed(after, Arena.zeros(SCHEMA), ["north", "south"], of, Lap())
+    assert journal.have_agreed(agreed) == {"north", "south"}
+    assert journal.agreed_of() == of
     assert journal.reason_to_stop(2, agreed) == "all peers ended with this round"
     longer = replace(journal.config, run=replace(journal.config.run, rounds=4))
     assert Journal(longer, None, lambda event: None).reason_to_stop(2, agreed) is None
@@ -93,3 +99,22 @@ def test_a_run_begins_and_ends_with_one_event_each(run):
     assert isinstance(begun, RunStarted)
     assert (begun.mode, begun.sites, begun.resumed_from) == ("peer", 3, 2)
     assert (ended, journal.over) == (RunFinished(round=4, reason="rounds done"), "rounds done")
+
+
+def test_the_config_that_a_start_tells_is_that_of_the_models_card_and_has_all_that_the_run_was_begun_with(
+    tmp_path,
+):
+    """Of peers also what [gossip] says, of a simulation how it deals its data."""
+    config, told = Config.of({"run": {"task": "t:T"}}, tmp_path), []
+    for topology in ("ring", "complete"):
+        with closing(RunStore(tmp_path / topology)) as store:
+            store.begin(SCHEMA, config.agreed() | {"gossip.topology": repr(topology)}, run="r")
+            journal = Journal(config, store, told.append)
+            journal.start("peer")
+            journal.commit(Checkpoint(1, Arena.zeros(SCHEMA)), {})
+            about = export(store.folder, tmp_path / "model") / "model.json"
+            assert json.loads(about.read_text())["config_digest"] == told[-2].config_digest
+    Journal(config, None, told.append).start("site")
+    started = [event.config_digest for event in told if isinstance(event, RunStarted)]
+    assert len(set(started)) == 3
+    assert started[-1] == config.digest()  # a site has no store: it is its aggregator's

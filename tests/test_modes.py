@@ -359,6 +359,16 @@ def test_a_key_of_set_is_read_or_refused_with_where_it_is_read(key, mode):
     assert "\n" not in where
 
 
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("mode", ["peer", "gossip", "datacenter", "islands"])
+def test_masks_are_switched_neither_on_nor_off_where_the_key_does_nothing(mode, value):
+    """In the file `false` promises nothing; who types it wants something of this command."""
+    check(Config.of({"secagg": {"enabled": False}}), mode)
+    instead = " Here gossip.masks decides." if mode in ("peer", "gossip") else ""
+    with pytest.raises(ConfigError, match=rf"secagg.enabled = {value} \(--set\): .*{instead}$"):
+        check(given("secagg.enabled", value), mode)
+
+
 @pytest.mark.parametrize("key", ["train.deterministic", "train.tf32"])
 def test_a_choice_that_gpus_alone_have_is_refused_where_the_cpu_is_to_train(key):
     check(given(key, True, train={"device": "cuda"}), "simulate")

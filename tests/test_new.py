@@ -1,8 +1,11 @@
 """`fedtrain new`: from nothing to a project that trains, without a network."""
 
 import ast
+import contextlib
+import re
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -12,6 +15,10 @@ from click.testing import CliRunner
 import fedtrain
 from fedtrain import Config
 from fedtrain.cli import cli
+from tests.limits import WAIT_S
+from tests.ports import free_port
+from tests.processes import fedtrain as fedtrain_command
+from tests.worlds import Command
 
 ROOT = Path(fedtrain.__file__).parent.parent
 FILES = {"task.py", "fedtrain.toml", "README.md", ".gitignore", "certs"}
@@ -19,6 +26,13 @@ FILES = {"task.py", "fedtrain.toml", "README.md", ".gitignore", "certs"}
 
 def new(name, *options):
     return CliRunner().invoke(cli, ["new", str(name), *options])
+
+
+def until(condition):
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -77,6 +91,37 @@ def test_each_template_trains_as_it_is(tmp_path, template):
     settings = {"run.rounds": 5} if gossip else {"simulate.workers": 0}
     run = fedtrain.simulate(tmp_path / "p", settings, mode="gossip" if gossip else "federated")
     assert run.metrics["accuracy"] > 0.6
+
+
+@pytest.mark.slow(40)
+@pytest.mark.parametrize("template", ["tabular", "gossip"])  # the others have the first one's README
+def test_every_command_of_a_templates_readme_works_as_it_stands_there(tmp_path, template):
+    """In its order; but for the ports, which are free ones, and CODE, which is what was printed before."""
+    root = tmp_path / "demo"
+    assert new(root, "--template", template).exit_code == 0
+    ports = {port: str(free_port()) for port in ("8440", "8441", "8442", "8443")}
+    for file in (root / "README.md", root / "fedtrain.toml"):
+        file.write_text(re.sub("|".join(ports), lambda found: ports[found[0]], file.read_text()))
+    typed = re.findall(r"^fedtrain (.+)$", (root / "README.md").read_text(), re.M)
+    codes, running, started = [], {}, []
+    with contextlib.ExitStack() as stack:
+        for number, line in enumerate(typed):
+            if line == "watch":  # from here on it looks at what those above have done
+                assert all(each.wait(WAIT_S) == 0 for each in running.values()), started
+            words = [codes.pop(0) if word == "CODE" else word for word in line.split()]
+            log = tmp_path / f"{number}.log"
+            log.touch()
+            started.append((line, log))
+            process = Command(fedtrain_command, words, folder=root, log=log, env={})
+            stack.callback(lambda process=process: (process.kill(), process.wait(30)))
+            if words[0] in ("aggregator", "site", "peer"):
+                running[line] = process
+            elif words[:2] == ["certs", "invite"]:  # it waits for who joins
+                until(lambda log=log: "fedtrain join fl.example.org" in log.read_text())
+            else:
+                assert process.wait(WAIT_S) == 0, (line, log.read_text())
+            if words[0] == "invite":
+                codes.append(log.read_text().split()[0])
 
 
 def test_the_lora_template_is_the_example_with_sites_of_its_own():

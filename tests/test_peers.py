@@ -3,6 +3,7 @@ this process; tests/network/test_peer.py has processes."""
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,14 +13,14 @@ import torch
 
 from fedtrain import gossip, topology
 from fedtrain.arena import Arena
-from fedtrain.errors import ConfigError, ConnectError
-from fedtrain.exchange import Share
+from fedtrain.errors import ConfigError, ConnectError, JoinRefused
 from fedtrain.runtime.peers import enrolment
-from fedtrain.runtime.peers.enrolment import called_at, invite
+from fedtrain.runtime.peers.enrolment import called_at, invite, to_pin
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.keeping_up import catch_up
-from fedtrain.runtime.peers.parcels import trained_part
+from fedtrain.runtime.peers.parcels import share_of_model, trained_part
 from fedtrain.runtime.peers.peer import Shape
+from fedtrain.runtime.sites.approval import key_in
 from fedtrain.runtime.trainers import trainer_messages as msg
 from fedtrain.transport.admission import join
 from fedtrain.transport.memory import LocalNetwork
@@ -54,6 +55,56 @@ def test_whoever_comes_or_goes_peers_go_on_with_the_graph_nearest_to_theirs(tmp_
             assert any("it is regular:2" in each["text"] for each in v.of("a", "notice"))
             at = v.rounds_of("a")
             await v.until(lambda: v.rounds_of("a") > at + 3)
+
+    bounded(main())
+
+
+@pytest.mark.slow(4)
+def test_a_newcomer_is_let_in_by_each_peer_as_soon_as_that_has_pinned_it_and_no_peer_starts_anew(tmp_path):
+    async def main():
+        async with village(tmp_path, "abc") as v:
+
+            def start(name, **more):
+                task = v.start(name, gossip={"roster": f"roster-of-{name}"}, **more)
+                v.pin(name, "abc" if name == "c" else "ab")
+                return task
+
+            host = v.config(network={"listen": f"127.0.0.1:{v.ports['a']}"})
+            start("a")
+            start("b", invitation=invite(host, "b", "a", days=1))
+            await v.until(lambda: v.are_with("ab", "ab"))
+            code, key = invite(host, "c", "a", days=1), key_in(tmp_path / "certs/sites/c")
+            assert "a has not pinned c" in to_pin(host, "c", "a")
+            assert to_pin(host, "b", "a") == ""
+            with pytest.raises(JoinRefused) as refused:  # it is read at c, so it says where to do what
+                await start("c", invitation=code)
+            assert "a has not pinned c with its key. The people of a " in str(refused.value)
+            assert f"run at a: fedtrain policy pin c={key}. Then give this command again." in str(
+                refused.value
+            )
+            v.pin("a", "abc")
+            start("c", invitation=code)
+            refusal = "a passed on an entry that is refused: c is not pinned here with its key"
+            await v.until(lambda: any(refusal in each["text"] for each in v.of("b", "notice")))
+            v.pin("b", "abc")
+            await v.until(lambda: v.are_with("abc", "abc"))
+            v.pin("b", "ab")  # nor is a pin that is taken out a matter of the next start
+            lost = {"site": "c", "reason": "its key is no longer on the roster"}
+            await v.until(lambda: lost in v.of("b", "site_lost"))
+
+    bounded(main())
+
+
+def test_a_newcomer_that_has_not_pinned_who_invited_it_is_told_to(tmp_path):
+    async def main():
+        async with village(tmp_path, "ab") as v:
+            v.start("a")
+            code = invite(v.config(network={"listen": f"127.0.0.1:{v.ports['a']}"}), "b", "a", days=1)
+            task = v.start("b", invitation=code, gossip={"roster": "roster-of-b"})
+            v.pin("b", "b")
+            key = key_in(tmp_path / "certs/sites/a")
+            with pytest.raises(JoinRefused, match=f"run here: fedtrain policy pin a={key}.*Then give this"):
+                await task
 
     bounded(main())
 
@@ -326,7 +377,7 @@ def after_catching_up(given):
         async def there(name):
             async with network.join(name) as neighbors:
                 state = given[name]
-                neighbors.publish(state.round, Share(state.model.payload, note=state.model.digest.encode()))
+                neighbors.publish(state.round, share_of_model(state.model))
                 neighbors.announce(state.round)
                 waiting = asyncio.create_task(neighbors.sleep(1e6))
                 await over.wait()
@@ -476,6 +527,9 @@ def test_a_peer_that_is_started_again_after_the_others_ended_takes_their_model_f
             assert (await late).rounds == 8
             assert {v.of("a", "agreed")[-1]["digest"]} == others
             await has_it
+            assert v.of("a", "agreed")[-1]["of"] == [*"bcde"]  # its own is none of them, and its card says so
+            about = json.loads((tmp_path / "runs/r+gossip@a/model/model.json").read_text())
+            assert (about["sites"], about["updates"]) == ([*"bcde"], 4)
             assert torch.equal(v.model("a"), v.model("b"))
 
     bounded(main())

@@ -3,11 +3,13 @@
 import os
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 import pytest
 import zmq
 
-from fedtrain.errors import CertificateError
-from fedtrain.pki import Credentials, init, issue
+from fedtrain.errors import CertificateError, NotPinned
+from fedtrain.pki import Credentials, fingerprint, init, issue
+from fedtrain.pki import roster as roster_module
 from fedtrain.pki.roster import CONTEXT, Claim, Roster, check, enrol, own_curve, save
 from fedtrain.pki.signing import Signed, Signer, Verifier
 
@@ -202,3 +204,32 @@ def test_s08_the_secret_key_is_made_at_the_site_with_mode_0600_and_kept(tmp_path
     (tmp_path / "curve.key").chmod(0o600)
     with pytest.raises(CertificateError, match="no CURVE key pair"):
         own_curve(tmp_path, zmq.curve_keypair)
+
+
+def test_what_a_neighbour_passed_on_counts_as_soon_as_it_is_pinned_and_nothing_that_its_peer_did_not_sign(
+    certs, tmp_path, monkeypatch
+):
+    """Nobody sends it again. Whose signature is false is not kept in the place of who signed."""
+    monkeypatch.setattr(roster_module, "UNPINNED", 1)
+    key, pins = fingerprint(signer(certs[0], "b").certificate).hex(), {}
+    roster = Roster(tmp_path / "roster", verifier(certs[0], pinned=pins), "fedtrain")
+    entry = enrol(signer(certs[0], "b"), claim("b"))
+    with pytest.raises(NotPinned, match=f"policy pin b={key}, which counts within seconds"):
+        roster.add(entry.encode())
+    forged = Signed(
+        claim=msgspec.msgpack.encode(claim("b", address="evil:1")), signature=entry.signature,
+        certificate=entry.certificate,
+    )  # fmt: skip
+    with pytest.raises(CertificateError, match="not by its key, or over something else"):
+        roster.add(forged.encode())
+    with pytest.raises(NotPinned):  # there is no more room
+        roster.add(enrol(signer(certs[0], "a"), claim("a")).encode())
+    assert not roster.reload()
+    assert (roster.peers(), [*(tmp_path / "roster").glob("*")]) == ([], [])
+    pins |= {"b": key, "a": fingerprint(signer(certs[0], "a").certificate).hex()}
+    assert roster.reload()
+    assert roster.peers() == ["b"]
+    assert roster.contact("b").address == "h:1"
+    pins.clear()
+    assert roster.reload()
+    assert roster.peers() == []

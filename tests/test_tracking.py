@@ -318,6 +318,18 @@ def test_eta_is_the_pace_of_the_last_rounds_times_the_rounds_left():
     assert board.eta_s(1000) is None
 
 
+def test_a_first_round_that_took_twenty_times_as_long_as_the_others_makes_the_eta_jump_nowhere():
+    board, found, now = Board(), [], 0.0
+    board.add(events.RunStarted(time=0, run="r", mode="peer", rounds=60))
+    for n in range(1, 13):
+        board.add(events.RoundStarted(time=now, round=n, attempt=1, sites=["a"]))
+        now += 6.0 if n == 1 else 0.3
+        board.add(events.RoundCommitted(time=now, round=n))
+        found.append(board.eta_s(now))
+    assert found[9] == pytest.approx(50 * (9 * 0.3 + 0.9) / 10)
+    assert found[10] == pytest.approx(49 * 0.3)
+
+
 def test_the_time_spent_waiting_for_sites_is_no_part_of_the_pace():
     board = Board()
     board.add(events.RunStarted(time=0, run="r", mode="federated", rounds=3))

@@ -16,7 +16,9 @@ def peer():
     yield e.SiteState(site="a", round=1, state="training")
     metrics = {"loss": 0.5, "disagreement": 0.25}
     yield e.RoundCommitted(round=1, loss=0.5, metrics=metrics, seconds=1.0, bytes_in=1500, bytes_out=1500)
-    yield e.PeersAgreed(round=1, digest="ab" * 32, peers=["a", "b"])
+    yield e.PeersAgreed(
+        round=1, digest="ab" * 32, peers=["a", "b"], models=2, of=["a", "b"], bytes_in=2500, bytes_out=2500
+    )  # fmt: skip
     yield e.RunFinished(round=1, reason="rounds done")
 
 
@@ -36,7 +38,10 @@ def aggregator():
 SHOWN = {
     "r": (aggregator, ["round 2/2: done: 3 sites", "evaluated: accuracy 0.5000", "epsilon 1 at delta 1e-05"]),
     "r+simulate": (aggregator, ["round 2/2: done"]),
-    "r+gossip": (peer, ["hears b", "disagreement 0.2500", "in 1.5 kB", "2 peers have one model"]),
+    "r+gossip": (
+        peer,
+        ["hears b", "disagreement 0.2500", "in 1.5 kB", "one model of 2 peers (a, b), at a, b", "in 2.5 kB"],
+    ),
     "r+datacenter": (datacenter, ["ranks 4", "step 20", "10,000 items/s", "MFU 41.0%", "comm 20%", "1.0 GB"]),
     "r@north": (site, ["connected to the aggregator", "round 1/2: training", "epsilon 0.75"]),
 }

@@ -34,7 +34,9 @@ def certs_init(config: Config, names: tuple[str, ...], federation: str | None) -
 
     begin_authority(config.root / config.network.certs, federation or config.run.name, names)
     if not names:
-        click.echo("Next: fedtrain certs issue aggregator; fedtrain certs invite site-1 site-2 site-3")
+        peers = any(key.startswith("gossip.") for key in config.given)  # there is no aggregator
+        first = "" if peers else "fedtrain certs issue aggregator; "
+        click.echo(f"Next: {first}fedtrain certs {'issue' if peers else 'invite'} site-1 site-2 site-3")
 
 
 def begin_authority(certs_dir: Path, federation: str, names: Sequence[str]) -> None:

@@ -25,7 +25,6 @@ from .arguments import (
     Commands,
     as_json,
     begin_with,
-    drive,
     drive_shown,
     ends,
     line_of,
@@ -219,13 +218,10 @@ def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
 def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str | None) -> None:
     """Train as NAME with neighbours, without an aggregator."""
     from .. import api
-    from ..pki.invitation import Invitation
-    from ..runtime.peers import peer
-    from ..tracking.live import screen
 
-    invitation = None if code is None else Invitation.read(code)
-    with screen(json=json) as show, api.logged(config.peer_dir(name), show) as emit:
-        drive(peer.run(config, name, data_dir=data_dir, invitation=invitation, emit=emit))
+    drive_shown(
+        lambda show: api.peer(name, config, invitation=code, data_dir=data_dir, on_event=show), json=json
+    )
 
 
 @cli.command()
@@ -236,9 +232,11 @@ def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str
               help="How long it is good for.")  # fmt: skip
 def invite(config: Config, guest: str, host: str, days: float) -> None:
     """Print a code by which NAME joins the peers, once."""
-    from ..runtime.peers.enrolment import invite
+    from ..runtime.peers.enrolment import invite, to_pin
 
     click.echo(invite(config, guest, host, days=days).code)
+    if lacks := to_pin(config, guest, host):
+        click.echo(lacks, err=True)
 
 
 @cli.command()

@@ -113,7 +113,7 @@ def policy_pin(config: Config, members: tuple[str, ...], sites: tuple[str, ...])
         own = policy_from(folder)
         keep_policy(folder, replace(own, members={**own.members, **pins}))
         _enter(config, folder, f"policy: members {', '.join(members)}")
-        click.echo(f"{folder.name} sums with {', '.join(pins)} from its next start on")
+        click.echo(f"{folder.name} sums with {', '.join(pins)} from now on, also where it runs")
 
 
 @policy.command("sign")

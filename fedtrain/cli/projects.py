@@ -32,7 +32,7 @@ def new(folder: Path, template: str) -> None:
         to = folder / {"gitignore": ".gitignore"}.get(file.name, file.name)
         with writing(to):
             to.write_text(file.read_text(encoding="utf-8").replace("PROJECT", name), encoding="utf-8")
-    made_up = [f"site-{number}" for number in (1, 2, 3)]
-    begin_authority(folder / "certs", name, ["aggregator", *made_up])
-    mode = " --mode gossip" if template == "gossip" else ""
+    made_up, peers = [f"site-{number}" for number in (1, 2, 3)], template == "gossip"
+    begin_authority(folder / "certs", name, made_up if peers else ["aggregator", *made_up])
+    mode = " --mode gossip" if peers else ""
     click.echo(f"{folder} is ready. Next: cd {folder} && fedtrain simulate{mode}")

@@ -23,8 +23,8 @@ from .values import AtLeastOne, Count, Duration, Inner, NotNegative, Seconds, Se
 FILE = "policy.toml"
 KEY = r"[0-9a-f]{64}"  # SHA-256 of a public key (pki.fingerprint), in hex
 HEAD = """# The policy of a site: what it lets itself be asked, whatever fedtrain.toml and the aggregator say.
-# Edit the values, or use `fedtrain policy set`; they count from the next start. Only this site's people may
-# write here.
+# Edit the values, or use `fedtrain policy set`; they count from the next start, [members] at once. Only this
+# site's people may write here.
 """
 
 

@@ -6,7 +6,6 @@ strength. A key that nobody reads is an error that names the nearest one that ex
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
+from ..digest import settings_digest
 from ..fairness import STD, is_cost, split
 from .load import Source, build, read, refuse_unknown, types_of
 from .simulated import SimulateConfig
@@ -409,7 +408,7 @@ class Config:
 
     def digest(self) -> str:
         """SHA-256 over `agreed()`."""
-        return hashlib.sha256(msgspec.json.encode(self.agreed())).hexdigest()
+        return settings_digest(self.agreed())
 
     def table(self) -> dict[str, Any]:
         """Plain values of every section, defaults included, for the run directory."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import CertificateError, ConfigError, writing
+from ..errors import CertificateError, ConfigError, NotPinned, writing
 from ..exchange import Contact
 from ..messages import SiteId
 from .invitation import Guestbook
@@ -34,6 +34,7 @@ from .strikes import Strikes
 
 SUFFIX = ".peer"
 Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+UNPINNED = 1024  # statements that wait for a pin
 CONTEXT = b"fedtrain roster entry 1\0"  # signed bytes begin with this: the signature serves for nothing else
 
 
@@ -124,6 +125,7 @@ class Roster:
         self._names: dict[bytes, SiteId] = {}
         self._numbers: dict[SiteId, int] = {}
         self._refused: set[tuple[str, str]] = set()
+        self._unpinned: dict[tuple[str, bool], bytes] = {}  # (pin that it lacks, is a mask key) -> statement
         self.reload()
 
     def contact(self, peer: SiteId) -> Contact | None:
@@ -184,11 +186,24 @@ class Roster:
         for peer in self._struck:
             self._refuse_once(peer + SUFFIX, self._strikes.why(peer, self._verifier))
         kept = {file: data for file, data in files.items() if file.removesuffix(SUFFIX) not in self._struck}
-        return self._set(kept)
+        changed = self._set(kept)
+        for key in [*self._unpinned]:
+            with suppress(CertificateError, KeyError):
+                changed |= self.add(self._unpinned.pop(key)) is not None
+        return changed
 
     def add(self, data: bytes) -> Contact | None:
         """Check a statement that a peer sent, and keep it as a file if it is newer than the one here. Returns
-        the contact of an entry, None for another kind of statement. CertificateError when it is not valid."""
+        the contact of an entry, None for another kind of statement. CertificateError when it is not valid.
+        One that lacks a pin alone counts as soon as that is there: nobody may send it again."""
+        try:
+            return self._add(data)
+        except NotPinned as e:
+            if len(self._unpinned) < UNPINNED:
+                self._unpinned[e.pin, data.startswith(MASK)] = data
+            raise
+
+    def _add(self, data: bytes) -> Contact | None:
         if self._mask_keys is not None and data.startswith(MASK):
             self._mask_keys.add(data)
             return None

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from ..errors import CertificateError, CertificateRevoked
+from ..errors import CertificateError, CertificateRevoked, NotPinned
 from ..messages import SiteId
 from .identity import UNREADABLE, Credentials, Identity, certificates, identity_in, key_of, serial_hex
 
@@ -82,7 +82,7 @@ class Verifier:
     ) -> None:
         """`root`: PEM. `revoked`, called at every check with the serials of a chain, says why the chain is
         not to be believed: see pki.Revoked. `pinned`: the only sites that count, and their keys' fingerprints
-        in hex; None: all of the root's."""
+        in hex, asked for at every check; None: all of the root's."""
         self._store = Store(certificates(root)[:1])
         self._federation, self._revoked, self._now = federation, revoked, now
         self._pinned = pinned
@@ -94,7 +94,7 @@ class Verifier:
     ) -> tuple[SiteId, bytes]:
         """The signer's name, and the fingerprint of its key. `certificate`: PEM, leaf first.
         CertificateError unless `trust` finds no fault and the signature is of this key and this message."""
-        trusted = self.trust(certificate, role)
+        trusted = self._counts(certificate, role)
         whole = hashlib.sha256(msgspec.msgpack.encode((certificate, role, message, signature))).digest()
         if whole not in self._signed:
             try:
@@ -106,11 +106,23 @@ class Verifier:
             if len(self._signed) >= VERIFIED:
                 self._signed.pop(next(iter(self._signed)), None)
             self._signed[whole] = None
+        self._check_pin(trusted)
         return trusted.identity.name, trusted.fingerprint
 
     def trust(self, certificate: bytes, role: str = "site") -> Trusted:
         """Whose certificate this is. CertificateError unless the chain leads to the root within name
-        constraints and dates, the role and the federation are right, and nothing of the chain is revoked."""
+        constraints and dates, the role and the federation are right, and nothing of the chain is revoked;
+        NotPinned where that is all that lacks."""
+        trusted = self._counts(certificate, role)
+        self._check_pin(trusted)
+        return trusted
+
+    def _check_pin(self, trusted: Trusted) -> None:
+        name, key = trusted.identity.name, trusted.fingerprint.hex()
+        if trusted.identity.role == "site" and self._pinned is not None and self._pinned.get(name) != key:
+            raise NotPinned(name, key)
+
+    def _counts(self, certificate: bytes, role: str) -> Trusted:
         trusted = (self._trusted if len(certificate) <= USUAL_BYTES else self._trust)(certificate, role)
         identity, now = trusted.identity, self._now()
         if not trusted.not_before <= now <= trusted.not_after:
@@ -121,12 +133,6 @@ class Verifier:
             )
         if why := self._revoked(trusted.serials):
             raise CertificateRevoked(f"{identity}: {why}. With one issued later the same command goes on.")
-        key = trusted.fingerprint.hex()
-        if role == "site" and self._pinned is not None and self._pinned.get(identity.name) != key:
-            raise CertificateError(
-                f"{identity.name} is not pinned here with its key (policy.pin_members). If `fedtrain policy "
-                f"show` says so there, run here: fedtrain policy pin {identity.name}={key}"
-            )
         return trusted
 
     def _trust(self, certificate: bytes, role: str) -> Trusted:

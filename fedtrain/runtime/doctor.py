@@ -19,11 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
-
-import msgspec
 
 from ..config import Config
 from ..config.policy import FILE as POLICY
@@ -36,6 +33,8 @@ from ..store.disk import refuse_network_disk
 from ..transport.grpc import GrpcTransport
 from ..transport.streams import SESSION
 from ..transport.tls import Tls, explain
+from .findings import Finding, listening
+from .peers.checkup import checks_of, is_peer
 from .sites.approval import Approvals
 from .sites.start import checked_policy, credentials_of, folder_of
 from .sites.statistics import check_config as check_statistics
@@ -46,23 +45,22 @@ LEAST_FREE, SLOW_DISK_S = 2 << 30, 0.1
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # in the order in which gRPC looks
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """What one check found; with --json as it stands here."""
-
-    check: str
-    state: Literal["good", "look", "bad"]  # look: it works, and may disappoint
-    said: str
-    fix: str = ""
-
-
 def examined(config: Config, site: str | None, data_dir: Path | None) -> Iterator[Finding]:
-    """Every check, one after the other; `site`: as that site, else as the aggregator or a simulation. Where
-    the site would not start, its task is not loaded here either."""
+    """Every check, one after the other; `site`: as that site, or as that peer, else as the aggregator or a
+    simulation. Where the site would not start, its task is not loaded here either."""
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("versions", _machine), ("GPU", _gpu), ("disk", lambda: _disk(config)), ("clock", _clock),
     ]  # fmt: skip
     if site is None:
-        checks += [("certificate", lambda: _certificate(config)), ("port", lambda: _listening(config))]
+        checks += [
+            ("certificate", lambda: _certificate(config)),
+            ("port", lambda: listening(config, "the aggregator")),
+        ]
+    elif is_peer(config, site):
+        checks += [
+            ("certificate", lambda: _own_certificate(config, site)), *checks_of(config, site),
+            ("approval", lambda: _approval(config, site)),
+        ]  # fmt: skip
     else:
         checks += [
             ("connection", lambda: _network(config, site)),
@@ -228,19 +226,6 @@ async def _call(config: Config, site: str, address: str) -> Finding:
     except (ConnectError, TimeoutError) as e:
         return Finding("connection", "bad", str(e) or explain("timeout", address))
     return Finding("connection", "good", f"{address} is {target}; it takes our certificate")
-
-
-def _listening(config: Config) -> Iterator[Finding]:
-    host, _, port = config.network.listen.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as taken:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.bind((host.strip("[]"), int(port)))
-    except OSError as e:
-        fix = "Another process has it (the aggregator?), or network.listen is no address of this machine."
-        return (yield Finding("port", "look", f"{config.network.listen}: {e.strerror}", fix))
-    yield Finding("port", "good", f"{config.network.listen} is free")
 
 
 def _proxy(host: str) -> tuple[str, str, int] | None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from .. import events
 from ..arena import AnyArena, Arena
 from ..config import Config
-from ..digest import seed_of
+from ..digest import seed_of, settings_digest
 from ..errors import ConfigError
 from ..events import Emit, Record
 from ..fairness import SERVER, split, with_server, with_sites
@@ -51,6 +51,14 @@ class Result:
     metrics: dict[str, float]  # of the last round's evaluation, if it had one
     best_round: int | None
     run_dir: Path
+
+
+@dataclass(frozen=True)
+class MadeOf:
+    """Of how many peers' models one model is made, and of whose; 0 and none where that isn't known."""
+
+    models: int = 0
+    of: Sequence[SiteId] = ()
 
 
 class Traffic(Protocol):
@@ -93,11 +101,6 @@ class Clock:
         self.now_s = max(self.now_s, moment_s)
 
 
-def buffer_of(config: Config) -> int:
-    """How many updates make a version of an asynchronous run; 0 where there are rounds."""
-    return config.asynchronous.buffer if config.asynchronous.enabled else 0
-
-
 class Journal:
     """One run as its store has it and as its log tells it."""
 
@@ -126,12 +129,14 @@ class Journal:
     # --- beginning
 
     def start(self, mode: str, sites: int = 0, done: int = 0, buffer: int = 0) -> None:
-        """Say that a process begins with the run, or goes on with it after `done` rounds. `buffer`: of an
-        asynchronous one."""
+        """Say that a process begins with the run, or goes on with it after `done` rounds."""
         config = self.config
+        # the settings that stand in the model's card, too
+        begun_with = self._store and self._store.meta().get("agreed")
+        digest = settings_digest(begun_with or config.agreed())
         self.emit(events.RunStarted(
             run=config.run.name, mode=mode, rounds=config.run.rounds, sites=sites,
-            config_digest=config.digest(), resumed_from=done or None, buffer=buffer,
+            config_digest=digest, resumed_from=done or None, buffer=buffer,
         ))  # fmt: skip
 
     def begin(self, members: Sequence[SiteId]) -> Checkpoint:
@@ -146,7 +151,8 @@ class Journal:
         if self.clock is not None:
             self.clock.reaches(store.clock(checkpoint.round))
         mode = "simulate" if store.folder == config.simulate_dir else "federated"
-        self.start(mode, store.registered(members), checkpoint.round, buffer_of(config))
+        buffer = config.asynchronous.buffer if config.asynchronous.enabled else 0
+        self.start(mode, store.registered(members), checkpoint.round, buffer)
         return checkpoint
 
     # --- a round
@@ -189,18 +195,33 @@ class Journal:
         took = time.perf_counter() - began
         self.emit(events.RoundCommitted(round=after.round, commit_s=took, **record))
 
-    def agreed(self, after: Checkpoint, model: Arena, digest: str, peers: Sequence[SiteId]) -> Checkpoint:
+    def agreed(
+        self, after: Checkpoint, model: Arena, peers: Sequence[SiteId], made_of: MadeOf, lap: Lap
+    ) -> Checkpoint:
         """Make the model that peers agreed on the last round's; the state from which peers go on stays. For a
-        peer without a round it is the first one's: no round, no model."""
+        peer without a round it is the first one's: no round, no model. `lap`: since agreeing began."""
         import torch
 
+        from ..tracking.export import sha256_of_model
+
+        digest = sha256_of_model(model.views() | self.store.load_frozen().views())
         mark = bytearray(bytes.fromhex(digest) + "\n".join(peers).encode())
         rounds = torch.tensor([self.config.run.rounds])
         kept = {AGREED: torch.frombuffer(mark, dtype=torch.uint8), AGREED_ROUNDS: rounds}
         made = Checkpoint(max(1, after.round), model, after.state | kept)
-        self.store.commit(made, self.store.rounds()[-1].record)
-        self.emit(events.PeersAgreed(round=made.round, digest=digest, peers=peers))
+        record = self.store.rounds()[-1].record
+        self.store.commit(made, {**record, "models": made_of.models, "of": made_of.of})
+        cost = lap.record({}, 0)
+        self.emit(events.PeersAgreed(
+            round=made.round, digest=digest, peers=peers, models=made_of.models, of=made_of.of,
+            seconds=cost["seconds"], bytes_in=cost.get("bytes_in", 0), bytes_out=cost.get("bytes_out", 0),
+        ))  # fmt: skip
         return made
+
+    def agreed_of(self) -> MadeOf:
+        """Of whose models the one is made that peers agreed on after the last round."""
+        record = self.store.rounds()[-1].record
+        return MadeOf(record.get("models", 0), record.get("of", ()))
 
     @staticmethod
     def have_agreed(after: Checkpoint) -> set[SiteId]:

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 
 from .. import events as e
+from ..errors import some
 from ..events import Averages, Event
 from ..messages import SiteId
 
 RECENT = 10  # rounds that the ETA is drawn from
+OUTLIER = 3  # times the middle one, as which a longer one counts: the first, or one that waited for somebody
+
+
+def agreement(event: e.PeersAgreed) -> str:
+    """That peers have one model, in words."""
+    made = f"of {event.models} peers" if event.models else "of all"
+    names = f" ({some(event.of)})" if event.of else ""
+    return (
+        f"one model {made}{names}, at {some(event.peers)}, as far as is known here. Its model.safetensors "
+        f"has sha256 {event.digest}"
+    )
 
 
 @dataclass
@@ -98,7 +111,8 @@ class Board:
         """Seconds to the last round at the pace of the recent ones; None before there is a pace."""
         if not self._paces or self.finished is not None:
             return None
-        pace = sum(self._paces) / len(self._paces)
+        most = OUTLIER * median_low(self._paces)
+        pace = sum(min(each, most) for each in self._paces) / len(self._paces)
         since = 0.0 if self._mark is None else max(0.0, now - self._mark)
         return max(0.0, pace * (self.rounds - self.round) - min(since, pace))
 
@@ -152,7 +166,10 @@ class Board:
                     self.history[event.round] = replace(row, metrics=event.metrics)
                 self._end("evaluating")
             case e.PeersAgreed():
-                self.notices.append(f"{len(event.peers)} peers have one model, sha256 {event.digest}")
+                if row := self.history.get(event.round):  # it is part of what the run cost
+                    moved = row.bytes_in + event.bytes_in, row.bytes_out + event.bytes_out
+                    self.history[event.round] = replace(row, bytes_in=moved[0], bytes_out=moved[1])
+                self.notices.append(agreement(event))
             case e.PrivacySpent():
                 self.spent = event
             case e.Best():

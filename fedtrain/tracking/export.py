@@ -23,6 +23,7 @@ import msgspec
 
 from .. import __version__
 from ..arena import Arena
+from ..digest import settings_digest
 from ..errors import Damaged, StoreError, some, writing
 from ..events import Averages
 from ..schema import Schema
@@ -51,6 +52,8 @@ COSTS = {  # by who knows it
     "rounds": "a site that took part in every round. Attempts that failed, and other runs, cost more: that "
     "is in each site's own log (`privacy_spent`).",
 }
+FORMAT = {"format": "pt"}  # what the file says of itself
+PEER = "+gossip@"  # between the run's name and the peer's, in the name of its run directory
 SPLITS = {"test_data": "test", "eval_data": "evaluation", "data": "training"}  # by the task's method
 
 
@@ -82,13 +85,18 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         store.close()
     assert isinstance(weights, Arena), "a loaded round is in memory"
     row, noise = rows[-1], next((r.record[NOISE] for r in reversed(rows) if NOISE in r.record), None)
+    run, of_a_peer, peer = run_dir.name.partition(PEER)
+    models = row.record.get("models")  # where peers agreed on one
     agreed: dict[str, str] = meta.get("agreed", {})
     about = {
-        "run": meta.get("run", run_dir.name),
+        "run": meta.get("run", run),
         "round": chosen,
         "best": row.best,
-        "sites": sites,  # names, of all that joined
-        "updates": row.record.get("sites"),  # how many are in this round
+        # names, of all that joined; of peers, those whose models are in the one of all
+        "sites": sites if models is None else row.record.get("of", []),
+        "updates": row.record.get("sites") if models is None else models,  # how many are in this round
+        **({"peer": peer} if of_a_peer else {}),  # whose export this is, and whose data the metrics are of
+        **({"agreed": True} if models is not None else {}),  # it is the one model of peers
         "metrics": row.metrics or {},
         "training_loss": row.record.get("loss"),
         **({"clock_s": row.record["clock_s"]} if "clock_s" in row.record else {}),  # of a simulation
@@ -113,7 +121,7 @@ def write(
     about = {
         **about,
         "config": {key: _value(text) for key, text in agreed.items()},
-        "config_digest": hashlib.sha256(msgspec.json.encode(agreed)).hexdigest(),
+        "config_digest": settings_digest(agreed),
         "sha256": _replace(out / MODEL, lambda path: _save(path, tensors)),
         "fedtrain": __version__,
     }
@@ -294,12 +302,19 @@ def _choose(store: RunStore, round: int | Literal["best"] | None) -> int:
     return done[-1] if round is None else round
 
 
+def sha256_of_model(tensors: dict[str, Any]) -> str:
+    """The SHA-256 that model.safetensors with these tensors has, wherever it is written."""
+    from safetensors.torch import save
+
+    return hashlib.sha256(save(tensors, metadata=FORMAT)).hexdigest()
+
+
 def _save(path: Path, tensors: dict[str, Any]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata=FORMAT)
     except SafetensorError as e:  # a full disk too
         raise StoreError(f"{path.parent}: the model can't be written there: {e}.") from None
 
@@ -318,8 +333,6 @@ def _replace(path: Path, write: Callable[[Path], object]) -> str:
 
 def _card(about: dict[str, Any]) -> str:
     best = ", the best by its evaluation" if about["best"] else ""
-    updates = "untrained" if not about["round"] else f"the mean of {about.get('updates')} sites' updates"
-    updates = f"{about['site']}'s own model" if "site" in about else updates
     names = ", ".join(about["sites"])
     local = ", ".join(f"`{name}`" for name in about.get("local", ()))
     local = f"\nThese stay at the sites; load the rest with `strict=False`: {local}.\n" * bool(local)
@@ -335,12 +348,12 @@ def _card(about: dict[str, Any]) -> str:
     )
     return f"""# {about["run"]}, round {about["round"]}
 
-Trained with fedtrain {about["fedtrain"]}: round {about["round"]}{best}; {updates}.
+Trained with fedtrain {about["fedtrain"]}: round {about["round"]}{best}; {_origin(about)}.
 {about["parameters"]:,} parameters and buffer values. The training data stayed at the sites{
         ": " * bool(names)
     }{names}.
 {local}
-## Evaluation at the sites
+## Evaluation {"at " + about["peer"] + ", on its own data" if "peer" in about else "at the sites"}
 
 {_table("metric", "value", {k: number(v) for k, v in about["metrics"].items()})}
 {on_test}{_noise_told(about)}
@@ -389,6 +402,21 @@ def _noise_told(about: dict[str, Any]) -> str:
     unknown = "What it cost is not known here."
     cost = COST.format_map(noise) + COSTS[noise["by"]] if "epsilon" in noise else unknown
     return f"\n## Noise\n\n{added} It is differential privacy of {whose}. {cost}\n"
+
+
+def _origin(about: dict[str, Any]) -> str:
+    """What a round's model was made of, in words."""
+    count, rule = about.get("updates"), about["config"].get("gossip.rule", "mean")
+    if about.get("agreed"):
+        made = "the mean" if rule == "mean" else f"what {rule} makes"
+        return f"the one model of all at the end, {made} of {count or 'the'} peers' models"
+    if "site" in about:
+        return f"{about['site']}'s own model"
+    if not about["round"]:
+        return "untrained"
+    if "peer" in about:
+        return f"{about['peer']}'s own model, averaged in this round over {count} peers, itself included"
+    return f"the mean of {count} sites' updates"
 
 
 def _value(text: str) -> Any:

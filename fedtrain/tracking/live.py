@@ -18,7 +18,7 @@ from .. import events as e
 from ..events import Averages, Event, encode
 from ..fairness import WORST, averaged
 from ..messages import SiteId
-from .board import Board, RoundRow, SiteRow
+from .board import Board, RoundRow, SiteRow, agreement
 from .log import printable
 
 if TYPE_CHECKING:
@@ -193,8 +193,7 @@ def line(event: Event, board: Board) -> str | None:
         case e.Evaluated():
             return f"{_round(event.round, board)}evaluated: {averages(event.metrics)}"
         case e.PeersAgreed():
-            who = f"{len(event.peers)} peers have one model"
-            return f"{_round(event.round, board)}{who}, sha256 {event.digest}"
+            return f"{_round(event.round, board)}{agreement(event)}  {_bytes(event)}".rstrip()
         case e.Best():
             return f"{_round(event.round, board)}is the best so far: {event.metric} {number(event.value)}"
         case e.Notice():
@@ -210,7 +209,7 @@ def _spent(event: e.PrivacySpent) -> str:
     return f"epsilon {event.epsilon:.3g} at delta {event.delta:g}, after {event.releases} updates"
 
 
-def _bytes(round: e.RoundCommitted | RoundRow) -> str:
+def _bytes(round: e.RoundCommitted | e.PeersAgreed | RoundRow) -> str:
     """What a round moved: of a peer its own, of a simulation all peers'."""
     return f"in {size(round.bytes_in)}, out {size(round.bytes_out)}"
 

@@ -66,7 +66,8 @@ def summary_of(run_dir: Path) -> Summary:
 def find(runs_dir: Path, name: str) -> Path:
     """The directory of a run that was named by a person: its folder's name, with or without +simulate,
     +gossip or +datacenter, or a path."""
-    kinds = (runs_dir / f"{name}+{kind}" for kind in ("simulate", "gossip", "datacenter"))
+    run, at, peer = name.partition("@")
+    kinds = (runs_dir / f"{run}+{kind}{at}{peer}" for kind in ("simulate", "gossip", "datacenter"))
     for path in (runs_dir / name, *kinds, Path(name)):
         if events_file(path).exists():
             return path

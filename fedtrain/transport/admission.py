@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from ..errors import CertificateError, ConnectError, JoinRefused, WireError
+from ..errors import CertificateError, ConnectError, JoinRefused, NotPinned, WireError
 from ..events import Emit, Notice, SiteRefused
 from ..exchange import Contact, PeerId
 from ..wire.codec import decode, encode
@@ -29,6 +29,7 @@ from ..wire.gossip import FRAME_BYTES, TEXT_BYTES, Header, Kind, Stamp, pack, te
 DOMAIN = b"fedtrain.gossip"
 GUEST_S = 0.2  # between what the holder of an invitation says
 ASK_S = 1.0  # after which it says it again
+REASON_CHARS = 500  # of a refusal, which another peer words
 FAST = 150e6  # bytes of CURVE in a second of CPU: libsodium does twice that or more, tweetnacl a third
 NOBLOCK = int(zmq.NOBLOCK)
 
@@ -174,10 +175,20 @@ class Guests:
             contact = self._local.roster.admit(key, text_of(header, message[1].buffer))
         except (WireError, JoinRefused, CertificateError) as e:
             self._emit(SiteRefused(site="?", reason=f"by invitation: {e}"))
-            return [(Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))]
+            reason = unpinned(self._local.name, e) if isinstance(e, NotPinned) else str(e)
+            return [(Header(Kind.REJECT), encode(Refused(reason=reason, final=True)))]
         self._emit(Notice(text=f"{contact.peer} is on the roster now, by invitation"))
         entries = [(Header(Kind.MEMBERS), body) for body in bundles(self._local.roster.statements())]
         return [*entries, (Header(Kind.WELCOME), b"")]
+
+
+def unpinned(at: PeerId, lacks: NotPinned) -> str:
+    """For a peer that reads it elsewhere: what the people of `at` have to do, so that another may come in."""
+    return (
+        f"{at} has not pinned {lacks.site} with its key. The people of {at} compare it with what `fedtrain "
+        f"policy show` says at {lacks.site}, and run at {at}: fedtrain policy pin {lacks.pin}. Then give "
+        f"this command again."
+    )
 
 
 def join(
@@ -235,7 +246,7 @@ def _answered(frames: list[bytes], host: Contact, add: Callable[[bytes], object]
     body = frames[1] if len(frames) == 2 else b""
     if header.kind is Kind.REJECT:
         refused: Refused = decode(body, Refused)
-        raise JoinRefused(f"{host.peer} at {host.address} refuses: {refused.reason[:200]}")
+        raise JoinRefused(f"{host.peer} at {host.address} refuses: {refused.reason[:REASON_CHARS]}")
     if header.kind is Kind.MEMBERS:
         for statement in decode(body, list[bytes]):
             add(statement)

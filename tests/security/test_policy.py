@@ -24,6 +24,7 @@ from fedtrain.runtime.simulations.simulated_masks import SimulatedKeys
 from fedtrain.runtime.sites import site as sites
 from fedtrain.runtime.sites.approval import Approvals, approve
 from fedtrain.runtime.sites.gate import Gate, check_policy, gate_of, hold
+from fedtrain.runtime.sites.pins import Pins, pins_of
 from fedtrain.runtime.sites.secure_site import SecureSite
 from fedtrain.runtime.sites.site import Site
 from fedtrain.runtime.star.secure_terms import encoding_of, hash_of, policy
@@ -462,6 +463,37 @@ def test_c1_a_peer_that_is_not_pinned_is_nobody_to_a_verifier_that_pins(tmp_path
     invented = Signer.of(Credentials.load(issue(certs, "site", "b")))  # by whoever has the issuing key
     with pytest.raises(CertificateError, match=r"b is not pinned here with its key \(policy.pin_members\)"):
         verifier.verify(invented.certificate, b"x", invented.sign(b"x"))
+
+
+def test_c1_pins_are_those_of_the_file_at_any_time_and_a_file_that_no_start_would_take_changes_none(tmp_path):
+    certs, told = certificates(tmp_path, "a", "b"), Events()
+    folder, credentials = certs / "sites" / "a", Credentials.load(certs / "sites" / "a")
+    keep_policy(folder, SitePolicy())
+    pins = pins_of(folder, SitePolicy(), credentials, told)
+    own = {"a": fingerprint(credentials.chain).hex()}
+    gate = Gate()
+    hold(gate, SitePolicy(), "a", pins=pins)
+    cohort = dict.fromkeys("abc", bytes(32)) | {"b": bytes.fromhex("cd" * 32)}
+    asked, _ = advertise(config_of(tmp_path), "abc")
+    asked = replace(asked, terms=replace(asked.terms, cohort=cohort))
+    assert dict(pins) == own
+    assert "has not pinned b, c" in gate.refusal(asked)
+    keep_policy(folder, SitePolicy(members={"b": "cd" * 32}, pin_members=False))
+    assert dict(pins) == own | {"b": "cd" * 32}  # the rule itself is that of the start
+    assert "has not pinned c" in gate.refusal(asked)
+    keep_policy(folder, SitePolicy(members={"b": "cd" * 32, "c": "00" * 32}))
+    assert gate.refusal(asked) == ""
+    (folder / "policy.toml").chmod(0o666)  # anybody's word
+    keep_policy(folder, SitePolicy(members={"b": "ab" * 32}))
+    (folder / "policy.toml").chmod(0o666)
+    assert dict(pins) == own | {"b": "cd" * 32, "c": "00" * 32}
+    assert len(pins) == 3
+    assert ["can be written by others" in each["text"] for each in told.of("notice")] == [True]
+    signed = Pins(folder, SitePolicy(signed_members=True), credentials, told)
+    keep_policy(folder, SitePolicy(members={"b": "ab" * 32}))
+    assert dict(signed) == own  # nobody has signed that list
+    assert "policy.signed_members = true" in told.of("notice")[-1]["text"]
+    assert pins_of(folder, SitePolicy(pin_members=False), credentials, told) is None
 
 
 @pytest.mark.parametrize(

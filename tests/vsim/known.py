@@ -13,7 +13,7 @@ from fedtrain.pki.identity import Current
 from fedtrain.pki.signing import Signer, Verifier
 from fedtrain.privacy import accountant
 from fedtrain.runtime import auditing
-from fedtrain.runtime.sites import approval, site, start
+from fedtrain.runtime.sites import approval, pins, site, start
 from fedtrain.runtime.star import aggregator
 from fedtrain.runtime.trainers.workbench import source_digest
 from fedtrain.store import folder, ledger
@@ -50,11 +50,12 @@ once(Credentials, "load", lambda where: where, of_class=True)
 once(Signer, "of", lambda credentials: (credentials.chain, credentials.key), of_class=True)
 for module in (renewal, revocation, signing):
     once(module, "certificates", lambda pem, *path: pem)
-once(site, "fingerprint", lambda pem: pem)
+once(pins, "fingerprint", lambda pem: pem)
 once(auditing, "identity_of", lambda pem: pem)
 once(callers, "identity_of", lambda pem: pem)
 once(approval.Approvals, "check", lambda self, config: (self.folder, config.run.task))
 once(start, "policy_of", lambda where, credentials: where)
+KNOWN.append((pins, "policy_of", lambda where, credentials, signed: start.policy_of(where, credentials)))
 once(site, "Approvals", lambda own: own)
 once(accountant, "gaussian_delta", lambda mu, eps: (mu, eps))
 KNOWN.append((Config, "agreed", agreed))

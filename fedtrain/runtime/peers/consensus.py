@@ -23,8 +23,9 @@ from ...gossip import Parcel
 from ...gossip.one_model import blocks_of, joined, mean, ruled
 from ...secagg.peer_sums import Layout, PeerSum, RingSum
 from ...transport.overlay import in_turn
+from ..journal import MadeOf
 from .gossip import Peer, sum_name
-from .parcels import Inbox, good, share_of, share_of_model, state_of
+from .parcels import Inbox, good, made_of, share_of, share_of_model, state_of
 from .whole_models import as_model, as_numbers, mass_of, parts_of, rule_of, sha256, signed, with_own
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class OneModel:
     """The one model."""
 
     model: Arena
-    digest: str  # SHA-256 of the model's bytes
+    digest: str  # SHA-256 of the arena's bytes, by which peers compare
     peers: Sequence[PeerId]  # who has it, as far as this peer knows
+    made_of: MadeOf
 
 
 class Consensus:
@@ -66,6 +68,7 @@ class Consensus:
         self._deadline_s, self._roots, self._neighbors = deadline_s, roots, peer.neighbors
         self._turns, self._patience_s = turns, patience_s
         self._members: Sequence[PeerId] = ()
+        self._made_of = MadeOf()  # the model that this peer made
         self.rule, self.lost, self._silent = rule_of(peer), dict[PeerId, str](), list[PeerId]()
 
     @property
@@ -85,7 +88,7 @@ class Consensus:
             self._members = members
             model = await (self._by_blocks if self.rule is None else self._by_rule)(number, members)
             if model is not None:
-                self._neighbors.publish(number + PHASES - 1, share_of_model(model))
+                self._neighbors.publish(number + PHASES - 1, share_of_model(model, self._made_of))
             digests, named = await self._told(number + PHASES - 1, members, model)
             need = 1 if self.rule is None else len(members) // 2 + 1
             if (found := await self._settle(model, digests, need)) is not None:
@@ -120,7 +123,7 @@ class Consensus:
             name: joined([results[root][tagged] for root in roots], part)
             for tagged, (name, part) in zip(like, self._parts.items(), strict=True)
         }
-        return self._model(wholes)
+        return self._model(wholes, members)
 
     async def _mean(
         self, number: int, members: Sequence[PeerId], of_root: Mapping[PeerId, Parts]
@@ -178,7 +181,7 @@ class Consensus:
         if len(here) < max(self.rule.needs, 2):
             return None
         rows = {name: [came[peer].parts[name] for peer in here] for name in self._parts}
-        return self._model(ruled(self.rule, here, rows, self._first))
+        return self._model(ruled(self.rule, here, rows, self._first), here)
 
     async def _told(
         self, number: int, members: Sequence[PeerId], model: Arena | None
@@ -206,11 +209,11 @@ class Consensus:
         for digest in [mine] if mine in enough else enough:
             holders = sorted(name for name, theirs in digests.items() if theirs == digest)
             if digest == mine and model is not None:
-                return OneModel(model, digest, sorted([self._peer.name, *holders]))
+                return OneModel(model, digest, sorted([self._peer.name, *holders]), self._made_of)
             for holder in holders:
                 taken = await self._pull(holder)
                 if taken is not None and sha256(taken[1]) == digest:
-                    return OneModel(taken[1], digest, sorted([self._peer.name, *holders]))
+                    return OneModel(taken[1], digest, sorted([self._peer.name, *holders]), taken[2])
         return None
 
     async def _of_the_others(self) -> OneModel | None:
@@ -227,13 +230,13 @@ class Consensus:
             digest = sha256(taken[1])
             holders.setdefault(digest, []).append(name)
             if len(holders[digest]) >= need:
-                found = OneModel(taken[1], digest, sorted([self._peer.name, *holders[digest]]))
-                return await self._finished(found)
+                who = sorted([self._peer.name, *holders[digest]])
+                return await self._finished(OneModel(taken[1], digest, who, taken[2]))
         return None
 
     async def _finished(self, found: OneModel) -> OneModel:
         """Offer the model, and refuse what others still give: they would wait until this peer has left."""
-        self._neighbors.publish(self.done, share_of_model(found.model))
+        self._neighbors.publish(self.done, share_of_model(found.model, found.made_of))
         self._neighbors.announce(self.done)
         await self._neighbors.exchange(self.done, {}, [], Inbox({}, {}, 0), self._deadline_s)
         return found
@@ -244,8 +247,8 @@ class Consensus:
     def _parts(self) -> Parts:
         return parts_of(self._peer.model)
 
-    def _model(self, parts: Parts) -> Arena | None:
-        model = as_model(parts, self._initial)
+    def _model(self, parts: Parts, of: Sequence[PeerId]) -> Arena | None:
+        model, self._made_of = as_model(parts, self._initial), MadeOf(len(of), of)
         return model if all(map(good, parts.values())) else None
 
     async def _swap(
@@ -306,11 +309,11 @@ class Consensus:
             task.cancel()
             await asyncio.wait([task])  # the next exchange begins when this one is stopped
 
-    async def _pull(self, peer: PeerId) -> tuple[int, Arena] | None:
+    async def _pull(self, peer: PeerId) -> tuple[int, Arena, MadeOf] | None:
         if (letter := await self._neighbors.pull(peer, PULL_S)) is None:
             return None
         try:
-            return letter.round, state_of(letter, self._peer.model.schema).load()
+            return letter.round, state_of(letter, self._peer.model.schema).load(), made_of(letter)
         except BadUpdate as e:
             self.lost[peer] = f"its model: {e}"
             return None

@@ -10,8 +10,9 @@ from datetime import timedelta
 
 import zmq
 
-from ...config import Config
-from ...errors import CertificateError, ConfigError, JoinRefused, SecAggError
+from ...config import Config, policy_from
+from ...config.policy import FILE as POLICY
+from ...errors import CertificateError, ConfigError, JoinRefused, NotPinned, SecAggError
 from ...events import Emit, Notice
 from ...exchange import Contact, PeerId
 from ...pki import Credentials, Revoked
@@ -141,6 +142,21 @@ def own_entry(roster: Roster, me: PeerId, begun_as: Contact | None = None) -> by
     return roster.entry(me)
 
 
+def to_pin(config: Config, guest: PeerId, host: PeerId) -> str:
+    """What the people of `host` have to do beside inviting; "" when the guest is pinned there, or need not
+    be."""
+    folder = config.root / config.network.certs / "sites" / host
+    if not (folder / POLICY).exists() or not (policy := policy_from(folder)).pin_members:
+        return ""
+    if guest in policy.members:
+        return ""
+    return (
+        f"{host} has not pinned {guest} and refuses it until then, as does each other peer "
+        f"(policy.pin_members). `fedtrain policy show` prints NAME=KEY at {guest}; run here, and have the "
+        f"others run: fedtrain policy pin {guest}=KEY"
+    )
+
+
 def invite(config: Config, guest: PeerId, host: PeerId, *, days: float) -> Invitation:
     """An invitation to the peer `host`, whose folder is here; its process may run or not."""
     address = called_at(config)
@@ -162,11 +178,19 @@ async def accept(invitation: Invitation, roster: Roster, me: PeerId, stamp: Stam
     host = Contact(invitation.host, invitation.key, invitation.address)
     guest = Curve(zmq.curve_public(invitation.secret), invitation.secret)
 
+    unpinned = dict[PeerId, NotPinned]()
+
     def add(statement: bytes) -> None:
-        with suppress(CertificateError):  # the host has it; whether it counts here is ours to say
+        try:
             roster.add(statement)
+        except NotPinned as e:  # who is no host is told of when it is passed on again
+            unpinned[e.site] = e
+        except CertificateError:  # the host has it; whether it counts here is ours to say
+            pass
 
     await while_awaited(join, host, guest, stamp, own_entry(roster, me), add, JOIN_S)
     found = roster.contact(host.peer)
+    if found is None and host.peer in unpinned:
+        raise JoinRefused(f"{unpinned[host.peer]}. Then give this command again.")
     if found is None or found.key != host.key:
         raise JoinRefused(f"who answers at {host.address} can't prove to be {host.peer} of this federation")

@@ -20,7 +20,7 @@ from ...store import Checkpoint
 from ...transport.membership import View
 from ...transport.overlay import FEW, turns_of
 from ...transport.zmq import ZmqNeighbors
-from ..journal import AGREED, Journal
+from ..journal import AGREED, Journal, Lap
 from .consensus import ENDED, Consensus
 from .gossip import Peer
 from .gossip_setup import fewest
@@ -153,12 +153,12 @@ async def agree(
         peer, config.run.rounds, initial, alive, config.gossip.round_deadline, is_called,
         turns_of(len(roster.peers())), config.network.idle / PATIENCE,
     )  # fmt: skip
-    last = journal.store.latest()
+    last, lap = journal.store.latest(), Lap(neighbors)
     if last is None or last.round != peer.round:  # it took another's, and no round of its own followed
         last = checkpoint_of(peer)
         journal.store.commit(last, {})
     if not wanted and AGREED in last.state:
-        neighbors.publish(end.done, share_of_model(last.weights.load()))
+        neighbors.publish(end.done, share_of_model(last.weights.load(), journal.agreed_of()))
         return end.done, journal.have_agreed(last)
     if not wanted:
         return peer.round, everybody
@@ -167,7 +167,7 @@ async def agree(
             while len(alive()) < least and not some_are_done(neighbors, end.done):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
     if (found := await end.run(least)) is not None:
-        peer.round = journal.agreed(last, found.model, found.digest, found.peers).round
+        peer.round = journal.agreed(last, found.model, found.peers, found.made_of, lap).round
         return end.done, {*found.peers}
     missing = [f"{name} ({why})" for name, why in sorted(end.lost.items())[:NAMED]]
     here = f"{len(alive())} of {len(roster.peers())} peers are here, {least} are needed"

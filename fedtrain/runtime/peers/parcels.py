@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -17,8 +17,10 @@ from ...digest import digest_of
 from ...errors import BadUpdate, ConfigError, TaskError, WireError
 from ...exchange import PeerId, ReceivedShare, Share, ShareHeader
 from ...gossip import Blend, Fold, Parcel
+from ...pki.identity import LABEL
 from ...schema import ALIGN, FLOATS, Schema
 from ...wire.codec import decode
+from ..journal import MadeOf
 from ..star.checks import finite, flaw
 
 if TYPE_CHECKING:
@@ -67,10 +69,21 @@ def _joined(parts: list[Vector]) -> Vector:
 # --- whole models, as a late joiner is given one
 
 
+NAMES_BYTES = 3072  # of those whose models are in one: its note has 4 KiB at most
+
+
+class StateNote(msgspec.Struct, array_like=True, frozen=True):
+    """What goes with a whole model."""
+
+    digest: bytes
+    models: int = 0  # as in MadeOf, of the one that peers agreed on
+    of: list[Annotated[str, msgspec.Meta(pattern=rf"^{LABEL}\Z")]] = []
+
+
 def state_of(letter: ReceivedShare, schema: Schema) -> Arena:
     """The model that a neighbour gave; BadUpdate unless it is whole, of our kind, and can be trained."""
     data = letter.share.payload
-    if len(data) != schema.nbytes or digest_of(data).encode() != letter.share.note:
+    if len(data) != schema.nbytes or digest_of(data).encode() != _state_note(letter).digest:
         raise BadUpdate("it is not the model that it says")
     model = Arena.wrap(schema, data)
     if problem := flaw(model, {}):
@@ -78,9 +91,25 @@ def state_of(letter: ReceivedShare, schema: Schema) -> Arena:
     return model
 
 
-def share_of_model(model: Arena) -> Share:
+def made_of(letter: ReceivedShare) -> MadeOf:
+    """Of whose models the one is made that a peer gave, as that peer says."""
+    note = _state_note(letter)
+    return MadeOf(max(note.models, len(note.of)), note.of)
+
+
+def share_of_model(model: Arena, made_of: MadeOf = MadeOf()) -> Share:
     """A model and its digest. No peer writes to a model once it is there."""
-    return Share(model.payload, note=model.digest.encode())
+    of = [*made_of.of] if sum(1 + len(name) for name in made_of.of) < NAMES_BYTES else []
+    note = StateNote(model.digest.encode(), made_of.models, of)
+    return Share(model.payload, note=msgspec.msgpack.encode(note))
+
+
+def _state_note(letter: ReceivedShare) -> StateNote:
+    try:
+        found: StateNote = decode(letter.share.note, StateNote)
+    except WireError as e:
+        raise BadUpdate(f"its note can't be read: {e}") from None
+    return found
 
 
 # --- parcels as bytes

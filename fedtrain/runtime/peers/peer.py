@@ -25,7 +25,7 @@ from ...events import Emit, Notice, SiteState, UpdateRefused, noticed
 from ...exchange import Neighborhood, PeerId
 from ...gossip import Algorithm
 from ...messages import Update, averages
-from ...pki import fingerprint, renewal
+from ...pki import renewal
 from ...pki.identity import Current
 from ...pki.invitation import Invitation
 from ...pki.roster import Roster, own_curve
@@ -43,6 +43,7 @@ from ...wire.gossip import Greeting, Stamp
 from ..auditing import audited
 from ..journal import AGREED, Journal, Lap, Result, plain
 from ..sites.approval import Approvals, policy_of
+from ..sites.pins import pins_of
 from ..sites.records import records_of
 from ..sites.spent import Spent
 from ..star.agreement import agree_as_peers
@@ -120,8 +121,8 @@ async def run(
             mask_key=sums.public if sums else b"", mask_number=time.time_ns(),
         )  # fmt: skip
         curve = Curve(*own_curve(folder, zmq.curve_keypair))
-        pinned = policy.pinned(name, fingerprint(credentials.chain))
-        roster = enrolled(config, name, credentials, curve, emit, sums, greeting.mask_number, pinned)
+        pins = pins_of(folder, policy, credentials, emit)
+        roster = enrolled(config, name, credentials, curve, emit, sums, greeting.mask_number, pins)
         if invitation is not None and roster.contact(invitation.host) is None:
             stamp = Stamp.of(config.run.name, schema.digest, name)
             await accept(invitation, roster, name, stamp)

@@ -24,13 +24,13 @@ from ...secagg.peer_sums import PeerSums
 from ...store import Checkpoint, RunStore
 from ...topology import Topology
 from ...transport.memory import LocalNetwork
-from ..journal import AGREED, Journal, Lap, Result
+from ..journal import AGREED, Journal, Lap, MadeOf, Result
 from ..peers.consensus import Consensus
 from ..peers.gossip import Peer, RoundReport, Train
 from ..peers.gossip_setup import agreed as agreed_of_peers
 from ..peers.gossip_setup import algorithm_of, as_begun, begun_with, check_hearing, fewest, of_a_peer
 from ..peers.parcels import trained_part
-from ..peers.whole_models import of_all, sha256
+from ..peers.whole_models import of_all
 from ..sites.spent import Spent
 from ..trainers.workbench import Workbench
 from .simulation import agreed as agreed_simulation
@@ -159,7 +159,7 @@ async def _agreed(
 ) -> Checkpoint:
     """The last round with the one model that all peers make of theirs: see peers/consensus.py."""
     config, names = journal.config, sorted(peers)
-    one = peers[names[0]]
+    one, lap = peers[names[0]], Lap()
     if one.sums is None:
         model = of_all(peers, config.run.rounds, initial)
     else:
@@ -172,7 +172,7 @@ async def _agreed(
     if model is None:
         journal.emit(Notice(text=f"no model of all: {len(names)} peers are too few for gossip.rule or masks"))
         return last
-    return journal.agreed(last, model, sha256(model), names)
+    return journal.agreed(last, model, names, MadeOf(len(names), names), lap)
 
 
 def _evaluate(journal: Journal, bench: Workbench, checkpoint: Checkpoint) -> None:

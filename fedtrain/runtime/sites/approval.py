@@ -125,11 +125,11 @@ def now() -> str:
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-def policy_of(folder: Path, credentials: pki.Credentials) -> SitePolicy:
+def policy_of(folder: Path, credentials: pki.Credentials, *, signed: bool = False) -> SitePolicy:
     """The policy of the site with these credentials; CertificateError where its members should have signed a
-    list of them, and have not."""
+    list of them (`signed`: whatever the file says), and have not."""
     policy, identity = policy_from(folder), credentials.identity
-    if policy.signed_members:
+    if policy.signed_members or signed:
         own = {identity.name: pki.fingerprint(credentials.chain).hex()}
         members.check(folder, identity.federation, {**policy.members, **own})
     return policy

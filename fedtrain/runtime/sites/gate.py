@@ -108,12 +108,13 @@ def number_of(request: Request) -> int | None:
 
 def gate_of(
     emit: Emit, bounds: Bounds, policy: SitePolicy, me: SiteId, examples: float | None, ledger: Ledger,
-    *, masks: bool,
+    *, masks: bool, pins: Mapping[SiteId, str] | None = None,
 ) -> Gate:  # fmt: skip
-    """The rules of the site `me`, in the order in which they are asked."""
+    """The rules of the site `me`, in the order in which they are asked. `pins`: its members as they are at
+    any time; None: as in `policy`."""
     gate = Gate(emit)
     bounded(gate, bounds)
-    hold(gate, policy, me, examples)
+    hold(gate, policy, me, examples, pins)
     if masks:
         gate.given = {"eval_data": something} | gate.given
     gate.models["evaluate.every"] = one_model_a_round(ledger, masks)
@@ -174,9 +175,12 @@ class BytesOut:
         return ""
 
 
-def hold(gate: Gate, policy: SitePolicy, me: SiteId, examples: float | None = None) -> None:
+def hold(
+    gate: Gate, policy: SitePolicy, me: SiteId, examples: float | None = None,
+    pins: Mapping[SiteId, str] | None = None,
+) -> None:  # fmt: skip
     """Hold what is asked of the site `me`, and what it gives, to its policy. `examples`: how many the site
-    has; None where only training can tell."""
+    has; None where only training can tell. `pins`: as in `gate_of`."""
 
     def secure_sums(request: Request) -> str:
         alone = isinstance(request, Train | Evaluate | Tally) and terms_of(request) is None
@@ -197,7 +201,7 @@ def hold(gate: Gate, policy: SitePolicy, me: SiteId, examples: float | None = No
         if terms is None or not policy.pin_members:
             return ""
         keys = {site: key.hex() for site, key in terms.cohort.items() if site != me}
-        strange = [site for site, key in sorted(keys.items()) if policy.members.get(site) != key]
+        strange = [site for site, key in sorted(keys.items()) if pinned.get(site) != key]
         return strangers({site: keys[site] for site in strange}) if strange else ""
 
     def metrics(_: Request, reply: Reply) -> str:
@@ -216,7 +220,7 @@ def hold(gate: Gate, policy: SitePolicy, me: SiteId, examples: float | None = No
         few = "fewer of its examples stand behind a result than it allows (its own policy.min_examples)"
         return few if behind < least else ""
 
-    least = policy.min_examples
+    least, pinned = policy.min_examples, policy.members if pins is None else pins
     gate.asked |= {
         "policy.secure_sums": secure_sums,
         "policy.min_cohort": min_cohort,

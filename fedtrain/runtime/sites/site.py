@@ -22,7 +22,7 @@ from ...errors import ConfigError, JoinRefused, TaskError, WireError
 from ...events import Emit, Notice, SiteState, noticed
 from ...malloc import keep_freed
 from ...messages import Evaluate, Failure, Found, Reply, Request, SiteId, Train
-from ...pki import aggregator_target, fingerprint
+from ...pki import aggregator_target
 from ...pki.proof import AggregatorCheck
 from ...questions import Describe, Tally
 from ...schema import Schema
@@ -37,7 +37,7 @@ from ...wire import PROTOCOL, decode, encode
 from ...wire.codec import fetch_list
 from ...wire.frames import Hello
 from ..auditing import audited
-from ..journal import Journal, buffer_of
+from ..journal import Journal
 from ..star.agreement import bounds_of
 from ..star.secure_terms import hash_of
 from ..threads import all_cores
@@ -46,6 +46,7 @@ from ..trainers.trainer import Trainer, Trains
 from .approval import Approvals
 from .gate import Gate, gate_of
 from .models import CheckedSums, Models
+from .pins import pins_of
 from .records import ledger_of
 from .secure_site import SECURE_REQUESTS, SecureSite, secure_site_of
 from .spent import Spent
@@ -271,10 +272,10 @@ async def run(
             return await start_trainer(ledger.folder)
         return await Trainer.start(config, data_dir=data_dir, scratch=ledger.folder, confine=policy.confine)
 
-    pinned = policy.pinned(name, fingerprint(credentials.chain))
-    check = AggregatorCheck(credentials, config.root / config.network.certs, emit, pinned)
+    pins = pins_of(own, policy, credentials, emit)
+    check = AggregatorCheck(credentials, config.root / config.network.certs, emit, pins)
     journal = Journal(config, None, emit)
-    journal.start("site", buffer=buffer_of(config))
+    journal.start("site", buffer=config.asynchronous.buffer if config.asynchronous.enabled else 0)
     try:
         trainer = await Supervised.begin(start)
         emit(approvals.check(config).event)  # the very code that is loaded now
@@ -310,7 +311,7 @@ async def run(
         models = Models(config, ledger, trainer, emit, checked, f"{target} at {address}", all_cores())
         # under masks nobody is told how many
         examples = await trainer.examples(name) if not secure or policy.min_examples > 1 else None
-        gate = gate_of(emit, bounds, policy, name, examples, ledger, masks=secure is not None)
+        gate = gate_of(emit, bounds, policy, name, examples, ledger, masks=secure is not None, pins=pins)
         if secure is not None:
             gate.asked["policy.cohort_change"] = secure.tells_too_much
         site = Site(name, about.schema, ledger, trainer, say, secure, spent, about.frozen, models, gate,

@@ -33,7 +33,7 @@ def credentials_of(config: Config, name: SiteId) -> Current:
     if identity.role != "site" or identity.name != name:
         raise CertificateError(
             f"the certificate is {identity.name}'s, not {name}'s. "
-            f"Start `fedtrain site {identity.name}`, or issue one for {name}."
+            f"Give the name {identity.name}, or issue one for {name}."
         )
     return current
 

@@ -74,6 +74,9 @@ class Prometheus:
                 self._count("bytes_total", event.bytes_in, direction="in")
                 self._count("bytes_total", event.bytes_out, direction="out")
                 self._metrics("trained_metric", event.metrics)
+            case e.PeersAgreed():
+                self._count("bytes_total", event.bytes_in, direction="in")
+                self._count("bytes_total", event.bytes_out, direction="out")
             case e.Evaluated():
                 self._metrics("metric", event.metrics)
                 for site, own in event.by_site.items():
