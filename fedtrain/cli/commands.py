@@ -2,8 +2,7 @@
 
 Each command imports what it needs when it runs, so that `fedtrain --help` waits for nothing. An error that
 is the user's to act on is one line on stderr; --traceback, or FEDTRAIN_DEBUG=1, shows where it came from.
-Exit codes: 0 done, 1 failed, 2 wrong usage, 75 a datacenter's rank that was told to leave and checkpointed,
-129 the terminal was closed, 130 Ctrl-C, 143 SIGTERM.
+Exit codes are in docs/cli.md.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from .arguments import (
     Commands,
     as_json,
     begin_with,
+    code_of_peer,
     drive,
     drive_shown,
     ends,
@@ -225,7 +225,7 @@ def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str
 
     invitation = None if code is None else Invitation.read(code)
     with screen(json=json) as show, api.logged(config.peer_dir(name), show) as emit:
-        drive(peer.run(config, name, data_dir=data_dir, invitation=invitation, emit=emit))
+        code_of_peer(drive(peer.run(config, name, data_dir=data_dir, invitation=invitation, emit=emit)))
 
 
 @cli.command()

@@ -12,6 +12,8 @@ from ..messages import SiteId
 if TYPE_CHECKING:
     import torch
 
+AGREED = "agreed"  # in a checkpoint's state, where peers agreed: SHA-256 of the model, and who has it
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -26,7 +26,7 @@ from ..arena import Arena
 from ..errors import Damaged, StoreError, some, writing
 from ..events import Averages
 from ..schema import Schema
-from ..store import RunStore
+from ..store import AGREED, RunStore
 from .live import number
 
 MODEL, EVALUATION = "model.safetensors", "evaluation.json"
@@ -55,7 +55,8 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
     try:
         chosen = _choose(store, round)
         row = next(r for r in store.rounds() if r.round == chosen)
-        meta, sites, weights = store.meta(), sorted(store.joined()), store.load(chosen).weights
+        meta, sites, checkpoint = store.meta(), sorted(store.joined()), store.load(chosen)
+        weights = checkpoint.weights
         frozen = store.load_frozen()
     finally:
         store.close()
@@ -67,6 +68,7 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         "best": row.best,
         "sites": sites,  # names, of all that joined
         "updates": row.record.get("sites"),  # how many are in this round
+        **_own_model(checkpoint.state),
         "metrics": row.metrics or {},
         "training_loss": row.record.get("loss"),
         **({"clock_s": row.record["clock_s"]} if "clock_s" in row.record else {}),  # of a simulation
@@ -79,6 +81,12 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         "frozen_digest": store.frozen.digest or None,
     }
     return write(out, weights.views() | frozen.views(), about, agreed, _evaluated(run_dir))
+
+
+def _own_model(state: Mapping[str, object]) -> dict[str, str]:
+    """Whose own a peer's model is, where it is not one that all peers have agreed on."""
+    peers = [key.removesuffix("/model") for key in state if key.endswith("/model")]
+    return {"own_model_of": peers[0]} if len(peers) == 1 and AGREED not in state else {}
 
 
 def write(
@@ -297,6 +305,8 @@ def _card(about: dict[str, Any]) -> str:
     best = ", the best by its evaluation" if about["best"] else ""
     updates = "untrained" if not about["round"] else f"the mean of {about.get('updates')} sites' updates"
     updates = f"{about['site']}'s own model" if "site" in about else updates
+    if "own_model_of" in about:
+        updates = f"{about['own_model_of']}'s own model, which no other peer has: none was agreed on after it"
     names = ", ".join(about["sites"])
     local = ", ".join(f"`{name}`" for name in about.get("local", ()))
     local = f"\nThese stay at the sites; load the rest with `strict=False`: {local}.\n" * bool(local)
