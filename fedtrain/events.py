@@ -294,6 +294,7 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
     round: int | None = None
     reason: str = ""
     model: str | None = None  # where it was exported to
+    own_model: bool = False  # of a peer that was to agree with others on one model, and ended with its own
 
 
 AnyEvent = (

@@ -19,7 +19,6 @@ from fedtrain.errors import BadUpdate
 from fedtrain.exchange import Exchanged, ReceivedShare, Share
 from fedtrain.gossip import rules
 from fedtrain.messages import Update
-from fedtrain.runtime.journal import MadeOf
 from fedtrain.runtime.peers.consensus import EXCHANGES, Consensus
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.gossip_setup import fewest, without_memory
@@ -29,6 +28,7 @@ from fedtrain.runtime.peers.whole_models import mass_of, of_all, sha256
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.secagg.keys import KeyPair
 from fedtrain.secagg.peer_sums import PeerSums
+from fedtrain.store.rounds import MadeOf
 from fedtrain.topology import names, parse
 from fedtrain.transport.memory import LocalNetwork
 from fedtrain.wire.gossip import NOTE_BYTES

@@ -230,6 +230,22 @@ def test_every_peer_estimates_how_far_models_are_apart_without_a_server():
         assert told[name][-1].moved > 0.1  # each is drawn to a target of its own
 
 
+def test_on_the_complete_graph_each_peer_knows_how_far_the_round_before_moved_the_models():
+    complete = lambda rounds: asyncio.run(run_peers(gossip.build("dpsgd", {}), "complete", 6, rounds))
+    moves = [float(peer._now[1]) for peer in complete(2)[0].values()]
+    for rounds in complete(3)[1].values():
+        assert rounds[-1].moved == pytest.approx((sum(moves) / 6) ** 0.5, rel=1e-9)
+        assert {"mean_loss", "moved"} == rounds[-1].estimates.keys()
+
+
+def test_a_simulation_tells_both_how_far_averaging_moved_models_and_how_far_they_are_apart_after_it(tmp_path):
+    """On the complete graph the one is what training has drawn apart, and the other nothing."""
+    _, log = simulated(config(tmp_path, topology="complete"), fresh=True)
+    for each in log.of("round_committed"):
+        assert each["metrics"]["moved"] > 1e-3
+        assert each["metrics"]["disagreement"] < 1e-9
+
+
 def test_when_peers_die_the_others_go_on_and_none_waits_longer_than_its_deadline():
     faults = Faults(crash_s={"2": 0.0, "5": 0.0}, notice_s=3.0)
     peers, told, errors = asyncio.run(run_peers(gossip.build("dpsgd", {}), "complete", 8, 12, faults))

@@ -10,9 +10,10 @@ from fedtrain.arena import Arena
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError
 from fedtrain.events import Best, Evaluated, RoundCommitted, RunFinished, RunStarted
-from fedtrain.runtime.journal import Journal, Lap, MadeOf
+from fedtrain.runtime.journal import Journal, Lap
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import Checkpoint, RunStore
+from fedtrain.store.rounds import MadeOf
 from fedtrain.tracking.export import export
 
 SCHEMA = Schema((TensorSpec("w", (2,), "float32", True),))

@@ -19,7 +19,7 @@ from fedtrain.runtime.peers.enrolment import called_at, invite, to_pin
 from fedtrain.runtime.peers.gossip import Peer
 from fedtrain.runtime.peers.keeping_up import catch_up
 from fedtrain.runtime.peers.parcels import share_of_model, trained_part
-from fedtrain.runtime.peers.peer import Shape
+from fedtrain.runtime.peers.shape import Shape
 from fedtrain.runtime.sites.approval import key_in
 from fedtrain.runtime.trainers import trainer_messages as msg
 from fedtrain.transport.admission import join
@@ -191,8 +191,9 @@ def test_peers_that_can_not_be_called_take_part_over_the_calls_that_they_make(tm
 
     async def main():
         async with village(tmp_path, "abc", rounds=25) as v:
-            between = v.start("a", strategy={"min_sites": 3})  # or it may have had a round before one came
-            tasks = [between, *(v.start(name, network={"listen": ""}) for name in "bc")]
+            least = {"min_sites": 3}  # or one may have had a round before another came
+            between = v.start("a", strategy=least)
+            tasks = [between, *(v.start(name, network={"listen": ""}, strategy=least) for name in "bc")]
             assert [(await task).rounds for task in tasks] == [25] * 3
             missing = {(name, each["site"]) for name in "abc" for each in v.of(name, "update_refused")}
             assert missing <= {("b", "c"), ("c", "b")}
@@ -232,7 +233,7 @@ def test_a_peer_that_nobody_waits_for_any_more_ends_with_the_others(tmp_path):
 
     async def main():
         async with village(tmp_path, "abc", rounds=6, round_deadline="300ms") as v:
-            slow = v.start("c", pace_s=3600.0)
+            slow = v.start("c", pace_s=3600.0, strategy={"min_sites": 3})
             for task in [v.start(name, strategy={"min_sites": 3}) for name in "ab"]:
                 assert (await task).rounds == 6
             assert v.of("c", "round_started")
@@ -274,6 +275,9 @@ def done_by(name, states):
     ("changes", "line"),
     [
         ({"run": {"seed": 6}}, "differ in run.seed: 6 at b, 5 at a"),
+        ({"run": {"rounds": 20}}, "differ in run.rounds: 20 at b, 10000 at a"),
+        ({"strategy": {"min_sites": 3}}, "differ in strategy.min_sites: 3 at b, 2 at a"),
+        ({"gossip": {"agree": False}}, "differ in gossip.agree: False at b, True at a"),
         ({"task": "u"}, "different task code"),
         ({"gossip": {"algorithm": "periodic"}}, "differ in gossip.algorithm"),
     ],
@@ -453,7 +457,7 @@ def test_a_relay_that_can_not_be_called_is_refused(tmp_path):
     bounded(main())
 
 
-def test_a_peer_that_is_alone_says_so_and_no_disagreement_until_others_are_back(tmp_path):
+def test_a_peer_that_is_alone_says_so_and_no_estimates_until_others_are_back(tmp_path):
     async def main():
         async with village(tmp_path, "abc") as v:
             for name in "abc":
@@ -462,15 +466,13 @@ def test_a_peer_that_is_alone_says_so_and_no_disagreement_until_others_are_back(
             for name in "bc":
                 await v.stop(name)
             await v.until(
-                lambda: (
-                    v.are_with("a", "a") and "disagreement" not in v.of("a", "round_committed")[-1]["metrics"]
-                )
+                lambda: v.are_with("a", "a") and "moved" not in v.of("a", "round_committed")[-1]["metrics"]
             )
             said = [each["text"] for each in v.of("a", "notice") if each["text"].startswith("alone: ")]
             assert len(said) == 1
             assert "none of the 2 others answers" in said[0]
             v.start("b", pace_s=0.02)
-            await v.until(lambda: "disagreement" in v.of("a", "round_committed")[-1]["metrics"])
+            await v.until(lambda: "moved" in v.of("a", "round_committed")[-1]["metrics"])
 
     bounded(main())
 
@@ -495,6 +497,10 @@ def test_a_peer_that_stood_still_while_the_others_ended_the_run_ends_and_says_so
             result = await standing
             assert result.rounds == 3
             assert result.reason == "most peers have done all rounds"
+            assert result.own_model
+            assert v.of("a", "run_finished")[-1]["own_model"]
+            card = result.run_dir / "model" / "MODEL_CARD.md"
+            assert "a's own model, which no other peer has" in card.read_text()
             assert "no model of all" in v.of("a", "notice")[-1]["text"]
             assert not v.of("a", "agreed")
             assert len(v.of("b", "agreed")) == 1
@@ -503,6 +509,8 @@ def test_a_peer_that_stood_still_while_the_others_ended_the_run_ends_and_says_so
             assert (result.rounds, result.reason) == (6, "rounds done")
             assert v.of("a", "agreed")[-1]["digest"] == v.of("b", "agreed")[-1]["digest"]
             assert (await has_it).rounds == 6
+            assert not result.own_model
+            assert "own model" not in card.read_text()
 
     bounded(main())
 
@@ -547,7 +555,7 @@ def test_a_peer_that_is_started_again_while_the_others_end_ends_with_their_model
             await v.stop("a")
             await v.until(lambda: v.of("b", "agreed") and v.of("c", "agreed"))
             assert not ends["b"].done()
-            assert (await v.start("a", network=network("a"))).rounds == 5
+            assert (await v.start("a", strategy={"min_sites": 3}, network=network("a"))).rounds == 5
             assert all([(await ends[name]).rounds == 5 for name in "bc"])  # before the idle time is over
             assert len({v.of(name, "agreed")[-1]["digest"] for name in "abc"}) == 1
 

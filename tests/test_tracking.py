@@ -342,7 +342,7 @@ def test_the_time_spent_waiting_for_sites_is_no_part_of_the_pace():
 
 counts, averages = st.integers(0, 2**40), st.dictionaries(st.text(), st.none() | st.floats())
 BY_TYPE = {
-    int: counts, int | None: st.none() | counts,
+    bool: st.booleans(), int: counts, int | None: st.none() | counts,
     float: st.floats(0, 4e9), float | None: st.none() | st.floats(),
     str: st.text(), str | None: st.none() | st.text(), Sequence[str]: st.lists(st.text()),
     Mapping[str, float]: st.dictionaries(st.text(), st.floats(0, 1)),

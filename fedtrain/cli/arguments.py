@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -18,9 +19,11 @@ from ..errors import FedtrainError, TaskError, story_of
 
 if TYPE_CHECKING:
     from ..events import Emit
+    from ..runtime.journal import Result
 
 T = TypeVar("T")
 
+OWN_MODEL = 3  # the exit code of a peer that was to agree on one model of all, and ended with its own
 STOP_S = 4.0  # for a site to end in order once it was told to; what still works then is ended with it (S40)
 
 
@@ -162,6 +165,12 @@ def drive(work: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
         if stopped:
             raise Stopped(128 + stopped) from None
         raise
+
+
+def code_of_peer(result: Result) -> None:
+    """End this process with OWN_MODEL where a peer ended with its own model, and one of all was wanted."""
+    if result.own_model:
+        sys.exit(OWN_MODEL)
 
 
 def drive_shown(

@@ -2,8 +2,7 @@
 
 Each command imports what it needs when it runs, so that `fedtrain --help` waits for nothing. An error that
 is the user's to act on is one line on stderr; --traceback, or FEDTRAIN_DEBUG=1, shows where it came from.
-Exit codes: 0 done, 1 failed, 2 wrong usage, 75 a datacenter's rank that was told to leave and checkpointed,
-129 the terminal was closed, 130 Ctrl-C, 143 SIGTERM.
+Exit codes are in docs/cli.md.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from .arguments import (
     Commands,
     as_json,
     begin_with,
+    code_of_peer,
+    drive,
     drive_shown,
     ends,
     line_of,
@@ -218,10 +219,13 @@ def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
 def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str | None) -> None:
     """Train as NAME with neighbours, without an aggregator."""
     from .. import api
+    from ..pki.invitation import Invitation
+    from ..runtime.peers import peer
+    from ..tracking.live import screen
 
-    drive_shown(
-        lambda show: api.peer(name, config, invitation=code, data_dir=data_dir, on_event=show), json=json
-    )
+    invitation = None if code is None else Invitation.read(code)
+    with screen(json=json) as show, api.logged(config.peer_dir(name), show) as emit:
+        code_of_peer(drive(peer.run(config, name, data_dir=data_dir, invitation=invitation, emit=emit)))
 
 
 @cli.command()

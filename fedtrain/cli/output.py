@@ -36,7 +36,8 @@ def run_row(s: Summary) -> tuple[str, ...]:
     loss = "" if s.loss is None else number(s.loss)
     rounds = f"{s.round}/{s.rounds}" if s.rounds else f"{s.round or ''}"
     rounds += f" at {duration(s.clock_s)}" if s.clock_s is not None else ""
-    return (s.run, s.state, rounds, loss, averages(s.metrics), best, updated)
+    state = f"{s.state}, own model" if s.own_model else s.state
+    return (s.run, state, rounds, loss, averages(s.metrics), best, updated)
 
 
 def print_runs(found: list[Summary]) -> None:

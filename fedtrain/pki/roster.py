@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import CertificateError, ConfigError, NotPinned, writing
+from ..errors import CertificateError, ConfigError, FedtrainError, NotPinned, writing
 from ..exchange import Contact
 from ..messages import SiteId
 from .invitation import Guestbook
@@ -120,6 +120,7 @@ class Roster:
         self._revoked, self._guests, self._refuse = revoked, guests, refuse
         self._mask_keys, self._strikes = mask_keys, Strikes(Path(folder), federation, signer)
         self._struck: set[SiteId] = set()
+        self._withheld: dict[SiteId, bytes] = {}  # the newest entries of those, which count again later
         self._entries: dict[SiteId, bytes] = {}
         self._contacts: dict[SiteId, Contact] = {}
         self._names: dict[bytes, SiteId] = {}
@@ -147,6 +148,11 @@ class Roster:
         keys = self._mask_keys.statements(self.peers()) if self._mask_keys is not None else []
         return [*self._entries.values(), *lists, *keys]
 
+    @property
+    def struck(self) -> list[SiteId]:
+        """The names of the peers that were struck off here, sorted."""
+        return sorted(self._struck)
+
     def entry(self, peer: SiteId) -> bytes:
         """The entry of one peer, as that peer signed it; KeyError when the roster lacks the peer."""
         return self._entries[peer]
@@ -172,6 +178,7 @@ class Roster:
                 self._revoked.reload()
         except CertificateError as e:
             self._refuse_once(LIST, str(e))
+        self._take_back()
         files = {}
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             try:
@@ -184,6 +191,8 @@ class Roster:
         entries = {path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}")}
         self._struck = self._strikes.look(entries)
         for peer in self._struck:
+            if peer in self._entries:
+                self._withheld[peer] = self._entries[peer]
             self._refuse_once(peer + SUFFIX, self._strikes.why(peer, self._verifier))
         kept = {file: data for file, data in files.items() if file.removesuffix(SUFFIX) not in self._struck}
         changed = self._set(kept)
@@ -191,6 +200,16 @@ class Roster:
             with suppress(CertificateError, KeyError):
                 changed |= self.add(self._unpinned.pop(key)) is not None
         return changed
+
+    def _take_back(self) -> None:
+        """Have the entries again of peers whose tombstones are gone: neighbours pass them on only when they
+        introduce themselves."""
+        for peer in [name for name in list(self._withheld) if not self._strikes.has(name)]:
+            data = self._withheld.pop(peer)
+            self._refused = {one for one in self._refused if one[0] != peer + SUFFIX}
+            with suppress(FedtrainError):  # then a neighbour passes it on
+                if not (self.folder / f"{peer}{SUFFIX}").exists():
+                    save(self.folder, peer, data)
 
     def add(self, data: bytes) -> Contact | None:
         """Check a statement that a peer sent, and keep it as a file if it is newer than the one here. Returns
@@ -214,10 +233,12 @@ class Roster:
             return None
         contact, number = check(data, self._verifier, self._federation)
         if contact.peer in self._struck:  # told when it was struck off, and each neighbour may pass it on
+            self._withhold(contact.peer, number, data)
             return None
         have = self._numbers.get(contact.peer, -1)
         if have >= 0 and not (self.folder / f"{contact.peer}{SUFFIX}").exists():
             self.reload()  # deleted since the last look: struck off, however new the entry is
+            self._withhold(contact.peer, number, data)
             return None
         if number > have:
             try:
@@ -230,6 +251,15 @@ class Roster:
         elif contact != self._contacts[contact.peer]:
             raise CertificateError(f"{contact.peer}: an entry with number {number}, the one here has {have}")
         return contact
+
+    def _withhold(self, peer: SiteId, number: int, data: bytes) -> None:
+        """Keep the entry of one that was struck off, where it is the newest."""
+        have = -1
+        if peer in self._withheld:
+            with suppress(CertificateError):
+                have = check(self._withheld[peer], self._verifier, self._federation)[1]
+        if number > have:
+            self._withheld[peer] = data
 
     def admit(self, key: bytes, data: bytes) -> Contact:
         """Admit a newcomer by its entry `data` and the invitation with the CURVE key `key` of its connection;

@@ -54,6 +54,10 @@ class Strikes:
             write(path, "".join(f"{peer}\n" for peer in sorted(here)).encode())
         return struck
 
+    def has(self, peer: SiteId) -> bool:
+        """Whether there is a tombstone of this peer."""
+        return (self._folder / (peer + TOMBSTONE)).exists()
+
     def why(self, peer: SiteId, verifier: Verifier) -> str:
         """One line: who struck the peer off, and what takes it back."""
         try:

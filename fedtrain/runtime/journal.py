@@ -23,8 +23,8 @@ from ..errors import ConfigError
 from ..events import Emit, Record
 from ..fairness import SERVER, split, with_server, with_sites
 from ..messages import Metrics, SiteId, averages
-from ..store import Checkpoint, RoundPlan, RunStore
-from ..store.rounds import NOISE
+from ..store import AGREED, Checkpoint, RoundPlan, RunStore
+from ..store.rounds import NOISE, MadeOf
 from ..wire.frames import Bounds
 from .noise import KnownNoise
 
@@ -33,8 +33,9 @@ HIDDEN = (
     "masks, of one pool of data, and at a peer. "
 )
 NO_SERVER = 'The server evaluates on data of its own, eval_data("server"), with evaluate.server = true. '
-AGREED = "agreed"  # in a checkpoint's state, where peers agreed: SHA-256 of the model, and who has it
-AGREED_ROUNDS = "agreed_rounds"  # the same: of the run that they ended, whichever round a peer was in
+AGREED_ROUNDS = (
+    "agreed_rounds"  # beside store.AGREED: of the run that they ended, whatever a peer's round was
+)
 Averages = dict[str, float]
 Evaluators = Callable[[int, Sequence[SiteId]], Sequence[SiteId]]  # who of the members evaluates in a round
 # (sums over all sites, each site's own) -> what people are shown of both
@@ -51,14 +52,7 @@ class Result:
     metrics: dict[str, float]  # of the last round's evaluation, if it had one
     best_round: int | None
     run_dir: Path
-
-
-@dataclass(frozen=True)
-class MadeOf:
-    """Of how many peers' models one model is made, and of whose; 0 and none where that isn't known."""
-
-    models: int = 0
-    of: Sequence[SiteId] = ()
+    own_model: bool = False  # of a peer that was to agree with others on one model, and ended with its own
 
 
 class Traffic(Protocol):
@@ -295,11 +289,12 @@ class Journal:
         over."""
         from ..tracking.export import export
 
-        self.end(result.rounds, result.reason, str(export(result.run_dir, result.run_dir / "model")))
+        model = str(export(result.run_dir, result.run_dir / "model"))
+        self.end(result.rounds, result.reason, model, result.own_model)
 
-    def end(self, number: int | None, reason: str, model: str | None = None) -> None:
+    def end(self, number: int | None, reason: str, model: str | None = None, own_model: bool = False) -> None:
         """Say that the run is over; `model` names the folder that it was exported to."""
-        self.emit(events.RunFinished(round=number, reason=reason, model=model))
+        self.emit(events.RunFinished(round=number, reason=reason, model=model, own_model=own_model))
         self.over = reason
 
 

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     import torch
 
 NOISE = "noise"  # in a round's record: what noise is in its model, where any is known
+AGREED = "agreed"  # in a checkpoint's state, where peers agreed: SHA-256 of the model, and who has it
+
+
+@dataclass(frozen=True)
+class MadeOf:
+    """Of how many peers' models one model is made, and of whose; 0 and none where that isn't known."""
+
+    models: int = 0
+    of: Sequence[SiteId] = ()
 
 
 @dataclass(frozen=True)

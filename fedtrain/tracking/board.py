@@ -74,7 +74,7 @@ class Board:
     need: int | None = None  # sites that the next round waits for
     sites: dict[SiteId, SiteRow] = field(default_factory=dict)
     history: dict[int, RoundRow] = field(default_factory=dict)
-    trained: Averages = field(default_factory=dict)  # the last round's, beside its loss: "disagreement", say
+    trained: Averages = field(default_factory=dict)  # the last round's, beside its loss: "moved", say
     step: e.Stepped | None = None  # a datacenter's last
     spent: e.PrivacySpent | None = None  # the last one
     best: e.Best | None = None
@@ -105,6 +105,7 @@ class Board:
     def waiting(self) -> tuple[int, int] | None:
         """(have, need) while too few sites are here; in the middle of a run, as a rule, none is missing."""
         have = sum(row.state not in ("lost", "refused") for row in self.sites.values())
+        have += self.mode == "peer"  # which is here, and is no row before its first round
         return (have, self.need) if self.need is not None and have < self.need else None
 
     def eta_s(self, now: float) -> float | None:

@@ -27,7 +27,7 @@ from ..digest import settings_digest
 from ..errors import Damaged, StoreError, some, writing
 from ..events import Averages
 from ..schema import Schema
-from ..store import RunStore
+from ..store import AGREED, RunStore
 from ..store.rounds import NOISE
 from .live import number
 
@@ -79,7 +79,8 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
     try:
         chosen = _choose(store, round)
         rows = [r for r in store.rounds() if r.round <= chosen]
-        meta, sites, weights = store.meta(), sorted(store.joined()), store.load(chosen).weights
+        meta, sites, checkpoint = store.meta(), sorted(store.joined()), store.load(chosen)
+        weights = checkpoint.weights
         frozen = store.load_frozen()
     finally:
         store.close()
@@ -97,6 +98,7 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         "updates": row.record.get("sites") if models is None else models,  # how many are in this round
         **({"peer": peer} if of_a_peer else {}),  # whose export this is, and whose data the metrics are of
         **({"agreed": True} if models is not None else {}),  # it is the one model of peers
+        **_own_model(checkpoint.state),
         "metrics": row.metrics or {},
         "training_loss": row.record.get("loss"),
         **({"clock_s": row.record["clock_s"]} if "clock_s" in row.record else {}),  # of a simulation
@@ -110,6 +112,12 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
         **({"noise": noise} if noise else {}),
     }
     return write(out, weights.views() | frozen.views(), about, agreed, _evaluated(run_dir))
+
+
+def _own_model(state: Mapping[str, object]) -> dict[str, str]:
+    """Whose own a peer's model is, where it is not one that all peers have agreed on."""
+    peers = [key.removesuffix("/model") for key in state if key.endswith("/model")]
+    return {"own_model_of": peers[0]} if len(peers) == 1 and AGREED not in state else {}
 
 
 def write(
@@ -415,7 +423,8 @@ def _origin(about: dict[str, Any]) -> str:
     if not about["round"]:
         return "untrained"
     if "peer" in about:
-        return f"{about['peer']}'s own model, averaged in this round over {count} peers, itself included"
+        own = f"{about['peer']}'s own model, which no other peer has"
+        return f"{own}, averaged in this round over {count} peers, itself included"
     return f"the mean of {count} sites' updates"
 
 

@@ -201,7 +201,8 @@ def line(event: Event, board: Board) -> str | None:
         case e.RunFinished():
             after = "" if event.round is None else f" after {board.noun} {event.round}"
             model = f"; model in {event.model}" if event.model else ""
-            return f"run {board.run or 'is'} finished{after}{_because(event.reason)}{model}"
+            own = "; with this peer's own model, as none was agreed on" if event.own_model else ""
+            return f"run {board.run or 'is'} finished{after}{_because(event.reason)}{own}{model}"
     return None
 
 

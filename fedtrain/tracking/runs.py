@@ -33,6 +33,7 @@ class Summary(msgspec.Struct, frozen=True):
     updated: float | None
     dir: str
     clock_s: float | None = None  # of a simulation with a clock of its own: seconds since it began
+    own_model: bool = False  # of a peer that was to agree with others on one model, and ended with its own
 
 
 def summaries(runs_dir: Path) -> list[Summary]:
@@ -60,6 +61,7 @@ def summary_of(run_dir: Path) -> Summary:
         updated=board.updated,
         dir=str(run_dir),
         clock_s=board.last.clock_s if board.last else None,
+        own_model=board.finished.own_model if board.finished else False,
     )
 
 

@@ -91,12 +91,14 @@ class LocalPeer:
     stamp: Stamp  # that its messages bear
     relay_bytes_s: float = 0.0  # forwarded at most for others that can't be called; 0: nothing
 
-    def check(self, peer: PeerId, stamp: Stamp) -> None:
-        """JoinRefused where a peer's messages are of another model or another run."""
+    def check(self, peer: PeerId, stamp: Stamp, theirs: str = "", ours: str = "") -> None:
+        """JoinRefused where a peer's messages are of another model or another run; the runs' names, where
+        they are known."""
+        if stamp.run != self.stamp.run:
+            names = f": {theirs[:64]!r} at {peer}, {ours!r} at {self.name}" if theirs else ""
+            raise JoinRefused(f"{peer} and {self.name} are in different runs{names}")
         if stamp.schema != self.stamp.schema:
             raise JoinRefused(f"{peer} and {self.name} train different models")
-        if stamp.run != self.stamp.run:
-            raise JoinRefused(f"{peer} and {self.name} are in different runs")
 
 
 class Authenticator:

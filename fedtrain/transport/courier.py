@@ -91,6 +91,7 @@ class Courier:
         """A message with such a heading."""
         if header.round > self.state.told.get(peer, (0, None))[0]:
             self.state.told[peer] = header.round, Account(header.index - 1, header.transfer)
+        self.state.epochs[peer] = header.epoch
         self.announced(peer, header.round, now)
 
     def announced(self, peer: PeerId, round: int, now: float) -> None:

@@ -12,11 +12,12 @@ from .links import Links
 LAST_WORDS_S = 1.0  # the longest time that the others have to answer a LEAVE
 
 
-def part(links: Links) -> None:
-    """Say LEAVE and wait until it was read: a DEALER drops what is unread when its connection ends."""
+def part(links: Links, boot: bytes) -> None:
+    """Say LEAVE of this start of the process, and wait until it was read: a DEALER drops what is unread when
+    its connection ends."""
     unanswered = {link for link in links if link.up and link.greeted}
     for link in unanswered:
-        links.say(link, Header(Kind.LEAVE))
+        links.say(link, Header(Kind.LEAVE), (boot,))
     until_s = time.monotonic() + LAST_WORDS_S
     while (unanswered := {link for link in unanswered if link.up}) and time.monotonic() < until_s:
         links.send()

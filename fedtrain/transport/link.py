@@ -10,11 +10,12 @@ import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from ..errors import WireError
+from ..events import Event
 from ..exchange import Contact, PeerId
 from ..wire.gossip import Stamp
 from .shares import Parts
@@ -22,6 +23,14 @@ from .shares import Parts
 OUR_CALL, BY_RELAY = 0, -1  # ways to a peer; the others are its calls, by their fds
 TOKENS = 4000.0  # control messages that a peer may send at once
 TOKENS_S = 3000.0  # control messages that a peer may send in a second, for long
+
+# What is heard of our calls. Never HANDSHAKE_FAILED_PROTOCOL: where bytes were damaged, libzmq 4.3.5 tells
+# that event before it looks at errno, in which telling leaves EAGAIN. So libzmq reads nothing more, keeps the
+# connection, and a heartbeat ends this process once the other end is gone ("Assertion failed: !_io_error").
+WATCHED = int(
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+)  # fmt: skip
 
 Source = zmq.Socket[bytes]
 
@@ -44,11 +53,13 @@ class Link:
     contact: Contact | None = None  # as it was on the roster when it was called
     greeted: bool = False  # the peer accepted our Hello
     welcomed: bool = False  # we accepted the peer's Hello
-    rejected: bool = False  # the peer refused our Hello
+    rejected: str = ""  # why the peer refused our Hello
     refused: str = ""  # why we refused the peer's Hello
     met: bool = False  # both Hellos were accepted at least once
     trouble: str = ""  # what became of our last call, where nobody answered it
     boot: bytes = b""  # the start of the peer's process that said the Hello we accepted
+    number: int = 0  # of that start, which grows with each
+    heard: int = OUR_CALL  # the way over which its last message came
     known: bytes = b""  # a digest of the peer's roster, as its Hello said
     hello_s: float = -math.inf  # when we last said Hello
     down_s: float = 0.0  # since when there is no connection, or it is missed
@@ -91,7 +102,7 @@ class Link:
 
     def went_down(self) -> None:
         self.down_s, self.greeted, self.welcomed = time.monotonic(), False, False
-        self.rejected, self.refused = False, ""
+        self.rejected = self.refused = ""
 
     def spend(self, now: float) -> None:
         """Pay for a control message; WireError where the peer sends too many."""
@@ -103,6 +114,20 @@ class Link:
 
     def is_banned(self) -> bool:
         return time.monotonic() < self.banned_s
+
+
+class Observer(Protocol):
+    """What links tell the thread that drives them."""
+
+    @property
+    def near(self) -> frozenset[PeerId]: ...  # whom it is to be connected with
+    def greet(self, link: Link) -> None: ...  # a connection was made
+    def owes(self, peer: PeerId) -> bool: ...  # whether a share is on its way to it
+    def key_refused(self, link: Link) -> None: ...  # by a peer, and the key is ours
+    def refresh_roster(self) -> None: ...  # a guest may have joined
+    def woken(self) -> None: ...  # by `wake`
+    def relay(self, link: Link, header: bytes, parts: Parts, lane: int) -> None: ...  # to a peer behind one
+    def emit(self, event: Event) -> None: ...
 
 
 def address_of(fd: int) -> Any:

@@ -14,20 +14,20 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ..errors import ConnectError
-from ..events import Event
 from ..exchange import PeerId
 from ..wire.gossip import FRAME_BYTES, Header, Kind, pack, short
 from .admission import Authenticator, Guests, LocalPeer
-from .link import BY_RELAY, OUR_CALL, Link, Source, address_of, shut
+from .link import BY_RELAY, OUR_CALL, WATCHED, Link, Observer, Source, address_of, shut
+from .parting import LAST_WORDS_S, Parting
 from .sealing import DATA, URGENT
 from .shares import Limits, Parts
 
@@ -45,13 +45,6 @@ FULL_S = 0.002  # until a full socket is tried again: a ROUTER can't be polled f
 # list of the revoked (MEMBERS) is read before the good-bye of whoever was revoked.
 SHARES = (Kind.OFFER, Kind.CHUNK, Kind.POST, Kind.ANSWER, Kind.STATE)
 OVER_OUR_CALL = (*SHARES, Kind.HELLO, Kind.MEMBERS, Kind.LEAVE, Kind.LEFT)
-# What is heard of our calls. Never HANDSHAKE_FAILED_PROTOCOL: where bytes were damaged, libzmq 4.3.5 tells
-# that event before it looks at errno, in which telling leaves EAGAIN. So libzmq reads nothing more, keeps the
-# connection, and a heartbeat ends this process once the other end is gone ("Assertion failed: !_io_error").
-WATCHED = int(
-    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-)  # fmt: skip
 NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # an enum's | costs more than a message
 POLLIN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
 
@@ -66,20 +59,6 @@ class LinkSettings:
     limits: Limits = Limits()
 
 
-class Observer(Protocol):
-    """What links tell the thread that drives them."""
-
-    @property
-    def near(self) -> frozenset[PeerId]: ...  # whom it is to be connected with
-    def greet(self, link: Link) -> None: ...  # a connection was made
-    def owes(self, peer: PeerId) -> bool: ...  # whether a share is on its way to it
-    def key_refused(self, link: Link) -> None: ...  # by a peer, and the key is ours
-    def refresh_roster(self) -> None: ...  # a guest may have joined
-    def woken(self) -> None: ...  # by `wake`
-    def relay(self, link: Link, header: bytes, parts: Parts, lane: int) -> None: ...  # to a peer behind one
-    def emit(self, event: Event) -> None: ...
-
-
 class Links:
     """All links of a peer. They belong to one thread, but for `wake`."""
 
@@ -90,6 +69,7 @@ class Links:
         self._by_dealer: dict[Source, Link] = {}
         self._talking: dict[Link, None] = {}  # with something in their queues
         self._let_in: dict[PeerId, float] = {}  # to call us, lately: when
+        self.parting = Parting()
         self._ended: list[Link] = []  # whose last connection has ended, and was not seen to yet
         self._context: zmq.Context[Source] = zmq.Context(io_threads=settings.io_threads)
         self._context.set(zmq.MAX_SOCKETS, 8192)
@@ -190,7 +170,7 @@ class Links:
         link.queue.clear()
         link.urgent.clear()
 
-    def _end_our_call(self, link: Link) -> None:
+    def _end_our_call(self, link: Link, linger_s: float = 0.0) -> None:
         """Close its socket. All memory that was lent is free then."""
         if link.dealer is None or link.monitor is None:
             return
@@ -199,7 +179,7 @@ class Links:
         del self._by_dealer[link.dealer], self._handlers[link.monitor]
         link.dealer.disable_monitor()
         link.monitor.close(0)
-        link.dealer.close(0)
+        link.dealer.close(0 if link.lends() else int(linger_s * 1000))  # nor does it read memory for longer
         link.dealer = link.monitor = None
         link.calling = False
         until_s = time.monotonic() + 1.0  # libzmq lets go within milliseconds
@@ -222,21 +202,46 @@ class Links:
             self._let_in.pop(link.peer, None)
             self._end_calls(link)
 
-    def cut(self, link: Link) -> None:
-        """End our call and its calls."""
+    def cut(self, link: Link, last_words: Sequence[bytes] = ()) -> None:
+        """End our call and its calls. It may still read the last words, which are bodies of MEMBERS."""
+        if last_words:
+            self._tell(link, link.ways, ((Kind.MEMBERS, body) for body in last_words))
+            self._end_our_call(link, LAST_WORDS_S)
+            self.parting.part(link, link.routes)
         self.hang_up(link)
         self._end_calls(link)
         link.routes.clear()
         link.via = None
         link.went_down()
 
+    def keep_last(self, link: Link) -> None:
+        """Of a peer's connections only that over which it spoke last: the others are its former process's."""
+        self.parting.part(link, [fd for fd in link.routes if fd != link.heard])
+        if link.heard != OUR_CALL:
+            self.call(link)
+
+    def refuse(self, link: Link, said: Iterable[tuple[Kind, bytes]]) -> None:
+        """Say this over the connection over which a peer spoke last, and end that."""
+        self._tell(link, [way for way in link.ways if way == link.heard], said)
+        if link.heard == OUR_CALL:
+            self._end_our_call(link, LAST_WORDS_S)
+        else:
+            self.parting.part(link, link.routes.keys() & {link.heard})
+
+    def _tell(self, link: Link, ways: Sequence[int], said: Iterable[tuple[Kind, bytes]]) -> None:
+        """Say this at once, over each of these ways, as far as they take it."""
+        messages = [(pack(Header(kind), self._local.stamp), [body]) for kind, body in said]
+        for way in [each for each in ways if each != BY_RELAY]:
+            with contextlib.suppress(zmq.ZMQError):
+                for message in messages:
+                    self._over(way, link, *message)
+
     def _end_calls(self, link: Link) -> None:
         for fd, (_, address) in link.routes.items():
             shut(fd, address)
 
     def _is_banned(self, peer: PeerId) -> bool:
-        link = self._links.get(peer)
-        return link is not None and link.is_banned()
+        return (link := self._links.get(peer)) is not None and link.is_banned()
 
     def _has_room(self, peer: PeerId) -> bool:
         """Whether a peer may call: it is near, or few that are not are connected, or about to be."""
@@ -295,6 +300,7 @@ class Links:
             while frames[-1].more:
                 frames.append(source.recv(NOBLOCK, copy=False))
             if source is not self._router:
+                self._by_dealer[source].heard = OUR_CALL
                 yield self._by_dealer[source], frames
             elif link := self._caller(frames):
                 yield link, frames[1:]
@@ -309,6 +315,8 @@ class Links:
         except zmq.ZMQError:
             return None
         peer = self._local.roster.peer_of(key)
+        if self.parting.has(fd):
+            return None
         if peer is None:
             if self._guests.may_speak(key):
                 for header, body in self._guests.answer(key, frames[1:]):
@@ -326,6 +334,7 @@ class Links:
         if fd not in link.routes and (address := address_of(fd)):
             link.routes[fd] = (frames[0].bytes, address)
             self._observer.greet(link)
+        link.heard = fd
         return link
 
     def _see_calls(self) -> None:

@@ -160,7 +160,7 @@ class PeerThread:
         try:
             while not self._stopping:
                 self._turn()
-            part(self.links)
+            part(self.links, self._greeting.boot)
         except Exception as e:  # whatever it is, those who wait must get it
             self._error = e
         finally:
@@ -233,6 +233,7 @@ class PeerThread:
         away, others = known - self.near, known - self.membership.circle
         spare = [link for link in self.links if link.peer in away]
         self.links.close_spare(spare, now - self._settings.idle_s)
+        self.links.parting.tick(now)
         for link in self.links:
             unanswered = link.up and not link.agreed and not link.rejected and not link.refused
             if unanswered and now >= link.hello_s + self._settings.limits.retry_s:
@@ -249,13 +250,13 @@ class PeerThread:
         self.membership.add(sorted(known), time.monotonic())
         for gone in self.membership.members.keys() - known:
             self.membership.remove(gone)
+        news = list(self._introductions.news())
         for link in self.links:
             contact = self._local.roster.contact(link.peer)
             if contact is None or (link.contact is not None and contact.key != link.contact.key):
-                self._cut(link, "its key is no longer on the roster")
-            elif contact != link.contact and link.dealer is not None:  # it has moved
+                self._cut(link, "its key is no longer on the roster", news)  # a revocation, say
+            elif contact != link.contact and (link.dealer is not None or link.peer in self.near):  # it moved
                 self.links.call(link)
-        news = list(self._introductions.news())
         for link in self.links:
             if link.agreed:
                 self._introduce(link, news)
@@ -268,9 +269,9 @@ class PeerThread:
             why = f"it refuses our key: is our entry on its roster, and no other process {self._local.name}"
             self._gone(link, f"{why} by now?")
 
-    def _cut(self, link: Link, why: str) -> None:
+    def _cut(self, link: Link, why: str, last_words: Sequence[bytes] = ()) -> None:
         self._gone(link, why)
-        self.links.cut(link)
+        self.links.cut(link, last_words)
 
     # --- reading
 
@@ -291,7 +292,7 @@ class PeerThread:
                 self._greeted(link, header, stamp, parts[0] if parts else b"")
             elif stamp != link.stamp:
                 raise WireError("it is of another run, or of another model")
-            elif link.welcomed:
+            elif link.welcomed or header.kind is Kind.MEMBERS:  # these are signed
                 self._receive(link, header, parts)
         except WireError as e:
             self._breach(link, str(e))
@@ -319,9 +320,10 @@ class PeerThread:
                     self._dispatch(*sealed)
             case Kind.HEAD:
                 self.promises.call(self.witness, link.peer, decode(text_of(header, body), AuditHead))
-            case Kind.LEAVE:
-                self._say(link, Header(Kind.LEFT))
-                self._gone(link, "has left")
+            case Kind.LEAVE | Kind.LEFT:
+                if header.kind is Kind.LEAVE and bytes(body) == link.boot:  # else of another of that name
+                    self._say(link, Header(Kind.LEFT))
+                    self._gone(link, "has left")
             case _:
                 self.courier.receive(link.peer, header, parts, now)
 
@@ -343,12 +345,12 @@ class PeerThread:
             return
         if header.kind is Kind.REJECT:
             refused: Refused = decode(text, Refused)
-            link.rejected = True
-            self._gone(link, refused.reason[:200])
+            link.rejected = refused.reason[:200] or "it refuses us"
+            self._gone(link, link.rejected)
             return
         greeting: Greeting = decode(text, Greeting)
         try:
-            self._local.check(link.peer, stamp)
+            self._local.check(link.peer, stamp, greeting.run, self._greeting.run)
             self._welcome(link.peer, greeting)
         except JoinRefused as e:
             if link.refused != str(e):
@@ -357,7 +359,15 @@ class PeerThread:
             self._say(link, Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))
             return
         again = link.welcomed and greeting.boot == link.boot
+        if link.welcomed and not again and link.via is None:  # two processes of that name, or one's successor
+            if greeting.mask_number < link.number:
+                why = f"another process is {link.peer} now, and the one that was started last counts"
+                said = (Kind.REJECT, encode(Refused(reason=why, final=True)))
+                self.links.refuse(link, [said, *((Kind.MEMBERS, each) for each in self._introductions.all())])
+                return
+            self.links.keep_last(link)
         link.welcomed, link.boot, link.known = True, greeting.boot, greeting.known
+        link.number = greeting.mask_number
         self._say(link, Header(Kind.WELCOME, self._round))
         self.courier.heard(link.peer, header, time.monotonic())
         if greeting.lacks or not again:
@@ -385,8 +395,8 @@ class PeerThread:
             self._say(link, Header(Kind.MEMBERS), body)
 
     def _introduced(self, link: Link, text: bytes) -> None:
-        peers, refused = self._introductions.take(text)
-        for why in refused:
+        peers, bad = self._introductions.take(text)
+        for why in bad:
             self.emit(Notice(text=f"{link.peer} passed on an entry that is refused: {why}"))
         if self._introductions.changed():
             self.refresh_roster()

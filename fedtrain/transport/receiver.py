@@ -78,7 +78,7 @@ class Receiver:
             if peer in state.dead:
                 self._meet(slot, Met.LOST, state.dead[peer])
             elif (round := state.announced.get(peer, (0, 0.0))[0]) > state.round:
-                self._meet(slot, Met.NONE, f"went on to round {round}")
+                self._meet(slot, Met.NONE, f"went on to round {round + 1}")
         for peer, (header, parts) in early.items():
             self.offered(peer, header, parts)
 
@@ -134,7 +134,7 @@ class Receiver:
     def went_on(self, peer: PeerId, round: int) -> None:
         """The giver is in a later round: what it has not offered does not come."""
         if slot := self._slots.get(peer):
-            self._meet(slot, Met.NONE, f"went on to round {round}")
+            self._meet(slot, Met.NONE, f"went on to round {round + 1}")
 
     def tick(self, now: float) -> None:
         state, retry_s = self._state, self._limits.retry_s
@@ -185,7 +185,7 @@ class Receiver:
         else:
             over = not self._state.open or header.round < self._state.round
             reason = "round {} is over" if over else "not an in-neighbour in round {}"
-            self._decline(peer, header, reason.format(header.round))
+            self._decline(peer, header, reason.format(header.round + 1))
 
     def _has(self, peer: PeerId, round: int) -> bool:
         """Whether the share counts, here or by the last commit of an earlier life."""
@@ -352,7 +352,7 @@ class Receiver:
         slot = self._slots.get(peer) if header.round == self._state.round else None
         if header.transfer == 0:
             if slot is not None:
-                self._meet(slot, Met.NONE, f"has no share for us in round {header.round}")
+                self._meet(slot, Met.NONE, f"has no share for us in round {header.round + 1}")
             return
         has = self._has(peer, header.round)
         if not has:

@@ -33,6 +33,7 @@ class PeerState:
     limits: Limits
     outbox: deque[tuple[PeerId, Header, Parts]] = field(default_factory=deque)
     epoch: int = 0  # of the view; it stands in every header
+    epochs: dict[PeerId, int] = field(default_factory=dict)  # of each other peer's view, as it said last
     round: int = -1  # of the exchange under way, or of the last one
     open: bool = False  # an exchange is under way
     begun_s: float = 0.0  # when it began

@@ -105,9 +105,20 @@ class ZmqNeighbors:
             return f"{peer} has to call us"
         return f"{peer} ({link.contact.address}: {link.trouble or 'no answer yet'})"
 
+    def refusal(self, peer: PeerId) -> str:
+        """Why one of both refuses the other, though they are connected; "" where neither does."""
+        link = self._links.get(peer)
+        return "" if link is None else link.refused or link.rejected
+
     def view(self) -> View:
         """The peers that are alive, by SWIM: the same for all peers, but for moments in which it changes."""
         return self._thread.view
+
+    def differing(self) -> list[PeerId]:
+        """Peers near this one that are alive, and whose last word was of another view than this peer has."""
+        view, told = self.view(), dict(self._courier.state.epochs)
+        here = self.near & {*view.alive}
+        return sorted(peer for peer in here if told.get(peer, view.epoch) != view.epoch)
 
     def connect(self, peers: Iterable[PeerId]) -> None:
         """Call these peers now, rather than when there is first something to say."""

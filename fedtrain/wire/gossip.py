@@ -73,7 +73,7 @@ class Kind(IntEnum):
     PING = 15
     PONG = 16
     SUSPECT = 17  # asks the receiver to ping the peer that the body names
-    LEAVE = 18  # answered by LEFT
+    LEAVE = 18  # of the process whose Greeting has the body as its boot; answered by LEFT
     REFUSE = 19  # refuses a share, with the reason
     JOIN = 20  # a newcomer's entry, with an invitation; the answer is MEMBERS and WELCOME, or REJECT
     LEFT = 21  # the LEAVE was read
@@ -97,6 +97,7 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     known: bytes = b""  # a digest of the sender's roster, which need not be sent to who has the same
     mask_key: bytes = b""  # X25519 public key, made anew at each start; empty without gossip.masks
     mask_number: int = 0  # the number of mask_key, which grows with each start
+    run: str = ""  # its name, of which stamps have a digest
     lacks: bool = False  # the sender has no greeting of the receiver's, or not any more: it wants one
 
 

@@ -326,8 +326,10 @@ def test_s06_a_revoked_peer_is_cut_off_by_all_when_one_of_them_has_the_list(tmp_
             await until(lambda: m.party.of("b", "site_lost"))
             assert (tmp_path / "b" / "revoked.pem").exists()  # and b knows it after a restart
             assert "no longer on the roster" in m.party.of("b", "site_lost")[0]["reason"]
+            c = m.party.peers["c"]
+            await until(lambda: c.connected() == [] and "c" not in m.rosters["c"].peers())  # it is told, too
             await asyncio.sleep(0.5)  # c calls again meanwhile
-            assert m.party.peers["c"].connected() == []
+            assert c.connected() == []
 
     bounded(main())
 

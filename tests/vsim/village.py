@@ -29,7 +29,7 @@ from fedtrain.events import Emit, Event, PeersAgreed, RunStarted
 from fedtrain.pki import Credentials
 from fedtrain.pki.roster import own_curve
 from fedtrain.pki.signing import Verifier
-from fedtrain.runtime.peers import gossip, peer
+from fedtrain.runtime.peers import averaging, peer
 from fedtrain.runtime.peers.enrolment import enter
 from fedtrain.runtime.peers.pledges import Pledges
 from fedtrain.store import RunStore
@@ -182,9 +182,9 @@ class PeerClaims(Onlooker):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        begins = looked_before(gossip._Exchange._begin, self._leaves)
+        begins = looked_before(averaging.Averaging._begin, self._leaves)
         commits = self._commits_by(RunStore.commit)
-        with standing((gossip._Exchange, "_begin", begins), (RunStore, "commit", commits)):
+        with standing((averaging.Averaging, "_begin", begins), (RunStore, "commit", commits)):
             yield
 
     def _commits_by(self, commit: Any) -> Any:

@@ -13,7 +13,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
@@ -204,6 +204,7 @@ class SimLinks(production.Links):
         self.wires, self.process, self.name = wires, process, local.name
         self._local, self._heartbeat_s, self._observer = local, settings.heartbeat_s, observer
         self._links, self._talking, self._ended, self._let_in = {}, {}, [], {}
+        self.parting = Partings(self)
         self._events: deque[Callable[[], tuple[Link, list[Frame]] | None]] = deque()
         self._something: asyncio.Future[None] | None = None
         self._told_to_wake, self.address, self.wire_out = False, "", 0
@@ -245,7 +246,7 @@ class SimLinks(production.Links):
             link.dealer = link.monitor = dealer
             dealer.dial()
 
-    def _end_our_call(self, link: Link) -> None:
+    def _end_our_call(self, link: Link, linger_s: float = 0.0) -> None:
         dealer: Any = link.dealer
         if dealer is None:
             return
@@ -254,13 +255,6 @@ class SimLinks(production.Links):
             self._end(dealer.call)
         link.dealer = link.monitor = None
         link.calling = False
-
-    def cut(self, link: Link) -> None:
-        self.hang_up(link)
-        self._end_calls(link)
-        link.routes.clear()
-        link.via = None
-        link.went_down()
 
     def _end_calls(self, link: Link) -> None:
         for number in list(link.routes):
@@ -340,6 +334,7 @@ class SimLinks(production.Links):
         """A message has come."""
         message = [Frame(bytearray(frame)) for frame in frames]
         if call.caller is self:
+            call.dealer.link.heard = OUR_CALL
             return None if call.dealer.closed else (call.dealer.link, message)
         peer = self._local.roster.peer_of(call.caller._local.curve.public)
         if peer is None:
@@ -352,6 +347,7 @@ class SimLinks(production.Links):
             link.routes[call.number] = (b"", None)
             self._routed[call.number] = call
             self._observer.greet(link)
+        link.heard = call.number
         return link, message
 
     def lost(self, call: Call) -> None:
@@ -380,6 +376,22 @@ class SimLinks(production.Links):
             call.send(self, frames)
 
 
+class Partings:
+    """parting.Parting: a call ends at once, behind what was said over it."""
+
+    def __init__(self, links: SimLinks) -> None:
+        self._links = links
+
+    def part(self, link: Link, calls: Iterable[int]) -> None:
+        for number in list(calls):
+            del link.routes[number]
+            if (call := self._links._routed.pop(number, None)) is not None:
+                call.lose()
+
+    def tick(self, now: float) -> None:
+        """None waits."""
+
+
 class SimThread:
     """threading.Thread for a PeerThread: its turns are steps of its process."""
 
@@ -397,7 +409,7 @@ class SimThread:
             while not peer._stopping:
                 await links.ready(peer._tick_s - links.wires.loop.now)
                 peer._turn()
-            await part(links)
+            await part(links, peer._greeting.boot)
         except Exception as e:
             peer._error = e
         finally:
@@ -412,11 +424,11 @@ class SimThread:
         return found
 
 
-async def part(links: SimLinks) -> None:
+async def part(links: SimLinks, boot: bytes) -> None:
     """goodbye.part."""
     unanswered = {link for link in links if link.up and link.greeted}
     for link in unanswered:
-        links.say(link, Header(Kind.LEAVE))
+        links.say(link, Header(Kind.LEAVE), (boot,))
     until_s = links.wires.loop.now + LAST_WORDS_S
     while (unanswered := {link for link in unanswered if link.up}) and links.wires.loop.now < until_s:
         links.send()

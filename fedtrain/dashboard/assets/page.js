@@ -260,7 +260,7 @@ function update() {
     ["Doing", head.waiting ? `waits for sites: ${head.waiting[0]} of ${head.waiting[1]}` : head.underWay ? `${head.noun} ${head.underWay}${head.attempt > 1 ? `, attempt ${head.attempt}` : ""}` : ""],
     ["Left", head.state === "running" && known(head.eta) ? time(head.eta) : ""], ["Best", head.best ? `${head.best[0]} ${number(head.best[1])} in ${head.best[2]}` : ""],
     ["Bytes in, out", `${bytes(sum("in"))}, ${bytes(sum("out"))}`], ["Time of rounds", time(sum("seconds"))], ["Simulated clock", known(last?.clock) ? time(last.clock) : ""],
-    ["Epsilon", known(dearest) ? `${number(dearest)} at most` : ""], ["Ranks", head.mesh], ["Disagreement", known(last?.trained?.disagreement) ? number(last.trained.disagreement) : ""],
+    ["Epsilon", known(dearest) ? `${number(dearest)} at most` : ""], ["Ranks", head.mesh], ["Disagreement", known(last?.trained?.disagreement) ? number(last.trained.disagreement) : ""], ["Moved by averaging", known(last?.trained?.moved) ? number(last.trained.moved) : ""],
     ["Tokens or items / s", steps.length ? number(steps[steps.length - 1].items_per_s) : ""], ["MFU", known(steps[steps.length - 1]?.mfu) ? share(steps[steps.length - 1].mfu) : ""],
     ["CPU", machine?.cores ? `${share(machine.cpu)} of ${machine.cores} cores` : ""], ["Memory", machine?.memory ? `${bytes(machine.memory)} of ${bytes(machine.memoryTotal)}` : ""],
     ...(machine?.gpus ?? []).map((gpu, i) => [`GPU ${i}`, `${share(gpu.use)}, ${bytes(gpu.memory)} of ${bytes(gpu.memoryTotal)}`]),

@@ -22,9 +22,10 @@ from ...exchange import Exchanged, PeerId
 from ...gossip import Parcel
 from ...gossip.one_model import blocks_of, joined, mean, ruled
 from ...secagg.peer_sums import Layout, PeerSum, RingSum
+from ...store.rounds import MadeOf
 from ...transport.overlay import in_turn
-from ..journal import MadeOf
-from .gossip import Peer, sum_name
+from .averaging import sum_name
+from .gossip import Peer
 from .parcels import Inbox, good, made_of, share_of, share_of_model, state_of
 from .whole_models import as_model, as_numbers, mass_of, parts_of, rule_of, sha256, signed, with_own
 
@@ -320,6 +321,6 @@ class Consensus:
 
 
 def _among(members: Sequence[PeerId], parts: Parts) -> Parts:
-    """The parts under names that only a peer takes who counts with the same members."""
+    """The parts under names that only a peer takes who counts with the same members (OF_SOME)."""
     tag = hashlib.sha256("\x1f".join(members).encode()).hexdigest()[:16]
     return {f"{tag}/{name}": part for name, part in parts.items()}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import zmq
 
@@ -27,6 +28,8 @@ from ...transport.admission import Curve, join
 from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Stamp
 from ..threads import while_awaited
+
+T = TypeVar("T")
 
 RELOAD_S = 2.0  # between looks at the roster's folder
 JOIN_S = 60.0  # for the peer that has invited this one to answer
@@ -81,10 +84,11 @@ async def watch(
     config: Config, name: str, current: Current, curve: Curve, roster: Roster, neighbors: ZmqNeighbors
 ) -> None:
     """Look at the roster again and again: call who is new, cut off who was struck off; and enter this peer
-    anew when its certificate was renewed."""
-    entry = roster.folder / f"{name}.peer"
+    anew when its certificate was renewed. CertificateError when its own entry counts no more."""
+    entry, begun_as = roster.folder / f"{name}.peer", roster.contact(name)
     chain = current().chain
     while True:
+        own_entry(roster, name, begun_as)
         neighbors.revoked()
         neighbors.keep()
         await asyncio.sleep(RELOAD_S)
@@ -92,7 +96,22 @@ async def watch(
             verifier = Verifier(now.root, now.identity.federation)
             await asyncio.to_thread(enter, config, name, now, curve, verifier)
             chain = now.chain
-        await asyncio.to_thread(roster.reload)
+        with suppress(OSError):  # it may be readable the next time
+            await asyncio.to_thread(roster.reload)
+
+
+async def while_entered(rounds: Coroutine[Any, Any, T], watching: Coroutine[Any, Any, None]) -> T:
+    """What the rounds come to, unless the watch ends with an error: then they end with it, too."""
+    both = asyncio.ensure_future(rounds), asyncio.ensure_future(watching)
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not both[0].done():
+            both[1].result()
+        return await both[0]
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.wait(both)
 
 
 def carried(

@@ -6,7 +6,6 @@ the graph seam, over ZeroMQ (peer.py) or in memory (gossip_simulation.py), and c
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arena import Arena
-from ...errors import SecAggError
-from ...exchange import Exchanged, Neighborhood, Neighbors, PeerId
-from ...gossip import Algorithm, Blend, Judged, LocalSteps, Parcel, Receive, Received, Ruled, Send, rules
+from ...exchange import Neighborhood, Neighbors, PeerId
+from ...gossip import Algorithm, Judged, LocalSteps, Receive, Received, Ruled, Send, rules
 from ...gossip.adpsgd import ADPSGD
 from ...gossip.dpsgd import DPSGD
 from ...messages import Metrics, Update, averages
-from ...secagg.peer_sums import LEAST, Layout, PeerSum, PeerSums, RingSum
+from ...secagg.peer_sums import PeerSums
 from ...store import Checkpoint
+from .averaging import Averaging, Summing
 from .mailbox import Letters
 from .pairs import Pairs
-from .parcels import LEAST_MASS, Inbox, check_finite, other_parts, share_of, trained_part, write
+from .parcels import check_finite, other_parts, trained_part, write
 from .pledges import Pledges
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ class RoundReport:
     missing: Mapping[PeerId, str]  # in-neighbour whose share did not come -> why
     loss: float  # this peer's estimate of the mean training loss over all peers
     moved: float  # its estimate of how far averaging moved the models: root mean square, relative to a model
+    heard: Collection[PeerId] = ()  # in-neighbours whose model is in what this peer has now
     clipped: int = 0  # coordinates beyond gossip.clip, under masks
     judged: Mapping[PeerId, float] = field(default_factory=dict)  # as in gossip.Judged, by a robust rule
     late: bool = False  # no out-neighbour took this peer's share, and there were some
@@ -54,7 +54,7 @@ class RoundReport:
         """For the log; without the loss when training gives none (see [privacy])."""
         loss = {"mean_loss": self.loss} if "loss" in self.metrics else {}
         clipped = {"clipped": float(self.clipped)} if self.clipped else {}
-        return loss | clipped | {"disagreement": self.moved}
+        return loss | clipped | {"moved": self.moved}
 
     @property
     def doubted(self) -> dict[PeerId, float]:
@@ -130,7 +130,8 @@ class Peer:
     async def step(self, near: Neighborhood, deadline_s: float) -> RoundReport:
         """The next round: do what the algorithm asks for; then model and state change together."""
         if self.pairs is not None:
-            return self._report(await self.pairs.round(near, deadline_s))
+            missing = await self.pairs.round(near, deadline_s)
+            return self._report(missing, near.incoming.keys() - missing.keys())
         t, others, own = self.round, other_parts(self.model), self._own
         self.neighbors.announce(t, near.incoming.keys() | near.outgoing.keys())
         algorithm, early = self.algorithm, False
@@ -138,7 +139,7 @@ class Peer:
             algorithm, early = replace(algorithm, overlap=True), True
         party = algorithm.round(trained_part(self.model), self.state, near, t)
         answer: Vector | Received | None = None
-        exchange: _Exchange | None = None
+        exchange: Averaging | None = None
         judged: Mapping[PeerId, float] = {}
         while True:
             try:
@@ -160,7 +161,7 @@ class Peer:
                 # Parts that are averaged plainly, whatever the algorithm. By the gauge each peer follows
                 # the means over all peers, as gradient tracking follows the mean gradient.
                 sides = {**others, "gauge": self._gauge + (own - self._own)}
-                kind = _Exchange if self.sums is None else _Summed
+                kind = Averaging if self.sums is None else Summing
                 exchange = kind(self, near, request, sides, deadline_s)
             elif isinstance(request, Receive):
                 assert exchange is not None, "an algorithm sends before it receives"
@@ -190,7 +191,7 @@ class Peer:
             accounts = self.neighbors.accounts()
             x, state, self._gauge = self.pledges.settle(accounts, x, state, self._gauge)
         self.model, self.state, self.round = write(self.model.load(), x, others), state, t + 1
-        return self._report(exchange.missing, exchange.clipped, judged, exchange.late)
+        return self._report(exchange.missing, exchange.heard, exchange.clipped, judged, exchange.late)
 
     def _report(self, missing: Mapping[PeerId, str], *how: Any) -> RoundReport:
         loss, moved = self._gauge.tolist()
@@ -202,147 +203,3 @@ class Peer:
         self._metrics, self._now[0] = update.metrics, averages({"": update.metrics}).get("loss", 0.0)
         moved = other_parts(delta)
         return start + trained_part(delta), {name: v + moved[name] for name, v in others.items()}
-
-
-class _Exchange:
-    """The exchange of one round, from Send to the mix of the parts that are averaged plainly."""
-
-    def __init__(
-        self, peer: Peer, near: Neighborhood, send: Send, sides: Mapping[str, Vector], deadline_s: float
-    ) -> None:
-        self._near, self._directed = near, peer.algorithm.directed
-        self._mass = send.parcel.fields.get("mass", 1.0)
-        self._blends = {name: peer.algorithm.mix_extras(v, near, self._mass) for name, v in sides.items()}
-        self._returned, self.missing, self.clipped, self.late = 0.0, dict[PeerId, str](), 0, False
-        self._before = {*near.outgoing} if peer.pledges and peer.pledges.again else set[PeerId]()
-        self.given: Mapping[PeerId, float] = {}  # takers that have our share, or may have it -> its weight
-        self.counted: Collection[PeerId] = ()  # the givers whose share is in the sum
-        self.parcel = Parcel({**send.parcel.parts, **sides}, send.parcel.fields)
-        self.model = send.parcel.parts.get("x") if send.model is None else send.model
-        self._under_way: asyncio.Future[Exchanged] | None = None
-        self._begin(peer, near, send, deadline_s)
-
-    def _begin(self, peer: Peer, near: Neighborhood, send: Send, deadline_s: float) -> None:
-        parcel = self.parcel
-        share = share_of(parcel, 1.0, len(near.outgoing))  # the bytes are the same for all
-        held: Collection[PeerId] = near.outgoing if self._mass < LEAST_MASS else ()
-        if peer.pledges is not None:
-            held = held or peer.pledges.withheld(peer.round)
-            self._before -= {*held}
-        shares = {k: replace(share, weight=w) for k, w in near.outgoing.items() if k not in held}
-        if not peer.algorithm.waits:
-            peer.neighbors.post(peer.round, shares)
-            return
-        most_bytes, optional = 2 * peer.model.schema.nbytes + (1 << 16), peer.algorithm.optional
-        mixes, kept = {**send.blends, **self._blends}, peer.algorithm.conserved()
-        sums = mixes if kept and self._directed else {kept} - {""}  # push-sum divides all parts by one mass
-        self._inbox = Inbox(mixes, parcel.parts, most_bytes, optional, sums)
-        self._under_way = asyncio.ensure_future(
-            peer.neighbors.exchange(peer.round, shares, list(near.incoming), self._inbox, deadline_s)
-        )
-
-    def give_up(self) -> None:
-        """Cancel: the round failed while bytes were moving."""
-        if self._under_way is not None:
-            self._under_way.cancel()
-
-    async def received(self) -> Received:
-        """The parcels that came. A neighbour that did not get ours is left out, unless its own is mixed."""
-        assert self._under_way is not None, "who doesn't wait asks for a Mailbox"
-        exchanged = await self._under_way
-        self.missing, self.counted = dict(exchanged.missing), exchanged.arrived
-        self.late = bool(exchanged.kept) and not exchanged.given and not exchanged.unsure
-        undelivered = self._undelivered(exchanged)
-        self._returned = self._mass * sum(self._near.outgoing[peer] for peer in sorted(undelivered))
-        heard = sorted(exchanged.arrived - (set() if self._directed else undelivered))
-        return Received({peer: self._inbox.parcel(peer) for peer in heard}, undelivered)
-
-    def _undelivered(self, exchanged: Exchanged) -> set[PeerId]:
-        may = exchanged.given | exchanged.unsure.keys() | self._before  # or an earlier life of ours gave it
-        self.given = {peer: self._near.outgoing[peer] for peer in sorted(may)}
-        return self._near.outgoing.keys() - may
-
-    def read(self, heard: Received) -> None:
-        """Blend the plainly averaged parts of parcels that came outside of an exchange."""
-        for peer in sorted(heard.parcels.keys() & self._near.incoming.keys()):
-            parcel = heard.parcels[peer]
-            for name, blend in self._blends.items():
-                blend.begin(peer, parcel.fields)
-                blend.add(peer, parcel.parts[name])
-
-    def mixed(self) -> dict[str, Vector]:
-        return {
-            name: blend.by_mass(self._returned)[0]
-            if self._directed and isinstance(blend, Blend)
-            else blend.to_self()
-            for name, blend in self._blends.items()
-        }
-
-
-class _Summed(_Exchange):
-    """The same where peers send sums only: of all a peer's senders, or of none."""
-
-    def _begin(self, peer: Peer, near: Neighborhood, send: Send, deadline_s: float) -> None:
-        import torch
-
-        assert peer.sums is not None
-        self._mixes = {**send.blends, **self._blends}
-        self._parts = {name: self.parcel.parts[name] for name in self._mixes}
-        self._models = len(send.blends)  # of the parts, the first; the others are exact
-        vectors = [part.numpy() for part in self._parts.values()]
-        values = np.concatenate(vectors[: self._models])
-        scalars = np.concatenate([part.astype(np.float64) for part in vectors[self._models :]])
-        shares = {}
-        for taker, weight in near.outgoing.items():
-            members = near.fellows[taker]
-            if (session := peer.sums.session(peer.round, taker, members)) is None:
-                continue
-            layout = Layout.of(len(members), peer.clip, values, len(scalars))
-            ring, clipped = peer.sums.masked(layout, values, scalars, weight, session)
-            self.clipped = max(self.clipped, clipped)
-            told = torch.from_numpy(ring.view(f"i{ring.itemsize}"))
-            shares[taker] = share_of(Parcel({sum_name(session): told}), weight, len(near.outgoing))
-        own = peer.sums.session(peer.round, peer.name, list(near.incoming))
-        expected = list(near.incoming) if own is not None else []
-        self._sum = RingSum(Layout.of(max(len(expected), 1), peer.clip, values, len(scalars)))
-        part = "" if own is None else sum_name(own)
-        like = {part: torch.from_numpy(self._sum.total.view(f"i{self._sum.total.itemsize}"))}
-        self._inbox = Inbox({part: self._sum}, like, 0, agreed=near.incoming)
-        self._under_way = asyncio.ensure_future(
-            peer.neighbors.exchange(peer.round, shares, expected, self._inbox, deadline_s)
-        )
-
-    async def received(self) -> Received:
-        """No single parcel. When a sender is missing, all shares return to this peer."""
-        assert self._under_way is not None
-        exchanged = await self._under_way
-        self.missing = dict(exchanged.missing)
-        self.late = bool(exchanged.kept) and not exchanged.given and not exchanged.unsure
-        if exchanged.arrived == self._near.incoming.keys():
-            try:
-                self._fold(*self._sum.layout.decode(self._sum.total))
-                self.counted = exchanged.arrived
-            except SecAggError as e:
-                self.missing = dict.fromkeys(self._near.incoming, str(e))
-        elif not self.missing:
-            why = f"fewer than {LEAST} tell this peer, or not all of them have met"
-            self.missing = dict.fromkeys(self._near.incoming, why)
-        return Received({}, self._undelivered(exchanged))
-
-    def _fold(self, values: Floats, scalars: Floats) -> None:
-        import torch
-
-        at = {True: 0, False: 0}
-        for i, (name, part) in enumerate(self._parts.items()):
-            model = i < self._models
-            source = values if model else scalars
-            piece = source[at[model] : at[model] + part.numel()]
-            at[model] += part.numel()
-            mix = self._mixes[name]
-            assert isinstance(mix, Blend), mix
-            mix.add_sum(torch.from_numpy(piece).to(part.dtype))
-
-
-def sum_name(session: PeerSum) -> str:
-    """The name of the one part of a parcel: a part of another sum is refused before its bytes."""
-    return f"sum/{session.id.hex()}"

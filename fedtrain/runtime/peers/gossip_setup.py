@@ -47,6 +47,7 @@ AVERAGE_ONLY = ("fedavg", "fedprox")  # strategies without a step of the server'
 _AVERAGE = " or ".join(AVERAGE_ONLY)
 LEAST_BITS = 4  # of a coordinate of a whole model
 MOST_LOST = 0.2  # of a normal vector's norm, by a compressor of the user's own: as by 4 bits
+MANY = 12  # more peers than a round needs twice over, with whom a graph is tried
 
 
 PEERS_HOLD = ("secure_sums", "pin_members", "signed_members", "min_examples", "rounds", "confine", "noise",
@@ -215,6 +216,13 @@ def agreed(config: Config) -> dict[str, str]:
     return config.agreed() | own
 
 
+def compared(config: Config) -> dict[str, str]:
+    """What peers compare beyond `agreed`, which stands in a run's folder: one may go on with other such
+    settings, and all then have the same again."""
+    keys = ("run.rounds", "strategy.min_sites", "gossip.agree")
+    return {key: repr(config.value(key)) for key in keys}
+
+
 def of_a_peer(config: Config) -> Config:
     """The settings of a peer's trainer: [compression] and [aggregation] are for updates, and peers exchange
     models."""
@@ -258,6 +266,37 @@ def check_masks(config: Config, algorithm: Algorithm) -> None:
 def fewest(algorithm: Algorithm, masks: bool) -> int:
     """Peers that a neighbourhood needs, one's own self included."""
     return max(algorithm.rule.needs if isinstance(algorithm, Ruled) else 1, 1 + LEAST if masks else 1)
+
+
+def needed(config: Config, algorithm: Algorithm) -> tuple[int, str]:
+    """Peers without whom no round begins; and why they are more than strategy.min_sites, "" where not."""
+    asked, least = config.strategy.min_sites, fewest(algorithm, config.gossip.masks)
+    if asked >= max(2, least):
+        return asked, ""
+    because = "a peer averages with another one at least"
+    if least > 2 and config.gossip.masks:
+        because = f"under gossip.masks a model hides among those of {LEAST} others"
+    elif least > 2:
+        because = f"gossip.rule = {config.gossip.rule!r} needs so many models"
+    return max(2, least), f"{because}; strategy.min_sites = {asked} is less"
+
+
+def check_graph(algorithm: Algorithm, graph: Topology, seed: int, masks: bool) -> None:
+    """ConfigError for a graph on which, with whatever number of peers, one hears too few of them."""
+    if graph.kind == "file" or (least := fewest(algorithm, masks)) < 2:
+        return
+    for n in range(least, 2 * least + MANY):
+        members = topology.names(n)
+        try:
+            check_hearing(algorithm, graph.near(members, seed)[0], members, seed, masks)
+            return
+        except ConfigError:
+            continue
+    what = "gossip.masks" if masks else "gossip.rule"
+    raise ConfigError(
+        f"{what}: each peer must hear {least - 1} others in every round, and on {graph} one hears fewer, "
+        f'however many peers there are. Set gossip.topology = "complete", or "regular:{max(4, least - 1)}".'
+    )
 
 
 def check_hearing(

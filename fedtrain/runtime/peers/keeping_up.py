@@ -16,15 +16,15 @@ from ...errors import BadUpdate
 from ...events import Emit, Notice, UpdateRefused
 from ...exchange import PeerId
 from ...pki.roster import Roster
-from ...store import Checkpoint
-from ...transport.membership import View
+from ...store import AGREED, Checkpoint
 from ...transport.overlay import FEW, turns_of
 from ...transport.zmq import ZmqNeighbors
-from ..journal import AGREED, Journal, Lap
+from ..journal import Journal, Lap
 from .consensus import ENDED, Consensus
 from .gossip import Peer
-from .gossip_setup import fewest
+from .gossip_setup import fewest, needed
 from .parcels import other_parts, share_of_model, state_of, trained_part, write
+from .telling import in_words
 
 ANSWERS = 4  # heartbeats within which whoever is called has answered, or shown that it is no peer
 NAMED = 3  # of those who are not here
@@ -40,20 +40,24 @@ async def gather(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, roster: 
     """Wait for the whole roster, and their keys where there are masks; after the idle time, for as many as a
     round needs. One that has done all rounds is enough: this peer takes its model."""
     config = journal.config
-    need = max(2, config.strategy.min_sites, fewest(peer.algorithm, config.gossip.masks))
-    began, told, named = time.monotonic(), -1, False
+    need, because = needed(config, peer.algorithm)
+    began, told, named = time.monotonic(), (-1, -1), False
 
     def here() -> int:
         alive = neighbors.view().alive
         return len(alive if peer.sums is None else peer.sums.knows(alive))
 
-    while not some_are_done(neighbors, config.run.rounds) and (
-        (have := here()) < need
-        or (have < len(roster.peers()) and time.monotonic() < began + config.network.idle)
-    ):
-        if have != told:
-            journal.waiting(max(need, len(roster.peers())), have)
-            told = have
+    def all_in() -> int:
+        """As many as are waited for by now."""
+        return max(need, len(roster.peers())) if time.monotonic() < began + config.network.idle else need
+
+    while not some_are_done(neighbors, config.run.rounds) and (have := here()) < (wanted := all_in()):
+        if because:
+            journal.emit(Notice(text=f"{need} peers are needed: {because}"))
+            because = ""
+        if told != (have, wanted):
+            journal.waiting(wanted, have)
+            told = have, wanted
         if not named and time.monotonic() > began + ANSWERS * config.network.heartbeat:
             ended = " Where they have ended the run, start one of them again: it gives this peer the model."
             missing = f"not here yet: {_who_is_missing(peer, neighbors, roster)}"
@@ -65,28 +69,17 @@ async def gather(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, roster: 
 def _who_is_missing(peer: Peer, neighbors: ZmqNeighbors, roster: Roster) -> str:
     """The first few who are not connected, and why; or how many more have to be on the roster."""
     away = sorted(neighbors.near - {*neighbors.connected()})
+    refused = [f"{name} ({why})" for name in away if (why := neighbors.refusal(name))]
+    away = [name for name in away if not neighbors.refusal(name)]
+    if refused and not away:
+        return ", ".join(refused[:NAMED])
     if not away:
         return f"the roster has {len(roster.peers())} peers. Enrol others, or look at gossip.roster"
     more = f" and {len(away) - NAMED} more" if len(away) > NAMED else ""
-    return f"{', '.join(map(neighbors.trouble, away[:NAMED]))}{more}. Check their network.listen and address"
-
-
-def tell_apart(emit: Emit, view: View, roster: Roster, before: str) -> str:
-    """Tell once that half of all peers are here, or fewer, or one. `before`: what this returned last."""
-    others, apart = len(roster.peers()) - 1, ""
-    if len(view.alive) == 1 and others > 0:
-        apart = (
-            f"alone: none of the {others} others answers, so this peer averages with nobody, and its model "
-            f"learns of its own data only. Where the others have ended the run, the model of all is what "
-            f"`fedtrain export` writes at any of them."
-        )
-    elif view.degraded:
-        apart = (
-            f"only {len(view.alive)} of {others + 1} peers are here: the others may go on without this part"
-        )
-    if apart and apart.split(" ")[0] != before.split(" ")[0]:  # the number of those who are here may change
-        emit(Notice(text=apart))
-    return apart
+    silent = (
+        f"{', '.join(map(neighbors.trouble, away[:NAMED]))}{more}. Check their network.listen and address"
+    )
+    return ", ".join([*refused[:NAMED], silent])
 
 
 async def catch_up(peer: Peer, neighbors: ZmqNeighbors, emit: Emit, rounds: int) -> bool:
@@ -169,7 +162,8 @@ async def agree(
     if (found := await end.run(least)) is not None:
         peer.round = journal.agreed(last, found.model, found.peers, found.made_of, lap).round
         return end.done, {*found.peers}
-    missing = [f"{name} ({why})" for name, why in sorted(end.lost.items())[:NAMED]]
+    lost = {name: in_words(why, config.run.rounds) for name, why in sorted(end.lost.items())}
+    missing = [f"{name} ({why})" for name, why in [*lost.items()][:NAMED]]
     here = f"{len(alive())} of {len(roster.peers())} peers are here, {least} are needed"
     why = f"no model of all: {', '.join(missing) or here}. This peer ends with its own. Started again"
     journal.emit(Notice(text=f"{why} while peers are there that have agreed, it takes theirs."))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -19,8 +20,8 @@ from ...exchange import PeerId, ReceivedShare, Share, ShareHeader
 from ...gossip import Blend, Fold, Parcel
 from ...pki.identity import LABEL
 from ...schema import ALIGN, FLOATS, Schema
+from ...store.rounds import MadeOf
 from ...wire.codec import decode
-from ..journal import MadeOf
 from ..star.checks import finite, flaw
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 PART_TYPES = (*FLOATS, "uint8", "int32", "int64")  # dtypes that a part may have
 MOST_MASS = 1e4  # of one peer in push-sum; all peers together have as much as there are peers
 LEAST_MASS = 1e-4  # of which no more is given away
+OF_SOME = re.compile(r"(sum|[0-9a-f]{16})/")  # how parts begin that are for some peers only
 
 
 def trained_part(arena: Arena) -> Vector:
@@ -189,7 +191,7 @@ class Inbox:
         if at != offer.nbytes:
             raise BadUpdate(f"{offer.nbytes} bytes, its parts have {at}")
         if missing := self._like.keys() - {part.name for part in parts}:
-            raise BadUpdate(f"it has no {', '.join(sorted(missing))}")
+            raise BadUpdate(_lacks(missing))
         whole = [part for part in parts if part.name not in self._blends]
         if (nbytes := sum(part.nbytes for part in whole)) > self._most:
             raise BadUpdate(f"{nbytes} bytes to be held, at most {self._most} are allowed")
@@ -244,6 +246,13 @@ class _Part:
     start: int  # bytes, in the payload
     nbytes: int
     held: torch.Tensor | None = None  # uint8; None where it is blended
+
+
+def _lacks(missing: Collection[str]) -> str:
+    """What a parcel is not that lacks these parts; some bear a mark of the peers that they are for."""
+    if any(OF_SOME.match(name) for name in missing):
+        return "it is for other peers than those whom this peer counts as here, or for other keys of theirs"
+    return f"it has no {', '.join(sorted(missing))}"
 
 
 def good(values: torch.Tensor) -> bool:

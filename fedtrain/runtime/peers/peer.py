@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
@@ -23,7 +24,6 @@ from ...config import Config
 from ...errors import CertificateError, ConfigError, TaskError
 from ...events import Emit, Notice, SiteState, UpdateRefused, noticed
 from ...exchange import Neighborhood, PeerId
-from ...gossip import Algorithm
 from ...messages import Update, averages
 from ...pki import renewal
 from ...pki.identity import Current
@@ -32,7 +32,7 @@ from ...pki.roster import Roster, own_curve
 from ...pki.signing import Signer
 from ...secagg.keys import KeyPair
 from ...secagg.peer_sums import PeerSums
-from ...store import RunStore
+from ...store import AGREED, RunStore
 from ...store.disk import private, private_folder
 from ...topology import Topology
 from ...transport.admission import FAST, Curve, curve_speed
@@ -41,7 +41,7 @@ from ...transport.shares import Limits
 from ...transport.zmq import ZmqNeighbors
 from ...wire.gossip import Greeting, Stamp
 from ..auditing import audited
-from ..journal import AGREED, Journal, Lap, Result, plain
+from ..journal import Journal, Lap, Result, plain
 from ..sites.approval import Approvals, policy_of
 from ..sites.pins import pins_of
 from ..sites.records import records_of
@@ -50,13 +50,23 @@ from ..star.agreement import agree_as_peers
 from ..threads import all_cores, while_torch_loads
 from ..trainers.supervised import Supervised
 from ..trainers.trainer import TRIES, Trainer, Trains
-from .enrolment import accept, enrolled, own_entry, watch
-from .gossip import Peer
+from .enrolment import accept, enrolled, watch, while_entered
+from .gossip import Peer, RoundReport
 from .gossip_setup import agreed as agreed_of_peers
-from .gossip_setup import algorithm_beside_key, as_begun, begun_with, check_hearing, check_policy, of_a_peer
-from .keeping_up import agree, catch_up, checkpoint_of, gather, see_off, tell_apart, why_end
+from .gossip_setup import (
+    algorithm_beside_key,
+    as_begun,
+    begun_with,
+    check_graph,
+    check_policy,
+    compared,
+    of_a_peer,
+)  # fmt: skip
+from .keeping_up import agree, catch_up, checkpoint_of, gather, see_off, why_end
 from .parcels import share_of_model
 from .pledges import Pledges
+from .shape import Shape
+from .telling import Stall, in_words, tell_apart, worded
 
 LATE_ROUNDS = 3  # after which a peer is told that its model comes too late
 STATE_S = 1.0  # between heads of this peer's audit log that its neighbours are told
@@ -89,6 +99,7 @@ async def run(
         raise CertificateError(f"the certificate in {folder} is {credentials.identity.name}'s, not {name}'s")
     policy, approvals = policy_of(folder, credentials), Approvals(folder)
     check_policy(config, policy)
+    check_graph(algorithm, graph, config.run.seed, config.gossip.masks)
 
     async def start(scratch: Path) -> Trains:
         approvals.check(config)  # before a line of the task runs
@@ -117,7 +128,7 @@ async def run(
             sums = PeerSums(name, config.run.name, config.run.seed, KeyPair(os.urandom(32)), all_cores())
         greeting = Greeting(
             version=__version__, task_digest=trainer.description.task_digest, schema_digest=schema.digest,
-            agreed=agreed, frozen_digest=store.frozen.digest,
+            agreed=agreed, frozen_digest=store.frozen.digest, run=config.run.name,
             mask_key=sums.public if sums else b"", mask_number=time.time_ns(),
         )  # fmt: skip
         curve = Curve(*own_curve(folder, zmq.curve_keypair))
@@ -136,7 +147,8 @@ async def run(
                 config.network.heartbeat, config.network.idle,
                 limits=Limits(payload_bytes=8 * schema.nbytes + (1 << 20)),
             ),
-            emit=emit, relay_bytes_s=config.gossip.relay * 1e6, witness=audit.overheard,
+            emit=worded(emit, config.run.rounds), relay_bytes_s=config.gossip.relay * 1e6,
+            witness=audit.overheard,
         )  # fmt: skip
         if (speed := await asyncio.to_thread(curve_speed)) < FAST:
             slow = f"CURVE moves only {speed / 1e6:.0f} MB in a second of CPU"
@@ -153,11 +165,10 @@ async def run(
         stack.push_async_callback(neighbors.stop)
         audit.state_after_rounds(neighbors.state_head, STATE_S)
         stack.push_async_callback(audit.stated)
-        watching = watch(config, name, current, curve, roster, neighbors)
-        stack.callback(asyncio.create_task(watching).cancel)
         certs = config.root / config.network.certs
         stack.callback(asyncio.create_task(renewal.watch(certs, folder, current, emit)).cancel)
-        return await _rounds(journal, graph, peer, neighbors, roster, trainer, model)
+        rounds = _rounds(journal, graph, peer, neighbors, roster, trainer, model)
+        return await while_entered(rounds, watch(config, name, current, curve, roster, neighbors))
 
 
 async def _begin(
@@ -175,7 +186,7 @@ async def _begin(
     if (frozen := store.frozen_file()) is not None:
         await trainer.freeze(frozen)
     # only the name of a graph in a file stands in the settings
-    agreed |= {"gossip.graph": graph.fingerprint} if graph.kind == "file" else {}
+    agreed |= compared(config) | ({"gossip.graph": graph.fingerprint} if graph.kind == "file" else {})
     return agreed | {f"gossip.{key}": repr(value) for key, value in found.items()}
 
 
@@ -199,8 +210,8 @@ async def _rounds(
         await _catch_up(journal, peer, neighbors)
     if peer.pairs is not None:
         peer.pairs.nearby = lambda: shape.round(*alive(neighbors, roster), peer.round, None)[peer.name]
-    late = 0
-    apart, begun_as, now = "", roster.contact(peer.name), set[PeerId]()
+    late, stall = 0, Stall(journal.emit, config.gossip.masks)
+    apart, now = "", set[PeerId]()
     while True:
         if peer.algorithm.waits and over is None:  # else the fast are ahead of the slow, and nobody minds
             await _catch_up(journal, peer, neighbors)
@@ -210,7 +221,6 @@ async def _rounds(
         reason = why_end(peer, neighbors, roster, config.run.rounds, reason, to_agree)
         if reason is not None:
             break
-        own_entry(roster, peer.name, begun_as)
         lap, view = Lap(neighbors), neighbors.view()
         apart = tell_apart(journal.emit, view, roster, apart)
         topology = Topology("complete") if peer.algorithm.everyone(peer.round) else None
@@ -223,7 +233,10 @@ async def _rounds(
         pledged = peer.pledges.takers() if peer.pledges is not None else set[PeerId]()
         neighbors.keep(now.union(before, pledged, *map(peers_of, soon)))
         journal.round_started(peer.round, list(members), neighbors=list(near.incoming))
-        late = late + 1 if await _round(journal, peer, neighbors, near, lap) else 0
+        told = await _round(journal, peer, neighbors, near, lap)
+        late = late + 1 if told.late else 0
+        if peer.algorithm.waits:
+            stall.note(near, told, neighbors.differing(), roster.struck)
         if late == LATE_ROUNDS:
             journal.emit(Notice(
                 text=f"in the last {late} rounds no neighbour took the model of {peer.name}: it came after "
@@ -238,7 +251,9 @@ async def _rounds(
         model = last.weights.load() if (last := journal.store.latest()) is not None else peer.model
         await _evaluate(journal, peer.name, peer.round, model, trainer)
     await see_off(config, neighbors, reached, others)
-    result = journal.result(peer.round, reason)
+    last = journal.store.latest()
+    own_model = to_agree and last is not None and AGREED not in last.state
+    result = replace(journal.result(peer.round, reason), own_model=own_model)
     journal.finish(result)
     return result
 
@@ -260,26 +275,31 @@ async def _catch_up(journal: Journal, peer: Peer, neighbors: ZmqNeighbors) -> No
         journal.store.commit(checkpoint_of(peer), {})
 
 
-async def _round(journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Neighborhood, lap: Lap) -> bool:
-    """Train, average with those who are near, commit; and offer the model to late joiners. Returns whether
-    this peer's own model came too late for all of them."""
+async def _round(
+    journal: Journal, peer: Peer, neighbors: ZmqNeighbors, near: Neighborhood, lap: Lap
+) -> RoundReport:
+    """Train, average with those who are near, commit; and offer the model to late joiners."""
     emit, store = journal.emit, journal.store
     emit(SiteState(site=peer.name, round=peer.round + 1, state="training"))
     told = await peer.step(near, journal.config.gossip.round_deadline)
+    whys = {other: in_words(why, journal.config.run.rounds) for other, why in told.missing.items()}
+    told = replace(told, missing=whys)
     for other in sorted({peer.name, *near.incoming} - told.missing.keys()):
         emit(SiteState(site=other, round=peer.round, state="done"))
     for other, why in told.missing.items() if peer.algorithm.waits or peer.pairs is not None else ():
-        emit(UpdateRefused(site=other, round=peer.round, reason=why))
-    estimates = told.estimates if len(neighbors.view().alive) > 1 else {}  # of one peer they say nothing
+        if not why.startswith("refused: "):  # that was told as it came
+            emit(UpdateRefused(site=other, round=peer.round, reason=why))
+    alone = len(neighbors.view().alive) == 1 or (near.incoming and not told.heard and peer.pairs is None)
+    estimates = {} if alone else told.estimates  # of one peer they say nothing
     metrics = averages({peer.name: told.metrics}) | estimates
-    record = lap.record(metrics, 1 + len(near.incoming.keys() - told.missing.keys()))
+    record = lap.record(metrics, 1 + len(told.heard))
     record["doubted"] = told.doubted
     after = checkpoint_of(peer)
     journal.commit(after, record, await asyncio.to_thread(store.prepare, after))
     peer.tell_account()
     if peer.sums is None or not told.missing:
         neighbors.publish(peer.round, share_of_model(peer.model))
-    return told.late
+    return told
 
 
 async def _evaluate(journal: Journal, name: PeerId, round: int, model: Arena, trainer: Trains) -> None:
@@ -287,36 +307,6 @@ async def _evaluate(journal: Journal, name: PeerId, round: int, model: Arena, tr
     found = (await trainer.evaluate(name, round, weights)).metrics
     metrics, _ = await (trainer.shown if trainer.description.derives else plain)(found, {})
     journal.keep_evaluation(round, metrics, {name: metrics})
-
-
-class Shape:
-    """The graph over those who are there: the run's own, or the nearest that so many can have."""
-
-    def __init__(self, graph: Topology, seed: int, emit: Emit) -> None:
-        self._graph, self._seed, self._emit = graph, seed, emit
-        self._of: tuple[Sequence[PeerId], int] | None = None  # members and epoch that _now is for
-        self._now = graph
-
-    def check(self, algorithm: Algorithm, members: Sequence[PeerId], masks: bool) -> None:
-        """ConfigError where these could never agree, or hear too few."""
-        graph, _ = self._graph.near(members, self._seed)
-        graph.check(members, self._seed)
-        check_hearing(algorithm, graph, members, self._seed, masks)
-
-    def round(
-        self, members: Sequence[PeerId], epoch: int, t: int, other: Topology | None
-    ) -> Mapping[PeerId, Neighborhood]:
-        """Each one's part of round t; `other` is a round's own graph."""
-        if self._of != (members, epoch):
-            self._of = members, epoch
-            self._now, why = self._graph.near(members, self._seed, epoch)
-            if why:
-                self._emit(Notice(text=f"{why} With those who are here now it is {self._now}."))
-            try:
-                self._now.check(members, self._seed, epoch)
-            except ConfigError as e:
-                self._emit(Notice(text=f"{e} Until then each part goes on by itself."))
-        return (other or self._now).round(members, t, self._seed, epoch).graph
 
 
 def _training(

@@ -21,10 +21,11 @@ from ...gossip import Algorithm, Ruled, rules
 from ...messages import Update, averages, summed
 from ...secagg.keys import KeyPair
 from ...secagg.peer_sums import PeerSums
-from ...store import Checkpoint, RunStore
+from ...store import AGREED, Checkpoint, RunStore
+from ...store.rounds import MadeOf
 from ...topology import Topology
 from ...transport.memory import LocalNetwork
-from ..journal import AGREED, Journal, Lap, MadeOf, Result
+from ..journal import Journal, Lap, Result
 from ..peers.consensus import Consensus
 from ..peers.gossip import Peer, RoundReport, Train
 from ..peers.gossip_setup import agreed as agreed_of_peers
@@ -147,6 +148,7 @@ async def _rounds(
         if clipped := float(sum(told.clipped for _, told in steps)):
             metrics["clipped"] = clipped
         metrics["disagreement"] = disagreement(peers, checkpoint)
+        metrics["moved"] = math.sqrt(sum(float(peer._now[1]) for peer in peers.values()) / len(peers))
         record = lap.record(metrics, len({name for name, _ in steps}))
         record["bytes_in"] = sum(peer.bytes_out for peer in peers.values()) - sent
         record["bytes_out"] = record["bytes_in"]

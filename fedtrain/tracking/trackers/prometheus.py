@@ -21,7 +21,7 @@ GAUGES = {
     "commit_seconds": "What writing the last round to the disk took.",
     "round_sites": "The sites whose updates are in the last round.",
     "metric": "Of the newest evaluation, over all sites.",
-    "trained_metric": "Of the last round's training, beside its loss; disagreement, say.",
+    "trained_metric": "Of the last round's training, beside its loss; moved, say.",
     "site_metric": "Of the newest evaluation, at one site.",
     "site_loss": "Of a site's last update.",
     "epsilon": "What a site's updates tell of its data at most.",
