@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .runtime.cross_site import MatrixReport
+    from .runtime.journal import Result
     from .statistics import Statistics
     from .tracking.export import EvaluationReport
 
@@ -161,14 +162,21 @@ async def peer(
 ) -> Run:
     """Train with neighbours as the peer of this name, as `fedtrain peer`. To cancel it is a clean stop:
     called again, it goes on. `invitation`: the code that `fedtrain invite` printed elsewhere."""
+    config, task = resolved(project, settings, "peer")
+    await as_peer(name, config, invitation, _data(task, data_dir), on_event)
+    return Run(config.peer_dir(name), config, task)
+
+
+async def as_peer(
+    name: str, config: Config, invitation: str | None, data_dir: Path | None, on_event: Emit
+) -> Result:
+    """How a peer's run ended."""
     from .pki.invitation import Invitation
     from .runtime.peers import peer
 
-    config, task = resolved(project, settings, "peer")
     invited = None if invitation is None else Invitation.read(invitation)
     with logged(config.peer_dir(name), on_event) as emit:
-        await peer.run(config, name, data_dir=_data(task, data_dir), invitation=invited, emit=emit)
-    return Run(config.peer_dir(name), config, task)
+        return await peer.run(config, name, data_dir=data_dir, invitation=invited, emit=emit)
 
 
 @overload

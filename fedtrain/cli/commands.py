@@ -25,7 +25,6 @@ from .arguments import (
     as_json,
     begin_with,
     code_of_peer,
-    drive,
     drive_shown,
     ends,
     line_of,
@@ -219,13 +218,8 @@ def site(config: Config, name: str, json: bool, data_dir: Path | None) -> None:
 def peer(config: Config, name: str, json: bool, data_dir: Path | None, code: str | None) -> None:
     """Train as NAME with neighbours, without an aggregator."""
     from .. import api
-    from ..pki.invitation import Invitation
-    from ..runtime.peers import peer
-    from ..tracking.live import screen
 
-    invitation = None if code is None else Invitation.read(code)
-    with screen(json=json) as show, api.logged(config.peer_dir(name), show) as emit:
-        code_of_peer(drive(peer.run(config, name, data_dir=data_dir, invitation=invitation, emit=emit)))
+    code_of_peer(drive_shown(lambda show: api.as_peer(name, config, code, data_dir, show), json=json))
 
 
 @cli.command()
