@@ -415,6 +415,6 @@ def test_checkpoints_lie_in_the_run_directory_unless_a_folder_or_bucket_is_named
         return Config.of({"run": {"name": "r"}, "checkpoint": keys}, root=tmp_path).checkpoint_dir
 
     assert where() == tmp_path / "runs" / "r+datacenter" / "checkpoints"
-    assert where(dir="shared") == tmp_path / "shared"
-    assert where(dir="/mnt/shared") == Path("/mnt/shared")
-    assert where(dir="s3://bucket/r") == "s3://bucket/r"
+    assert where(dir="shared") == tmp_path / "shared" / "r"
+    assert where(dir="/mnt/shared") == Path("/mnt/shared/r")
+    assert where(dir="s3://bucket/runs/") == "s3://bucket/runs/r"

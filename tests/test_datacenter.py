@@ -30,7 +30,9 @@ def folder(tmp_path_factory) -> Path:
 
 def train(folder, name, *, rounds=3, start=None, **changes):
     """(digest of the last model, events)."""
+    checkpoint = changes.pop("checkpoint", {})
     table = case("Rows", train={"local_steps": 0, "local_epochs": 1, **changes.pop("train", {})}, **changes)
+    table |= {"checkpoint": table["checkpoint"] | checkpoint}
     table |= {"run": table["run"] | {"name": name, "rounds": rounds}, "evaluate": {"every": 1}}
     config, events = Config.of(table, folder), []
     result = datacenter.run(
@@ -96,6 +98,30 @@ def test_rounds_without_their_checkpoint_are_had_again_and_a_person_is_told(fold
     )
     assert again.digest == first.digest
     assert rounds_of(config) == before
+
+
+def test_runs_with_one_checkpoint_dir_go_each_their_own_way(folder):
+    """Another name is another run: it neither takes over what the first one trained, nor removes it."""
+    shared = {"checkpoint": {"dir": "shared", "every": 1, "keep": 1, "background": False}}
+    first, _ = train(folder, "one", rounds=1, **shared)
+    second, events = train(folder, "two", rounds=2, train={"lr": 0.5}, **shared)
+    alone, _ = train(folder, "two-alone", rounds=2, train={"lr": 0.5})
+    assert next(e for e in events if e["kind"] == "run_started")["resumed_from"] is None
+    assert second.digest == alone.digest != first.digest
+    onwards, events = train(folder, "one", rounds=2, **shared)
+    assert next(e for e in events if e["kind"] == "run_started")["resumed_from"] == 1
+    assert onwards.digest == train(folder, "one-alone", rounds=2)[0].digest
+
+
+def test_a_checkpoint_of_a_run_of_other_settings_is_refused_by_name(folder):
+    """Also where the run directory, which would have refused them, is not there any more."""
+    shared = {"checkpoint": {"dir": "shared", "background": False}}
+    train(folder, "same", rounds=1, **shared)
+    shutil.rmtree(folder / "runs" / "same+datacenter")
+    with pytest.raises(StoreError, match=r"of a run of other settings: train\.lr was 0\.01, is 0\.5"):
+        train(folder, "same", rounds=1, train={"lr": 0.5}, **shared)
+    _, events = train(folder, "same", rounds=2, **shared)
+    assert [e["round"] for e in events if e["kind"] == "round_committed"] == [1, 2], "the store has it anew"
 
 
 def test_a_new_run_begins_with_the_model_of_another(folder):

@@ -33,15 +33,15 @@ from ...training.parallel.engine import MeshEngine
 from ...training.parallel.outer import Outer
 from ...training.parallel.state import State, no_optimizer
 from ...training.rank_log import RankLog
-from ...training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
+from ...training.task import Task, collate_of, folder_of, load_task, shown, user_code
 from ..auditing import DATACENTER, audited, datacenter_credentials
 from ..journal import Averages, Journal, Lap, Result
 from ..meeting import advice, meet
-from ..own_code import named_in
 from ..star.combinations import beyond, check_islands
 from ..star.federated import central_noise
 from .islands import IslandSites, outer_of
 from .meter import Meter
+from .resuming import agreed, checkpoints_of, code_of
 
 if TYPE_CHECKING:
     from ...training.checkpoint import Checkpoints
@@ -63,8 +63,6 @@ def run(
     if config.privacy.noise_multiplier:
         raise ConfigError("privacy.noise_multiplier: a datacenter adds no noise. Set it to 0.")
     islands = config.parallel.sync == "local"
-    own = named_in(config, "strategy") if islands else {}
-    digest = task_digest(config.run.task, config.root, own)
     with joined(partial(meet, config), config.train.device, config.parallel.backend, done) as device:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         mesh = Mesh(Sizes.of(config.parallel, ranks), device, islands=islands)
@@ -84,9 +82,11 @@ def run(
 
                 room.stepped = stack.enter_context(Profile(profile, config.datacenter_dir, mesh)).step
             if store is not None:
+                store.forget_if_unused()  # checkpoints before the first round know their settings themselves
                 store.begin(
                     room.schema, agreed(config), frozen=room.engine.frozen, run=config.run.name,
-                    task_digest=digest, local=sorted(room.engine.kept), parallel=config.table()["parallel"],
+                    task_digest=code_of(config), local=sorted(room.engine.kept),
+                    parallel=config.table()["parallel"],
                 )  # fmt: skip
             return room.run(start)
 
@@ -278,9 +278,7 @@ class Datacenter:
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """Made when first asked for: what they need of torch takes as long to load as torch itself."""
-        from ...training.checkpoint import Checkpoints
-
-        return Checkpoints.of(self.config, lambda line: self.emit(Notice(text=line)))
+        return checkpoints_of(self.config, self.emit)
 
     def _some_checkpoint(self) -> bool:
         """Whether there may be one: a folder is looked into, a bucket is asked."""
@@ -336,12 +334,3 @@ class Datacenter:
 
     def _common_model(self) -> AbstractContextManager[None]:
         return self.between.shared() if self.between is not None else nullcontext()
-
-
-# --- the run directory
-
-
-def agreed(config: Config) -> dict[str, str]:
-    """What must not change between two starts of one run; the mesh may."""
-    keys = ("sync", "carry", "fragments", "overlap")
-    return config.agreed() | {f"parallel.{key}": repr(getattr(config.parallel, key)) for key in keys}
