@@ -122,6 +122,12 @@ class Checkpoints:
         except StoreError as e:
             self._failed(step, e)
 
+    def written(self) -> bool:
+        """Whether this process knows of a good checkpoint. Waits for nothing; any rank may ask alone."""
+        if self._pending is not None and self._pending[1].done():
+            self._settle()
+        return self.last is not None
+
     def wait(self) -> None:
         """Until what was saved is on the disk; StoreError when that failed."""
         self._settle()
