@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fedtrain.cli import cli
 from fedtrain.config import Config
 from fedtrain.errors import ConfigError, RoundError, StoreError
 from fedtrain.events import silent
-from fedtrain.runtime.datacenters import datacenter
+from fedtrain.runtime.datacenters import datacenter, resuming
 from fedtrain.runtime.datacenters.islands import sound_step
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
@@ -26,6 +27,7 @@ from fedtrain.tracking.board import Board
 from fedtrain.tracking.live import line
 from fedtrain.training.parallel.engine import MeshEngine
 from tests.equivalence.tiny import case, project
+from tests.worlds import world
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +203,51 @@ def test_steps_that_were_left_out_are_told_at_the_rounds_end_and_are_not_in_its_
     assert [(e.skipped, e.loss) for e in found["Always"]] == [(6, None)] * 2
     assert [e.skipped for e in found["Never"]] == [0, 0]
     assert "skipped" not in line(found["Never"][0], Board())
+
+
+@pytest.mark.parametrize("where", ["mesh_task.py", "/proc/nope"])
+def test_a_checkpoint_dir_that_can_not_be_written_is_told_before_the_first_step(folder, where):
+    config, events = of(folder, "nowhere", checkpoint={"dir": where}), []
+    told = rf"{where}/nowhere can't be written: .*Name another checkpoint\.dir"
+    with pytest.raises(StoreError, match=told):
+        datacenter.run(config, emit=events.append)
+    assert not [e for e in events if e.kind in ("step", "round_committed")]
+
+
+def test_what_the_first_rank_can_not_do_for_all_ends_all_for_its_reason(folder):
+    world(2, second_start, folder)
+
+
+def second_start(rank, ranks, folder):
+    config = of(folder, "in-use")
+
+    @resuming.of_first(torch.device("cpu"))
+    def again():
+        if rank == 0:
+            RunStore(config.datacenter_dir)
+
+    held = closing(RunStore(config.datacenter_dir)) if rank == 0 else nullcontext()
+    with held, pytest.raises(StoreError, match=r"in-use\+datacenter is in use by process"):
+        again()
+
+
+def test_a_bad_value_is_said_by_one_rank_of_a_machine_and_told_torchrun_by_each(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "fedtrain.toml").write_text('[run]\ntask = "mesh_task:Rows"\n')
+    for rank in range(2):
+        file = folder / f"error-{rank}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        result = CliRunner().invoke(cli, ["datacenter", "--set", "parallel.zero=5"])
+        assert result.exit_code == 1
+        assert ("parallel.zero: 5 is not one of" in result.output) == (rank == 0)
+        assert "parallel.zero: 5 is not one of" in json.loads(file.read_text())["message"]["message"]
+
+
+def test_a_warmup_that_outlasts_the_run_is_told(folder):
+    _, events = train(folder, "cold", rounds=1, train={"warmup": 100})
+    told = [e["text"] for e in events if e["kind"] == "notice"]
+    assert "train.warmup: 100 steps, and the run has 6: the learning rate rises to its end" in told
 
 
 NAN = """

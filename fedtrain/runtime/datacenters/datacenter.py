@@ -71,22 +71,19 @@ def run(
         log, limit = RankLog(config.datacenter_dir, mesh.rank), config.parallel.step_timeout
         with log, ExitStack() as stack, Leave(hangs_s=limit, log=log) as leave:
             store = None  # but for rank 0
-            if mesh.rank == 0:
-                signer = datacenter_credentials(config)
-                emit = stack.enter_context(closing(audited(config, DATACENTER, emit, signer))).emit
-                store = stack.enter_context(closing(RunStore(config.datacenter_dir, warn=noticed(emit))))
+            with resuming.of_first(device):
+                if mesh.rank == 0:
+                    signer = datacenter_credentials(config)
+                    emit = stack.enter_context(closing(audited(config, DATACENTER, emit, signer))).emit
+                    store = stack.enter_context(closing(RunStore(config.datacenter_dir, warn=noticed(emit))))
             room = Datacenter(config, task, mesh, store, emit, leave)
             if profile:
                 from .profile import Profile
 
                 room.stepped = stack.enter_context(Profile(profile, config.datacenter_dir, mesh)).step
-            if store is not None:
-                store.forget_if_unused()  # checkpoints before the first round know their settings themselves
-                store.begin(
-                    room.schema, resuming.agreed(config), frozen=room.engine.frozen, run=config.run.name,
-                    task_digest=resuming.code_of(config), local=sorted(room.engine.kept),
-                    parallel=config.table()["parallel"],
-                )  # fmt: skip
+            with resuming.of_first(device):
+                if store is not None:
+                    resuming.begin(store, config, room.schema, room.engine)
             return room.run(start)
 
 
@@ -152,11 +149,15 @@ class Datacenter:
                 self.between.begin_anew()
         if self.engine.frozen.tensors:
             frozen = self.engine.gather(frozen=True)
-            if self.store is not None and frozen is not None:
-                self.store.keep_frozen(frozen)
+            with resuming.of_first(self.mesh.device):
+                if self.store is not None and frozen is not None:
+                    self.store.keep_frozen(frozen)
         within = state.step if state.step > state.begun else 0
         self.journal.start("datacenter", self._sites(), state.round, step=within)
         self.emit(Notice(text=f"ranks {self.mesh.sizes.world}, mesh {self.mesh.sizes}"))
+        if 0 < (steps := self._steps_in_all() or 0) <= config.train.warmup:
+            warmup = f"train.warmup: {config.train.warmup} steps, and the run has {steps}"
+            self.emit(Notice(text=f"{warmup}: the learning rate rises to its end"))
         self._agree_with_store()
         metrics = self._evaluate_if_due()
         while (reason := self.journal.reason_to_stop(state.round)) is None:
