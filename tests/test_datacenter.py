@@ -8,6 +8,7 @@ import shutil
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from fedtrain.errors import ConfigError, RoundError, StoreError
 from fedtrain.events import silent
 from fedtrain.runtime.datacenters import datacenter, resuming
 from fedtrain.runtime.datacenters.islands import sound_step
+from fedtrain.runtime.datacenters.meter import Meter
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RunStore
 from fedtrain.strategies import beginning, build, server_step
 from fedtrain.tracking.board import Board
 from fedtrain.tracking.live import line
+from fedtrain.training.mesh import Mesh, Sizes
 from fedtrain.training.parallel.engine import MeshEngine
 from tests.equivalence.tiny import case, project
 from tests.worlds import world
@@ -189,6 +192,24 @@ def test_the_record_of_a_round_that_went_on_is_of_all_its_steps(folder, monkeypa
     assert all(record["loss"] > 0 for record in records_of(calm))
 
 
+@pytest.mark.parametrize(("ranks", "expected"), [
+    (2, [[1.0, 2.0, 1.0], [3.0, 4.0, 1.0]]),  # each goes on with its own
+    (3, [[4.0, 6.0, 2.0], [0.0] * 3, [0.0] * 3]),
+    (1, [[4.0, 6.0, 2.0]]),
+])  # fmt: skip
+def test_the_sums_of_a_round_go_on_in_any_mesh(ranks, expected):
+    found = []
+    for rank in range(ranks):
+        mesh = Mesh(Sizes(dp_shard=ranks), torch.device("cpu"))
+        mesh.at["dp_shard"] = rank
+        meter = Meter(SimpleNamespace(mesh=mesh), Config(), silent)
+        meter.load_state_dict({"sums": [1.0, 2.0, 1.0, 3.0, 4.0, 1.0], "seconds": 5.0})
+        meter.begin(anew=False)
+        assert meter.seconds >= 5
+        found.append(meter._round)
+    assert found == expected
+
+
 def test_steps_that_were_left_out_are_told_at_the_rounds_end_and_are_not_in_its_loss(folder):
     (folder / "nan_task.py").write_text(NAN)
     found = {}
@@ -214,6 +235,7 @@ def test_a_checkpoint_dir_that_can_not_be_written_is_told_before_the_first_step(
     assert not [e for e in events if e.kind in ("step", "round_committed")]
 
 
+@pytest.mark.slow(6)
 def test_what_the_first_rank_can_not_do_for_all_ends_all_for_its_reason(folder):
     world(2, second_start, folder)
 
