@@ -41,6 +41,7 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     sites: int = 0  # known so far
     config_digest: str = ""
     resumed_from: int | None = None
+    resumed_step: int | None = None  # of a datacenter that goes on within a round: optimizer steps taken
     buffer: int = 0  # of an asynchronous run, updates that make a version of its model; 0: it goes by rounds
 
 
@@ -217,6 +218,7 @@ class RoundCommitted(Event, frozen=True, kw_only=True, tag="round_committed"):
     clock_s: float | None = None  # of a simulation with a clock of its own: seconds since the run began
     late: Sequence[SiteId] = []  # by that clock: answered too late, or when the round had closed
     away: Sequence[SiteId] = []  # by that clock: were asked and not heard of again
+    skipped: int = 0  # of a datacenter: steps left out because their gradient was not finite
     commit_s: float | None = None  # of `seconds` or after them: what writing it to the disk took
 
 
@@ -235,10 +237,11 @@ class Record(TypedDict, total=False):
     clock_s: float
     late: Sequence[SiteId]
     away: Sequence[SiteId]
+    skipped: int
 
 
 class Stepped(Event, frozen=True, kw_only=True, tag="step"):
-    """Of a datacenter: the optimizer steps since the last such event. Times are per step, of all ranks."""
+    """Of a datacenter: its optimizer steps since the last such event of the round; times are per step."""
 
     step: int
     round: int

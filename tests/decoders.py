@@ -188,7 +188,16 @@ def _files(folder: Path) -> dict[str, Decoder]:
     policy = SitePolicy()
     (folder / "policy").mkdir(mode=0o700)
     whole = manifest.Manifest(
-        step=1, ranks=1, created=0.0, fedtrain="1", torch="2", files={}, tensors={}, values={"a": 1}, paths={}
+        run={},
+        step=1,
+        ranks=1,
+        created=0.0,
+        fedtrain="1",
+        torch="2",
+        files={},
+        tensors={},
+        values={"a": 1},
+        paths={},
     )
     shard = shards.Shard("0.safetensors", 1, 8, "0" * 64)
 

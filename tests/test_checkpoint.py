@@ -279,14 +279,26 @@ def test_a_checkpoint_of_another_model_is_refused_and_not_passed_over(tmp_path):
         checkpoints(tmp_path).load(Run(width=17))
 
 
+def test_a_checkpoint_of_another_run_is_refused_whole_or_damaged_and_a_program_without_settings_takes_any(
+    tmp_path,
+):
+    checkpoints(tmp_path, run={"train.lr": "0.1", "run.seed": "0"}).save(1, Run())
+    next((tmp_path / "step-000000001").glob("*.safetensors")).write_bytes(b"")
+    differ = r"other settings: run\.seed was 0, is 7, train\.lr was 0\.1, is 0\.5"
+    with pytest.raises(StoreError, match=differ):
+        checkpoints(tmp_path, run={"train.lr": "0.5", "run.seed": "7"}).load(Run())
+    checkpoints(tmp_path, run={"run.seed": "0"}).save(2, Run())
+    assert checkpoints(tmp_path).load(Run()) == 2
+
+
 def test_a_checkpoint_of_a_later_format_says_so(tmp_path):
     checkpoints(tmp_path).save(1, Run())
     file = tmp_path / "step-000000001" / MANIFEST
-    body = json.loads(file.read_text())["manifest"] | {"format": 2}
+    body = json.loads(file.read_text())["manifest"] | {"format": 3}
     text = json.dumps(body, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
     file.write_text(f'{{"sha256":"{digest}","manifest":{text}}}')
-    with pytest.raises(StoreError, match="has format 2; this fedtrain reads 1"):
+    with pytest.raises(StoreError, match="has format 3; this fedtrain reads 2"):
         checkpoints(tmp_path).load(Run())
 
 

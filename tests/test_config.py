@@ -410,11 +410,20 @@ def test_the_page_names_every_rule_with_its_keys():
         assert all(f"`{f.name} = " in row for f in dataclasses.fields(rule))
 
 
+@pytest.mark.parametrize("text", ["nan", "7", "1e5"])
+def test_text_that_looks_like_a_number_is_told_to_stand_in_quotes(tmp_path, text):
+    sets = ["run.task=t:T", f"run.name={text}"]
+    with pytest.raises(ConfigError, match=r"run\.name = .*As text it stands in quotes: run\.name = \""):
+        Config.load(None, sets, {}, root=tmp_path)
+    sets[-1] = f'run.name="{text}"'
+    assert Config.load(None, sets, {}, root=tmp_path).run.name == text
+
+
 def test_checkpoints_lie_in_the_run_directory_unless_a_folder_or_bucket_is_named(tmp_path):
     def where(**keys):
         return Config.of({"run": {"name": "r"}, "checkpoint": keys}, root=tmp_path).checkpoint_dir
 
     assert where() == tmp_path / "runs" / "r+datacenter" / "checkpoints"
-    assert where(dir="shared") == tmp_path / "shared"
-    assert where(dir="/mnt/shared") == Path("/mnt/shared")
-    assert where(dir="s3://bucket/r") == "s3://bucket/r"
+    assert where(dir="shared") == tmp_path / "shared" / "r"
+    assert where(dir="/mnt/shared") == Path("/mnt/shared/r")
+    assert where(dir="s3://bucket/runs/") == "s3://bucket/runs/r"

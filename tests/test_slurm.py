@@ -72,4 +72,4 @@ def test_a_dead_rank_and_a_requeued_job_end_with_the_model_of_an_undisturbed_run
         assert cluster.job(job)["JobState"] == "COMPLETED", cluster.log()
         steps = [e["step"] for e in project.events("step")]
         assert steps[-(STEPS - reached) :] == list(range(reached + 1, STEPS + 1)), "none was lost by leaving"
-    assert project.model().digest == undisturbed(tmp_path / "whole").digest
+    assert project.model().digest == undisturbed(tmp_path / "whole").model().digest

@@ -86,15 +86,20 @@ class Waves:
         assert last.round == ROUNDS
         return last.weights.load()
 
+    def losses(self) -> list[float]:
+        """Of the rounds, in training."""
+        with contextlib.closing(RunStore(self.dir, read_only=True)) as store:
+            return [each.record["loss"] for each in store.rounds()]
+
     def checkpoints(self) -> list[Path]:
         return sorted((self.dir / "checkpoints").iterdir())
 
 
-def undisturbed(folder: Path) -> Arena:
-    """The model of two ranks that nothing happens to."""
+def undisturbed(folder: Path) -> Waves:
+    """The run of two ranks that nothing happens to."""
     calm = Waves(folder, pace=0.0)
     world(2, _train, calm.folder)
-    return calm.model()
+    return calm
 
 
 def _train(rank: int, ranks: int, folder: Path) -> None:

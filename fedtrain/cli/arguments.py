@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -53,7 +54,8 @@ class Command(click.Command):
                 raise
             if isinstance(e, TaskError) and e.__cause__ is not None:
                 click.echo(story_of(e), nl=False, err=True)
-            click.secho(f"fedtrain: {line_of(e)}", fg="red", err=True)
+            if not told_by_torchrun(line_of(e)):
+                click.secho(f"fedtrain: {line_of(e)}", fg="red", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("Interrupted. The same command goes on from the last committed round.", err=True)
@@ -62,6 +64,15 @@ class Command(click.Command):
             with suppress(OSError):  # the terminal may be gone
                 click.echo("Stopped. The same command goes on from the last committed round.", err=True)
             ctx.exit(cast(int, stopped.code))
+
+
+def told_by_torchrun(line: str) -> bool:
+    """Whether this is one of the ranks of a machine whose error stands in torchrun's report, and the first of
+    them says it, too: what a command says before it meets the others, it says at each rank."""
+    from ..training.rank_log import tell_torchrun
+
+    tell_torchrun(line, int(time.time()))
+    return "TORCHELASTIC_ERROR_FILE" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def line_of(error: Exception) -> str:

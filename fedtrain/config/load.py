@@ -127,7 +127,9 @@ def _convert(value: object, kind: Any, path: str) -> Any:
             return float(value)
         return msgspec.convert(value, kind, dec_hook=hook)
     except (msgspec.ValidationError, ValueError) as e:
-        raise ConfigError(f"{path} = {value!r}: {e}") from None
+        quoted = isinstance(value, int | float) and "`str`" in str(e)
+        hint = f'. As text it stands in quotes: {path} = "{value}" (\'{path}="{value}"\' in a shell)'
+        raise ConfigError(f"{path} = {value!r}: {e}{hint if quoted else ''}") from None
 
 
 def parsed(text: str) -> Any:

@@ -439,11 +439,11 @@ class Config:
 
     @property
     def checkpoint_dir(self) -> Path | str:
-        """Where checkpoints lie: checkpoint.dir, or a folder of the run's own."""
-        own = self.checkpoint.dir
-        if not own:
+        """Where checkpoints lie: under checkpoint.dir each run has a folder; or in the run directory."""
+        shared, name = self.checkpoint.dir, self.run.name
+        if not shared:
             return self.datacenter_dir / "checkpoints"
-        return own if "://" in own else self.root / own
+        return f"{shared.rstrip('/')}/{name}" if "://" in shared else self.root / shared / name
 
     def site_dir(self, site: str) -> Path:
         return self.root / self.run.dir / f"{self.run.name}@{site}"

@@ -37,6 +37,12 @@ class Amount(str):
     __slots__ = ()
 
 
+def changes(was: Mapping[str, str], now: Mapping[str, str], most: int = 3) -> str:
+    """The first few settings that are not what they were, as text; "" where all are."""
+    found = [key for key in sorted({*was, *now}) if was.get(key) != now.get(key)]
+    return ", ".join(f"{key} was {was.get(key)}, is {now.get(key)}" for key in found[:most])
+
+
 def plain(value: Any) -> Any:
     """A setting's value as MessagePack and JSON know it."""
     return float(value) if isinstance(value, Seconds) else str(value) if isinstance(value, Amount) else value

@@ -67,15 +67,19 @@ class Traffic(Protocol):
 class Lap:
     """The time since a round began, and the bytes that were moved in it."""
 
-    def __init__(self, traffic: Traffic | None = None) -> None:
-        """`traffic`: None where a round's bytes are not counted."""
-        self._traffic, self._began_s = traffic, time.monotonic()
+    def __init__(self, traffic: Traffic | None = None, *, before_s: float = 0.0) -> None:
+        """`traffic`: None where a round's bytes are not counted. `before_s`: what the round took before the
+        process that goes on with it."""
+        self._traffic, self._began_s = traffic, time.monotonic() - before_s
         self._before = (0, 0) if traffic is None else (traffic.bytes_in, traffic.bytes_out)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began_s
 
     def record(self, metrics: Mapping[str, float], sites: int) -> Record:
         """The round's record: what `sites` found in training, and what it took until now."""
-        seconds = time.monotonic() - self._began_s
-        record = Record(loss=metrics.get("loss"), metrics=metrics, sites=sites, seconds=seconds)
+        record = Record(loss=metrics.get("loss"), metrics=metrics, sites=sites, seconds=self.seconds)
         if self._traffic is not None:
             record["bytes_in"] = self._traffic.bytes_in - self._before[0]
             record["bytes_out"] = self._traffic.bytes_out - self._before[1]
@@ -122,15 +126,15 @@ class Journal:
 
     # --- beginning
 
-    def start(self, mode: str, sites: int = 0, done: int = 0, buffer: int = 0) -> None:
-        """Say that a process begins with the run, or goes on with it after `done` rounds."""
+    def start(self, mode: str, sites: int = 0, done: int = 0, buffer: int = 0, step: int = 0) -> None:
+        """Say that a process begins with the run, or goes on with it after `done` rounds. `buffer`: of an
+        asynchronous one. `step`: of a datacenter that goes on within a round."""
         config = self.config
-        # the settings that stand in the model's card, too
-        begun_with = self._store and self._store.meta().get("agreed")
+        begun_with = self._store and self._store.meta().get("agreed")  # what a model's card has, too
         digest = settings_digest(begun_with or config.agreed())
         self.emit(events.RunStarted(
             run=config.run.name, mode=mode, rounds=config.run.rounds, sites=sites,
-            config_digest=digest, resumed_from=done or None, buffer=buffer,
+            config_digest=digest, resumed_from=done or None, resumed_step=step or None, buffer=buffer,
         ))  # fmt: skip
 
     def begin(self, members: Sequence[SiteId]) -> Checkpoint:

@@ -67,6 +67,15 @@ class RunFolder:
         """Of the run's model."""
         return msgspec.convert(self.meta()["schema"], Schema)
 
+    @property
+    def checkpoints(self) -> str:
+        """Where a datacenter's run has left checkpoints; "" before the first one."""
+        return str(self.meta().get("checkpoints", ""))
+
+    @checkpoints.setter
+    def checkpoints(self, where: str) -> None:
+        self.db.put("meta", "checkpoints", msgspec.json.encode(where).decode())
+
     def inbox(self, site: SiteId) -> Spool:
         """Where what this site sends is kept, apart from what others send."""
         if site not in self._inboxes:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from ..arena import PATCHES, Arena, ArenaFile, Patch
+from ..config.values import changes
 from ..errors import Damaged, StoreError, Unreadable
 from ..messages import SiteId
 from ..schema import Schema
@@ -125,10 +126,8 @@ class RunStore(RunFolder):
         if have["version"] != VERSION:
             raise StoreError(f"{self.folder} has store version {have['version']}; fedtrain has {VERSION}.")
         holds, back = f"{self.folder} holds a run of another", f"Change it back, {ANEW}"
-        changed = [k for k in sorted({*have["agreed"], *agreed}) if have["agreed"].get(k) != agreed.get(k)]
-        if changed:
-            was = ", ".join(f"{k} was {have['agreed'].get(k)}, is {agreed.get(k)}" for k in changed[:3])
-            raise StoreError(f"{holds} configuration: {was}. {back}")
+        if changed := changes(have["agreed"], agreed):
+            raise StoreError(f"{holds} configuration: {changed}. {back}")
         kept = self.frozen.schema if "frozen" in have else frozen
         if difference := self.schema.difference(schema) or kept.difference(frozen):
             raise StoreError(f"{holds} model: {difference}. {back}")

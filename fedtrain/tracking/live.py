@@ -131,7 +131,9 @@ def line(event: Event, board: Board) -> str | None:
     """An event for a log, `board` having taken it in; None for what would only repeat another line."""
     match event:
         case e.RunStarted():
-            again = f", going on after {board.noun} {event.resumed_from}" if event.resumed_from else ""
+            done = [f"{board.noun} {event.resumed_from}"] if event.resumed_from else []
+            done += [f"step {event.resumed_step}"] if event.resumed_step else []
+            again = f", going on after {', '.join(done)}" if done else ""
             who = f", {_sites(event.sites)}" if event.sites else ""
             config = f", config {event.config_digest[:12]}" if event.config_digest else ""
             noun = "version" if event.buffer else "round"
@@ -182,6 +184,7 @@ def line(event: Event, board: Board) -> str | None:
             parts += [averages({"loss": event.loss, **event.metrics})]
             parts += [_bytes(event)] if board.mode in BETWEEN_PEERS else []
             parts += [doubts(event.doubted)] if event.doubted else []
+            parts += [skipped(event.skipped)] if event.skipped else []
             parts += [f"staleness {event.staleness:.2g}"] if event.staleness is not None else []
             parts += [duration(event.seconds)] if event.seconds is not None else []
             parts += [_clock(event)]
@@ -235,8 +238,12 @@ def _step(event: e.Stepped) -> str:
     parts += [f"MFU {event.mfu:.1%}"] if event.mfu is not None else []
     parts += [f"comm {event.comm_share:.0%}"] if event.comm_share is not None else []
     parts += [size(event.memory_bytes)] if event.memory_bytes is not None else []
-    parts += [f"{event.skipped} skipped"] if event.skipped else []
+    parts += [skipped(event.skipped)] if event.skipped else []
     return "  ".join(p for p in parts if p)
+
+
+def skipped(steps: int) -> str:
+    return f"{steps} step{'s' * (steps != 1)} skipped"
 
 
 def _round(number: int | None, board: Board) -> str:

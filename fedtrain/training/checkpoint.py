@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..config import Config
+from ..config.values import changes
 from ..errors import StoreError, Unreadable
 from .checkpoint_plans import PlanFailed, everyone_of, first_of, read, write
 from .checkpoint_storage import LoadPlanner, Reader, SavePlanner, Writer
@@ -54,14 +56,17 @@ class Checkpoints:
         background: bool = True,
         format: Literal["sharded", "full"] = "sharded",
         patience_s: float = 120.0,
+        run: Mapping[str, str] = MappingProxyType({}),
         process_group: dist.ProcessGroup | None = None,
         notice: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`where`: a folder that all ranks see, or s3://bucket/prefix. `every`: steps between `maybe_save`s
         that save; 0: only `finish` does. `keep`: how many stay. `format` full: rank 0 writes whole tensors
-        in one file that any safetensors reader loads. `process_group`: one with a CPU backend that nobody
-        else uses; None: a Gloo group of all ranks is made. `notice` is called on rank 0."""
+        in one file that any safetensors reader loads. `run`: its settings; a checkpoint of other ones is
+        refused. {}: any is taken. `process_group`: one with a CPU backend that nobody else uses; None: a Gloo
+        group of all ranks is made. `notice` is called on rank 0."""
         self.place, self.every, self.keep, self.format = place_of(where, patience_s), every, keep, format
+        self.run = run
         self.last: int | None = None  # the step of the newest good checkpoint
         self._group = process_group
         if dist.is_initialized() and process_group is None:
@@ -78,12 +83,13 @@ class Checkpoints:
         self._writing = ThreadPoolExecutor(1, "checkpoint")
 
     @classmethod
-    def of(cls, config: Config, notice: Callable[[str], None]) -> Checkpoints:
+    def of(cls, config: Config, run: Mapping[str, str], notice: Callable[[str], None]) -> Checkpoints:
         """As [checkpoint] says."""
         c = config.checkpoint
         return cls(
             config.checkpoint_dir, every=c.every, keep=c.keep, background=c.background,
-            format="full" if c.format == "full" else "sharded", patience_s=c.patience, notice=notice,
+            format="full" if c.format == "full" else "sharded", patience_s=c.patience, run=run,
+            notice=notice,
         )  # fmt: skip
 
     @property
@@ -104,7 +110,7 @@ class Checkpoints:
         if self.format == "full":
             tree = _gathered(tree)
         check(tree)
-        writer = Writer(self.place, step, self.ranks, self.keep, frozenset(self._damaged))
+        writer = Writer(self.place, self.run, step, self.ranks, self.keep, frozenset(self._damaged))
         planner = SavePlanner(dedup_save_to_lowest_rank=self.format == "full")
         if self._stager is not None:
             staged = self._stager.stage(tree)
@@ -115,6 +121,12 @@ class Checkpoints:
             self._saved(step)
         except StoreError as e:
             self._failed(step, e)
+
+    def written(self) -> bool:
+        """Whether this process knows of a good checkpoint. Waits for nothing; any rank may ask alone."""
+        if self._pending is not None and self._pending[1].done():
+            self._settle()
+        return self.last is not None
 
     def wait(self) -> None:
         """Until what was saved is on the disk; StoreError when that failed."""
@@ -156,7 +168,7 @@ class Checkpoints:
         """The newest whole checkpoint into `states`, whatever mesh it is from; returns its step.
 
         None when there is no checkpoint; StoreError when there are only damaged ones, or when the newest is
-        of another model. Nothing is written to `states` before all files were verified.
+        of another run or model. Nothing is written to `states` before all files were verified.
         """
         self._settle()
         lines = []
@@ -183,11 +195,17 @@ class Checkpoints:
 
         def look() -> tuple[Manifest | None, list[str]]:
             try:
-                return read_manifest(self.place, name), []
+                found = read_manifest(self.place, name)
             except Unreadable:
                 raise
             except StoreError as e:
                 return None, [str(e).rstrip(".")]
+            if self.run and (changed := changes(found.run, self.run)):
+                raise StoreError(
+                    f"{name} in {self.place} is of a run of other settings: {changed}. Change them back, "
+                    f"give the new run its own run.name, or move the checkpoints away to begin anew."
+                )
+            return found, []
 
         manifest, damage = first_of(look, tuple[Manifest | None, list[str]], self._group)
         if manifest is not None:

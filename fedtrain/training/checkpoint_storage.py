@@ -10,7 +10,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -68,8 +68,11 @@ class _Steps:
 class Writer(_Steps, StorageWriter):
     """Each rank writes one file; the first, when all have, the manifest."""
 
-    def __init__(self, place: Place, step: int, ranks: int, keep: int, damaged: frozenset[str]) -> None:
-        self.place, self.step, self.ranks, self.keep, self.damaged = place, step, ranks, keep, damaged
+    def __init__(
+        self, place: Place, run: Mapping[str, str], step: int, ranks: int, keep: int, damaged: frozenset[str]
+    ) -> None:
+        self.place, self.run, self.step, self.ranks = place, dict(run), step, ranks
+        self.keep, self.damaged = keep, damaged
         self.name = f"step-{step:09d}"
 
     def prepare_global_plan(self, all_plans: list[plans.SavePlan]) -> list[plans.SavePlan]:
@@ -126,7 +129,7 @@ class Writer(_Steps, StorageWriter):
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             tensors[name] = StoredTensor(dtype, list(stored.size), pieces)
         manifest = Manifest(
-            step=self.step, ranks=self.ranks, created=time.time(),
+            run=self.run, step=self.step, ranks=self.ranks, created=time.time(),
             fedtrain=__version__, torch=str(torch.__version__),
             files={p.file: p.written for p in parts.values() if p.written is not None},
             tensors=tensors, values=values, paths={k: list(v) for k, v in metadata.planner_data.items()},

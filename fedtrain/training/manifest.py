@@ -17,7 +17,7 @@ from ..errors import StoreError, Unreadable
 from .places import Place
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 DTYPES = {  # torch's name -> safetensors'
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
@@ -51,6 +51,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """All that a checkpoint is, but its tensors' bytes."""
 
     format: int = FORMAT
+    run: dict[str, str]  # the settings that make a run what it is; {} of a program that has none
     step: int
     ranks: int  # that wrote it
     created: float  # seconds since 1970, for people

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 BLOCK = 8 << 20  # bytes a read, a write and a part of an upload
 GATHERED = 64 << 20  # bytes of ranges in one request to a bucket
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 T = TypeVar("T")
 Range = tuple[int, int]  # [start, stop) in bytes
 Blocks = Callable[[], Iterable[memoryview | bytes]]  # a file's, from its beginning at each call
@@ -64,6 +66,22 @@ def place_of(where: Path | str, patience_s: float = 120.0) -> Place:
     return Folder(Path(where))
 
 
+def try_to_write(folder: Path) -> None:
+    """Make it; StoreError where nothing can be written to it. A full disk is another matter: there may be
+    room when there is something to write."""
+    file = folder / f".{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        file.unlink()
+    except OSError as e:
+        if e.errno not in FULL:
+            code = errno.errorcode.get(e.errno or 0, type(e).__name__)
+            raise StoreError(
+                f"{folder} can't be written: {e.strerror} ({code}). Name another checkpoint.dir."
+            ) from None
+
+
 class Folder:
     """A Place on a disk of this machine, or on a disk that all machines of the run share."""
 
@@ -95,7 +113,7 @@ class Folder:
         except OSError as e:
             with suppress(OSError):
                 unfinished.unlink()
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if e.errno not in FULL:
                 raise StoreError(
                     f"{file} can't be written: {e.strerror} ({errno.errorcode[e.errno or 0]})."
                 ) from e

@@ -53,9 +53,15 @@ class Run(Waves):
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """The digest of the model of two ranks that nothing happens to."""
-    return undisturbed(tmp_path_factory.mktemp("whole") / "p").digest
+def calm(tmp_path_factory):
+    """The run of two ranks that nothing happens to."""
+    return undisturbed(tmp_path_factory.mktemp("whole") / "p")
+
+
+@pytest.fixture(scope="session")
+def whole(calm):
+    """The digest of its model."""
+    return calm.model().digest
 
 
 def test_each_rank_killed_at_seeded_steps_changes_no_bit(tmp_path, whole):
@@ -84,7 +90,7 @@ def test_killed_with_its_newest_checkpoint_damaged_it_goes_on_from_the_one_befor
         assert run.model().digest == whole
 
 
-def test_sigterm_to_one_rank_or_to_all_checkpoints_that_step_and_none_is_taken_twice(tmp_path, whole):
+def test_sigterm_to_one_rank_or_to_all_checkpoints_that_step_and_none_is_taken_twice(tmp_path, whole, calm):
     with Run(tmp_path / "p", ranks=2, restarts=1) as run:
         agent = run.start()
         run.at_step(5)
@@ -101,6 +107,7 @@ def test_sigterm_to_one_rank_or_to_all_checkpoints_that_step_and_none_is_taken_t
         run.finished(run.start())
         assert [e["step"] for e in run.events("step")] == list(range(1, STEPS + 1))
         assert run.model().digest == whole
+        assert run.losses() == calm.losses(), "of all of a round's steps"
 
 
 def test_a_world_of_two_then_three_then_one_ends_with_the_same_model(tmp_path):
@@ -125,6 +132,7 @@ def test_a_world_of_two_then_three_then_one_ends_with_the_same_model(tmp_path):
         expected = alone.model().views()
         for name, tensor in run.model().views().items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
+        assert run.losses() == pytest.approx(alone.losses(), rel=1e-9)
 
 
 @pytest.fixture

@@ -57,9 +57,10 @@ FATAL = {
 
 def train(
     folder: Path, name: str, table: dict[str, Any], told_at: int = 0, rounds: int = ROUNDS
-) -> tuple[Arena | None, list[int]]:
-    """(the last model, of rank 0; the steps that this rank took). `told_at`: the step in which rank 1 gets
-    SIGTERM. Islands that are sites leave NAME-RANK.safetensors: what they share, and what this one knows."""
+) -> tuple[Arena | None, list[int], list[float]]:
+    """(the last model, of rank 0; the steps that this rank took; the rounds' losses). `told_at`: the step in
+    which rank 1 gets SIGTERM. Islands that are sites leave NAME-RANK.safetensors: what they share, and what
+    this one knows."""
     table = {**table, "run": table["run"] | {"name": name, "rounds": rounds}}
     config = Config.of(table | {"parallel": table["parallel"] | {"log_every": 1}}, folder)
     mesh = Mesh(Sizes.of(config.parallel, dist.get_world_size()), torch.device("cpu"), islands=True)
@@ -84,22 +85,23 @@ def train(
                 found = room.methods.tensors() | room.methods.state_dict()
                 save_file(found, folder / f"{name}-{mesh.rank}.safetensors")
         except Left:
-            return None, taken
+            return None, taken, []
         finally:
             last = store.latest() if store is not None else None
+            losses = [each.record["loss"] for each in store.rounds()] if store is not None else []
             if store is not None:
                 store.close()
-    return (last.weights.load() if last is not None else None), taken
+    return (last.weights.load() if last is not None else None), taken, losses
 
 
 def interrupt(rank: int, ranks: int, folder: Path, steps: list[int]) -> None:
     for name, table in CASES.items():
-        expected, straight = train(folder, name, table)
+        expected, straight, losses = train(folder, name, table)
         for told_at in steps:
-            model, before = train(folder, f"{name}-{told_at}", table, told_at)
+            model, before, _ = train(folder, f"{name}-{told_at}", table, told_at)
             assert model is None, "it left"
             assert 0 < len(before) < len(straight)
-            model, after = train(folder, f"{name}-{told_at}", table)
+            model, after, found = train(folder, f"{name}-{told_at}", table)
             if name in FROM_THE_START:
                 assert before[-1] - after[0] < 8, "the rounds before stay done"
                 again = [step for step in before if step < after[0]]
@@ -109,6 +111,7 @@ def interrupt(rank: int, ranks: int, folder: Path, steps: list[int]) -> None:
             if expected is not None:
                 assert model is not None
                 assert model.digest == expected.digest, (name, told_at)
+                assert found == losses, "of all of a round's steps"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from ...config import Config
 from ...errors import ConfigError
@@ -23,7 +23,6 @@ from ...events import Emit, Notice, Record, noticed
 from ...messages import summed
 from ...store import Checkpoint, RunStore
 from ...strategies import build, corrects
-from ...tracking.export import beginning
 from ...training.elastic import Leave, Left
 from ...training.engine import Step, over, steps_in_round
 from ...training.mesh import Mesh, Sizes, joined
@@ -33,13 +32,13 @@ from ...training.parallel.engine import MeshEngine
 from ...training.parallel.outer import Outer
 from ...training.parallel.state import State, no_optimizer
 from ...training.rank_log import RankLog
-from ...training.task import Task, collate_of, folder_of, load_task, shown, task_digest, user_code
+from ...training.task import Task, collate_of, folder_of, load_task, shown, user_code
 from ..auditing import DATACENTER, audited, datacenter_credentials
-from ..journal import Averages, Journal, Lap, Result
+from ..journal import Averages, Journal, Result
 from ..meeting import advice, meet
-from ..own_code import named_in
 from ..star.combinations import beyond, check_islands
 from ..star.federated import central_noise
+from . import resuming
 from .islands import IslandSites, outer_of
 from .meter import Meter
 
@@ -63,8 +62,6 @@ def run(
     if config.privacy.noise_multiplier:
         raise ConfigError("privacy.noise_multiplier: a datacenter adds no noise. Set it to 0.")
     islands = config.parallel.sync == "local"
-    own = named_in(config, "strategy") if islands else {}
-    digest = task_digest(config.run.task, config.root, own)
     with joined(partial(meet, config), config.train.device, config.parallel.backend, done) as device:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         mesh = Mesh(Sizes.of(config.parallel, ranks), device, islands=islands)
@@ -74,20 +71,19 @@ def run(
         log, limit = RankLog(config.datacenter_dir, mesh.rank), config.parallel.step_timeout
         with log, ExitStack() as stack, Leave(hangs_s=limit, log=log) as leave:
             store = None  # but for rank 0
-            if mesh.rank == 0:
-                signer = datacenter_credentials(config)
-                emit = stack.enter_context(closing(audited(config, DATACENTER, emit, signer))).emit
-                store = stack.enter_context(closing(RunStore(config.datacenter_dir, warn=noticed(emit))))
+            with resuming.of_first(device):
+                if mesh.rank == 0:
+                    signer = datacenter_credentials(config)
+                    emit = stack.enter_context(closing(audited(config, DATACENTER, emit, signer))).emit
+                    store = stack.enter_context(closing(RunStore(config.datacenter_dir, warn=noticed(emit))))
             room = Datacenter(config, task, mesh, store, emit, leave)
             if profile:
                 from .profile import Profile
 
                 room.stepped = stack.enter_context(Profile(profile, config.datacenter_dir, mesh)).step
-            if store is not None:
-                store.begin(
-                    room.schema, agreed(config), frozen=room.engine.frozen, run=config.run.name,
-                    task_digest=digest, local=sorted(room.engine.kept), parallel=config.table()["parallel"],
-                )  # fmt: skip
+            with resuming.of_first(device):
+                if store is not None:
+                    resuming.begin(store, config, room.schema, room.engine)
             return room.run(start)
 
 
@@ -135,44 +131,58 @@ class Datacenter:
             self.outer = outer_of(config, strategy, self.engine, self.data.examples, self._meet)
         self.between = self.outer or self.methods  # what islands share
         self.schema = self.engine.schema if self.methods is None else self.methods.weights.schema
+        self.meter = Meter(self.engine, config, emit)
         self.state = State(
             self.engine.parts, self.engine.optimizer if self.methods is None else no_optimizer(), self.data,
-            self.between, mesh.island if self.islands else None, self.engine.steps.scale,
+            self.between, mesh.island if self.islands else None, self.engine.steps.scale, self.meter,
         )  # fmt: skip
 
     def run(self, start: Path | None) -> Result:
         """Every round that is left."""
         config, state = self.config, self.state
-        resumed = self._some_checkpoint() and self.checkpoints.restore(state)
+        resumed = resuming.some_checkpoint(config, self.mesh) and self.checkpoints.restore(state)
+        if not resumed:
+            resuming.refuse_lost(config, self.store, self.mesh.device)
         if not resumed and start is not None:
-            self._begin_with(start)
+            resuming.begin_with(start, self.engine, self.store)
+            if self.between is not None:
+                self.between.begin_anew()
         if self.engine.frozen.tensors:
             frozen = self.engine.gather(frozen=True)
-            if self.store is not None and frozen is not None:
-                self.store.keep_frozen(frozen)
-        self.journal.start("datacenter", self._sites(), state.round)
+            with resuming.of_first(self.mesh.device):
+                if self.store is not None and frozen is not None:
+                    self.store.keep_frozen(frozen)
+        within = state.step if state.step > state.begun else 0
+        self.journal.start("datacenter", self._sites(), state.round, step=within)
         self.emit(Notice(text=f"ranks {self.mesh.sizes.world}, mesh {self.mesh.sizes}"))
+        if 0 < (steps := self._steps_in_all() or 0) <= config.train.warmup:
+            warmup = f"train.warmup: {config.train.warmup} steps, and the run has {steps}"
+            self.emit(Notice(text=f"{warmup}: the learning rate rises to its end"))
         self._agree_with_store()
         metrics = self._evaluate_if_due()
         while (reason := self.journal.reason_to_stop(state.round)) is None:
             self.journal.round_started(state.round)
-            record = self._round() if self.methods is None else self._round_of_sites(self.methods)
+            if self.methods is None:
+                self._round()
+            else:
+                self._round_of_sites(self.methods)
             with self.leave.during("commit"):
-                self._commit(record)
+                self._commit(seconds=self.meter.seconds)
             metrics = self._evaluate_if_due()
             if state.round < config.run.rounds and self.leave.asked():
                 self._go()
         self.checkpoints.finish(state, self._number())
+        self._note_checkpoints()
         self.journal.end(state.round, reason)
         best = self.store.best_round if self.store is not None else None
         return Result(state.round, reason, metrics, best, config.datacenter_dir)
 
     # --- a round
 
-    def _round(self) -> Record:
-        """Train to the round's end; what its row in the store says."""
-        lap, engine, state = Lap(), self.engine, self.state
-        meter = Meter(engine, self.config, self.emit, self.stepped)
+    def _round(self) -> None:
+        """Train to the round's end."""
+        engine, state = self.engine, self.state
+        self.meter.begin(anew=state.step == state.begun)
         engine.begin_round(state.round, afresh=self.afresh)
         if self.afresh:
             state.optimizer = engine.optimizer
@@ -188,8 +198,7 @@ class Datacenter:
                 with user_code(folder_of(engine.task), doing):
                     shares = self.data.take()
                 step = engine.steps.take(shares, doing, state.step)
-            state.step += 1
-            meter.add(step, state.step, state.round + 1)
+            self._count(step)
             if self.outer is not None:
                 taken = state.step - state.begun
                 self.outer.after_step(taken, self._steps_in_a_round(), step.weight, step.examples)
@@ -201,23 +210,21 @@ class Datacenter:
         engine.steps.check(f"step {state.step}")
         if self.outer is not None:
             self.outer.end_round()
-        state.round, state.begun = state.round + 1, state.step
+        self._end_round(self.meter.record(self._sites()))
         if self.outer is not None:
             self.checkpoints.save(self._number(), state)
         else:
             self._save_if_due()
-        return lap.record({"loss": meter.loss_of_round()}, self._sites())
 
-    def _round_of_sites(self, methods: IslandSites) -> Record:
+    def _round_of_sites(self, methods: IslandSites) -> None:
         """The same where islands are sites: each trains as the strategy says."""
-        lap, state = Lap(), self.state
-        meter = Meter(self.engine, self.config, self.emit, self.stepped)
+        state = self.state
+        self.meter.begin(anew=True)
 
         def watch(take: Callable[[], Step]) -> Step:
             with self.leave.during("step"):
                 step = take()
-            state.step += 1
-            meter.add(step, state.step, state.round + 1)
+            self._count(step)
             if self.leave.asked():
                 self._go()
             return step
@@ -226,9 +233,19 @@ class Datacenter:
         self._meet()
         found = methods.exchange(state.round)
         state.step = max(state.step, state.begun + 1)  # a gradient alone is a step, too
-        state.round, state.begun = state.round + 1, state.step
+        self._end_round(self.meter.record(self._sites(), found))
         self.checkpoints.save(self._number(), state)
-        return lap.record(found, self._sites())
+
+    def _count(self, step: Step) -> None:
+        self.state.step += 1
+        self.meter.add(step, self.state.step, self.state.round + 1)
+        if self.stepped is not None:
+            self.stepped()
+
+    def _end_round(self, record: Record) -> None:
+        """The checkpoint that follows has the round's record: whoever dies before the commit has it then."""
+        state = self.state
+        state.round, state.begun, state.record = state.round + 1, state.step, dict(record)
 
     def _round_is_over(self) -> bool:
         train, state = self.config.train, self.state
@@ -255,6 +272,7 @@ class Datacenter:
             where = f"in round {self.state.round + 1}, which the same command begins again"
         else:
             self.checkpoints.finish(self.state, self._number())
+            self._note_checkpoints()
             where = f"after step {self.state.step}; the same command goes on from its checkpoint"
         self.emit(Notice(text=f"Told to leave (SIGTERM) {where}."))
         raise Left
@@ -263,29 +281,12 @@ class Datacenter:
         """What the checkpoint of the present state is called: the steps taken, of islands the first one's."""
         return self.mesh.from_first(self.state.step) if self.islands else self.state.step
 
-    def _begin_with(self, source: Path) -> None:
-        """The last model of another run, on rank 0's disk, is where this one starts."""
-        engine, weights, frozen = self.engine, None, None
-        if self.store is not None:
-            weights, frozen = beginning(source, engine.schema, engine.frozen)
-        engine.install(weights)
-        engine.install(frozen, frozen=True)
-        if self.between is not None:
-            self.between.begin_anew()
-
     # --- checkpoints
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
         """Made when first asked for: what they need of torch takes as long to load as torch itself."""
-        from ...training.checkpoint import Checkpoints
-
-        return Checkpoints.of(self.config, lambda line: self.emit(Notice(text=line)))
-
-    def _some_checkpoint(self) -> bool:
-        """Whether there may be one: a folder is looked into, a bucket is asked."""
-        where = self.config.checkpoint_dir
-        return isinstance(where, str) or bool(self.mesh.from_first(where.is_dir() and any(where.iterdir())))
+        return resuming.checkpoints_of(self.config, self.emit)
 
     def _save_if_due(self) -> None:
         every, step = self.config.checkpoint.every, self.state.step
@@ -303,18 +304,24 @@ class Datacenter:
         last = self.mesh.from_first(rounds[-1].round if rounds else 0)
         if last > number and self.store is not None:
             lost = f"round {last} was committed, but there is no good checkpoint of it"
-            begins = f"goes on after round {number}" if number else "begins anew"
-            self.emit(Notice(text=f"{lost}: the run {begins}"))
+            self.emit(Notice(text=f"{lost}: the run {resuming.resumes(self.state)}"))
             self.store.forget_after(number)
         if last < number and self.state.step == self.state.begun:
-            self._commit({"loss": None, "metrics": {}, "sites": self._sites()})
+            self._commit()
 
-    def _commit(self, record: Record) -> None:
+    def _commit(self, **took: float) -> None:
+        """The last round, whose record the state has. `took`: what is known better."""
         with self._common_model():
             weights = self.engine.gather() if self.methods is None else self.methods.gather()
         if self.store is not None and weights is not None:
             inside = self.methods.names if self.methods is not None else ()
+            record = cast(Record, self.state.record | took)
             self.journal.commit(Checkpoint(self.state.round, weights), record, inside=inside)
+        self._note_checkpoints()
+
+    def _note_checkpoints(self) -> None:
+        if self.store is not None and "checkpoints" in vars(self):  # which all ranks make together
+            resuming.note_checkpoints(self.store, self.checkpoints)
 
     def _evaluate_if_due(self) -> Averages:
         """On all ranks together, between two rounds: what the round's model is worth; empty if that is not to
@@ -336,12 +343,3 @@ class Datacenter:
 
     def _common_model(self) -> AbstractContextManager[None]:
         return self.between.shared() if self.between is not None else nullcontext()
-
-
-# --- the run directory
-
-
-def agreed(config: Config) -> dict[str, str]:
-    """What must not change between two starts of one run; the mesh may."""
-    keys = ("sync", "carry", "fragments", "overlap")
-    return config.agreed() | {f"parallel.{key}": repr(getattr(config.parallel, key)) for key in keys}

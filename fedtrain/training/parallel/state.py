@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import msgspec
 import torch
 from torch import nn
 
@@ -47,8 +48,19 @@ class IslandsState(Protocol):
         """Go on from there."""
 
 
+class FoundSoFar(Protocol):
+    """What the round under way has found so far."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, the same on each rank of an island; all of them call it."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+
+
 class State:
-    """Model, optimizer, loss scale, place in the data, the outer optimizer's state, the steps taken.
+    """Model, optimizer, loss scale, place in the data, the outer optimizer's state, the steps taken,
+    what the round has found and what the last one had.
 
     A torch.distributed.checkpoint.stateful.Stateful: tensors of `state_dict` are DTensors where a mesh
     shards them, and every key is the same whatever the mesh, so dcp.save from one and dcp.load into another
@@ -63,21 +75,24 @@ class State:
         outer: IslandsState | None = None,
         island: int | None = None,
         loss_scale: LossScale | None = None,
+        meter: FoundSoFar | None = None,
     ) -> None:
         """`parts`: the model, or this rank's stages of it; names in them are those of the whole model.
         `island`: which one this rank is of, where islands train apart: each then keeps its own."""
         self.parts, self.optimizer, self.data = list(parts), optimizer, data
         self.outer, self.loss_scale = outer, loss_scale or LossScale("fp32")
+        self.meter = meter
         self._shared = outer.tensors() if outer is not None else {}
         self._own = "" if island is None else f"island-{island}"
         self.step = 0  # optimizer steps taken
         self.round = 0  # rounds done
         self.begun = 0  # the steps taken when the present round began
+        self.record: dict[str, Any] = {}  # of the last round, as RunStore.commit takes it
         self._made = False  # whether the optimizer has its slots
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model", "optimizer", "loss_scale", "data", "step", "begun", "outer"}, of an island
-        under its name, and {"shared": what islands share, "round"}."""
+        """{"model", "optimizer", "loss_scale", "data", "step", "begun", "outer", "measured"}, of an island
+        under its name, and {"shared": what islands share, "round", "record"}."""
         self._init_optimizer()
         own = {
             "model": self.model(),
@@ -87,8 +102,10 @@ class State:
             "step": self.step,
             "begun": self.begun,
             "outer": {} if self.outer is None else self.outer.state_dict(),
+            "measured": {} if self.meter is None else self.meter.state_dict(),
         }
-        shared = {"shared": self._shared, "round": self.round}
+        record = msgspec.json.encode(self.record).decode()  # as text: which entries it has is its own affair
+        shared = {"shared": self._shared, "round": self.round, "record": record}
         return shared | ({self._own: own} if self._own else own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -102,6 +119,9 @@ class State:
             self.outer.load_state_dict(own["outer"])
         self.loss_scale.load_state_dict(own["loss_scale"])
         self.data.load_state_dict(dict(own["data"]))
+        if self.meter is not None:
+            self.meter.load_state_dict(own["measured"])
+        self.record = msgspec.json.decode(state["record"])
         self.step, self.begun, self.round = int(own["step"]), int(own["begun"]), int(state["round"])
 
     def model(self) -> dict[str, torch.Tensor]:
