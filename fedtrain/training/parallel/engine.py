@@ -125,11 +125,13 @@ class MeshEngine(Trainable, ShardedModel):
             return [model], [root]
         if example is None:
             raise ConfigError("parallel.pp: data() is a stream; a pipeline needs to see a batch beforehand")
-        from .pipeline import Pipeline, inputs_of, stages_of
+        from .pipeline import Pipeline, check_stages, inputs_of, names_of_parameters, stages_of
 
         micro = examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp)
-        inputs = inputs_of(self.task.loss, cut(example, 0, max(1, micro)))
+        has, names = frozenset(dir(model)), names_of_parameters(model)
+        inputs = inputs_of(self.task.loss, cut(example, 0, max(1, micro)), has)
         stages = stages_of(model, self.plan, config, mesh, inputs)
+        check_stages(names, stages, mesh)
         loss.model = nn.Module()  # what this rank has no stage of is given back
         for stage in stages.values():
             if whole:
@@ -139,7 +141,7 @@ class MeshEngine(Trainable, ShardedModel):
             save_memory(units, config, again)
             with_autocast(stage, self._autocast)
             data_parallel(stage, units, config, mesh, self.config.precision)
-        self._pipeline = Pipeline(loss.of, stages, config, mesh)
+        self._pipeline = Pipeline(loss.of, stages, config, mesh, has)
         return [*stages.values()], [*stages.values()]
 
     @contextmanager

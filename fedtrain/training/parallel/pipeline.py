@@ -8,8 +8,8 @@ one that gives the pipeline's output back.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed import pipelining
 
 from ...config import ParallelConfig
-from ...errors import ConfigError, TaskError
+from ...errors import ConfigError, TaskError, some
 from ..batches import Batch, cut, examples_in, tensors_in
+from ..collectives import everyones
 from ..mesh import Mesh
 from .plan import Plan
 from .stage import TypedStage
@@ -40,9 +41,12 @@ Measured = Callable[[Any, Batch, int], torch.Tensor]
 class Pipeline:
     """This rank's stages, and schedules for each shape of batch that came."""
 
-    def __init__(self, loss: Call, stages: dict[int, nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
-        """`stages`: by number, in order, those of this rank; wrapped already."""
-        self.loss, self.stages, self.config, self.mesh = loss, stages, config, mesh
+    def __init__(
+        self, loss: Call, stages: dict[int, nn.Module], config: ParallelConfig, mesh: Mesh,
+        has: Container[str] = (),
+    ) -> None:  # fmt: skip
+        """`stages`: by number, in order, those of this rank; wrapped already. `has`: as of Outside."""
+        self.loss, self.stages, self.config, self.mesh, self.has = loss, stages, config, mesh, has
         self.group = mesh["pp"].get_group()
         self.number = stages_in_all(config)
         self.first, self.last = 0 in stages, self.number - 1 in stages
@@ -57,14 +61,15 @@ class Pipeline:
         given: dict[str, Any] = {"return_outputs": False}
         if self.last:
             given["target"] = torch.arange(examples_in(batch))
-        schedule.step(*(inputs_of(self.loss, batch) if self.first else ()), **given)
+        schedule.step(*(inputs_of(self.loss, batch, self.has) if self.first else ()), **given)
         self._present = None
 
     def forward(self, batch: Batch, call: Call) -> Any:
         """What `call(model, batch)` gives, at the last stage's rank; None at others. Without gradients."""
         schedule = self._schedule(batch, 1, training=False)
-        output = schedule.eval(*(inputs_of(call, batch) if self.first else ()))
-        return call(Replay(output), batch) if self.last else None
+        inputs = inputs_of(call, batch, self.has, training=False) if self.first else ()
+        output = schedule.eval(*inputs)
+        return call(Replay(output, self.has, training=False), batch) if self.last else None
 
     def _schedule(self, batch: Batch, count: int, *, training: bool) -> Any:
         n = examples_in(batch)
@@ -94,7 +99,7 @@ class Pipeline:
         batch, measured = self._present
         start, stop = int(which[0]), int(which[-1]) + 1
         micro = cut(batch, start, stop)
-        return measured(self.loss(Replay(output), micro), micro, start)
+        return measured(self.loss(Replay(output, self.has), micro), micro, start)
 
 
 # --- A task's loss, in two halves
@@ -107,7 +112,48 @@ class ModelCalled(BaseException):
         self.inputs = inputs
 
 
-class StandIn(nn.Module):
+# What nn.Module has of the model's parts, of which there are none here.
+OF_PARTS = {
+    "parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "children",
+    "named_children", "state_dict", "load_state_dict", "get_parameter", "get_buffer", "get_submodule",
+}  # fmt: skip
+
+
+class Outside(nn.Module):
+    """A model as a loss sees it in a pipeline: to be called, and without any of its parts."""
+
+    def __init__(self, has: Container[str] = (), *, training: bool = True) -> None:
+        """`has`: the names of what the model has. What it lacks is missing here alike, as hasattr() asks."""
+        super().__init__()
+        self._has, self.training = has, training
+
+    def train(self, mode: bool = True) -> Outside:
+        self.training = mode
+        return self
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in OF_PARTS:
+            raise no_part(f"{name}()")
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_has", ()):
+            raise no_part(name)
+        return super().__getattr__(name)
+
+    def __getitem__(self, at: Any) -> Any:
+        raise no_part(f"[{at!r}]")
+
+
+def no_part(name: str) -> TaskError:
+    return TaskError(
+        f"parallel.pp: loss() and evaluate() ask their model for {name}, but no rank has all of it: in a "
+        f"pipeline they call it, once, and know what comes out. Let forward() give what they need; for a "
+        f"term on the weights set train.weight_decay, or use parallel.zero = 2 in place of pp."
+    )
+
+
+class StandIn(Outside):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if named:
             raise TaskError(
@@ -116,21 +162,38 @@ class StandIn(nn.Module):
         raise ModelCalled(inputs)
 
 
-class Replay(nn.Module):
-    """A model whose output is known."""
+class Replay(Outside):
+    """A model whose output is known: that of one call."""
 
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
+    def __init__(self, output: Any, has: Container[str] = (), *, training: bool = True) -> None:
+        super().__init__(has, training=training)
+        self._output = output
+        self._called: tuple[Any, ...] | None = None  # with these inputs
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.output
+    def forward(self, *inputs: Any, **_: Any) -> Any:
+        # An evaluation may ask twice for the same: evaluate(), and loss().
+        if self._called is not None and (self.training or not same(self._called, inputs)):
+            raise TaskError(
+                "parallel.pp: loss() calls its model more than once, and a pipeline runs it once for a "
+                "batch. Put all that goes in into one call, or use parallel.zero in place of pp."
+            )
+        self._called = inputs
+        return self._output
 
 
-def inputs_of(call: Call, batch: Batch) -> tuple[Any, ...]:
+def same(inputs: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether a model is called with the same tensors."""
+    return len(inputs) == len(others) and all(
+        a is b or torch.equal(a, b) for a, b in zip(inputs, others, strict=True)
+    )
+
+
+def inputs_of(
+    call: Call, batch: Batch, has: Container[str] = (), *, training: bool = True
+) -> tuple[Any, ...]:
     """What the task's loss, or evaluate, calls its model with."""
     try:
-        call(StandIn(), batch)
+        call(StandIn(has, training=training), batch)
     except ModelCalled as called:
         return called.inputs
     raise TaskError("loss() never called its model: a pipeline has nothing to run")
@@ -152,7 +215,7 @@ def stages_of(
         own = {i: copy.deepcopy(model) for i in mine[:-1]} | {mine[-1]: model}
         return {i: plan.stage(own[i], range(*cuts[i : i + 2]), i == 0, i == number - 1) for i in mine}
     if isinstance(model, nn.Sequential):
-        named = list(model.named_children())
+        named = list(model._modules.items())  # named_children() leaves out one that is there twice
         cuts = even_cuts([sum(p.numel() for p in child.parameters()) for _, child in named], number)
         return {i: nn.Sequential(OrderedDict(named[cuts[i] : cuts[i + 1]])) for i in mine}
     if mesh.sizes.tp > 1:
@@ -167,6 +230,32 @@ def stages_of(
     begins = pipelining.SplitPoint.BEGINNING
     traced = pipelining.pipeline(model, micro, split_spec={names[at]: begins for at in starts})
     return {i: traced.get_stage_module(i) for i in mine}
+
+
+def names_of_parameters(model: nn.Module) -> dict[str, str]:
+    """Each name of a parameter -> the first one of the same."""
+    firsts: dict[nn.Parameter, str] = {}
+    return {name: firsts.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def check_stages(names: Mapping[str, str], stages: Mapping[int, nn.Module], mesh: Mesh) -> None:
+    """ConfigError on all ranks where a parameter is in two stages, which would each train their own, or in
+    none. `names`: of the whole model's parameters, see names_of_parameters."""
+    mine = [[name for name, _ in s.named_parameters(remove_duplicate=False)] for s in stages.values()]
+    everyone = everyones(mine, list[list[str]], mesh["pp"].get_group(), mesh.device)
+    has = [{name for name in each if name in names} for rank in everyone for each in rank]
+    found = Counter(first for each in has for first in {names[name] for name in each})
+    for first, stages_with_it in found.items():
+        if stages_with_it > 1:
+            known = sorted({n for each in has for n in each if names[n] == first})
+            what = f"{' and '.join(known)} are one parameter" if known[1:] else f"{first} is one parameter"
+            raise ConfigError(
+                f"parallel.pp: {what}, which {stages_with_it} stages would each train for itself. Give the "
+                f"layers parameters of their own, have one stage hold them all, or use parallel.zero or tp "
+                f"in place of pp."
+            )
+    if left := [name for name in dict.fromkeys(names.values()) if name not in found]:
+        raise ConfigError(f"parallel.pp: no stage has {some(left)}. Let the plan's stage() keep names.")
 
 
 def stages_in_all(config: ParallelConfig) -> int:
