@@ -49,9 +49,12 @@ def test_a_loss_that_asks_for_a_part_of_its_model_is_told_what_to_do(asked, firs
             return ASKS[asked](model, batch) + of(model, batch)
         return of(model, batch) + ASKS[asked](model, batch)
 
-    with pytest.raises(TaskError) as told:  # by the first stage or by the last, whichever comes to it
+    def both_stages():
         inputs_of(loss, BATCH, has)
         loss(Replay(torch.ones(3, 2), has), BATCH)
+
+    with pytest.raises(TaskError) as told:
+        both_stages()
     assert f"ask their model for {asked}, " in str(told.value)
     assert "use parallel.zero = 2 in place of pp" in str(told.value)
 

@@ -32,6 +32,7 @@ from ..mesh import Mesh, is_dtensor
 from ..optimizers import TorchOptimizer, of_parameters, with_all_cores
 from ..task import Task, mean_and_weight, user_code
 from ..tensors import Shares, kept_at_a_site
+from .alike import check
 from .context import Gathered, check_parts, in_parts
 from .data import Dealt
 from .families import plan_of
@@ -124,7 +125,10 @@ class MeshEngine(Trainable, ShardedModel):
                 raise ConfigError("parallel.comm_hook: with plain data parallelism: zero 0 or 1, no tp, pp.")
             return [model], [root]
         if example is None:
-            raise ConfigError("parallel.pp: data() is a stream; a pipeline needs to see a batch beforehand")
+            raise ConfigError(
+                "parallel.pp: data() gives a stream, and a pipeline needs to see a batch beforehand. Return "
+                "tensors, a Dataset, or a DataLoader over a Dataset with a batch_size."
+            )
         from .pipeline import Pipeline, check_stages, inputs_of, names_of_parameters, stages_of
 
         micro = examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp)
@@ -321,7 +325,10 @@ class MeshEngine(Trainable, ShardedModel):
         if batch is not None:
             self._stand_in = self.here(batch)
         if self._stand_in is None:
-            raise ConfigError("train.batch_size: fewer examples than data-parallel ranks in the first step")
+            raise ConfigError(
+                "train.batch_size: the first step has fewer examples than there are data-parallel ranks. "
+                "Raise it; where data() gives ready batches, make those larger; or start fewer ranks."
+            )
         return self._stand_in
 
     # --- what it costs
@@ -386,7 +393,8 @@ class MeshEngine(Trainable, ShardedModel):
         ranks, rank = ranks * sizes.cp, rank * sizes.cp + at["cp"]
         examples, seed = examples_of(dataset, self._collate), seed_of(self.run_seed, "evaluate")
         readers, size = self.parallel.readers, self.config.eval_batch_size
-        return read_once(examples, size, seed, rank, ranks, readers, self.device)
+        first = check(self.task, examples, self.mesh, "the data to evaluate on", everywhere=not apart)
+        return read_once(examples, size, seed, rank, ranks, readers, self.device, first)
 
     def _over_all_ranks(self, mine: Metrics, apart: bool) -> Metrics:
         group = self.mesh.group(self.mesh.axes()) if apart else None

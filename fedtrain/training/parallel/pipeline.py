@@ -76,7 +76,8 @@ class Pipeline:
         if n % count:
             raise TaskError(
                 f"a pipeline's microbatches are of one size, but {n} examples can't be cut into {count}. "
-                f"Set parallel.microbatches to a divisor, train.batch_size to a multiple, drop_last = true."
+                f"Set parallel.microbatches to a divisor, or train.batch_size to a multiple of it times the "
+                f"data-parallel ranks and drop_last = true (where data() gives a DataLoader, its own)."
             )
         key = training, count, *(tuple(t.shape) for t in tensors_in(batch))
         if key not in self._schedules:
