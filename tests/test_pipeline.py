@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from fedtrain.config import ParallelConfig
 from fedtrain.errors import TaskError
 from fedtrain.training.mesh import Sizes
-from fedtrain.training.parallel.pipeline import Replay, inputs_of, stages_of
+from fedtrain.training.parallel.outside import Replay, inputs_of
+from fedtrain.training.parallel.pipeline import stages_of
 from fedtrain.training.parallel.plan import Plan
 
 BATCH = torch.ones(3, 4), torch.tensor([0, 1, 0])

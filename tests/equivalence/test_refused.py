@@ -113,6 +113,30 @@ class Noisy(Rows):  # draws by a generator of its own whatever it reads, which i
     def data(self, site):
         return Shaken(TensorDataset(*super().data(site)))
 
+class Penalized(Text):
+    def loss(self, model, batch):
+        total, weight = super().loss(model, batch)
+        return total / weight + sum(p.pow(2).sum() for p in model.parameters()) / 20
+
+class Sometimes(Rows):  # one part for a few examples only, which not every rank has in a step
+    def model(self):
+        class Parts(nn.Module):
+            def __init__(self, usual, seldom):
+                super().__init__()
+                self.usual, self.seldom = usual, seldom
+
+            def forward(self, x):
+                out, far = self.usual(x), (x[:, 0] > 1.5).nonzero()[:, 0]
+                return out.index_add(0, far, self.seldom(x[far])) if len(far) else out
+
+        return Parts(super().model(), nn.Linear(6, 3).double())
+
+class Sparse(Text):
+    def model(self):
+        model = super().model()
+        model.embedding.token.sparse = True
+        return model
+
 class Shaken(torch.utils.data.Dataset):
     def __init__(self, rows):
         self.rows, self.draw = rows, np.random.default_rng()
@@ -158,10 +182,20 @@ REFUSED = {
     "loader-of-ones": (of("Ones"), "a DataLoader whose batches have 1 example at most", FEWER),
     "loader-of-none": (of("Nothing"), "a DataLoader whose batches have 0 examples at most", FEWER),
     "one": (of("One"), "data() gives 1 example in all", FEWER),
+    "zero3-weights": (
+        of("Penalized", zero=3),
+        "parallel.zero = 3: loss() or evaluate() computes",
+        "use zero = 2",
+    ),
+    "tp-weights": (of("Penalized", tp=2), "parallel.tp = 2: loss() or evaluate() computes", "without tp"),
     "cp-odd": (of("Odd", cp=2), "sequences of length 15 along dimension 1", "a multiple of 2"),
 }
 GOOD = {
     "loader": of("Loader"),
+    **{f"sometimes-{zero}": of("Sometimes", zero=zero) for zero in range(4)},
+    **{f"sparse-{zero}": of("Sparse", zero=zero) for zero in (0, 2)},
+    "weights": of("Penalized", zero=2),
+    "weights-cp": of("Penalized", cp=2),
     "loader-pp": of("Loader", pp=2),
     "loader-decayed": of("Loader", train={"decay": "linear", "local_steps": 0}),
 }

@@ -43,7 +43,17 @@ from .reading import Share, read_once
 from .sharded import ShardedModel, digest_of_model, local, pieces
 from .shared_mean import SharedMean
 from .streamed import StreamedModel
-from .wrap import Loss, check_compiler, data_parallel, is_fsdp, save_memory, split_tensors, with_autocast
+from .wrap import (
+    Loss,
+    check_compiler,
+    data_parallel,
+    in_our_words,
+    is_fsdp,
+    save_memory,
+    split_tensors,
+    with_autocast,
+    with_dense_gradients,
+)
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -72,6 +82,7 @@ class MeshEngine(Trainable, ShardedModel):
         streams = self.parallel.zero >= 2 and mesh.sizes.tp == mesh.sizes.pp == 1
         streamed = StreamedModel.of(task, self.run_seed, mesh.device) if streams else None
         model = streamed.model if streamed is not None else build_model(task, self.run_seed, mesh.device)
+        with_dense_gradients(model)
         self.kept = kept_at_a_site(model, shares)  # names of tensors that no gather() has
         schema, frozen = Schema.of(model, without=self.kept), Schema.of(model, frozen=True)
         digest = digest_of_model(model)
@@ -129,7 +140,8 @@ class MeshEngine(Trainable, ShardedModel):
                 "parallel.pp: data() gives a stream, and a pipeline needs to see a batch beforehand. Return "
                 "tensors, a Dataset, or a DataLoader over a Dataset with a batch_size."
             )
-        from .pipeline import Pipeline, check_stages, inputs_of, names_of_parameters, stages_of
+        from .outside import inputs_of
+        from .pipeline import Pipeline, check_stages, names_of_parameters, stages_of
 
         micro = examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp)
         has, names = frozenset(dir(model)), names_of_parameters(model)
@@ -186,7 +198,7 @@ class MeshEngine(Trainable, ShardedModel):
         if self._gathered is not None and self._pipeline is None and not self._limited:
             with user_code(self._folder, doing):
                 self._check_parts(self.present(group[0][0]), self._gathered)
-        with user_code(self._folder, doing), self._counting():
+        with user_code(self._folder, doing), in_our_words(self.parallel), self._counting():
             for i, (batch, _) in enumerate(group):  # a device holds one batch at a time
                 counts = batch is not None and examples_in(batch) > 0
                 with self._syncing(i == len(group) - 1), self._context(self.present(batch)) as present:
@@ -211,6 +223,8 @@ class MeshEngine(Trainable, ShardedModel):
         for p in self.trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
             elif is_dtensor(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]  # a DTensor
                 # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
@@ -367,13 +381,14 @@ class MeshEngine(Trainable, ShardedModel):
         return self._over_all_ranks(mine, apart) or {"loss": (0.0, 0.0)}
 
     def measure(self, batch: Batch) -> Metrics:
-        if self._pipeline is not None:
-            found: Metrics | None = self._pipeline.forward(batch, self.metrics)
-            return found or {}
-        if is_fsdp(root := self._roots[0]):  # only through it are the shards of the whole model gathered
-            metrics: Metrics = root(batch, self.metrics)  # type: ignore[operator]  # a module as well
-            return metrics
-        return self.metrics(self.parts[0], batch)
+        with in_our_words(self.parallel):
+            if self._pipeline is not None:
+                found: Metrics | None = self._pipeline.forward(batch, self.metrics)
+                return found or {}
+            if is_fsdp(root := self._roots[0]):  # only through it are the shards of the whole model gathered
+                metrics: Metrics = root(batch, self.metrics)  # type: ignore[operator]  # a module as well
+                return metrics
+            return self.metrics(self.parts[0], batch)
 
     def share_buffers(self) -> None:
         """Running statistics, BatchNorm's say, are each rank's own; those of the first are committed."""
