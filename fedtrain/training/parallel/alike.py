@@ -141,7 +141,7 @@ def look_at(examples: Examples) -> Look:
     several, seen = getattr(dataset, "__getitems__", None), []
     for _ in range(2):
         with Draws(0):
-            seen.append(looked(several([0])[0] if several else dataset[0], kind, count))
+            seen.append(looked(several([0]) if several else dataset[0], kind, count))
     return seen[0] if seen[0].like(seen[1]) else Look(kind, count)  # it draws for itself
 
 
