@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import os
 
 import numpy as np
 import torch
-from mesh_task import Rows, Text
+from mesh_task import Deep, Rows, Text
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -113,6 +114,13 @@ class Noisy(Rows):  # draws by a generator of its own whatever it reads, which i
     def data(self, site):
         return Shaken(TensorDataset(*super().data(site)))
 
+class Traced(Text):  # its plan has no stage()
+    def parallel_plan(self):
+        return fedtrain.Plan(blocks="blocks")
+
+class TracedDeep(Deep):
+    parallel_plan = Traced.parallel_plan
+
 class Penalized(Text):
     def loss(self, model, batch):
         total, weight = super().loss(model, batch)
@@ -194,6 +202,8 @@ GOOD = {
     "loader": of("Loader"),
     **{f"sometimes-{zero}": of("Sometimes", zero=zero) for zero in range(4)},
     **{f"sparse-{zero}": of("Sparse", zero=zero) for zero in (0, 2)},
+    "traced": of("Traced", pp=2) | EVALUATED,
+    "traced-interleaved": of("TracedDeep", pp=2, schedule="interleaved") | EVALUATED,
     "weights": of("Penalized", zero=2),
     "weights-cp": of("Penalized", cp=2),
     "loader-pp": of("Loader", pp=2),
@@ -229,8 +239,11 @@ def test_what_ranks_would_train_otherwise_is_refused_with_what_to_change(two, na
 def test_what_they_train_as_one_process_does_is_not(folder, two, name):
     alone = {**GOOD[name], "parallel": {}}
     alone["run"] = {**alone["run"], "name": f"alone-{name}"}
-    one = run_case(Config.of(alone, folder), [], torch.device("cpu"))
+    events: list[dict[str, Any]] = []
+    one = run_case(Config.of(alone, folder), events, torch.device("cpu"))
     assert furthest(two[name].model, one) < 1e-12
+    evaluated = [e["metrics"]["loss"] for e in events if e["kind"] == "evaluated"]
+    assert [e["metrics"]["loss"] for e in two[name].of("evaluated")] == pytest.approx(evaluated, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", OTHERS)

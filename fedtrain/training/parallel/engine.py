@@ -143,11 +143,12 @@ class MeshEngine(Trainable, ShardedModel):
         from .outside import inputs_of
         from .pipeline import Pipeline, check_stages, names_of_parameters, stages_of
 
-        micro = examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp)
+        micro = max(1, examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp))
         has, names = frozenset(dir(model)), names_of_parameters(model)
-        inputs = inputs_of(self.task.loss, cut(example, 0, max(1, micro)), has)
+        inputs = inputs_of(self.task.loss, cut(example, 0, micro), has)
         stages = stages_of(model, self.plan, config, mesh, inputs)
         check_stages(names, stages, mesh)
+        traced = micro if self.plan.stage is None and not isinstance(model, nn.Sequential) else 0
         loss.model = nn.Module()  # what this rank has no stage of is given back
         for stage in stages.values():
             if whole:
@@ -157,7 +158,7 @@ class MeshEngine(Trainable, ShardedModel):
             save_memory(units, config, again)
             with_autocast(stage, self._autocast)
             data_parallel(stage, units, config, mesh, self.config.precision)
-        self._pipeline = Pipeline(loss.of, stages, config, mesh, has)
+        self._pipeline = Pipeline(loss.of, stages, config, mesh, has, traced)
         return [*stages.values()], [*stages.values()]
 
     @contextmanager

@@ -38,10 +38,12 @@ class Pipeline:
 
     def __init__(
         self, loss: Call, stages: dict[int, nn.Module], config: ParallelConfig, mesh: Mesh,
-        has: Container[str] = (),
+        has: Container[str] = (), traced: int = 0,
     ) -> None:  # fmt: skip
-        """`stages`: by number, in order, those of this rank; wrapped already. `has`: as of Outside."""
+        """`stages`: by number, in order, those of this rank; wrapped already. `has`: as of Outside. `traced`:
+        they take so many examples at once, neither more nor fewer; 0: any number."""
         self.loss, self.stages, self.config, self.mesh, self.has = loss, stages, config, mesh, has
+        self.traced = traced
         self.group = mesh["pp"].get_group()
         self.number = stages_in_all(config)
         self.first, self.last = 0 in stages, self.number - 1 in stages
@@ -61,9 +63,14 @@ class Pipeline:
 
     def forward(self, batch: Batch, call: Call) -> Any:
         """What `call(model, batch)` gives, at the last stage's rank; None at others. Without gradients."""
-        schedule = self._schedule(batch, 1, training=False)
+        schedule, n = self._schedule(batch, 1, training=False), examples_in(batch)
         inputs = inputs_of(call, batch, self.has, training=False) if self.first else ()
-        output = schedule.eval(*inputs)
+        if not self.traced:
+            output = schedule.eval(*inputs)
+        else:
+            starts = range(0, n, self.traced)
+            parts = [schedule.eval(*(exactly(t, start, self.traced) for t in inputs)) for start in starts]
+            output = joined(parts, n) if self.last else None
         return call(Replay(output, self.has, training=False), batch) if self.last else None
 
     def _schedule(self, batch: Batch, count: int, *, training: bool) -> Any:
@@ -73,6 +80,11 @@ class Pipeline:
                 f"a pipeline's microbatches are of one size, but {n} examples can't be cut into {count}. "
                 f"Set parallel.microbatches to a divisor, or train.batch_size to a multiple of it times the "
                 f"data-parallel ranks and drop_last = true (where data() gives a DataLoader, its own)."
+            )
+        if training and self.traced not in (0, n // count):
+            raise TaskError(
+                f"the model was traced for microbatches of {self.traced} examples, and here they have "
+                f"{n // count}. Set drop_last = true, or cut the model by the stage() of a parallel_plan()."
             )
         key = training, count, *(tuple(t.shape) for t in tensors_in(batch))
         if key not in self._schedules:
@@ -96,6 +108,19 @@ class Pipeline:
         start, stop = int(which[0]), int(which[-1]) + 1
         micro = cut(batch, start, stop)
         return measured(self.loss(Replay(output, self.has), micro), micro, start)
+
+
+def exactly(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    """So many examples from `start` on, the last one again and again where there are fewer."""
+    part = tensor[start : start + size]
+    return torch.cat([part, *[part[-1:]] * (size - len(part))])
+
+
+def joined(outputs: list[Any], count: int) -> Any:
+    """The first `count` examples of what several calls gave: tensors, or tuples of them."""
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat(outputs)[:count]
+    return tuple(joined([*each], count) for each in zip(*outputs, strict=True))
 
 
 # --- A model, in stages
