@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...config import Config
 from ...schema import is_frozen, unique_tensors
-from ..batches import cut, examples_in
+from ..batches import Batch, cut, examples_in, rebuilt
 from ..building import build_model
 from ..examples import Stream, examples_of
 from ..mesh import Sizes
@@ -106,7 +106,7 @@ def _activations(model: nn.Module, plan: Plan, task: Task, config: Config, data:
     if isinstance(examples, Stream):
         batch = next(iter(examples.batches(config.train.batch_size, False, None)))
         size = examples_in(batch)
-        batch = cut(batch, 0, min(2, examples_in(batch)))
+        batch = _copied(cut(batch, 0, min(2, size)))  # else the whole of it is kept
     else:
         batch = examples.take(torch.arange(min(2, examples.count)))
     with user_code(folder_of(task), "the estimate"), saved_tensors_hooks(note, lambda tensor: tensor):
@@ -115,6 +115,10 @@ def _activations(model: nn.Module, plan: Plan, task: Task, config: Config, data:
     del loss
     mine = -(-max(1, size) // (sizes.dp if config.parallel.sync == "step" else sizes.dp_shard))
     return sampled * mine // max(1, examples_in(batch)) // (sizes.pp * sizes.tp * sizes.cp)
+
+
+def _copied(batch: Batch) -> Batch:
+    return batch.clone() if isinstance(batch, torch.Tensor) else rebuilt(batch, _copied)
 
 
 def planned(config: Config, ranks: int, data_dir: Path | None = None) -> tuple[str, dict[str, int]]:
