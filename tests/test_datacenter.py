@@ -371,6 +371,21 @@ def test_the_plan_is_what_the_mesh_leaves(folder, monkeypatch):
     assert "tp 2 = 2, but there are 3 ranks" in refused.output
 
 
+def test_the_plan_of_a_loaders_batches_is_that_of_its_dataset_in_such_batches(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "loader_task.py").write_text(
+        "from mesh_task import Rows\nfrom torch.utils.data import DataLoader, TensorDataset\n\n"
+        "class Loader(Rows):\n    def data(self, site):\n"
+        "        return DataLoader(TensorDataset(*super().data(site)), batch_size=24, shuffle=True)\n"
+    )
+    (folder / "fedtrain.toml").write_text('[run]\ntask = "mesh_task:Rows"\n[train]\nbatch_size = 24\n')
+    found = [
+        json.loads(CliRunner().invoke(cli, ["plan", "--json", "--ranks", "4", *more]).output)
+        for more in ([], ["--set", "run.task=loader_task:Loader", "--set", "train.batch_size=7"])
+    ]
+    assert found[0] == found[1]
+
+
 def test_more_islands_than_sites_are_refused(folder):
     config = Config.of(case("Natural", sync="local", rounds=1), folder)
     mesh = datacenter.Mesh(datacenter.Sizes(), torch.device("cpu"))

@@ -331,6 +331,29 @@ def test_a_check_that_fails_has_a_name_that_says_what_was_checked(project, monke
     }
 
 
+LOADER = """
+class Loader(Line):
+    def data(self, site):
+        data = torch.utils.data.TensorDataset(*super().data(site))
+        return torch.utils.data.DataLoader(data, batch_size=4)
+
+class Broken(Loader):
+    def loss(self, model, batch):
+        raise KeyError("label")
+"""
+
+
+def test_data_that_a_datacenter_trains_on_and_no_simulation_can_deal_is_no_fault(project):
+    (project / "task.py").write_text(TASK + LOADER)
+    code, found = ask("--set", "run.task=task:Loader")
+    assert code == 0
+    assert found["data"]["state"] == "good"
+    assert found["simulation"]["state"] == "look"
+    assert "can't be dealt to 3 sites" in found["simulation"]["said"]
+    assert "fedtrain datacenter" in found["simulation"]["fix"]
+    assert ask("--set", "run.task=task:Broken")[0] == 1
+
+
 # --- the step at a site is the site's: as shut in, and it leaves nothing
 
 CURIOUS = """

@@ -28,7 +28,8 @@ from fedtrain.training.parallel.estimate import estimate
 from fedtrain.training.parallel.families import Heads, plan_of
 from fedtrain.training.parallel.flops import peak_flops
 from fedtrain.training.parallel.outer import split
-from fedtrain.training.parallel.pipeline import Replay, even_cuts, inputs_of
+from fedtrain.training.parallel.outside import Replay, inputs_of
+from fedtrain.training.parallel.pipeline import even_cuts
 from fedtrain.training.parallel.plan import Plan
 from fedtrain.training.parallel.wrap import save_memory
 from fedtrain.training.task import Task

@@ -7,14 +7,17 @@ from torch.nn import functional as F
 
 import fedtrain
 from fedtrain.arena import Arena
-from fedtrain.config import TrainConfig
+from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import ConfigError
 from fedtrain.store import RunStore
 from fedtrain.training.local import Engine
+from fedtrain.training.mesh import Mesh, Sizes
+from fedtrain.training.parallel.engine import MeshEngine
 from fedtrain.training.signatures import check_methods
 from fedtrain.training.stacked import Stacked
 from fedtrain.training.task import Task, load_task
 
+CPU = torch.device("cpu")
 CONFIG = TrainConfig(batch_size=0, lr=0.1)
 DATA = torch.linspace(-1, 1, 12, dtype=torch.float64).view(6, 2), torch.arange(6) % 2
 RATES = [0.4, 0.2, 0.1]
@@ -199,3 +202,28 @@ def test_a_method_that_can_not_be_called_is_refused_when_the_task_is_loaded(tmp_
     (tmp_path / "signed.py").write_text(f"import fedtrain\nclass Signed(fedtrain.Task):\n{body}")
     with pytest.raises(ConfigError, match=says):
         load_task("signed:Signed", tmp_path)
+
+
+class Closing(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (torch.optim.LBFGS, r"LBFGS, whose step\(\) wants a closure"),
+        (lambda p: Closing(p, lr=0.1), r"Closing, whose step\(\) wants a closure"),
+        (lambda p: torch.optim.SparseAdam([*p]), "SparseAdam, and gradients are dense"),
+        (lambda p: (torch.optim.SGD(p, lr=0.1), "a schedule"), r"returned a tuple.*train\.warmup"),
+    ],
+)
+def test_an_optimizer_that_a_gradient_is_not_enough_for_is_refused_with_what_to_return(made, said):
+    class Own(Plain):
+        def optimizer(self, parameters):
+            return made(parameters)
+
+    for go in (lambda: moved(Own(), 0), lambda: MeshEngine(Own(), Config(train=CONFIG), Mesh(Sizes(), CPU))):
+        with pytest.raises(ConfigError, match=said) as told:
+            go()
+        assert "train.optimizer" in str(told.value)

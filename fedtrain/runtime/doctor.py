@@ -25,7 +25,7 @@ from urllib.request import proxy_bypass
 from ..config import Config
 from ..config.policy import FILE as POLICY
 from ..config.policy import policy_from
-from ..errors import ConnectError, FedtrainError
+from ..errors import ConnectError, FedtrainError, TaskError
 from ..events import silent
 from ..pki.identity import Credentials, Current, Identity, aggregator_target
 from ..pki.proof import AggregatorCheck
@@ -241,6 +241,24 @@ def _proxy(host: str) -> tuple[str, str, int] | None:
 
 
 def _training(config: Config, site: str | None, data_dir: Path | None) -> Iterator[Finding]:
+    """One optimizer step. Data that can't be dealt to a simulation's sites may be a datacenter's, which deals
+    it to none."""
+    try:
+        return (yield from _step(config, site, data_dir))
+    except TaskError as e:
+        undealt = e
+    if site is not None or config.simulate.sites == 1:
+        raise undealt
+    pooled = replace(config, simulate=replace(config.simulate, sites=1, examples=0))
+    try:
+        found = [*_step(pooled, site, data_dir)]
+    except FedtrainError:
+        raise undealt from None
+    fix = "`fedtrain datacenter` trains on it as it is, and so does a real site."
+    yield from [*found, Finding("simulation", "look", str(undealt), fix)]
+
+
+def _step(config: Config, site: str | None, data_dir: Path | None) -> Iterator[Finding]:
     """One optimizer step, from the data to an update, in a trainer as a run's; at a site it is shut in as the
     site's own."""
     confine = "off" if site is None else policy_from(folder_of(config, site)).confine

@@ -204,10 +204,12 @@ def groups(config: TrainConfig, one_pass: Callable[[], Iterator[T]]) -> Iterator
 
 
 def steps_in_round(config: TrainConfig, examples: Examples) -> int | None:
-    """None of a stream, which ends when it ends."""
-    if config.local_steps or isinstance(examples, Stream):
+    """None of a stream that ends when it ends."""
+    if not isinstance(examples, Stream):
+        return config.steps_in_round(examples.count)
+    if config.local_steps or (batches := examples.batches_in_pass) is None:
         return config.local_steps or None
-    return config.steps_in_round(examples.count)
+    return -(-batches // config.accumulate) * config.local_epochs
 
 
 def clip(gradients: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:

@@ -13,7 +13,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from ..config import TrainConfig
 from ..errors import TaskError
@@ -96,6 +103,15 @@ class Stream:
     def __init__(self, source: Iterable[Any], collate: Collate = default_collate) -> None:
         self.source, self.collate = source, collate
         self.count = 0  # examples seen in the first pass
+
+    @property
+    def batches_in_pass(self) -> int | None:
+        """Of a DataLoader over a dataset, whose batches are torch's; None where nobody knows beforehand."""
+        loader = self.source
+        if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+            return None
+        known = type(loader.batch_sampler) is BatchSampler and hasattr(loader.sampler, "__len__")
+        return len(loader) if known else None
 
     def batches(self, size: int, drop_last: bool, order: Order | None) -> Iterator[Batch]:
         """One pass; `order` is ignored, and the others count for an IterableDataset only."""

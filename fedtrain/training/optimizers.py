@@ -185,7 +185,7 @@ def schedule(config: TrainConfig, steps: int | None, *, counted: bool = True) ->
     if steps is None and not (counted and config.decay == "none"):
         raise ConfigError(
             "train.warmup, train.decay: data() is a stream, whose number of steps nobody knows. "
-            "Set train.local_steps, or leave both out."
+            "Set train.local_steps, let data() give a Dataset or a DataLoader over one, or leave both out."
         )
 
     def factor(done: int) -> float:

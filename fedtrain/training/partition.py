@@ -222,8 +222,10 @@ class SimulatedSites:
         if self.natural:
             with user_code(folder_of(self.task), f"data({site!r})"):
                 return self.task.data(site)
-        from .examples import subset
+        from .examples import Stream, examples_of, subset
 
+        if not self.simulate.examples and isinstance(examples_of(self.pool), Stream):
+            return self.pool  # of a single site
         return subset(self.pool, self.part(site))
 
     def eval_data(self, some: Sequence[str] | None = None) -> dict[str, Any]:

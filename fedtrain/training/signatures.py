@@ -92,9 +92,32 @@ def optimizer_of(task: Task) -> OwnOptimizer:
     asks = bool(asked(task.optimizer, ("parameters",), {"round": 0}))
 
     def own(parameters: Iterable[nn.Parameter], round: int) -> torch.optim.Optimizer | None:
-        return task.optimizer(parameters, **({"round": round} if asks else {}))
+        found = task.optimizer(parameters, **({"round": round} if asks else {}))
+        if found is not None:
+            _check_optimizer(found)
+        return found
 
     return own
+
+
+def _check_optimizer(found: Any) -> None:
+    """ConfigError for what can't be stepped with a gradient that is there already."""
+    from torch.optim import SparseAdam
+
+    name, instead = type(found).__name__, "Return another torch.optim.Optimizer, or None for train.optimizer."
+    if not hasattr(found, "param_groups"):
+        raise ConfigError(
+            f"run.task: optimizer() returned a {name}. {instead} A schedule of learning rates is "
+            f"train.warmup and train.decay, or optimizer(self, parameters, round)."
+        )
+    required = [p for p in inspect.signature(found.step).parameters.values() if p.default is p.empty]
+    if any(p.kind in (p.POSITIONAL_ONLY, *NAMED) for p in required):
+        raise ConfigError(
+            f"run.task: optimizer() returned {name}, whose step() wants a closure that computes the loss "
+            f"anew, and a step here has one gradient. {instead}"
+        )
+    if isinstance(found, SparseAdam):
+        raise ConfigError(f"run.task: optimizer() returned {name}, and gradients are dense here. {instead}")
 
 
 def asked(method: Callable[..., Any], given: tuple[str, ...], offered: dict[str, Any]) -> dict[str, Any]:

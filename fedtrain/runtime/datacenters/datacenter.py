@@ -27,6 +27,7 @@ from ...training.elastic import Leave, Left
 from ...training.engine import Step, over, steps_in_round
 from ...training.mesh import Mesh, Sizes, joined
 from ...training.optimizers import schedule
+from ...training.parallel.alike import check_training
 from ...training.parallel.data import Dealt, data_of, pool_of, sites_of
 from ...training.parallel.engine import MeshEngine
 from ...training.parallel.outer import Outer
@@ -115,8 +116,10 @@ class Datacenter:
             everything, config.train, config.run.seed, self.name, mesh.data_rank, mesh.data_ranks,
             collate_of(task), config.parallel.readers, mesh.device,
         )  # fmt: skip
+        check_training(task, self.sites, self.data, mesh)
         self.engine = MeshEngine(
-            task, config, mesh, example=self.data.example(), correct=None if as_sites else self.correct,
+            task, config, mesh, example=self.data.example() if mesh.sizes.pp > 1 else None,
+            correct=None if as_sites else self.correct,
             shares=strategy.shares if strategy is not None and as_sites else None,
         )  # fmt: skip
         self.engine.steps.factor = schedule(config.train, self._steps_in_all())

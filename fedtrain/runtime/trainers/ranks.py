@@ -37,6 +37,7 @@ from ...training.devices import backend_of, device_of_rank, record_collectives, 
 from ...training.engine import weighs_items
 from ...training.examples import examples_of
 from ...training.mesh import Mesh, Sizes
+from ...training.parallel.alike import check
 from ...training.parallel.data import Dealt
 from ...training.parallel.engine import MeshEngine
 from ...training.task import Task, collate_of, folder_of, load_task, user_code
@@ -198,7 +199,10 @@ class RankGroup:
 
     def _engine_for(self, data: Dealt | None) -> MeshEngine:
         if self._engine is None:
-            example = data.example() if data is not None else None
+            example = None
+            if data is not None:
+                data.first = check(self.task, data.examples, self.mesh, "data()")
+                example = data.example() if self.mesh.sizes.pp > 1 else None
             self._engine = MeshEngine(
                 self.task, self.config, self.mesh, example=example, correct=self._correct
             )

@@ -166,12 +166,14 @@ def part_of(batch: Batch, plan: Plan, mesh: Mesh) -> tuple[Batch, int]:
         return rebuilt(value, part)
 
     mine = part(batch)
-    if len(lengths) != 1 or (length := lengths.pop()) % mesh.sizes.cp:
+    if len(lengths) != 1 or min(lengths) % mesh.sizes.cp:
         raise TaskError(
-            f"parallel.cp: sequences of {sorted(lengths) or 'no'} length can't be cut into {mesh.sizes.cp} "
-            f"equal parts along dimension {plan.length}."
+            f"parallel.cp: sequences of length {' and '.join(map(str, sorted(lengths))) or 'unknown'} along "
+            f"dimension {plan.length} can't be cut into {mesh.sizes.cp} equal parts. Let data() give "
+            f"sequences of one length, a multiple of {mesh.sizes.cp}; Plan(length=...) says which dimension "
+            f"that is."
         )
-    return mine, length
+    return mine, min(lengths)
 
 
 def check_parts(

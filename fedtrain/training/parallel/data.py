@@ -25,7 +25,18 @@ from ..mesh import Mesh
 from ..partition import SimulatedSites
 from ..sampler import Draws, Order, Sampler, in_order, share_of
 from ..task import Task
-from .reading import CPU, Choice, LoaderChoice, ReadAhead, Share, can_be_read_apart
+from .alike import Check
+from .reading import (
+    CPU,
+    Choice,
+    LoaderChoice,
+    ReadAhead,
+    Share,
+    ShareReader,
+    can_be_read_apart,
+    too_few,
+    too_few_in_loader,
+)
 
 
 class Dealt:
@@ -40,6 +51,7 @@ class Dealt:
         """`name`: whose data it is; a part of the seed of its order. `collate`: as of examples_of. `readers`:
         processes that read ahead; `device`: where what they read is to be."""
         self.examples = examples_of(data, collate)
+        self.first: Check | None = None  # compares a stream's first batch among ranks
         self.train, self.run_seed, self.name, self.rank, self.ranks = train, run_seed, name, rank, ranks
         self._readers, self._device = readers, device
         # The dataset's own order, where it has one (of shards, say); else all examples shuffled.
@@ -55,7 +67,15 @@ class Dealt:
     def example(self) -> Batch | None:
         """Some examples, for whoever must see a batch beforehand; None of a stream."""
         if isinstance(self.examples, Stream):
-            return None
+            loader: Any = self.examples.source
+            if not can_be_read_apart(loader) or loader.batch_size is None:
+                return None
+            most = min(loader.batch_size, len(loader.dataset))
+            if most < self.ranks:
+                raise too_few_in_loader(most, self.ranks)
+            with Draws(0):
+                rows = [*range(most // self.ranks)]
+                return ShareReader(loader.dataset, loader.collate_fn)[self.run_seed, rows]
         size = min(self.train.batch_size or self.examples.count, self.examples.count)
         return self.examples.take(torch.arange(size // self.ranks))
 
@@ -77,6 +97,9 @@ class Dealt:
     def take(self) -> list[Share]:
         """The batches of the next optimizer step: this rank's share of each, None where it has none, and how
         many examples all ranks' shares hold together. The last step of an epoch may have fewer."""
+        if isinstance(self._feed, Streamed):
+            check, self.first = self.first, None
+            return self._feed.take(check)
         if not isinstance(self._feed, Sampler):
             return self._feed.take()
         assert not isinstance(self.examples, Stream), "a stream has no sampler"
@@ -103,6 +126,8 @@ class Dealt:
         if not (count := self.examples.count):
             raise TaskError(f"{self.name} has no examples: data() is empty")
         size = min(train.batch_size or count, count)
+        if count < ranks:
+            raise too_few(f"data() gives {count} example{'s' * (count > 1)} in all", ranks)
         if size < ranks:
             raise ConfigError(
                 f"train.batch_size: {size} examples can't be shared by {ranks} data-parallel ranks. "
@@ -140,7 +165,8 @@ class Streamed:
         self._pass: Iterator[Batch] | None = None
         self._next: list[Batch] = []  # read ahead, so that the end of a pass is seen with its last batch
 
-    def take(self) -> list[Share]:
+    def take(self, check: Check | None = None) -> list[Share]:
+        """The batches of the next step. `check`: of the first one."""
         if self._pass is None:
             own, seed, epoch = self._draws, self.seed, self.epoch
             draws = (own or Draws(seed_of(seed, epoch, number)) for number in count())
@@ -149,6 +175,8 @@ class Streamed:
             if not self._next:
                 raise TaskError("data() gave its batches only once: return a list or a DataLoader")
         step = [*self._next, *islice(self._pass, self.train.accumulate - 1)]
+        if check is not None:
+            check.batch(step[0])
         self._next = list(islice(self._pass, 1))
         self._taken += len(step)
         if not self._next:

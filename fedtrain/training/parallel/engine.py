@@ -32,6 +32,7 @@ from ..mesh import Mesh, is_dtensor
 from ..optimizers import TorchOptimizer, of_parameters, with_all_cores
 from ..task import Task, mean_and_weight, user_code
 from ..tensors import Shares, kept_at_a_site
+from .alike import check
 from .context import Gathered, check_parts, in_parts
 from .data import Dealt
 from .families import plan_of
@@ -42,7 +43,17 @@ from .reading import Share, read_once
 from .sharded import ShardedModel, digest_of_model, local, pieces
 from .shared_mean import SharedMean
 from .streamed import StreamedModel
-from .wrap import Loss, check_compiler, data_parallel, is_fsdp, save_memory, split_tensors, with_autocast
+from .wrap import (
+    Loss,
+    check_compiler,
+    data_parallel,
+    in_our_words,
+    is_fsdp,
+    save_memory,
+    split_tensors,
+    with_autocast,
+    with_dense_gradients,
+)
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -71,6 +82,7 @@ class MeshEngine(Trainable, ShardedModel):
         streams = self.parallel.zero >= 2 and mesh.sizes.tp == mesh.sizes.pp == 1
         streamed = StreamedModel.of(task, self.run_seed, mesh.device) if streams else None
         model = streamed.model if streamed is not None else build_model(task, self.run_seed, mesh.device)
+        with_dense_gradients(model)
         self.kept = kept_at_a_site(model, shares)  # names of tensors that no gather() has
         schema, frozen = Schema.of(model, without=self.kept), Schema.of(model, frozen=True)
         digest = digest_of_model(model)
@@ -124,12 +136,19 @@ class MeshEngine(Trainable, ShardedModel):
                 raise ConfigError("parallel.comm_hook: with plain data parallelism: zero 0 or 1, no tp, pp.")
             return [model], [root]
         if example is None:
-            raise ConfigError("parallel.pp: data() is a stream; a pipeline needs to see a batch beforehand")
-        from .pipeline import Pipeline, inputs_of, stages_of
+            raise ConfigError(
+                "parallel.pp: data() gives a stream, and a pipeline needs to see a batch beforehand. Return "
+                "tensors, a Dataset, or a DataLoader over a Dataset with a batch_size."
+            )
+        from .outside import inputs_of
+        from .pipeline import Pipeline, check_stages, names_of_parameters, stages_of
 
-        micro = examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp)
-        inputs = inputs_of(self.task.loss, cut(example, 0, max(1, micro)))
+        micro = max(1, examples_in(example) // (config.microbatches or 2 * mesh.sizes.pp))
+        has, names = frozenset(dir(model)), names_of_parameters(model)
+        inputs = inputs_of(self.task.loss, cut(example, 0, micro), has)
         stages = stages_of(model, self.plan, config, mesh, inputs)
+        check_stages(names, stages, mesh)
+        traced = micro if self.plan.stage is None and not isinstance(model, nn.Sequential) else 0
         loss.model = nn.Module()  # what this rank has no stage of is given back
         for stage in stages.values():
             if whole:
@@ -139,7 +158,7 @@ class MeshEngine(Trainable, ShardedModel):
             save_memory(units, config, again)
             with_autocast(stage, self._autocast)
             data_parallel(stage, units, config, mesh, self.config.precision)
-        self._pipeline = Pipeline(loss.of, stages, config, mesh)
+        self._pipeline = Pipeline(loss.of, stages, config, mesh, has, traced)
         return [*stages.values()], [*stages.values()]
 
     @contextmanager
@@ -180,7 +199,7 @@ class MeshEngine(Trainable, ShardedModel):
         if self._gathered is not None and self._pipeline is None and not self._limited:
             with user_code(self._folder, doing):
                 self._check_parts(self.present(group[0][0]), self._gathered)
-        with user_code(self._folder, doing), self._counting():
+        with user_code(self._folder, doing), in_our_words(self.parallel), self._counting():
             for i, (batch, _) in enumerate(group):  # a device holds one batch at a time
                 counts = batch is not None and examples_in(batch) > 0
                 with self._syncing(i == len(group) - 1), self._context(self.present(batch)) as present:
@@ -205,6 +224,8 @@ class MeshEngine(Trainable, ShardedModel):
         for p in self.trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            elif p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
             elif is_dtensor(p.grad) and p.grad.placements != p.placements:  # type: ignore[attr-defined]  # a DTensor
                 # With tp, the gradient of a replicated parameter may be in parts, that of a cut one whole.
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]  # a DTensor
@@ -319,7 +340,10 @@ class MeshEngine(Trainable, ShardedModel):
         if batch is not None:
             self._stand_in = self.here(batch)
         if self._stand_in is None:
-            raise ConfigError("train.batch_size: fewer examples than data-parallel ranks in the first step")
+            raise ConfigError(
+                "train.batch_size: the first step has fewer examples than there are data-parallel ranks. "
+                "Raise it; where data() gives ready batches, make those larger; or start fewer ranks."
+            )
         return self._stand_in
 
     # --- what it costs
@@ -358,13 +382,14 @@ class MeshEngine(Trainable, ShardedModel):
         return self._over_all_ranks(mine, apart) or {"loss": (0.0, 0.0)}
 
     def measure(self, batch: Batch) -> Metrics:
-        if self._pipeline is not None:
-            found: Metrics | None = self._pipeline.forward(batch, self.metrics)
-            return found or {}
-        if is_fsdp(root := self._roots[0]):  # only through it are the shards of the whole model gathered
-            metrics: Metrics = root(batch, self.metrics)  # type: ignore[operator]  # a module as well
-            return metrics
-        return self.metrics(self.parts[0], batch)
+        with in_our_words(self.parallel):
+            if self._pipeline is not None:
+                found: Metrics | None = self._pipeline.forward(batch, self.metrics)
+                return found or {}
+            if is_fsdp(root := self._roots[0]):  # only through it are the shards of the whole model gathered
+                metrics: Metrics = root(batch, self.metrics)  # type: ignore[operator]  # a module as well
+                return metrics
+            return self.metrics(self.parts[0], batch)
 
     def share_buffers(self) -> None:
         """Running statistics, BatchNorm's say, are each rank's own; those of the first are committed."""
@@ -384,7 +409,8 @@ class MeshEngine(Trainable, ShardedModel):
         ranks, rank = ranks * sizes.cp, rank * sizes.cp + at["cp"]
         examples, seed = examples_of(dataset, self._collate), seed_of(self.run_seed, "evaluate")
         readers, size = self.parallel.readers, self.config.eval_batch_size
-        return read_once(examples, size, seed, rank, ranks, readers, self.device)
+        first = check(self.task, examples, self.mesh, "the data to evaluate on", everywhere=not apart)
+        return read_once(examples, size, seed, rank, ranks, readers, self.device, first)
 
     def _over_all_ranks(self, mine: Metrics, apart: bool) -> Metrics:
         group = self.mesh.group(self.mesh.axes()) if apart else None

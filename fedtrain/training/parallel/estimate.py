@@ -13,13 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...config import Config
 from ...schema import is_frozen, unique_tensors
-from ..batches import cut, examples_in
+from ..batches import Batch, cut, examples_in, rebuilt
 from ..building import build_model
 from ..examples import Stream, examples_of
 from ..mesh import Sizes
 from ..optimizers import OPTIMIZERS
 from ..task import Task, collate_of, folder_of, load_task, mean_and_weight, user_code
-from .data import sites_of
+from .data import pool_of, sites_of
 from .families import plan_of
 from .offload import BUCKET_BYTES
 from .plan import Plan
@@ -102,23 +102,29 @@ def _activations(model: nn.Module, plan: Plan, task: Task, config: Config, data:
         return tensor
 
     examples = examples_of(data, collate_of(task))
+    size = config.train.batch_size or (0 if isinstance(examples, Stream) else examples.count)
     if isinstance(examples, Stream):
         batch = next(iter(examples.batches(config.train.batch_size, False, None)))
-        batch = cut(batch, 0, min(2, examples_in(batch)))
+        size = examples_in(batch)
+        batch = _copied(cut(batch, 0, min(2, size)))  # else the whole of it is kept
     else:
         batch = examples.take(torch.arange(min(2, examples.count)))
     with user_code(folder_of(task), "the estimate"), saved_tensors_hooks(note, lambda tensor: tensor):
         loss, _ = mean_and_weight(task.loss(model, batch), batch)  # its graph lives until we have counted
         sampled = sum(kept.values())
     del loss
-    size = config.train.batch_size or (0 if isinstance(examples, Stream) else examples.count)
     mine = -(-max(1, size) // (sizes.dp if config.parallel.sync == "step" else sizes.dp_shard))
     return sampled * mine // max(1, examples_in(batch)) // (sizes.pp * sizes.tp * sizes.cp)
+
+
+def _copied(batch: Batch) -> Batch:
+    return batch.clone() if isinstance(batch, torch.Tensor) else rebuilt(batch, _copied)
 
 
 def planned(config: Config, ranks: int, data_dir: Path | None = None) -> tuple[str, dict[str, int]]:
     """The mesh of so many ranks, and the bytes that the one with most will want, by what they are for."""
     task = load_task(config.run.task, config.root, data_dir)
     sites = sites_of(task, config, 1)
-    memory = estimate(task, config, ranks, sites.data(sites.names[0]))
+    shared = config.parallel.sync == "step"
+    memory = estimate(task, config, ranks, pool_of(sites) if shared else sites.data(sites.names[0]))
     return str(Sizes.of(config.parallel, ranks)), {**asdict(memory), "total": memory.total}

@@ -1,15 +1,10 @@
-"""A model cut into stages, and a task's loss run through them.
-
-A task knows nothing of stages: its loss calls model(x) and makes a number of what comes back. So the first
-stage runs the loss with a stand-in that takes down x and goes no further, and the last stage runs it with
-one that gives the pipeline's output back.
-"""
+"""A model cut into stages, and a task's loss run through them (outside.py)."""
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +12,11 @@ from torch import nn
 from torch.distributed import pipelining
 
 from ...config import ParallelConfig
-from ...errors import ConfigError, TaskError
+from ...errors import ConfigError, TaskError, some
 from ..batches import Batch, cut, examples_in, tensors_in
+from ..collectives import everyones
 from ..mesh import Mesh
+from .outside import Call, Replay, inputs_of
 from .plan import Plan
 from .stage import TypedStage
 
@@ -31,7 +28,6 @@ SCHEDULES: dict[str, Any] = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
 FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")  # what an evaluation does of a schedule
-Call = Callable[[nn.Module, Batch], Any]  # the task's loss, or its evaluate
 # (what loss() returned, its batch, where that begins in the whole) -> what backward starts from. May come
 # twice for one microbatch: the first step begins with a rehearsal, from which stages learn their shapes.
 Measured = Callable[[Any, Batch, int], torch.Tensor]
@@ -40,9 +36,14 @@ Measured = Callable[[Any, Batch, int], torch.Tensor]
 class Pipeline:
     """This rank's stages, and schedules for each shape of batch that came."""
 
-    def __init__(self, loss: Call, stages: dict[int, nn.Module], config: ParallelConfig, mesh: Mesh) -> None:
-        """`stages`: by number, in order, those of this rank; wrapped already."""
-        self.loss, self.stages, self.config, self.mesh = loss, stages, config, mesh
+    def __init__(
+        self, loss: Call, stages: dict[int, nn.Module], config: ParallelConfig, mesh: Mesh,
+        has: Container[str] = (), traced: int = 0,
+    ) -> None:  # fmt: skip
+        """`stages`: by number, in order, those of this rank; wrapped already. `has`: as of Outside. `traced`:
+        they take so many examples at once, neither more nor fewer; 0: any number."""
+        self.loss, self.stages, self.config, self.mesh, self.has = loss, stages, config, mesh, has
+        self.traced = traced
         self.group = mesh["pp"].get_group()
         self.number = stages_in_all(config)
         self.first, self.last = 0 in stages, self.number - 1 in stages
@@ -57,21 +58,33 @@ class Pipeline:
         given: dict[str, Any] = {"return_outputs": False}
         if self.last:
             given["target"] = torch.arange(examples_in(batch))
-        schedule.step(*(inputs_of(self.loss, batch) if self.first else ()), **given)
+        schedule.step(*(inputs_of(self.loss, batch, self.has) if self.first else ()), **given)
         self._present = None
 
     def forward(self, batch: Batch, call: Call) -> Any:
         """What `call(model, batch)` gives, at the last stage's rank; None at others. Without gradients."""
-        schedule = self._schedule(batch, 1, training=False)
-        output = schedule.eval(*(inputs_of(call, batch) if self.first else ()))
-        return call(Replay(output), batch) if self.last else None
+        schedule, n = self._schedule(batch, 1, training=False), examples_in(batch)
+        inputs = inputs_of(call, batch, self.has, training=False) if self.first else ()
+        if not self.traced:
+            output = schedule.eval(*inputs)
+        else:
+            starts = range(0, n, self.traced)
+            parts = [schedule.eval(*(exactly(t, start, self.traced) for t in inputs)) for start in starts]
+            output = joined(parts, n) if self.last else None
+        return call(Replay(output, self.has, training=False), batch) if self.last else None
 
     def _schedule(self, batch: Batch, count: int, *, training: bool) -> Any:
         n = examples_in(batch)
         if n % count:
             raise TaskError(
                 f"a pipeline's microbatches are of one size, but {n} examples can't be cut into {count}. "
-                f"Set parallel.microbatches to a divisor, train.batch_size to a multiple, drop_last = true."
+                f"Set parallel.microbatches to a divisor, or train.batch_size to a multiple of it times the "
+                f"data-parallel ranks and drop_last = true (where data() gives a DataLoader, its own)."
+            )
+        if training and self.traced not in (0, n // count):
+            raise TaskError(
+                f"the model was traced for microbatches of {self.traced} examples, and here they have "
+                f"{n // count}. Set drop_last = true, or cut the model by the stage() of a parallel_plan()."
             )
         key = training, count, *(tuple(t.shape) for t in tensors_in(batch))
         if key not in self._schedules:
@@ -94,46 +107,20 @@ class Pipeline:
         batch, measured = self._present
         start, stop = int(which[0]), int(which[-1]) + 1
         micro = cut(batch, start, stop)
-        return measured(self.loss(Replay(output), micro), micro, start)
+        return measured(self.loss(Replay(output, self.has), micro), micro, start)
 
 
-# --- A task's loss, in two halves
+def exactly(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    """So many examples from `start` on, the last one again and again where there are fewer."""
+    part = tensor[start : start + size]
+    return torch.cat([part, *[part[-1:]] * (size - len(part))])
 
 
-class ModelCalled(BaseException):
-    """The task called its model: all that was wanted of it."""
-
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
-        self.inputs = inputs
-
-
-class StandIn(nn.Module):
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        if named:
-            raise TaskError(
-                f"in a pipeline the model is called with positional tensors, not {', '.join(sorted(named))}="
-            )
-        raise ModelCalled(inputs)
-
-
-class Replay(nn.Module):
-    """A model whose output is known."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.output
-
-
-def inputs_of(call: Call, batch: Batch) -> tuple[Any, ...]:
-    """What the task's loss, or evaluate, calls its model with."""
-    try:
-        call(StandIn(), batch)
-    except ModelCalled as called:
-        return called.inputs
-    raise TaskError("loss() never called its model: a pipeline has nothing to run")
+def joined(outputs: list[Any], count: int) -> Any:
+    """The first `count` examples of what several calls gave: tensors, or tuples of them."""
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat(outputs)[:count]
+    return tuple(joined([*each], count) for each in zip(*outputs, strict=True))
 
 
 # --- A model, in stages
@@ -152,7 +139,7 @@ def stages_of(
         own = {i: copy.deepcopy(model) for i in mine[:-1]} | {mine[-1]: model}
         return {i: plan.stage(own[i], range(*cuts[i : i + 2]), i == 0, i == number - 1) for i in mine}
     if isinstance(model, nn.Sequential):
-        named = list(model.named_children())
+        named = list(model._modules.items())  # named_children() leaves out one that is there twice
         cuts = even_cuts([sum(p.numel() for p in child.parameters()) for _, child in named], number)
         return {i: nn.Sequential(OrderedDict(named[cuts[i] : cuts[i + 1]])) for i in mine}
     if mesh.sizes.tp > 1:
@@ -167,6 +154,32 @@ def stages_of(
     begins = pipelining.SplitPoint.BEGINNING
     traced = pipelining.pipeline(model, micro, split_spec={names[at]: begins for at in starts})
     return {i: traced.get_stage_module(i) for i in mine}
+
+
+def names_of_parameters(model: nn.Module) -> dict[str, str]:
+    """Each name of a parameter -> the first one of the same."""
+    firsts: dict[nn.Parameter, str] = {}
+    return {name: firsts.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def check_stages(names: Mapping[str, str], stages: Mapping[int, nn.Module], mesh: Mesh) -> None:
+    """ConfigError on all ranks where a parameter is in two stages, which would each train their own, or in
+    none. `names`: of the whole model's parameters, see names_of_parameters."""
+    mine = [[name for name, _ in s.named_parameters(remove_duplicate=False)] for s in stages.values()]
+    everyone = everyones(mine, list[list[str]], mesh["pp"].get_group(), mesh.device)
+    has = [{name for name in each if name in names} for rank in everyone for each in rank]
+    found = Counter(first for each in has for first in {names[name] for name in each})
+    for first, stages_with_it in found.items():
+        if stages_with_it > 1:
+            known = sorted({n for each in has for n in each if names[n] == first})
+            what = f"{' and '.join(known)} are one parameter" if known[1:] else f"{first} is one parameter"
+            raise ConfigError(
+                f"parallel.pp: {what}, which {stages_with_it} stages would each train for itself. Give the "
+                f"layers parameters of their own, have one stage hold them all, or use parallel.zero or tp "
+                f"in place of pp."
+            )
+    if left := [name for name in dict.fromkeys(names.values()) if name not in found]:
+        raise ConfigError(f"parallel.pp: no stage has {some(left)}. Let the plan's stage() keep names.")
 
 
 def stages_in_all(config: ParallelConfig) -> int:

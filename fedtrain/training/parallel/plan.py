@@ -35,5 +35,5 @@ class Plan:
                     f"{', '.join(name for name, _ in model.named_children())}."
                 ) from None
         if isinstance(model, nn.Sequential):
-            return [child for child in model if any(True for _ in child.parameters())]
+            return [child for child in model.children() if any(True for _ in child.parameters())]
         return []

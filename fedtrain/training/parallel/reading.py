@@ -16,10 +16,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ...digest import seed_of
+from ...errors import ConfigError
 from ..batches import Batch, cut, examples_in, move
 from ..devices import seed_all
 from ..examples import Examples, Items, Stream
 from ..sampler import BatchShare, Draws, share_of
+from .alike import Check
 from .sendable import sendable
 
 AHEAD = 2  # shares that each process has ready
@@ -77,7 +79,23 @@ class LoaderChoice:
         draws = (self._draws or Draws(seed_of(self.seed, self.epoch, number)) for number in count())
         found = chosen_by(self.examples.source, draws)
         self.examples.count = sum(map(len, found))
+        if (most := max(map(len, found), default=0)) < self.ranks:  # some rank would read on for ever
+            raise too_few_in_loader(most, self.ranks)
         return found
+
+
+def too_few(what: str, ranks: int) -> ConfigError:
+    """Each rank wants an example of a batch."""
+    return ConfigError(
+        f"{what}, and examples of a batch are shared by {ranks} data-parallel rank{'s' * (ranks > 1)}. Make "
+        f"the batches or the data larger (a DataLoader's drop_last leaves out what fills no batch), or start "
+        f"fewer ranks."
+    )
+
+
+def too_few_in_loader(most: int, ranks: int) -> ConfigError:
+    what = f"data() gives a DataLoader whose batches have {most} example{'s' * (most != 1)} at most"
+    return too_few(what, ranks)
 
 
 def chosen_by(loader: Any, draws: Iterable[Draws]) -> list[list[int]]:
@@ -160,16 +178,19 @@ def read(
 
 
 def read_once(
-    examples: Examples, size: int, seed: int, rank: int, ranks: int, readers: int, device: torch.device
-) -> Iterator[tuple[Batch, bool]]:
+    examples: Examples, size: int, seed: int, rank: int, ranks: int, readers: int, device: torch.device,
+    first: Check | None = None,
+) -> Iterator[tuple[Batch, bool]]:  # fmt: skip
     """All examples once, as far as they are this rank's: (batch, whether it counts).
 
     There are as many batches on every rank, for a forward pass may be a collective. `size`: of a rank's
-    batch, where the data has none of its own.
+    batch, where the data has none of its own. `first`: see Dealt.
     """
     loader: Any = examples.source if isinstance(examples, Stream) else None
     if isinstance(examples, Stream) and not can_be_read_apart(loader):
-        for batch in examples.batches(size, False, None):
+        for number, batch in enumerate(examples.batches(size, False, None)):
+            if first is not None and number == 0:
+                first.batch(batch)
             low, high = share_of(examples_in(batch), rank, ranks)
             yield (cut(batch, low, high) if high > low else cut(batch, 0, 1)), high > low
         return

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...config import ParallelConfig
-from ...errors import ConfigError, some
+from ...errors import ConfigError, TaskError, some
 from ..batches import Batch
 from ..mesh import Mesh
 from ..precision import NARROW
@@ -93,6 +93,44 @@ def _share_again(model: nn.Module, first: str, others: list[str]) -> None:
             )
         module, _, parameter = name.rpartition(".")
         model.get_submodule(module).register_parameter(parameter, one)
+
+
+def with_dense_gradients(model: nn.Module) -> None:
+    """Ranks exchange dense gradients alone; a site of one process adds sparse ones into a dense vector."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
+
+
+@contextmanager
+def in_our_words(config: ParallelConfig) -> Iterator[None]:
+    """What torch says of a task that doesn't go with a setting, with the setting and what to change."""
+    try:
+        yield
+    except RuntimeError as e:
+        for torchs, ours in _WORDS.items():
+            if torchs in str(e) and (ours is not _SHAPE or config.tp > 1):
+                setting = f"parallel.tp = {config.tp}" if config.tp > 1 else f"parallel.zero = {config.zero}"
+                raise TaskError(ours.format(setting=setting, tp=config.tp, torchs=e)) from e
+        raise
+
+
+_SHAPE = (
+    "parallel.tp = {tp}: {torchs}. A rank has a part of a layer's columns: choose a tp that divides heads "
+    "and widths, and let forward() take the number of its heads from what it is given."
+)
+_WORDS = {
+    "mixed torch.Tensor and DTensor": (
+        "{setting}: loss() or evaluate() computes with parameters of the model, of which each rank has a "
+        "part there. For a term on the weights set train.weight_decay, or use zero = 2 or less without tp. "
+        "Where it is an output that a plan leaves in parts, gather it: output_layouts=Replicate()."
+    ),
+    "Expected to have finished reduction in the prior iteration": (
+        "parallel.find_unused: some parameters had no part in a step's loss. Set parallel.find_unused = "
+        "true, or freeze those that never have one (requires_grad = False)."
+    ),
+    "is invalid for input of size": _SHAPE,
+}
 
 
 def save_memory(units: list[nn.Module], config: ParallelConfig, within: Within | None = None) -> None:
@@ -190,6 +228,7 @@ def data_parallel(
         for unit in units:
             replicate(unit, mesh=flat)
         replicate(root, mesh=flat)  # in place, as fully_shard
+        with_unused(root)
         return root
     from torch.nn.parallel import DistributedDataParallel
 
@@ -239,7 +278,14 @@ def _sharded(
             mp_policy=policy,
             offload_policy=offload,
         )
+    with_unused(root)
     return root
+
+
+def with_unused(root: nn.Module) -> None:
+    """Have ranks exchange gradients of the same parameters in each step, whichever their losses asked for."""
+    if is_fsdp(root):
+        root.set_reduce_scatter_unused_params(True)
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
