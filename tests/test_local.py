@@ -532,7 +532,11 @@ def test_the_learning_rate_goes_on_from_round_to_round_and_ends_with_the_run(opt
 
 
 def test_a_stream_whose_length_nobody_knows_can_have_no_schedule():
-    batches = DataLoader(TensorDataset(*examples(16)), batch_size=8)
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return zip(*examples(16), strict=True)
+
+    batches = DataLoader(Stream(), batch_size=8)
     with pytest.raises(ConfigError, match=r"train\.warmup, train\.decay: .* Set train\.local_steps"):
         train(Small(), replace(CONFIG, decay="cosine"), batches)
     update = train(Small(), replace(CONFIG, decay="cosine", local_steps=3), batches)

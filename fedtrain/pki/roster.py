@@ -254,11 +254,11 @@ class Roster:
 
     def _withhold(self, peer: SiteId, number: int, data: bytes) -> None:
         """Keep the entry of one that was struck off, where it is the newest."""
-        have = -1
+        newest = -1
         if peer in self._withheld:
             with suppress(CertificateError):
-                have = check(self._withheld[peer], self._verifier, self._federation)[1]
-        if number > have:
+                newest = check(self._withheld[peer], self._verifier, self._federation)[1]
+        if number > newest:
             self._withheld[peer] = data
 
     def admit(self, key: bytes, data: bytes) -> Contact:
