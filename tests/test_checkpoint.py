@@ -298,7 +298,7 @@ def test_a_checkpoint_of_a_later_format_says_so(tmp_path):
     text = json.dumps(body, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
     file.write_text(f'{{"sha256":"{digest}","manifest":{text}}}')
-    with pytest.raises(StoreError, match="has format 3; this fedtrain reads 2"):
+    with pytest.raises(StoreError, match="has format 3; this fedtrain reads 1 and 2"):
         checkpoints(tmp_path).load(Run())
 
 

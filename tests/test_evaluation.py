@@ -21,6 +21,7 @@ from fedtrain.runtime.star import asynchronous
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.transport.memory import LocalCohort
 from tests.allowed import allowed
+from tests.limits import bounded
 from tests.peers import Toy
 from tests.peers import village as peers_of
 from tests.test_asynchronous import begun
@@ -96,13 +97,13 @@ def test_a_peer_and_an_asynchronous_run_name_the_nearest_metric_too(tmp_path):
             async def start(scratch):
                 return Measures(0.0, 0.0)
 
-            cfg = village.config(run={"rounds": 2}, evaluate={"every": 1, "metric": "los"},
+            cfg = village.config(evaluate={"every": 1, "metric": "los"},
                                  network={"listen": f"127.0.0.1:{village.ports['a']}"})  # fmt: skip
             village.start("b")
             await peer.run(allowed(cfg, "a", masks=False), "a", emit=Events(), start_trainer=start)
 
     with pytest.raises(ConfigError, match="Did you mean 'loss'"):
-        asyncio.run(alone())
+        bounded(alone())
     cfg = config(tmp_path, asynchronous={"enabled": True}, secagg={"enabled": False},
                  evaluate={"every": 1, "metric": "los"})  # fmt: skip
     store, strategy = begun(cfg)

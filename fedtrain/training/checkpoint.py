@@ -33,7 +33,7 @@ from ..config.values import changes
 from ..errors import StoreError, Unreadable
 from .checkpoint_plans import PlanFailed, everyone_of, first_of, read, write
 from .checkpoint_storage import LoadPlanner, Reader, SavePlanner, Writer
-from .manifest import Manifest, check, newest, read_manifest, verify
+from .manifest import WITHOUT_RUN, Manifest, check, newest, read_manifest, verify
 from .places import place_of
 
 Tree = dict[str, Any]  # nested dicts; leaves are tensors, DTensors or plain values
@@ -200,7 +200,8 @@ class Checkpoints:
                 raise
             except StoreError as e:
                 return None, [str(e).rstrip(".")]
-            if self.run and (changed := changes(found.run, self.run)):
+            known = self.run and found.format != WITHOUT_RUN
+            if known and (changed := changes(found.run, self.run)):
                 raise StoreError(
                     f"{name} in {self.place} is of a run of other settings: {changed}. Change them back, "
                     f"give the new run its own run.name, or move the checkpoints away to begin anew."
@@ -219,14 +220,19 @@ class Checkpoints:
 
     def _read(self, manifest: Manifest, name: str, states: Stateful | Mapping[str, Stateful]) -> None:
         tree = _tree(states)
+        there = (
+            tree if manifest.format != WITHOUT_RUN else _known(tree, {*map(tuple, manifest.paths.values())})
+        )
         reader = Reader(self.place, manifest, name)
         try:
-            read(tree, reader, LoadPlanner(), self._group)
+            read(there, reader, LoadPlanner(), self._group)
         except PlanFailed as e:
             raise StoreError(
                 f"{name} in {self.place} is of another model or optimizer: {e}. "
                 f"Restore the task and [train] as they were, or name another checkpoint.dir."
             ) from e
+        _fill(there, tree)
+        tree = there
         if isinstance(states, Stateful):
             states.load_state_dict(tree)
         else:
@@ -313,3 +319,23 @@ def _gathered(tree: Tree) -> Tree:
         else:
             found[key] = value
     return found
+
+
+def _known(tree: Tree, paths: set[tuple[str | int, ...]], at: tuple[str | int, ...] = ()) -> Tree:
+    """The tree without plain values that a format of before does not have. A tensor must be there."""
+    found: Tree = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found[key] = _known(value, paths, (*at, key))
+        elif isinstance(value, torch.Tensor) or (*at, key) in paths:
+            found[key] = value
+    return found
+
+
+def _fill(tree: Tree, present: Tree) -> None:
+    """Give the tree the values that it lacks, as they are at present."""
+    for key, value in present.items():
+        if isinstance(value, dict):
+            _fill(tree[key], value)
+        else:
+            tree.setdefault(key, value)

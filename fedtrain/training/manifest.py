@@ -18,6 +18,7 @@ from .places import Place
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+WITHOUT_RUN = 1  # the format of before, whose run nobody knows but by the folder where it lies
 DTYPES = {  # torch's name -> safetensors'
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
@@ -51,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """All that a checkpoint is, but its tensors' bytes."""
 
     format: int = FORMAT
-    run: dict[str, str]  # the settings that make a run what it is; {} of a program that has none
+    run: dict[str, str] = {}  # the settings that make a run what it is; {} of a program that has none
     step: int
     ranks: int  # that wrote it
     created: float  # seconds since 1970, for people
@@ -81,8 +82,8 @@ def read_manifest(place: Place, name: str) -> Manifest:
         body = bytes(sealed.manifest)
         if hashlib.sha256(body).hexdigest() != sealed.sha256:
             raise StoreError(f"{where} is damaged: its digest is not {sealed.sha256[:12]}…")
-        if (found := msgspec.json.decode(body, type=dict).get("format")) != FORMAT:
-            raise StoreError(f"{where} has format {found}; this fedtrain reads {FORMAT}")
+        if (found := msgspec.json.decode(body, type=dict).get("format")) not in (WITHOUT_RUN, FORMAT):
+            raise StoreError(f"{where} has format {found}; this fedtrain reads {WITHOUT_RUN} and {FORMAT}")
         return msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise StoreError(f"{where} is damaged: {e}") from None
