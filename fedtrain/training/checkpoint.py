@@ -220,9 +220,8 @@ class Checkpoints:
 
     def _read(self, manifest: Manifest, name: str, states: Stateful | Mapping[str, Stateful]) -> None:
         tree = _tree(states)
-        there = (
-            tree if manifest.format != WITHOUT_RUN else _known(tree, {*map(tuple, manifest.paths.values())})
-        )
+        of_before = manifest.format == WITHOUT_RUN
+        there = _known(tree, {*map(tuple, manifest.paths.values())}) if of_before else tree
         reader = Reader(self.place, manifest, name)
         try:
             read(there, reader, LoadPlanner(), self._group)
@@ -232,12 +231,11 @@ class Checkpoints:
                 f"Restore the task and [train] as they were, or name another checkpoint.dir."
             ) from e
         _fill(there, tree)
-        tree = there
         if isinstance(states, Stateful):
-            states.load_state_dict(tree)
+            states.load_state_dict(there)
         else:
             for key, state in states.items():
-                state.load_state_dict(tree[key])
+                state.load_state_dict(there[key])
 
     # --- As the training loop calls it
 
