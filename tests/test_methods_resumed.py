@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -58,6 +59,7 @@ def dies(run, owner, name, time, before):
         setattr(owner, name, method)
         run()
 
+    gc.collect()  # gRPC's of tests before, whose end waits for a thread, and that would be none in a fork
     process = multiprocessing.get_context("fork").Process(target=victim)
     process.start()
     process.join(60)
