@@ -238,6 +238,10 @@ def test_a_simulated_slow_peer_does_fewer_rounds_and_a_run_in_two_parts_has_the_
     assert models(parts) == models(whole)
 
 
+def averaged_with_c(v, name):
+    return any(each["site"] == "c" for each in v.of(name, "site_state"))
+
+
 @pytest.mark.slow(5)
 def test_between_real_peers_nobody_waits_for_one_that_trains_for_ever_and_all_average_with_it(tmp_path):
     async def main():
@@ -245,10 +249,7 @@ def test_between_real_peers_nobody_waits_for_one_that_trains_for_ever_and_all_av
             for name in "abc":
                 v.start(name, pace_s=3600.0 if name == "c" else 0.01)
 
-            def averaged_with_c(name):
-                return any(each["site"] == "c" for each in v.of(name, "site_state"))
-
-            await v.until(lambda: all(v.rounds_of(name) >= 40 and averaged_with_c(name) for name in "ab"))
+            await v.until(lambda: all(v.rounds_of(name) >= 40 and averaged_with_c(v, name) for name in "ab"))
             assert v.rounds_of("c") == 0  # it answered while it trained
             for name in "abc":
                 await v.stop(name)
@@ -265,7 +266,7 @@ def test_a_real_peer_that_trains_for_ever_averages_with_one_that_came_after_its_
             await v.until(lambda: v.of("c", "round_started"))
             assert v.of("c", "round_started")[0]["sites"] == ["a", "c"]
             v.start("b")
-            await v.until(lambda: any(each["site"] == "c" for each in v.of("b", "site_state")))
+            await v.until(lambda: averaged_with_c(v, "b"))
             for name in "abc":
                 await v.stop(name)
 

@@ -116,12 +116,12 @@ def gate_of(
     bounded(gate, bounds)
     hold(gate, policy, me, examples, pins)
     if masks:
-        gate.given = {"eval_data": something} | gate.given
+        gate.given = {"eval_data": no_empty_evaluation} | gate.given
     gate.models["evaluate.every"] = one_model_a_round(ledger, masks)
     return gate
 
 
-def something(_: Request, reply: Reply) -> str:
+def no_empty_evaluation(_: Request, reply: Reply) -> str:
     """A rule: an evaluation of nothing is in no sum, which would be over fewer sites than its cohort has."""
     return NOTHING if isinstance(reply, Evaluation) and reply.of_nothing else ""
 
