@@ -19,7 +19,7 @@ from ...learning import NO_EXTRAS, Extras
 from ...messages import Evaluate, Evaluation, Failure, Metrics, Reply, Request, SiteId, Train, Update
 from ...pki.signing import ECDSA, Signer
 from ...secagg.messages import Advertise, AdvertiseEvaluation
-from ..sites.gate import something
+from ..sites.gate import no_empty_evaluation
 from ..sites.privacy import simulated_sum_key
 from ..sites.secure_site import SecureSite
 from ..star.answers import NOBODY, Counted
@@ -111,7 +111,7 @@ class MaskedCohort(CohortWrapper):
             model = await asyncio.to_thread(hash_of, first.weights, all_cores())
             async with aclosing(self._inner.exchange(inner, deadline_s)) as replies:
                 async for site, reply in replies:
-                    if why := something(requests[site], reply):
+                    if why := no_empty_evaluation(requests[site], reply):
                         yield site, Failure(reason=f"{site} refuses: {why}")
                     elif isinstance(reply, Update | Evaluation):
                         result = kept(reply) if isinstance(reply, Update) else reply
