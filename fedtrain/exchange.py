@@ -237,7 +237,6 @@ class Contact:
     peer: PeerId
     key: bytes  # CURVE public key, z85
     address: str | None = None  # host:port; None: it can't be called, it calls
-    relays: bool = False  # it forwards frames between two peers that can't be called
 
 
 class Neighbors(Protocol):

@@ -48,7 +48,7 @@ MODES: dict[str, Mode] = {
     "gossip": Mode(
         "simulate --mode gossip",
         (*EVERYWHERE, "strategy.kind", "strategy.options", "gossip", "simulate"),
-        but=("gossip.roster", "gossip.relay", "simulate.workers", "simulate.on", "privacy.where",
+        but=("gossip.roster", "simulate.workers", "simulate.on", "privacy.where",
              "evaluate.server", "evaluate.sites",
              *(f"simulate.{key}" for key in SITE_MODELS if key != "speeds")),
         keeps=(*GOSSIP, "simulate.engine"),

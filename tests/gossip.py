@@ -77,7 +77,7 @@ class Party:
         peer.start()
         self.peers[name] = peer
         address = f"127.0.0.1:{peer.port}" if peer.port else None
-        self.enrol(Contact(name, curve.public, address, relays="relay_bytes_s" in options))
+        self.enrol(Contact(name, curve.public, address))
         return peer
 
     def enrol(self, contact: Contact) -> None:

@@ -432,31 +432,6 @@ def test_s16_a_newcomer_refuses_a_state_with_nan_names_who_gave_it_and_takes_ano
     assert "w has 20 NaN or Inf of 20 values" in told[0][1]["reason"]
 
 
-def test_two_peers_that_can_not_be_called_average_with_each_other_by_a_relay(tmp_path):
-    async def main():
-        async with village(tmp_path, "abc", rounds=12, topology="ring") as v:
-            hidden = {"listen": "", "heartbeat": "1s"}
-            ends = [
-                v.start("a", network=hidden), v.start("b", network=hidden), v.start("c", gossip={"relay": 50})
-            ]  # fmt: skip
-            await asyncio.gather(*ends)
-            met = [each for each in v.of("a", "round_committed") if each["sites"] == 3]
-            assert len(met) > 6  # a heard b and c
-            assert len({v.of(name, "agreed")[-1]["digest"] for name in "abc"}) == 1
-            assert v.of("a", "agreed")[-1]["peers"] == ["a", "b", "c"]
-
-    bounded(main())
-
-
-def test_a_relay_that_can_not_be_called_is_refused(tmp_path):
-    async def main():
-        async with village(tmp_path, "ab") as v:
-            with pytest.raises(ConfigError, match=r"gossip.relay: a peer that can't be called"):
-                await v.start("a", network={"listen": ""}, gossip={"relay": 5})
-
-    bounded(main())
-
-
 def test_a_peer_that_is_alone_says_so_and_no_estimates_until_others_are_back(tmp_path):
     async def main():
         async with village(tmp_path, "abc") as v:

@@ -260,7 +260,6 @@ class GossipConfig(Settings):
     clip: Positive = 16.0  # under masks: bound on each coordinate of a model times its weight
     round_deadline: Duration = Seconds(600)  # from a peer's own start; a later neighbour is left out
     agree: bool = True  # after the last round all peers average once more, without training, to one model
-    relay: NotNegative = 0.0  # MB a second forwarded, sealed, between peers that can't be called; 0: none
     roster: str = "roster"  # folder of the peers' signed entries, relative to the configuration file
     options: dict[str, Any] = field(default_factory=dict)  # the algorithm's own keys
 

@@ -45,7 +45,6 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     federation: str
     key: bytes  # CURVE public key, z85, 40 bytes
     address: str | None = None  # host:port; None for a peer that only makes outbound connections
-    relays: bool = False  # it forwards frames between two peers that can't be called
     number: int = 0  # the claim with the highest number counts; seconds since 1970, so that a claim made on
     # a new machine, without the former files, still has a higher number
 
@@ -68,7 +67,7 @@ def check(data: bytes, verifier: Verifier, federation: str) -> tuple[Contact, in
         raise CertificateError(f"{claim.peer}: {claim.key[:50]!r} is no CURVE key in z85")
     if claim.address is not None and not is_address(claim.address):
         raise CertificateError(f'{claim.peer}: its address {claim.address[:80]!r} must be "host:port"')
-    return Contact(claim.peer, claim.key, claim.address, claim.relays), claim.number
+    return Contact(claim.peer, claim.key, claim.address), claim.number
 
 
 def certificate_of(entry: bytes) -> bytes:

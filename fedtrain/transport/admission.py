@@ -89,7 +89,6 @@ class LocalPeer:
     sign: Callable[[bytes], bytes]  # as `roster.proves` finds it right at the others
     roster: PeerDirectory
     stamp: Stamp  # that its messages bear
-    relay_bytes_s: float = 0.0  # forwarded at most for others that can't be called; 0: nothing
 
     def check(self, peer: PeerId, stamp: Stamp, theirs: str = "", ours: str = "") -> None:
         """JoinRefused where a peer's messages are of another model or another run; the runs' names, where

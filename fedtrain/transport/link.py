@@ -20,7 +20,7 @@ from ..exchange import Contact, PeerId
 from ..wire.gossip import Stamp
 from .shares import Parts
 
-OUR_CALL, BY_RELAY = 0, -1  # ways to a peer; the others are its calls, by their fds
+OUR_CALL = 0  # a way to a peer; the others are its calls, by their fds
 TOKENS = 4000.0  # control messages that a peer may send at once
 TOKENS_S = 3000.0  # control messages that a peer may send in a second, for long
 
@@ -48,7 +48,6 @@ class Link:
     queue: deque[tuple[bytes, Parts]] = field(default_factory=deque)  # shares that no socket has taken yet
     urgent: deque[tuple[bytes, Parts]] = field(default_factory=deque)  # all else
     way: int | None = None  # by which shares went last
-    via: PeerId | None = None  # the relay by which the peer is reached
     lent: deque[weakref.ref[memoryview]] = field(default_factory=deque)  # chunks that libzmq may still read
     contact: Contact | None = None  # as it was on the roster when it was called
     greeted: bool = False  # the peer accepted our Hello
@@ -75,7 +74,7 @@ class Link:
 
     @property
     def up(self) -> bool:
-        return self.calling or bool(self.routes) or self.via is not None
+        return self.calling or bool(self.routes)
 
     @property
     def agreed(self) -> bool:
@@ -83,8 +82,8 @@ class Link:
 
     @property
     def ways(self) -> list[int]:
-        """How the peer is reached: by our call, and by its own, the latest first; else by a relay."""
-        return [OUR_CALL] * self.calling + [*reversed(self.routes)] or [BY_RELAY] * (self.via is not None)
+        """How the peer is reached: by our call, and by its own, the latest first."""
+        return [OUR_CALL] * self.calling + [*reversed(self.routes)]
 
     @property
     def waiting(self) -> int:
@@ -126,7 +125,6 @@ class Observer(Protocol):
     def key_refused(self, link: Link) -> None: ...  # by a peer, and the key is ours
     def refresh_roster(self) -> None: ...  # a guest may have joined
     def woken(self) -> None: ...  # by `wake`
-    def relay(self, link: Link, header: bytes, parts: Parts, lane: int) -> None: ...  # to a peer behind one
     def emit(self, event: Event) -> None: ...
 
 

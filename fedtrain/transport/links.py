@@ -26,9 +26,8 @@ from ..errors import ConnectError
 from ..exchange import PeerId
 from ..wire.gossip import FRAME_BYTES, Header, Kind, pack, short
 from .admission import Authenticator, Guests, LocalPeer
-from .link import BY_RELAY, OUR_CALL, WATCHED, Link, Observer, Source, address_of, shut
+from .link import OUR_CALL, WATCHED, Link, Observer, Source, address_of, shut
 from .parting import LAST_WORDS_S, Parting
-from .sealing import DATA, URGENT
 from .shares import Limits, Parts
 
 SENDING = 16  # messages queued in libzmq on a connection, each of a batch of chunks at most
@@ -197,7 +196,7 @@ class Links:
                 self.hang_up(link)
                 if not link.up:
                     link.went_down()
-        calling = [link for link in spare if link.routes and not self._is_relayed(link.peer)]
+        calling = [link for link in spare if link.routes]
         for link in sorted(calling, key=lambda link: -link.tokens_s)[STRANGE:]:
             self._let_in.pop(link.peer, None)
             self._end_calls(link)
@@ -211,7 +210,6 @@ class Links:
         self.hang_up(link)
         self._end_calls(link)
         link.routes.clear()
-        link.via = None
         link.went_down()
 
     def keep_last(self, link: Link) -> None:
@@ -231,7 +229,7 @@ class Links:
     def _tell(self, link: Link, ways: Sequence[int], said: Iterable[tuple[Kind, bytes]]) -> None:
         """Say this at once, over each of these ways, as far as they take it."""
         messages = [(pack(Header(kind), self._local.stamp), [body]) for kind, body in said]
-        for way in [each for each in ways if each != BY_RELAY]:
+        for way in ways:
             with contextlib.suppress(zmq.ZMQError):
                 for message in messages:
                     self._over(way, link, *message)
@@ -248,14 +246,9 @@ class Links:
         near, now = self._observer.near, time.monotonic()
         self._let_in = {p: at for p, at in self._let_in.items() if now < at + self._heartbeat_s}
         away = {link.peer for link in self._links.values() if link.routes}.union(self._let_in) - near
-        if room := peer in near or peer in away or len(away) < STRANGE or self._is_relayed(peer):
+        if room := peer in near or peer in away or len(away) < STRANGE:
             self._let_in[peer] = now
         return room
-
-    def _is_relayed(self, peer: PeerId) -> bool:
-        """Whether we are to be a relay for it."""
-        contact = self._local.roster.contact(peer)
-        return self._local.relay_bytes_s > 0 and contact is not None and contact.address is None
 
     def _socket(self, kind: int) -> Source:
         made: Source = self._context.socket(kind)
@@ -389,18 +382,16 @@ class Links:
 
     def say(self, link: Link, header: Header, parts: Parts = ()) -> None:
         """To be sent by the next `send`."""
-        behind = header.kind is Kind.RELAY and header.index == DATA
-        queue = link.queue if behind or header.kind in OVER_OUR_CALL else link.urgent
+        queue = link.queue if header.kind in OVER_OUR_CALL else link.urgent
         queue.append((pack(header, self._local.stamp), parts))
         self._talking[link] = None
 
     def send(self) -> None:
         """All that sockets take; the rest stays for the next time."""
-        for relayed in (True, False):  # what goes to a peer by a relay is then to be sent to the relay
-            for link in [each for each in self._talking if (each.via is not None) is relayed]:
-                self._drain(link)
-                if not link.waiting:
-                    del self._talking[link]
+        for link in list(self._talking):
+            self._drain(link)
+            if not link.waiting:
+                del self._talking[link]
 
     def _drain(self, link: Link) -> None:
         """Shares go by our call, and what is urgent by the peer's, where shares come in and none go out: so
@@ -409,10 +400,7 @@ class Links:
             while queue and (ways := link.ways):
                 way = self._way_of_shares(link, ways) if queue is link.queue else ways[len(ways) > 1]
                 try:
-                    if way == BY_RELAY:
-                        self._observer.relay(link, *queue[0], DATA if queue is link.queue else URGENT)
-                    else:
-                        self._over(way, link, *queue[0])
+                    self._over(way, link, *queue[0])
                 except zmq.Again:
                     break
                 except zmq.ZMQError as e:
@@ -421,7 +409,7 @@ class Links:
                     del link.routes[way]
                     continue
                 header, parts = queue.popleft()
-                self.wire_out += (len(header) + sum(map(len, parts))) * (way != BY_RELAY)
+                self.wire_out += len(header) + sum(map(len, parts))
         if link.waiting and not link.ways:
             link.queue.clear()
             link.urgent.clear()

@@ -33,7 +33,6 @@ from .link import Link
 from .links import Links, LinkSettings
 from .membership import Liveness, Membership, Voice
 from .promises import Promises
-from .relay import Relays
 from .shares import Body, Parts
 
 WAITING = 1000  # messages that wait here for one peer: credit keeps an honest one far below
@@ -41,7 +40,7 @@ PATIENCE = 20  # breaches of the protocol after which a peer is cut off
 BAN_S = 60.0  # how long a peer stays cut off for its breaches
 RECALL_S = 3.0  # before a peer is called again that refused our key
 POLL_S = 0.25  # the longest time between two ticks of the clock
-CHUNKED = (Kind.OFFER, Kind.CHUNK, Kind.RELAY)
+CHUNKED = (Kind.OFFER, Kind.CHUNK)
 GREETINGS = (Kind.HELLO, Kind.WELCOME, Kind.REJECT)
 
 Welcome = Callable[[PeerId, Greeting], None]
@@ -84,7 +83,6 @@ class PeerThread:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"gossip {local.name}", daemon=True)
         self.links = Links(local, settings, self)
-        self.relays = Relays(local, self.links, self.greet, self.emit, settings.heartbeat_s)
 
     def start(self, listen: str | None) -> int:
         """Bind host:port, where this peer is called, if it is; the port. ConnectError when it is in use."""
@@ -125,13 +123,10 @@ class PeerThread:
     def keep(self, peers: Iterable[PeerId] | None = None) -> None:
         """Be connected with the circle and with these; None: with those that were so before."""
         before = self.near
-        self.membership.keep(None if peers is None else self.relays.all().union(peers))
+        self.membership.keep(peers)
         for link in map(self.links.to, self.near):
             if link.peer not in before and not link.up:
                 link.down_s = time.monotonic()
-
-    def relay(self, link: Link, header: bytes, parts: Parts, lane: int) -> None:
-        self.relays.say(link, header, parts, lane)
 
     @property
     def near(self) -> frozenset[PeerId]:  # whom this peer is to be connected with
@@ -176,9 +171,7 @@ class PeerThread:
             self.courier.tick(now)
             self.membership.tick(now)
             self._check_links(now)
-            self.relays.tick(now, self.near)
-            wake_s = min(self.courier.wake_s(), self.membership.wake_s(), self.relays.wake_s(now))
-            self._tick_s = min(wake_s, now + POLL_S)
+            self._tick_s = min(self.courier.wake_s(), self.membership.wake_s(), now + POLL_S)
         self._refresh_view()
         self._write()
         self._deliver_results()
@@ -315,9 +308,6 @@ class PeerThread:
                     self.membership.receive(link.peer, header.kind, text_of(header, body), now)
             case Kind.MEMBERS:
                 self._introduced(link, text_of(header, body))
-            case Kind.RELAY if link.via is None:
-                if (sealed := self.relays.receive(link, header, parts)) is not None:
-                    self._dispatch(*sealed)
             case Kind.HEAD:
                 self.promises.call(self.witness, link.peer, decode(text_of(header, body), AuditHead))
             case Kind.LEAVE | Kind.LEFT:
@@ -359,7 +349,7 @@ class PeerThread:
             self._say(link, Header(Kind.REJECT), encode(Refused(reason=str(e), final=True)))
             return
         again = link.welcomed and greeting.boot == link.boot
-        if link.welcomed and not again and link.via is None:  # two processes of that name, or one's successor
+        if link.welcomed and not again:  # two processes of that name, or one's successor
             if greeting.mask_number < link.number:
                 why = f"another process is {link.peer} now, and the one that was started last counts"
                 said = (Kind.REJECT, encode(Refused(reason=why, final=True)))

@@ -37,14 +37,12 @@ class ZmqNeighbors:
         listen: str | None = "127.0.0.1:0",
         settings: LinkSettings = LinkSettings(),
         emit: Emit = silent,
-        relay_bytes_s: float = 0.0,
         witness: Callable[[PeerId, AuditHead], object] = lambda peer, head: None,
     ) -> None:
         """`sign`: as PeerDirectory.proves verifies. `welcome` raises JoinRefused when a peer does not fit.
-        `listen` None: only call others. `relay_bytes_s`: as in LocalPeer. `witness` is told how others' audit
-        logs stand."""
+        `listen` None: only call others. `witness` is told how others' audit logs stand."""
         stamp = Stamp.of(run, greeting.schema_digest, me)
-        local = LocalPeer(me, curve, sign, roster, stamp, relay_bytes_s)
+        local = LocalPeer(me, curve, sign, roster, stamp)
         self._make = functools.partial(PeerThread, local, settings, greeting, welcome, self._guarded(emit))
         self._witness = witness
         self.me, self._listen, self.port = me, listen, 0
@@ -99,9 +97,9 @@ class ZmqNeighbors:
     def trouble(self, peer: PeerId) -> str:
         """Why there is no connection with this peer, and where it was called."""
         link = self._links.get(peer)
-        if self._thread.relays.needed(peer):
-            return f"{peer} can't be called, nor can {self.me}, and no peer with gossip.relay reaches both"
         if link is None or link.contact is None or link.contact.address is None:
+            if self._listen is None:
+                return f"neither {peer} nor {self.me} accepts calls: set network.listen at one of them"
             return f"{peer} has to call us"
         return f"{peer} ({link.contact.address}: {link.trouble or 'no answer yet'})"
 

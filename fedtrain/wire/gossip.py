@@ -78,7 +78,6 @@ class Kind(IntEnum):
     JOIN = 20  # a newcomer's entry, with an invitation; the answer is MEMBERS and WELCOME, or REJECT
     LEFT = 21  # the LEAVE was read
     ANSWER = 22  # a share that answers a POST
-    RELAY = 23  # sealed frames between two others, to be forwarded; the first part says of whom and to whom
     HEAD = 24  # how the sender's audit log stands: a frames.AuditHead
 
 

@@ -70,13 +70,10 @@ def enter(config: Config, name: str, credentials: Credentials, curve: Curve, ver
     with suppress(CertificateError, FileNotFoundError):
         entry = (folder / f"{name}.peer").read_bytes()
         contact, number = check(entry, verifier, federation)
-        have = (contact.key, contact.address, contact.relays, certificate_of(entry))
-    if (relays := config.gossip.relay > 0) and address is None:
-        raise ConfigError("gossip.relay: a peer that can't be called relays for nobody. Set network.listen.")
-    if have != (curve.public, address, relays, signer.certificate):
+        have = (contact.key, contact.address, certificate_of(entry))
+    if have != (curve.public, address, signer.certificate):
         number = max(number + 1, int(time.time()))
-        claim = Claim(peer=name, federation=federation, key=curve.public, address=address, relays=relays,
-                      number=number)  # fmt: skip
+        claim = Claim(peer=name, federation=federation, key=curve.public, address=address, number=number)
         save(folder, name, enrol(signer, claim).encode())
 
 

@@ -208,7 +208,7 @@ def without_memory(root: Path, kind: str, options: Mapping[str, Any]) -> Rule:
 def agreed(config: Config) -> dict[str, str]:
     """The settings that all peers must have alike: key -> value as text."""
     own = {f"gossip.{f.name}": repr(getattr(config.gossip, f.name))
-           for f in fields(config.gossip) if f.name not in ("roster", "relay")}  # fmt: skip
+           for f in fields(config.gossip) if f.name != "roster"}  # fmt: skip
     if config.gossip.agree:  # as in runs from before there was that key
         del own["gossip.agree"]
     if code := named_in(config, *GRAPH):  # the source of classes of the user's own

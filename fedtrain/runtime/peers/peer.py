@@ -147,7 +147,7 @@ async def run(
                 config.network.heartbeat, config.network.idle,
                 limits=Limits(payload_bytes=8 * schema.nbytes + (1 << 20)),
             ),
-            emit=worded(emit, config.run.rounds), relay_bytes_s=config.gossip.relay * 1e6,
+            emit=worded(emit, config.run.rounds),
             witness=audit.overheard,
         )  # fmt: skip
         if (speed := await asyncio.to_thread(curve_speed)) < FAST:
