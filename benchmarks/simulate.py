@@ -176,7 +176,7 @@ def measure(case: Case, cache: Path, repeat: int, turn_s: float) -> None:
                 table.begin(stack)
                 for _ in range(repeat):
                     table.turn()
-            except Absent as why:  # compiled, and there is no compiler
+            except Absent as why:
                 common.say({"case": case.name, "failed": str(why)})
                 return
         table.tell()

@@ -93,7 +93,6 @@ CASES = (
     MLP5K,
     replace(MLP5K, name="mlp5k-100-secagg", secure=True),
     replace(MLP5K, name="mlp5k-1000", sites=1000),
-    replace(MLP5K, name="mlp5k-1000-compiled", sites=1000, engine="compiled"),
     replace(MLP5K, name="mlp5k-ragged", sites=1000, spread=1.0, drawn=100, engine="stacked"),
     replace(MLP5K, name="population", sites=1_000_000, drawn=1000, draw=True, engine="stacked", peers=()),
     replace(MLP5K, name="mlp50k", model="mlp50k"),

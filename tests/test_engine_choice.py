@@ -1,4 +1,4 @@
-"""The engine of a simulation: named, or chosen once for a run by a timed probe of its own task."""
+"""The engine of a simulation: named, or chosen once for a run by the size of its model."""
 
 import dataclasses
 
@@ -8,7 +8,6 @@ from fedtrain.config import Config
 from fedtrain.errors import ConfigError
 from fedtrain.runtime.simulations import simulation
 from fedtrain.runtime.trainers import engines
-from fedtrain.runtime.trainers.engines import EngineTrial
 from fedtrain.runtime.trainers.trainer_messages import Chosen
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.training.stacked import refusal
@@ -30,9 +29,6 @@ class Dying(Pool):
 """
 
 
-MISSING = ConfigError("there is no g++. Use another")
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -48,83 +44,49 @@ def notices(events):
     return [fields["text"] for kind, fields in events if kind == "notice"]
 
 
-def probing(monkeypatch, *, loop, stacked, compiled=None, ready=0.0):
-    """Probes that are told how many µs an update takes by each engine, the first one `ready` s more."""
-    monkeypatch.setattr(engines, "FEW", 0)
-    monkeypatch.setattr(EngineTrial, "_loop", lambda self, sites=0: loop * 1e-6)
-    first = set()
-
-    def timed(self, engine):
-        us = compiled if engine._compiled else stacked
-        if isinstance(us, Exception):
-            raise us
-        if engine not in first:
-            first.add(engine)
-            return us * 1e-6 + ready / len(self._pairs)
-        return us * 1e-6
-
-    monkeypatch.setattr(EngineTrial, "_stacked", timed)
+def never():
+    raise AssertionError("nothing is tried")
 
 
-def chosen(folder, updates, **options):
-    bench = Workbench(auto(folder, **options), simulated=True)
-    pairs = [(site, bench._load("data", site)) for site in bench.description.sites]
-    return EngineTrial(bench._config, bench._learner, bench._stack, pairs, bench.initial()).choose(updates)
+def refused():
+    raise refusal("the model has buffers")
 
 
 @pytest.mark.parametrize(
-    ("times", "updates", "engine", "why"),
+    ("nbytes", "updates", "rehearse", "engine", "why"),
     [
-        ({"loop": 100, "stacked": 20}, 10_000, "stacked", "20 µs an update, the loop 100, on 7 sites"),
-        ({"loop": 100, "stacked": 95}, 10_000, "loop", "stacked takes 95 µs an update, the loop 100"),
-        ({"loop": 100, "stacked": 20, "ready": 1.0}, 10_000, "loop", "the loop 100"),
-        ({"loop": 100, "stacked": 20, "ready": 1.0}, 20_000, "stacked", "the loop 100"),
-        ({"loop": 100, "stacked": 20, "compiled": 10}, 10_000_000, "compiled", "10 µs an update, stacked 20"),
-        ({"loop": 100, "stacked": 20, "compiled": 19}, 10_000_000, "stacked", "compiled 19"),
-        ({"loop": 100, "stacked": 20, "compiled": MISSING}, 10_000_000, "stacked", "no g++"),
+        (20_000, 1_999, never, "loop", ""),
+        (4_000_000, 10_000, never, "loop", "a model of 4 MB trains as fast alone as in a stack"),
+        (20_000, 10_000, refused, "loop", "the model has buffers"),
+        (20_000, 10_000, lambda: None, "stacked", "a model of 0.02 MB trains faster in a stack"),
     ],
-)  # fmt: skip
-def test_a_probe_takes_the_engine_that_is_done_first(folder, monkeypatch, times, updates, engine, why):
-    probing(monkeypatch, **times)
-    found = chosen(folder, updates)
+)
+def test_auto_takes_a_stack_for_long_runs_of_small_models(nbytes, updates, rehearse, engine, why):
+    found = engines.choose(nbytes, updates, rehearse)
     assert found.engine == engine
     assert why in found.reason
 
 
-def test_a_probe_times_the_task_itself_and_leaves_no_trace(folder, monkeypatch):
-    monkeypatch.setattr(engines, "FEW", 0)
-    bench = Workbench(auto(folder), simulated=True)
-    pairs = [(site, bench._load("data", site)) for site in bench.description.sites]
-    probe = EngineTrial(bench._config, bench._learner, bench._stack, pairs, bench.initial())
-    assert probe._loop() > 0
-    assert probe._stacked(bench._stack("stacked")) > 0
-    assert probe.choose(10_000).engine in ("loop", "stacked")
-    assert not [path for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"]
-
-
-def test_a_short_run_is_the_loops_without_a_probe(folder):
+def test_a_short_run_is_the_loops_without_a_trial(folder):
     events, weights = simulated(auto(folder), workers=0)
     assert weights.digest == by_hand(configured(folder)).digest
     assert notices(events) == []
 
 
 def test_named_sites_are_the_loops_for_a_federation_of_them_has_its_bits(folder, monkeypatch):
-    probing(monkeypatch, loop=100, stacked=1)
+    monkeypatch.setattr(engines, "FEW", 0)
     events, weights = simulated(auto(folder, task="Natural"), workers=0)
     assert weights.digest == by_hand(configured(folder, task="Natural")).digest
     assert notices(events) == []
 
 
-def test_the_choice_is_told_and_kept_over_a_restart(folder, monkeypatch):
+def test_the_choice_is_logged_and_kept_over_a_restart(folder, monkeypatch):
     monkeypatch.setattr(engines, "FEW", 0)
-    monkeypatch.setattr(engines, "CHUNK_BYTES", 1 << 30)
-    probing(monkeypatch, loop=100, stacked=20)
     events, _ = simulated(auto(folder, rounds=1), workers=0)
-    told = (
-        "simulate.engine: stacked, 20 µs an update, the loop 100, on 7 sites; equal to the loop to rounding"
-    )
-    assert notices(events) == [told]
-    probing(monkeypatch, loop=20, stacked=100)
+    (told,) = notices(events)
+    assert told.startswith("simulate.engine: stacked, a model of ")
+    assert told.endswith("trains faster in a stack; equal to the loop to rounding")
+    monkeypatch.setattr(engines, "FEW", 1 << 40)
     events, weights = simulated(auto(folder, rounds=3), workers=0)
     assert notices(events) == []
     _, stacked = simulated(configured(folder, engine="stacked", name="stacked"), workers=0)

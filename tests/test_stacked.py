@@ -1,6 +1,5 @@
 """Many sites at once, held against the loop in float64."""
 
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -215,27 +214,6 @@ def test_one_trace_serves_all_rounds_of_the_same_shape_and_only_so_many_are_kept
         sites = [(name, examples(size, i)) for i, (name, _) in enumerate(SITES)]
         stacked.train(sites, 0, start, slab(engine))
     assert len(stacked._traces) == 2
-
-
-@pytest.mark.slow(20)
-def test_a_compiled_step_is_the_stacked_one_and_without_a_compiler_the_reason_is_told(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        engine = Engine(Small(), CONFIG, 1)
-        sites = [(name, examples(8, i)) for i, (name, _) in enumerate(SITES)]
-        start = engine.initial()
-        stacked = Stacked(engine).train(sites, 0, start, slab(engine))
-        found = Stacked(engine, compiled=True).train(sites, 0, start, slab(engine))
-        for one, other in zip(stacked, found, strict=True):
-            torch.testing.assert_close(one.delta.views(), other.delta.views(), rtol=0, atol=1e-12)
-
-        import torch._inductor.config as inductor
-
-        monkeypatch.setattr(inductor.cpp, "cxx", (str(tmp_path / "none"),))
-        sites = [(name, examples(7, i)) for i, (name, _) in enumerate(SITES)]
-        with pytest.raises(ConfigError, match=r'no C\+\+ compiler.*simulate.engine = "stacked"'):
-            Stacked(engine, compiled=True).train(sites, 0, start, slab(engine))
 
 
 class Normed(Small):

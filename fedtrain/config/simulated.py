@@ -32,8 +32,8 @@ class SimulateConfig(Settings):
     examples: Count = 0  # of a site on average, drawn from the pool by each for itself; 0: the pool is dealt
     workers: int | Literal["auto"] = "auto"  # processes; auto: one a core; 0: none, sites train in this one
     on: Literal["local", "ray", "torchrun"] = "local"  # where workers are: this machine, a Ray cluster, ranks
-    # loop: one by one, a federation's bits; stacked, compiled: many at once; auto: what a probe finds
-    engine: Literal["auto", "loop", "stacked", "compiled"] = "auto"
+    # loop: one by one, a federation's bits; stacked: many at once; auto: by the model's size
+    engine: Literal["auto", "loop", "stacked"] = "auto"
     masks: bool = False  # do all of secure aggregation's work as it is done for real; the model is the same
     speeds: Annotated[str, SPEEDS] = "equal"  # how many times as long as usual a site's training takes
     # Seconds of training for one example at a site of usual speed; 0: a training takes 1 s, however many

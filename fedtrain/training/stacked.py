@@ -31,7 +31,7 @@ from .local import Engine
 from .optimizers import OPTIMIZERS
 from .stacks import DropoutLayer, Group, Padded, StackedSites, plan_of
 from .task import collate_of, folder_of, user_code
-from .traced import Dropout, compiled, traced
+from .traced import Dropout, traced
 
 CHUNK = 72  # sites at once on a CPU, at most; see runtime/trainers/folding.stacks
 CHUNK_BYTES = 32 << 20  # of their weights, at most, as a CPU's caches want it
@@ -47,12 +47,11 @@ class Stacked(Backend):
 
     def __init__(
         self, engine: Engine, *, own_training: bool = False,
-        samples: Callable[[], Iterable[Any]] | None = None, compiled: bool = False,
+        samples: Callable[[], Iterable[Any]] | None = None,
     ) -> None:  # fmt: skip
         """`own_training`: the strategy overrides `train`, which is for one site. `samples`: data of sites, of
-        which the first decide on `padding`, the same in every process of a run; None: the first that come.
-        `compiled`: by torch.compile."""
-        self.engine, self._samples, self._compiled = engine, samples, compiled
+        which the first decide on `padding`, the same in every process of a run; None: the first that come."""
+        self.engine, self._samples = engine, samples
         self._section, self._folder = _one_section(engine, own_training), folder_of(engine.task)
         trained = [s for s in engine.schema.tensors if s.trained]
         self._names, self._shapes = [f"model.{s.name}" for s in trained], [s.shape for s in trained]
@@ -221,8 +220,7 @@ class Stacked(Backend):
         if key not in self._traces:
             with self._refusing():
                 function = partial(self._gradient, single, len(batch.columns), masked)
-                graph = traced(function, inputs)
-                self._traces[key] = compiled(graph, inputs) if self._compiled else graph.forward
+                self._traces[key] = traced(function, inputs).forward
                 if len(self._traces) > TRACES:
                     self._traces.popitem(last=False)
         self._traces.move_to_end(key)

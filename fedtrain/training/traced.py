@@ -6,9 +6,7 @@ Of a small model's step most of the time is Python's: autograd's, vmap's and the
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from ..errors import ConfigError, TaskError
+from ..errors import TaskError
 from .devices import generator_states
 
 aten = torch.ops.aten
@@ -38,23 +36,6 @@ def traced(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[tor
         raise TaskError("the loss draws from random or from numpy.random")
     graph: fx.GraphModule = recorder.finished(outputs)
     return graph
-
-
-def compiled(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """The same graph as machine code of its own (torch.compile), which is kept in the user's cache for other
-    runs. ConfigError where torch can't compile it."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedtrain" / "inductor"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    function = torch.compile(graph, dynamic=False, fullgraph=True)
-    try:
-        function(*inputs)
-    except Exception as e:
-        missing = "InvalidCxxCompiler" in f"{type(e).__name__} {e}"
-        why = "there is no C++ compiler, such as g++" if missing else f"it raised {type(e).__name__}"
-        raise ConfigError(
-            f'simulate.engine = "compiled" needs torch.compile, and {why}. Use simulate.engine = "stacked".'
-        ) from e
-    return function
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's

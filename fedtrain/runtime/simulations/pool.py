@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from ...training.task import Task
 
 T = TypeVar("T")
-STACKED = ("stacked", "compiled")  # engines that train many sites at once
 Cut = Callable[..., list[Share]]  # shares.folded or shares.singly
 AT_A_TIME = 2  # shares that a worker is given: the next one waits when it is done
 UNDER_WAY = 4  # shares for each worker that are held, or asked for, before the first of them is used
@@ -69,7 +68,7 @@ class PoolCohort:
         self.machines = partial(on_machines, self._trainers)
         self._config, self._scratch, self._memory = config, scratch, memory
         self.description: Description = trainers[0].description
-        self._stacked = config.simulate.engine in STACKED
+        self._stacked = config.simulate.engine == "stacked"
         self._site_s: float | None = None  # that a site's part in a folded round took, of one worker
         self.bytes_in = self.bytes_out = 0  # as they would travel
         about = self.description
@@ -117,13 +116,13 @@ class PoolCohort:
         return len(self._trainers)
 
     async def choose(self, sites: list[SiteId], updates: int) -> msg.Chosen:
-        """The engine by which so many updates are there soonest, and why; these sites are probed."""
+        """The engine for so many updates, and why; one worker tries a stack of these sites."""
         asked = msg.Choose(sites, -(-updates // self.workers))
         return await self._trainers[0]._ask(asked)  # type: ignore[no-any-return]  # as the message asks
 
     async def train_by(self, engine: str) -> None:
         """Have all trainers train by this engine."""
-        self._stacked = engine in STACKED
+        self._stacked = engine == "stacked"
         await asyncio.gather(*(trainer.train_by(engine) for trainer in self._trainers))
 
     async def beginning(self, start: Path | None) -> tuple[Arena, Arena]:

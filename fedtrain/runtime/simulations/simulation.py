@@ -43,7 +43,7 @@ from .traces import traced
 if TYPE_CHECKING:
     from ...training.task import Task
 
-PROBED_SITES = 48  # spread over all; as many as are trained at once
+TRIED_SITES = 48  # spread over all; as many as are trained at once
 DRAWN_SITES = 1000  # in a picture, at most
 TOLD_SITES = 50  # of a round with more, events name only the updates that were refused
 
@@ -137,14 +137,14 @@ async def simulate(
 
 async def engine_of(config: Config, pool: PoolCohort, emit: Emit) -> str:
     """The engine of the whole run. "auto": the loop where the task names its sites, for a federation of them
-    is foretold to the last bit, and without rounds; else the one that a probe finds, which is told."""
+    is foretold to the last bit, and without rounds; else what fits the model's size."""
     sites, asked = pool.description.sites, config.simulate.engine
     if asked != "auto":
         return asked
     if not pool.description.pooled or config.asynchronous.enabled or config.train.command:
         return "loop"
     a_round = max(config.strategy.min_sites, round(config.strategy.fraction * len(sites)))
-    few = min(PROBED_SITES, len(sites))
+    few = min(TRIED_SITES, len(sites))
     spread = [sites[i * len(sites) // few] for i in range(few)]
     chosen = await pool.choose(spread, config.run.rounds * a_round)
     if chosen.reason:

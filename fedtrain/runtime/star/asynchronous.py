@@ -68,7 +68,7 @@ def check_config(config: Config) -> None:
             f"strategy.fraction: {config.strategy.fraction} of the sites can't be drawn where there are no "
             f"rounds: every site that is free is asked. Leave it at 1, or set asynchronous.enabled = false."
         )
-    if config.simulate.engine in ("stacked", "compiled"):
+    if config.simulate.engine == "stacked":
         raise ConfigError(
             f"simulate.engine: {config.simulate.engine} trains many sites from one model, and asynchronous "
             'sites are asked one by one. Set it to "loop", or asynchronous.enabled = false.'

@@ -96,17 +96,9 @@ class Learner:
             )
         return found
 
-    def rehearse(self, site: SiteId, dataset: Any, weights: Arena, out: Arena) -> None:
-        """Train a site as in round 0, and keep nothing of it but what is in `out`."""
-        if self._more:
-            self._strategy.train(self._local(site, given(dataset), 0, weights, {}, out))
-        else:
-            self._engine.train(site, dataset, 0, weights, out)
-
-    def rehearse_many(
-        self, stacked: Stacked, pairs: Sequence[tuple[SiteId, Any]], weights: Arena, out: torch.Tensor
-    ) -> None:
-        """The same for many sites at once."""
+    def rehearse(self, stacked: Stacked, pairs: Sequence[tuple[SiteId, Any]], weights: Arena) -> None:
+        """Train sites in a stack as in the first round, and keep nothing of it. `pairs`: (site, its data)."""
+        out = torch.zeros(len(pairs), weights.schema.model.nbytes, dtype=torch.uint8)
         rows = Slab(weights.schema.model, out).arenas()
         memories = [
             self._local(site, given(data), 0, weights, {}, row).memory

@@ -154,7 +154,7 @@ class TallyOne(msgspec.Struct, tag=True, array_like=True):
 
 
 class Choose(msgspec.Struct, tag=True, array_like=True):
-    """Say which engine has trained so many updates soonest, by training these sites for a moment."""
+    """Choose the engine for so many updates, after trying a stack of these sites."""
 
     sites: list[SiteId]
     updates: int

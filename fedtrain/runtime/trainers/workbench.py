@@ -129,13 +129,13 @@ class Workbench:
 
     def train_by(self, engine: str) -> None:
         """Train by this engine from here on, as in config.simulate. ConfigError where it can't."""
-        self._stacked = None if engine == "loop" else self._stack(engine)
+        self._stacked = None if engine == "loop" else self._stack()
 
-    def _stack(self, kind: str) -> Stacked:
+    def _stack(self) -> Stacked:
         from .engines import stack_of
 
         samples = partial(map, partial(self._load, "data"), self.description.sites)
-        return stack_of(self._config, self._engine, self._strategy, samples, kind)
+        return stack_of(self._config, self._engine, self._strategy, samples)
 
     def initial(self, *, frozen: bool = False) -> Arena:
         """The weights that a run starts from, equal at all sites; or the frozen parameters."""
@@ -234,11 +234,11 @@ class Workbench:
                 each = zip(sites, counted, strict=True)
                 return msg.Done([self._evaluated(site, round, self._at(place), last) for site, last in each])
             case msg.Choose(sites, updates):
-                from .engines import EngineTrial
+                from .engines import choose
 
-                pairs = [(site, self._load("data", site)) for site in sites]
-                trial = EngineTrial(self._config, self._learner, self._stack, pairs, self.initial())
-                return trial.choose(updates)
+                pairs, weights = [(site, self._load("data", site)) for site in sites], self.initial()
+                rehearse = lambda: self._learner.rehearse(self._stack(), pairs, weights)
+                return choose(weights.schema.nbytes, updates, rehearse)
             case msg.TrainBy(engine):
                 self.train_by(engine)
                 return msg.Saved("")
