@@ -57,7 +57,7 @@ class Database:
                 self._open_both(self._redo, tables, warn)
             elif read_only:
                 with self._explained():
-                    uri = f"file:{path}?mode=ro"
+                    uri = f"{path.absolute().as_uri()}?mode=ro"  # which quotes #, ? and %
                     self._db = sqlite3.connect(uri, ALONE_S, uri=True, isolation_level=None)
                     if not shared:
                         self._compare()

@@ -290,7 +290,7 @@ def filled(source: Path, tensors: dict[str, Any], schema: Schema, frozen: Schema
                 f"{source} holds another model: {name} is {found.dtype}{list(found.shape)} there, "
                 f"{view.dtype}{list(view.shape)} here."
             )
-        view.copy_(found)
+        view.copy_(found.detach())  # it may be a parameter of the task's own
     return weights, rest
 
 
