@@ -57,8 +57,7 @@ class Database:
                 self._open_both(self._redo, tables, warn)
             elif read_only:
                 with self._explained():
-                    uri = f"{path.absolute().as_uri()}?mode=ro"  # which quotes #, ? and %
-                    self._db = sqlite3.connect(uri, ALONE_S, uri=True, isolation_level=None)
+                    self._connect_to_read()
                     if not shared:
                         self._compare()
             else:
@@ -236,6 +235,15 @@ class Database:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         self._db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
+
+    def _connect_to_read(self) -> None:
+        """Open the file as it is. Beside a file of a folder that can't be written, SQLite can't make what
+        readers and writers share; without a log there is no writer either, and the file holds everything."""
+        uri = f"{self.path.absolute().as_uri()}?mode=ro"  # as_uri quotes #, ? and %
+        log = self.path.with_name(f"{self.path.name}-wal")
+        if not (os.access(self.path.parent, os.W_OK) or (log.exists() and log.stat().st_size)):
+            uri += "&immutable=1"
+        self._db = sqlite3.connect(uri, ALONE_S, uri=True, isolation_level=None)
 
     def _replace(self, logged: Recovered) -> None:
         """Have these rows in the place of those that are here."""

@@ -157,8 +157,11 @@ def _evaluated(folder: Path) -> EvaluationReport | None:
 
 
 def keep_evaluated(source: Path, evaluated: EvaluationReport) -> None:
-    """Write an evaluation down beside the model, a run directory or an export, and in the model's card."""
+    """Write an evaluation down beside the model, a run directory or an export, and in the model's card. In a
+    folder that can't be written it is not kept, and a line on stderr says so."""
     folder = source if source.is_dir() else source.parent
+    if not os.access(folder, os.W_OK):
+        return print(f"{folder} can't be written: this evaluation is not kept there.", file=sys.stderr)
     _replace(folder / EVALUATION, lambda path: path.write_bytes(_pretty(evaluated)))
     for each in (folder, folder / "model"):
         if (each / "model.json").exists():
