@@ -16,7 +16,7 @@ from fedtrain.runtime import personal
 from fedtrain.strategies import STRATEGIES, Strategy
 from fedtrain.tracking.export import export
 from fedtrain.training.building import build_model
-from tests.first_use.crossed import EXAMPLES, FORMS, HEAD, Crossed, FedSAM, Net, Twice
+from tests.first_use.crossed import EXAMPLES, FORMS, Crossed, FedSAM, Net, Twice
 
 HERE = {"simulate.workers": 0, "run.rounds": 2, "train.lr": 0.05, "train.batch_size": 4}
 NEEDS: dict[str, dict[str, Any]] = {  # what a strategy asks for beside its kind
@@ -60,7 +60,8 @@ def test_a_trained_run_can_be_used_in_every_way(tmp_path, name, form):
     again = fedtrain.load_model(exported, task).state_dict()
     assert all(torch.equal(again[n], t) for n, t in run.model().state_dict().items())
     found = fedtrain.evaluate(run)
-    assert found.by_site.keys() == EXAMPLES.keys() and found.own_models is own
+    assert found.by_site.keys() == EXAMPLES.keys()
+    assert found.own_models is own
     assert all(0 <= each["accuracy"] <= 1 for each in found.by_site.values())
     assert fedtrain.evaluate(exported, task).by_site.keys() == EXAMPLES.keys()
     own_model(run, tmp_path, own)
@@ -72,7 +73,8 @@ def test_a_trained_run_can_be_used_in_every_way(tmp_path, name, form):
 def whole_model(run: Run, task: Crossed, first: dict[str, torch.Tensor]) -> None:
     """The model is the exported one, with the task's own values for what stays at the sites."""
     model, exported = run.model(), load_file(run.path / "model" / "model.safetensors")
-    assert isinstance(model, Net) and model.again.weight is model.mix.weight
+    assert isinstance(model, Net)
+    assert model.again.weight is model.mix.weight
     for name, tensor in model.state_dict().items():
         same = {"again.weight": "mix.weight"}.get(name, name)
         assert torch.equal(tensor, exported.get(same, first[name])), name

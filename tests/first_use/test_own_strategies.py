@@ -83,7 +83,7 @@ def test_a_contribution_that_does_not_fit_is_an_error_in_words(what, words):
 
 
 def test_a_generator_is_refused_with_what_to_return_instead():
-    with pytest.raises(TaskError, match="a generator, which can be read only once.*return a DataLoader"):
+    with pytest.raises(TaskError, match=r"a generator, which can be read only once.*return a DataLoader"):
         examples_of(batch for batch in [torch.zeros(2)])
 
 
