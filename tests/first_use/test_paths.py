@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 import fedtrain
 from fedtrain.config import Config
 from fedtrain.runtime import personal
-from fedtrain.store import RunStore
 from fedtrain.store.database import Database
 from fedtrain.tracking.export import export
 from tests.first_use.crossed import Crossed
@@ -140,7 +139,8 @@ def test_a_run_on_read_only_media_is_exported_and_measured(tmp_path, monkeypatch
 
 def with_its_log(path: Path) -> None:
     """Leave a database as a killed process does: SQLite's own files beside it."""
-    code = f"import os, sqlite3; d = sqlite3.connect({str(path)!r}); d.execute('SELECT * FROM seal').fetchall(); os._exit(9)"
+    reads = f"sqlite3.connect({str(path)!r}).execute('SELECT * FROM seal').fetchall()"
+    code = f"import os, sqlite3; _ = {reads}; os._exit(9)"
     subprocess.run([sys.executable, "-c", code], check=False)
     assert path.with_name("run.db-wal").exists()
 
