@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ..errors import Damaged, StoreError, Unreadable
-from .disk import Warn, explained, private, set_aside, silent
+from .disk import Warn, explained, is_shared, private, set_aside, silent, unshare
 from .redo import Recovered, Redo, digest_of_rows, packed, toggled
 
 OURS = """
@@ -130,6 +130,9 @@ class Database:
     def transaction(self) -> Iterator[None]:
         """All changes of the block or, when it raises, none."""
         with self._explained():
+            if self._redo is not None and is_shared(self.path):
+                self._db.close()
+                self._connect(ALONE_S)
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -228,6 +231,8 @@ class Database:
         return digest
 
     def _connect(self, wait_s: float) -> None:
+        for end in ("", "-wal", "-shm") if self._redo is not None else ():
+            unshare(f"{self.path}{end}")
         with explained(self.path):  # made here, it is for nobody else; SQLite's other files are as it is
             os.close(private(self.path, os.O_RDWR | os.O_CREAT))
         self._db, self._known = sqlite3.connect(self.path, wait_s, isolation_level=None), frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import sqlite3
@@ -14,9 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 import fedtrain
+from fedtrain import api
 from fedtrain.config import Config
 from fedtrain.runtime import personal
+from fedtrain.store import RunStore
 from fedtrain.store.database import Database
+from fedtrain.store.disk import write_over
+from fedtrain.tracking import log
+from fedtrain.tracking.board import Board
 from fedtrain.tracking.export import export
 from tests.first_use.crossed import Crossed
 from tests.inprocess import federation, final, with_port
@@ -162,3 +168,79 @@ def test_a_database_in_a_folder_that_can_not_be_written_is_read(tmp_path, monkey
     assert read.all("SELECT k FROM t") == [(5,)]
     read.close()
     assert opened[0].endswith("run.db?mode=ro&immutable=1")
+
+
+def linked(source: Path, copy: Path) -> None:
+    """What `cp -al` makes of a folder."""
+    shutil.copytree(source, copy, copy_function=os.link)
+
+
+def digests(folder: Path) -> list[str]:
+    """The digest of each round's model that a run directory can give."""
+    store = RunStore(folder, read_only=True)
+    rounds = [row.round for row in store.rounds()]
+    last = store.latest()
+    store.close()
+    assert last is not None
+    assert last.round == rounds[-1]
+    return [*map(str, rounds), last.weights.load().digest]
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "fedbn", "scaffold"])
+def test_a_hard_linked_backup_survives_the_run_that_goes_on(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    settings = HERE | {"strategy.kind": kind}
+    run = fedtrain.simulate(Crossed(), settings)
+    backup = tmp_path / "backup" / run.path.name
+    linked(run.path, backup)
+    before, files = digests(backup), contents(backup)
+    later = fedtrain.simulate(Crossed(), settings | {"run.rounds": 5})
+    assert contents(backup) == files
+    assert digests(backup) == before
+    shutil.move(run.path, tmp_path / "lost")
+    shutil.move(backup, run.path)
+    again = fedtrain.simulate(Crossed(), settings | {"run.rounds": 5})
+    assert digests(again.path) == digests(tmp_path / "lost")
+    assert later.metrics == again.metrics
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of each file of a run directory but its lock."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "free")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "fedadam"])
+def test_a_hard_linked_backup_in_mid_run_goes_on_to_the_same_model(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    run, backup = tmp_path / "runs" / "first+simulate", tmp_path / "backup" / "first+simulate"
+    cfg, task = api.resolved(Crossed(), HERE | {"strategy.kind": kind, "run.rounds": 6}, "simulate")
+    committed, before = [], []
+
+    def copy(event):
+        if event.kind == "round_committed":
+            committed.append(event)
+            if len(committed) == 3:
+                linked(run, backup)
+                before.extend(digests(backup))
+
+    asyncio.run(api.simulation(cfg, task=task, on_event=copy))
+    assert digests(backup) == before
+    wanted = digests(run)
+    assert len(wanted) == len(before) + 3
+    shutil.rmtree(run)
+    shutil.move(backup, run)
+    asyncio.run(api.simulation(cfg, task=task))
+    assert digests(run) == wanted
+    events = [*log.read(run)]
+    assert sorted(Board.of(events).history) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_file_with_two_names_is_written_under_one_of_them(tmp_path, name):
+    path, other = tmp_path / "first", tmp_path / "second"
+    path.write_bytes(b"before")
+    os.link(path, other)
+    write_over(tmp_path / name, b"behind")
+    assert {path.read_bytes(), other.read_bytes()} == {b"before", b"behind"}
+    assert (tmp_path / name).read_bytes() == b"behind"
