@@ -234,13 +234,10 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of named_state, in its order, each once."""
-    seen: set[int] = set()
-    found = {}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, t in named_state(model):
-        if id(t) not in seen:
-            seen.add(id(t))
-            found[name] = t
-    return found
+        found.setdefault(id(t), (name, t))
+    return dict(found.values())
 
 
 def is_frozen(tensor: torch.Tensor) -> bool:

@@ -144,7 +144,7 @@ def _by_draws(steps: Mapping[tuple[float, float], int], delta: float) -> float:
     """An upper bound. Steps on a sample are a mixture, over the steps in which an example was drawn, of
     Gaussian releases without sampling. δ is convex in mixtures: half of it is for more draws than are counted
     here, and half for these."""
-    from scipy.stats import binom
+    from scipy.stats import binom  # type: ignore[import-untyped]  # of dp-accounting
 
     rare = delta / 2 / len(steps)
     drawn = [Release("gaussian", s, steps=int(binom.isf(rare, n, q))) for (s, q), n in steps.items()]

@@ -132,9 +132,7 @@ class SiteTraining:
 
     @property
     def examples(self) -> float:
-        if self._examples is None:
-            self._examples = float(self._dataset.count)
-        return self._examples
+        return float(self._dataset.count) if self._examples is None else self._examples
 
     @cached_property
     def _dataset(self) -> Examples:
@@ -328,12 +326,11 @@ def check_vectors(contribution: Contribution, up: Collection[str], numel: int) -
             f"Contribution has {', '.join(contribution.up) or 'none'}. Give both the same names."
         )
     for name, vector in {"delta": contribution.delta, **contribution.up}.items():
-        found = type(vector).__name__
-        if isinstance(vector, torch.Tensor):
-            if vector.is_floating_point() and vector.shape == (numel,):
-                continue
-            found = f"{str(vector.dtype).removeprefix('torch.')}{list(vector.shape)}"
+        tensor = isinstance(vector, torch.Tensor)
+        if tensor and vector.is_floating_point() and vector.shape == (numel,):
+            continue
+        found = f"{vector.dtype}{list(vector.shape)}" if tensor else type(vector).__name__
         raise TaskError(
-            f"{name} of the strategy's Contribution is {found}. What sites send has a float for each of the "
-            f"{numel} values that they exchange: make it a 1-D tensor of {numel}."
+            f"{name} of the strategy's Contribution is {found.removeprefix('torch.')}. What sites send has a "
+            f"float for each of the {numel} values that they exchange: make it a 1-D tensor of {numel}."
         )
