@@ -43,6 +43,7 @@ def test_less_noise_costs_more_for_any_multiplier(q, steps):
     assert all(map(math.isfinite, found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q", [0.3])
 def test_the_price_of_a_step_is_never_below_the_true_one(q):
     for sigma in SIGMAS[1:8]:
@@ -51,12 +52,14 @@ def test_the_price_of_a_step_is_never_below_the_true_one(q):
         assert found > NOTHING or found <= true * 1.01 + 1e-3
 
 
+@pytest.mark.slow
 def test_more_steps_cost_more_up_to_the_bound_and_beyond():
     found = [epsilon([Release("gaussian", 0.2, 0.05, steps)], DELTA) for steps in (1, 10, 100, 1000, 10_000)]
     assert found == sorted(found)
     assert found[1] < NOTHING < found[-1]
 
 
+@pytest.mark.slow
 def test_several_kinds_of_steps_cost_more_than_each():
     some = [Release("gaussian", sigma, 0.1, 10) for sigma in (1.0, 0.3, 1e-4)]
     assert epsilon(some, DELTA) >= max(epsilon([each], DELTA) for each in some)

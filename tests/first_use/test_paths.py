@@ -43,7 +43,9 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i > 2 else ()) for i, name in enumerate(NAMES)]
+)
 def test_a_run_in_a_folder_of_any_name_is_trained_and_used(tmp_path, monkeypatch, name):
     folder = tmp_path / name
     folder.mkdir()
