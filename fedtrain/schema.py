@@ -201,7 +201,7 @@ def check_state(model: nn.Module) -> None:
     """ConfigError for state that can't lie in an arena."""
     from torch.nn.parameter import is_lazy
 
-    for name, t in model.state_dict(keep_vars=True).items():
+    for name, t in named_state(model):
         if is_lazy(t):
             raise ConfigError(
                 f"model(): {name} has no shape yet, as in nn.LazyLinear. Give the layer its sizes, or call "
@@ -214,15 +214,30 @@ def check_state(model: nn.Module) -> None:
             )
 
 
-def unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """state_dict's tensors, in its order, each once."""
-    seen: set[int] = set()
-    found = {}
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is what torch.compile() made of a module."""
+    return "dynamo_ctx" in vars(module)
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """state_dict's tensors, in its order, by the names that they have where nothing is compiled: the wrapper
+    that torch.compile() puts around a module has the module as `_orig_mod`, and a module that a user named
+    so keeps its name."""
+    modules = model.named_modules(remove_duplicate=False)
+    wrappers = [f"{name}.".lstrip(".") for name, module in modules if is_compiled(module)]
     for name, t in model.state_dict(keep_vars=True).items():
-        if id(t) not in seen:
-            seen.add(id(t))
-            found[name] = t
-    return found
+        for wrapper in reversed(wrappers):  # inner ones first
+            if name.startswith(f"{wrapper}_orig_mod."):
+                name = wrapper + name.removeprefix(f"{wrapper}_orig_mod.")
+        yield name, t
+
+
+def unique_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of named_state, in its order, each once."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, t in named_state(model):
+        found.setdefault(id(t), (name, t))
+    return dict(found.values())
 
 
 def is_frozen(tensor: torch.Tensor) -> bool:

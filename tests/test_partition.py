@@ -185,15 +185,21 @@ def test_drawing_without_matplotlib_says_how_to_get_it(tmp_path, monkeypatch):
         draw(LABELS, {}, tmp_path / "parts.png")
 
 
-@pytest.mark.parametrize("kind", ["a loader", "a generator"])
+class Twice:
+    """Batches that can be read again."""
+
+    def __iter__(self):
+        return iter([(torch.zeros(4, 1), torch.zeros(4, 1))] * 5)
+
+
+@pytest.mark.parametrize("kind", ["a loader", "batches"])
 def test_a_stream_where_a_pool_is_to_be_dealt_is_told_as_that(kind):
     class Streams(Task):
         def model(self):
             return torch.nn.Linear(1, 1)
 
         def data(self, site):
-            batches = [(torch.zeros(4, 1), torch.zeros(4, 1))] * 5
-            return DataLoader(TensorDataset(torch.zeros(20, 1))) if kind == "a loader" else iter(batches)
+            return DataLoader(TensorDataset(torch.zeros(20, 1))) if kind == "a loader" else Twice()
 
     with pytest.raises(
         TaskError, match=r"a stream \(\w+\), which can't be dealt to 3 sites. Return a Dataset"

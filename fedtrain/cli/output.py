@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -121,7 +122,8 @@ def print_evaluation(found: EvaluationReport, source: Path) -> None:
         rows += [(how, *(number(found.metrics.get(f"{each}/{how}")) for each in names)) for how in SUFFIXES]
     columns([("SITE", *(each.upper() for each in names)), *rows])
     folder = source if source.is_dir() else source.parent
-    click.echo(f"written to {short(folder / EVALUATION)}")
+    if os.access(folder, os.W_OK):
+        click.echo(f"written to {short(folder / EVALUATION)}")
 
 
 def print_matrix(found: MatrixReport) -> None:

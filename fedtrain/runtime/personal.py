@@ -4,6 +4,7 @@ tensors that stay there and what the strategy makes of the site's memory."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -150,11 +151,8 @@ def _in_a_store(source: Path, site: SiteId, remembers: bool) -> Present | None:
     """That of a simulation."""
     if not (source / "run.db").exists():
         return None
-    store = RunStore(source, read_only=True)
-    try:
+    with closing(RunStore(source, read_only=True)) as store:
         last, counted, frozen = store.latest(), store.counted(), store.load_frozen()
-    finally:
-        store.close()
     if last is None:
         raise StoreError(f"{source} has no model yet. Let the run finish its first round.")
     if remembers and not (source / "memory").exists():

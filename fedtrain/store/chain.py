@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from ..errors import Damaged
-from .disk import COPY, Warn, explained, private_folder, set_aside, silent, sync_folder, write_whole
+from .disk import COPY, Warn, explained, private_folder, set_aside, silent, sync_folder, unshare, write_whole
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -77,6 +77,7 @@ class Chain:
         line = seal + b" " + body + b"\n"
         for path in self._paths:  # one is on the disk before the other is touched: a power cut tears one only
             with explained(path):
+                unshare(path)
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:
                     if os.fstat(file).st_size > self._nbytes:

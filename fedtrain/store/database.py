@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ..errors import Damaged, StoreError, Unreadable
-from .disk import Warn, explained, private, set_aside, silent
+from .disk import Warn, explained, is_shared, private, set_aside, silent, unshare
 from .redo import Recovered, Redo, digest_of_rows, packed, toggled
 
 OURS = """
@@ -57,8 +57,7 @@ class Database:
                 self._open_both(self._redo, tables, warn)
             elif read_only:
                 with self._explained():
-                    uri = f"file:{path}?mode=ro"
-                    self._db = sqlite3.connect(uri, ALONE_S, uri=True, isolation_level=None)
+                    self._connect_to_read()
                     if not shared:
                         self._compare()
             else:
@@ -131,6 +130,9 @@ class Database:
     def transaction(self) -> Iterator[None]:
         """All changes of the block or, when it raises, none."""
         with self._explained():
+            if self._redo is not None and is_shared(self.path):
+                self._db.close()
+                self._connect(ALONE_S)
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -229,6 +231,8 @@ class Database:
         return digest
 
     def _connect(self, wait_s: float) -> None:
+        for end in ("", "-wal", "-shm") if self._redo is not None else ():
+            unshare(f"{self.path}{end}")
         with explained(self.path):  # made here, it is for nobody else; SQLite's other files are as it is
             os.close(private(self.path, os.O_RDWR | os.O_CREAT))
         self._db, self._known = sqlite3.connect(self.path, wait_s, isolation_level=None), frozenset()
@@ -236,6 +240,15 @@ class Database:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         self._db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
+
+    def _connect_to_read(self) -> None:
+        """Open the file as it is. Beside a file of a folder that can't be written, SQLite can't make what
+        readers and writers share; without a log there is no writer either, and the file holds everything."""
+        uri = f"{self.path.absolute().as_uri()}?mode=ro"  # as_uri quotes #, ? and %
+        log = self.path.with_name(f"{self.path.name}-wal")
+        if not (os.access(self.path.parent, os.W_OK) or (log.exists() and log.stat().st_size)):
+            uri += "&immutable=1"
+        self._db = sqlite3.connect(uri, ALONE_S, uri=True, isolation_level=None)
 
     def _replace(self, logged: Recovered) -> None:
         """Have these rows in the place of those that are here."""

@@ -187,12 +187,25 @@ def copy_whole(source: Path, path: Path) -> None:
         sync_folder(path.parent)
 
 
+def is_shared(path: str | Path) -> bool:
+    """Whether the file has several names, as `cp -al` makes them."""
+    return os.path.exists(path) and os.stat(path).st_nlink > 1
+
+
+def unshare(path: str | Path) -> None:
+    """Give a file with several names bytes of its own under this name, before they are written over or added
+    to where they lie: what has the other name, a backup, stays as it is."""
+    if is_shared(path):
+        copy_whole(Path(path), Path(path))
+
+
 def write_over(path: Path, data: bytes) -> None:
     """On the disk when this returns. A file of this length is written over where it is, so that the disk's
     journal is not waited for; a power cut meanwhile may damage it."""
     with explained(path):
         if not path.exists() or path.stat().st_size != len(data):
             return write_whole(path, data, durable=True)
+        unshare(path)
         with open(os.open(path, os.O_WRONLY), "wb", buffering=0) as f:
             f.write(data)
             os.fdatasync(f.fileno())
@@ -217,6 +230,7 @@ def open_for_writing(path: str | Path) -> FileIO:
     if not os.path.exists(path):
         with suppress(FileNotFoundError):
             os.replace(_free_beside(path), path)
+    unshare(path)
     return FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
 
 
@@ -323,6 +337,7 @@ def new_file(schema: Schema, path: Path) -> Iterator[Arena]:
         with explained(path):
             if path.exists() and path.stat().st_size == schema.nbytes:
                 path.replace(partial)
+            unshare(partial)
             file = open(private(partial, os.O_RDWR | os.O_CREAT), "r+b")  # noqa: SIM115  # closed in the block
         with file as f:
             with explained(path):

@@ -13,7 +13,7 @@ from ..errors import Damaged, StoreError
 from ..messages import SiteId
 from ..schema import Schema
 from .database import Database
-from .disk import Warn, explained, lock, private_folder, refuse_network_disk, silent, sync_folder
+from .disk import Warn, explained, lock, private_folder, refuse_network_disk, silent, sync_folder, unshare
 from .spool import Spool, damage
 
 
@@ -43,6 +43,8 @@ class RunFolder:
         again = "The run's own command makes it again."
         self._lock = None if read_only else lock(folder)
         try:
+            for each in () if read_only else (folder / "memory").glob("*"):  # no trainer has them open yet
+                unshare(each)
             self.db = Database(
                 folder / "run.db", tables, read_only=read_only, durable=durable,
                 remedy=again if read_only else self._remedy, warn=warn,

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from .disk import explained, private, sync_folder, whole_file, write_all
+from .disk import explained, private, sync_folder, unshare, whole_file, write_all
 
 Row = tuple[Any, ...]  # the name of its table, then its values
 EMPTY = bytes(16)  # the digest of no rows
@@ -145,7 +145,10 @@ class Redo:
             self._file = None
 
     def _open(self) -> int:
+        if self._file is not None and os.fstat(self._file).st_nlink > 1:
+            self.close()
         if self._file is None:
+            unshare(self.path)
             self._file = private(self.path, os.O_WRONLY)
         return self._file
 

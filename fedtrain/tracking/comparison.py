@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,8 @@ def meta_of(folder: Path) -> dict[str, Any]:
     """What a run was begun with; {} of a directory without a store."""
     if not (folder / "run.db").exists():
         return {}
-    store = RunStore(folder, read_only=True)
-    try:
+    with closing(RunStore(folder, read_only=True)) as store:
         return store.meta()
-    finally:
-        store.close()
 
 
 def settings_of(folder: Path) -> dict[str, str]:

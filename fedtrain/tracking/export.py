@@ -16,6 +16,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,15 +76,12 @@ def export(run_dir: Path, out: Path, round: int | Literal["best"] | None = None)
 
     Each file appears whole; a program that waits for model.json finds the other two there.
     """
-    store = RunStore(run_dir, read_only=True)
-    try:
+    with closing(RunStore(run_dir, read_only=True)) as store:
         chosen = _choose(store, round)
         rows = [r for r in store.rounds() if r.round <= chosen]
         meta, sites, checkpoint = store.meta(), sorted(store.joined()), store.load(chosen)
         weights = checkpoint.weights
         frozen = store.load_frozen()
-    finally:
-        store.close()
     assert isinstance(weights, Arena), "a loaded round is in memory"
     row, noise = rows[-1], next((r.record[NOISE] for r in reversed(rows) if NOISE in r.record), None)
     run, of_a_peer, peer = run_dir.name.partition(PEER)
@@ -157,8 +155,11 @@ def _evaluated(folder: Path) -> EvaluationReport | None:
 
 
 def keep_evaluated(source: Path, evaluated: EvaluationReport) -> None:
-    """Write an evaluation down beside the model, a run directory or an export, and in the model's card."""
+    """Write an evaluation down beside the model, a run directory or an export, and in the model's card. In a
+    folder that can't be written it is not kept, and a line on stderr says so."""
     folder = source if source.is_dir() else source.parent
+    if not os.access(folder, os.W_OK):
+        return print(f"{folder} can't be written: this evaluation is not kept there.", file=sys.stderr)
     _replace(folder / EVALUATION, lambda path: path.write_bytes(_pretty(evaluated)))
     for each in (folder, folder / "model"):
         if (each / "model.json").exists():
@@ -169,15 +170,12 @@ def model_of(source: Path, round: int | Literal["best"] | None) -> tuple[dict[st
     """A model's tensors by name, and what is known of it: of a run directory's last round, or of `round`; or
     an export's."""
     if (source / "run.db").exists():
-        store = RunStore(source, read_only=True)
-        try:
+        with closing(RunStore(source, read_only=True)) as store:
             chosen = _choose(store, round)
             weights, frozen = store.load(chosen).weights.load(), store.load_frozen()
             about = {"run": source.name, "round": chosen, "weights_digest": weights.digest}
             about["local"] = store.meta().get("local", [])
             return weights.views() | frozen.views(), about
-        finally:
-            store.close()
     if round is not None:
         raise StoreError(f"{source} is no run directory: it has one model. Leave --round out.")
     if source.is_dir() and not (source / MODEL).exists():
@@ -216,11 +214,8 @@ def own_models(source: Path, round: int | Literal["best"] | None) -> dict[str, d
     simulated together; {} of any other run, and of an export."""
     if not (source / "run.db").exists():
         return {}
-    store = RunStore(source, read_only=True)
-    try:
+    with closing(RunStore(source, read_only=True)) as store:
         checkpoint, frozen = store.load(_choose(store, round)), store.load_frozen().views()
-    finally:
-        store.close()
     state, schema = checkpoint.state, checkpoint.weights.schema
     names = [key.removesuffix("/gauge") for key in state if key.endswith("/gauge")]  # as Peer.kept says
     if len(names) < 2:
@@ -233,11 +228,8 @@ def beginning(source: Path, schema: Schema, frozen: Schema) -> tuple[Arena, Aren
     export (its folder, or its model.safetensors). StoreError unless it is a model of these schemas; what of
     it is frozen may differ."""
     if (source / "run.db").exists():
-        store = RunStore(source, read_only=True)
-        try:
+        with closing(RunStore(source, read_only=True)) as store:
             last, rest = store.latest(), store.load_frozen()
-        finally:
-            store.close()
         if last is None:
             raise StoreError(f"{source} has no model yet. Let that run finish its first round.")
         return filled(source, last.weights.load().views() | rest.views(), schema, frozen)
@@ -290,7 +282,7 @@ def filled(source: Path, tensors: dict[str, Any], schema: Schema, frozen: Schema
                 f"{source} holds another model: {name} is {found.dtype}{list(found.shape)} there, "
                 f"{view.dtype}{list(view.shape)} here."
             )
-        view.copy_(found)
+        view.copy_(found.detach())  # it may be a parameter of the task's own
     return weights, rest
 
 

@@ -23,7 +23,7 @@ import msgspec
 from .. import events
 from ..errors import FedtrainError, writing
 from ..events import AnyEvent, Emit, Event, Notice, RunStarted, decode, encode
-from ..store.disk import private, private_folder, whole_file, write_all
+from ..store.disk import private, private_folder, unshare, whole_file, write_all
 
 TEXT_CHARS = 500  # of a reason or notice; it may come from another site
 LOG_BYTES = 64 << 20  # of events.jsonl, before it begins anew
@@ -91,8 +91,8 @@ class EventLog:
     def _record(self, event: Event) -> Event:
         texts = {name: one_line(v) for name, v in event.fields().items() if isinstance(v, str)}
         event = msgspec.structs.replace(event, time=self._clock(), **texts)
-        if isinstance(event, RunStarted):
-            self.close()  # the run directory may have been made anew since the last event
+        if isinstance(event, RunStarted) or (self._fd is not None and os.fstat(self._fd).st_nlink > 1):
+            self.close()  # the run directory may have been made anew since the last event, or copied
         if self._fd is None:
             self._fd = _open(self._path)
         line = encode(event) + b"\n"
@@ -145,6 +145,7 @@ def one_line(text: str) -> str:
 def _open(path: Path) -> int:
     """Open for appending; a last line torn by kill -9 is cut off. The shared lock says "running"."""
     private_folder(path.parent)
+    unshare(path)
     fd = private(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC)
     fcntl.flock(fd, fcntl.LOCK_SH)
     end = size = os.fstat(fd).st_size

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..digest import seed_of
 from ..errors import ConfigError, TaskError, some
+from ..schema import named_state
 from .devices import seed_all
 from .signatures import check_methods, model_of
 from .task import Task, folder_of, user_code
@@ -53,7 +54,7 @@ class Pretrained:
         saved = {name: (file, shape) for file in files for name, shape in _shapes(file).items()}
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         missing: dict[int, str] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        for name, tensor in named_state(model):
             names = (n for n in (name, name.removeprefix(prefix), prefix + name) if n in saved)
             if (known := next(names, None)) is None:
                 missing[id(tensor)] = name

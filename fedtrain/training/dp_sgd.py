@@ -12,7 +12,7 @@ example by example, to the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -27,7 +27,6 @@ from ..errors import ConfigError, TaskError
 from ..keystream import Keystream
 from ..learning import Context, Correct
 from ..messages import SiteId, Update
-from ..schema import unique_tensors
 from .batches import Batch, cut, examples_in
 from .engine import Step, Steps
 from .examples import Examples, Items, Stream, Tensors, examples_of, spans
@@ -73,9 +72,9 @@ class PrivateEngine(Engine):
                     f"of a batch change each other's results. Use GroupNorm or LayerNorm."
                 )
         self._objective = _Objective(self)
-        trained = {f"model.{n}": p for n, p in unique_tensors(self.model).items() if p.requires_grad}
+        trained = {f"model.{n}": p for n, p in self.model.named_parameters() if p.requires_grad}
         self._parameters = {name: p.detach() for name, p in trained.items()}
-        self._pieces = {name: self._lent[cast(nn.Parameter, p)].view(-1) for name, p in trained.items()}
+        self._pieces = {name: self._lent[p].view(-1) for name, p in trained.items()}
         wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in trained.items()}
         self._sums = {n: torch.zeros_like(piece, dtype=wide[n]) for n, piece in self._pieces.items()}
         self._at_once = vmap(grad(self._objective.of), in_dims=(None, 0), randomness="different")

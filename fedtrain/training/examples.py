@@ -132,10 +132,18 @@ Examples = Tensors | Items | Stream
 
 def examples_of(data: Any, collate: Collate | None = None) -> Examples:
     """Classify the result of data(), without reading or copying examples. `collate`: the task's own, if it
-    has one; tensors are then split into examples for it, too. TaskError for data of any other type."""
+    has one; tensors are then split into examples for it, too. What was classified before stays as it is.
+    TaskError for data of any other type, and for a generator."""
+    if isinstance(data, Examples):
+        return data
     parts = [data, *(data if isinstance(data, tuple) else data.values() if isinstance(data, Mapping) else ())]
     if table := next((type(part).__name__ for part in parts if hasattr(part, "iloc")), None):
         raise TaskError(f"data() returned a {table}. Make a tensor of it: torch.tensor(table.to_numpy())")
+    if isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools"):
+        raise TaskError(
+            f"data() returned a {type(data).__name__}, which can be read only once, and each round reads the "
+            f"data again: return a DataLoader, a Dataset, or an object whose __iter__ begins anew"
+        )
     found = _tensors_of(data)
     if found is not None:
         return found if collate is None else Items(found, collate)

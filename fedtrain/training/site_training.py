@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from torch import nn
 from ..arena import Arena, joined, split_into, subtract
 from ..config import TrainConfig
 from ..digest import seed_of
-from ..errors import ConfigError
+from ..errors import ConfigError, TaskError
 from ..learning import (
     Context,
     Contribution,
@@ -132,17 +132,14 @@ class SiteTraining:
 
     @property
     def examples(self) -> float:
-        if self._examples is None:
-            self._examples = float(self._found_examples.count)
-        return self._examples
+        return float(self._dataset.count) if self._examples is None else self._examples
 
     @cached_property
-    def _dataset(self) -> Any:
-        return self._data()
-
-    @cached_property
-    def _found_examples(self) -> Examples:
-        return examples_of(self._dataset, collate_of(self._engine.task))
+    def _dataset(self) -> Examples:
+        """One object for the whole round: a stream knows its count from the first pass over it."""
+        data = self._data()
+        with self._user_code(f"round {self._round}"):
+            return examples_of(data, collate_of(self._engine.task))
 
     # --- learning.Local
 
@@ -210,7 +207,7 @@ class SiteTraining:
         now, before = seen.total(), self._seen
         loss, weight, examples = before[0] + now[0], before[1] + now[1], before[2] + seen.examples
         self._seen, self.metrics = (loss, weight, examples), {"loss": (loss, weight)}
-        self._examples = self._found_examples.count * (weight / examples) if step else now[1]
+        self._examples = self._dataset.count * (weight / examples) if step else now[1]
         self._engine.gather_buffers()
         if not self._written:
             out.data.zero_()
@@ -244,8 +241,9 @@ class SiteTraining:
         if not self._written:
             out.data.zero_()
         check_bounds(contribution.scalars, contribution.weight, extras)
-        split_into(out.trained(), contribution.delta)
         bounds = {each.name: each.bound for each in extras.up}
+        check_vectors(contribution, bounds, sum(len(vector) for vector in out.trained().values()))
+        split_into(out.trained(), contribution.delta)
         for name, view in out.extras().items():
             within, clipped = clipped_to(contribution.up[name], bounds[name])
             self._clipped[name] = self._clipped.get(name, 0) + clipped
@@ -317,3 +315,22 @@ class SiteTraining:
             return joined(target.trained())
         start = self.start if start is None else start
         return joined(engine.local.trained()).to(start) - start
+
+
+def check_vectors(contribution: Contribution, up: Collection[str], numel: int) -> None:
+    """TaskError unless a strategy's delta, and each of the vectors that its property `up` names, is a 1-D
+    float tensor of `numel` values."""
+    if contribution.up.keys() != {*up}:
+        raise TaskError(
+            f"the strategy's property `up` names {', '.join(up) or 'no vector'}, and the `up` of its "
+            f"Contribution has {', '.join(contribution.up) or 'none'}. Give both the same names."
+        )
+    for name, vector in {"delta": contribution.delta, **contribution.up}.items():
+        tensor = isinstance(vector, torch.Tensor)
+        if tensor and vector.is_floating_point() and vector.shape == (numel,):
+            continue
+        found = f"{vector.dtype}{list(vector.shape)}" if tensor else type(vector).__name__
+        raise TaskError(
+            f"{name} of the strategy's Contribution is {found.removeprefix('torch.')}. What sites send has a "
+            f"float for each of the {numel} values that they exchange: make it a 1-D tensor of {numel}."
+        )

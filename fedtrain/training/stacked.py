@@ -23,7 +23,7 @@ from ..digest import seed_of
 from ..errors import ConfigError, TaskError
 from ..learning import Context
 from ..messages import Metrics, SiteId, Update
-from ..schema import Section
+from ..schema import Section, is_compiled
 from .batches import Batch
 from .engine import Backend, Step, Steps
 from .examples import Tensors, examples_of
@@ -349,6 +349,7 @@ def _one_section(engine: Engine, own_training: bool) -> Section:
         "the task has its own optimizer()": any(own),
         f"the model has trained parameters of {len(trained)} dtypes, not one": len(trained) != 1,
         f"the model has buffers ({buffers}), which each site would change": buffers is not None,
+        "a module of the model is compiled": any(map(is_compiled, engine.model.modules())),
         "the strategy leaves tensors at their sites": bool(engine.own.schema.tensors),
         "the strategy trains in a way of its own": own_training,
     }

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
+from ...schema import named_state, unique_tensors
 from ..batches import Batch
 from ..precision import LossScale
 
@@ -126,11 +127,11 @@ class State:
 
     def model(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers of the parts on this rank, by the whole model's names."""
-        return {name: t for part in self.parts for name, t in part.state_dict().items()}
+        return {name: t.detach() for part in self.parts for name, t in named_state(part)}
 
     def _names(self) -> Iterator[tuple[str, nn.Parameter]]:
         for part in self.parts:
-            yield from part.named_parameters()
+            yield from ((n, t) for n, t in unique_tensors(part).items() if isinstance(t, nn.Parameter))
 
     def _slots(self) -> dict[str, torch.Tensor]:
         """What the optimizer keeps of each parameter, as "<parameter>/<slot>"."""
