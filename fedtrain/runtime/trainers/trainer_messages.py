@@ -288,6 +288,15 @@ Command = (
 )  # fmt: skip
 Outcome = Description | Failed | Dying | Done | Folded | Counted | Saved | Showing | HasColumns | Chosen
 
+
+def failures_in(outcome: Outcome) -> list[Failed]:
+    """The failures that an outcome tells of, with their tracebacks."""
+    if isinstance(outcome, Folded):
+        return [Failed(outcome.refused[at], traceback=story) for at, story in outcome.stories.items()]
+    found = outcome.results if isinstance(outcome, Done) else [outcome]
+    return [each for each in found if isinstance(each, Failed)]
+
+
 _encoder = msgspec.msgpack.Encoder()
 outcomes = msgspec.msgpack.Decoder(Outcome)
 commands = msgspec.msgpack.Decoder(Command)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...arena import Arena, ArenaFile, Slab
 from ...config import Config
-from ...errors import BadUpdate, Forgotten, TaskError
+from ...errors import BadUpdate
 from ...messages import Evaluation, Metrics, SiteId, Update
 from ...store.disk import new_file
 from ...store.memory import NEVER
@@ -260,7 +260,7 @@ class Workbench:
         try:
             pairs = [(site, self._load("data", site)) for site in sites]
             return [*self._learner.train_many(self._stacked, pairs, round, weights, slab.data, rows, counted)]
-        except (TaskError, BadUpdate, Forgotten) as e:
+        except Exception as e:  # torch and the user's code run in this block
             if len(sites) == 1:
                 return [msg.Failed.of(e)]
             # One by one, so that only those fail whose fault it is.
@@ -275,13 +275,13 @@ class Workbench:
     ) -> Update | msg.Failed:
         try:
             return self.train(site, round, weights, out, counted)
-        except (TaskError, BadUpdate, Forgotten) as e:
+        except Exception as e:  # torch and the user's code run in this block
             return msg.Failed.of(e)
 
     def _evaluated(self, site: SiteId, round: int, weights: Arena, counted: int) -> msg.Measured | msg.Failed:
         try:
             return msg.Measured(self.evaluate(site, round, weights, counted).metrics)
-        except (TaskError, Forgotten) as e:
+        except Exception as e:  # torch and the user's code run in this block
             return msg.Failed.of(e)
 
     def _load(self, what: str, site: SiteId) -> Any:
