@@ -10,6 +10,7 @@ from fedtrain.config import Config
 from fedtrain.errors import FedtrainError, TaskError
 from fedtrain.messages import Evaluation
 from fedtrain.pki import init, issue
+from fedtrain.runtime.simulations import gossip_simulation
 from fedtrain.runtime.simulations.shares import Failures
 from fedtrain.runtime.simulations.simulation import simulate
 from fedtrain.runtime.sites import site
@@ -317,3 +318,20 @@ def test_sites_that_fail_one_by_one_end_the_run_when_all_have():
         assert told(failures, failed(name), sites=4) == [(name, "Failure")]
     with pytest.raises(TaskError, match="in loss, site d"):
         told(failures, failed("d"), sites=4)
+
+
+@pytest.mark.parametrize("run", [simulate, gossip_simulation.simulate], ids=["star", "gossip"])
+def test_names_that_no_certificate_takes_are_named_at_the_start(tmp_path, run):
+    config, notices = project(tmp_path, ""), []
+    task = (tmp_path / "wards.py").read_text()
+
+    def tell(event):
+        notices.extend([event.text] if event.kind == "notice" else [])
+
+    asyncio.run(run(config, emit=tell))
+    assert not any("certs issue" in text for text in notices)
+    renamed = task.replace('["a", "b", "c", "d"]', '["St. Mary", "b", "site_1", "Zürich"]')
+    (tmp_path / "wards.py").write_text(renamed.replace("ord(site)", "ord(site[0])"))
+    asyncio.run(run(config, emit=tell, fresh=True))
+    (line,) = [text for text in notices if "certs issue" in text]
+    assert line.startswith("St. Mary, Zürich, site_1: `fedtrain certs issue` takes no such name, but 1 to 63")

@@ -156,6 +156,9 @@ class PoolCohort:
         """See Trainer.examples."""
         return await self._at_a_trainer(lambda trainer: trainer.examples(site), [site])
 
+    async def partition_note(self) -> str:
+        return str((await self._trainers[0]._ask(msg.NotePartition())).text)
+
     async def members(self, at_least: int) -> Sequence[SiteId]:
         return self.description.sites
 
@@ -201,8 +204,7 @@ class PoolCohort:
     async def _results(
         self, requests: Mapping[SiteId, Request], cut: Cut, summands: int = 0, plan: Sequence[SiteId] = ()
     ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply | Failed], None]:
-        """The same with the failures of the task. A few shares are asked for at a time, so that memory does
-        not grow with the sites, and the next one goes to the first trainer that is done."""
+        """The same with the task's failures. Few shares are under way: memory doesn't grow with the sites."""
         if not requests:
             return
         request = next(iter(requests.values()))
@@ -296,8 +298,8 @@ class PoolCohort:
         )
         deltas = torch.frombuffer(block, dtype=torch.uint8, count=len(sites) * schema.nbytes)
         rows = Slab(schema, deltas.view(len(sites), schema.nbytes)).arenas()
-        pairs = zip(results, rows, strict=True)
-        return [reply_of(r, partial(msg.Trained.update, delta=row)) for r, row in pairs]
+        updates = (partial(msg.Trained.update, delta=row) for row in rows)
+        return [*map(reply_of, results, updates)]
 
     async def _fold(
         self, share: Share, round: int, weights: ArenaFile, counted: list[int], summands: int

@@ -9,13 +9,14 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...arena import Arena, ArenaFile, Slab
 from ...config import Config
-from ...errors import BadUpdate
+from ...errors import BadUpdate, ConfigError, TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
 from ...store.disk import new_file
 from ...store.memory import NEVER
@@ -189,6 +190,12 @@ class Workbench:
             return None
         return float(examples.count)
 
+    def partition_note(self) -> str:
+        """What simulate.min_examples changed, for people; where data() fails, its training will tell."""
+        with suppress(TaskError, ConfigError):
+            return "" if self._simulated is None else self._simulated.note()
+        return ""
+
     def shown(
         self, total: Metrics, by_site: Mapping[SiteId, Metrics]
     ) -> tuple[Averages, dict[SiteId, Averages]]:
@@ -242,6 +249,8 @@ class Workbench:
             case msg.TrainBy(engine):
                 self.train_by(engine)
                 return msg.Saved("")
+            case msg.NotePartition():
+                return msg.Noted(self.partition_note())
             case msg.ColumnsOf(site) | msg.TallyOne(site):
                 from .counting import told
 
