@@ -73,10 +73,12 @@ def reason_of(error: BaseException) -> str:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory could not be had: of the machine, or of a GPU."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return True
-    torch = "can't allocate memory" in str(error) or "not enough memory" in str(error)
-    return type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and torch)
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or type(error).__name__ == "OutOfMemoryError"  # of torch, which is not loaded here
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
 
 
 class ConfigError(FedtrainError):

@@ -210,7 +210,7 @@ def test_stopping_an_exchange_early_leaves_the_pool_fit_for_the_next(folder):
 
     async def main():
         async with await PoolCohort.start(config, 1, folder) as pool:
-            weights = await pool.initial()
+            weights = (await pool.beginning(None))[0]
             sites = await pool.members(2)
             first = dict.fromkeys(sites, Train(id="a", round=0, weights=weights))
             replies = pool.exchange(first, 60)

@@ -18,8 +18,10 @@ from .own_code import STAR, named_in
 SECTIONS = (
     "train", "strategy", "aggregation", "asynchronous", "secagg", "compression", "limits", "privacy",
 )  # fmt: skip
-DEALT = ("simulate.sites", "simulate.partition", "simulate.examples", "simulate.min_examples")
-KEYS = ("run.name", "run.seed", "run.task", *DEALT)
+KEYS = (
+    *("run.name", "run.seed", "run.task"),
+    *("simulate.sites", "simulate.partition", "simulate.examples", "simulate.min_examples"),
+)
 UNLESS_KEPT = {"privacy.where": "'site'", "simulate.min_examples": "2"}  # kept only where it is another
 KINDS = {"strategy": "kind", "aggregation": "rule"}  # section -> whose own keys the rest of it are
 

@@ -309,17 +309,17 @@ class SimulatedSites:
         labels, spec, least = self._labels(self.pool), self.simulate.partition, self.simulate.min_examples
         dealt = _dealt(labels, spec, len(self.names), seed_of(self.seed, "partition"), least)
         if few := [name for name, part in zip(self.names, dealt, strict=True) if len(part) < least]:
-            moved = sum(max(0, least - len(part)) for part in dealt)
             self._note = (
                 f"simulate.min_examples: {spec} gave {len(few):,} sites fewer than {least} examples "
-                f"({some(few)}); {moved:,} examples moved to them from the largest sites"
+                f"({some(few)}); {sum(max(0, least - len(part)) for part in dealt):,} examples moved to them "
+                f"from the largest sites"
             )
         return _fill(dealt, least)
 
     def note(self) -> str:
         """What simulate.min_examples changed where one pool is dealt, as a line; "" for nothing."""
-        pooled = not self.natural and not self.simulate.examples and len(self.names) > 1
-        return self._note if pooled and self._parts else ""
+        alone = self.natural or self.simulate.examples or len(self.names) == 1
+        return self._note if not alone and self._parts else ""
 
     @cached_property
     def _drawn(self) -> Drawn | None:

@@ -1,13 +1,18 @@
 """A simulation foretells the federation: with each fault of a site the same outcome, in the same words."""
 
 import asyncio
+import errno
+import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+import torch
 
+from fedtrain import metrics
 from fedtrain.config import Config
-from fedtrain.errors import FedtrainError, TaskError
+from fedtrain.errors import FedtrainError, TaskError, reason_of
 from fedtrain.messages import Evaluation
 from fedtrain.pki import init, issue
 from fedtrain.runtime.simulations import gossip_simulation
@@ -335,3 +340,55 @@ def test_names_that_no_certificate_takes_are_named_at_the_start(tmp_path, run):
     asyncio.run(run(config, emit=tell, fresh=True))
     (line,) = [text for text in notices if "certs issue" in text]
     assert line.startswith("St. Mary, Zürich, site_1: `fedtrain certs issue` takes no such name, but 1 to 63")
+
+
+def no_room():
+    torch.empty(1 << 50)
+
+
+def no_mapping():
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def no_memory():
+    raise MemoryError
+
+
+def no_gpu_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("lacks", [no_room, no_mapping, no_memory, no_gpu_memory])
+def test_a_lack_of_memory_is_told_as_that_without_data(lacks):
+    with pytest.raises((OSError, MemoryError, RuntimeError)) as error:
+        lacks()
+    assert reason_of(error.value) == "out of memory"
+
+
+def test_another_error_is_told_by_its_place():
+    with pytest.raises(OSError) as error:
+        Path("no such file").read_bytes()
+    assert re.fullmatch(r"FileNotFoundError in pathlib\.py:\d+", reason_of(error.value))
+
+
+def test_nan_among_scores_is_told_as_that():
+    scores, labels = torch.tensor([0.5, math.nan, 2.0]), torch.tensor([0, 1, 1])
+    with pytest.raises(TaskError) as error:
+        metrics.binary_histogram(scores, labels)
+    assert str(error.value) == (
+        "metrics.binary_histogram: NaN among the scores. Look for NaN in the data, or lower train.lr"
+    )
+    assert "sigmoid" not in str(error.value)
+
+
+@pytest.mark.parametrize("run", [simulate, gossip_simulation.simulate], ids=["star", "gossip"])
+def test_what_evaluate_says_of_its_batch_names_the_site(tmp_path, run):
+    """As what loss() raises does."""
+    config = project(tmp_path, "", bad="abcd", masks=False)
+    nan = "fedtrain.metrics.binary_histogram(torch.full((1,), float('nan')), batch[1][:1])"
+    task = TASK.replace('{"accuracy"', f'{nan} | {{"accuracy"').replace(
+        "import fedtrain\n", "import fedtrain.metrics\n"
+    )
+    (tmp_path / "wards.py").write_text(task + "\n    def metrics(self, sums):\n        return {}\n")
+    with pytest.raises(TaskError, match=r"^site a: metrics\.binary_histogram: NaN among the scores"):
+        asyncio.run(run(config, emit=lambda _: None))

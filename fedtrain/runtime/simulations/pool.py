@@ -131,13 +131,9 @@ class PoolCohort:
         """See Trainer.beginning."""
         return await self._trainers[0].beginning(start, self._scratch)
 
-    async def initial(self) -> Arena:
-        """The task's own model before round 0."""
-        return (await self.beginning(None))[0]
-
     async def keep_initial(self) -> None:
         """As sites do that take patches."""
-        self._known = (await self.initial()).digest
+        self._known = (await self.beginning(None))[0].digest
 
     async def freeze(self, frozen: ArenaFile) -> None:
         """Have all trainers train with the run's frozen parameters."""

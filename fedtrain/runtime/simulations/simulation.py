@@ -194,8 +194,7 @@ def enough_sites(config: Config, sites: Sequence[SiteId]) -> None:
 
 def names_without_certificate(about: Description) -> str:
     """A line that names the task's sites whose names no certificate takes; "" where there are none."""
-    names = [] if about.pooled else about.sites[:EACH]
-    if not (unfit := [name for name in names if not re.fullmatch(LABEL, name)]):
+    if about.pooled or not (unfit := [s for s in about.sites[:EACH] if not re.fullmatch(LABEL, s)]):
         return ""
     return (
         f"{some(unfit)}: `fedtrain certs issue` takes no such name, but 1 to 63 of a-z, 0-9 and '-', as in "

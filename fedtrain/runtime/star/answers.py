@@ -147,8 +147,7 @@ class InTheOpen:
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
-        config, emit = self._config, self._emit
-        by_site, _ = await evaluations(config, self.cohort, number, sites, weights, emit, counted)
+        by_site, _ = await evaluations(self._config, self.cohort, number, sites, weights, self._emit, counted)
         return summed(by_site), by_site
 
 

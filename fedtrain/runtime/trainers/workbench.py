@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...arena import Arena, ArenaFile, Slab
 from ...config import Config
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ...training.task import Task
     from .command import OwnTrainer
 
+T = TypeVar("T")
 CACHED_SITES = 1024  # the data of so many sites stays loaded, of those used last
 CACHED_BYTES = 2 << 30  # and no more tensors than this many bytes
 
@@ -239,7 +240,9 @@ class Workbench:
                 return self._folding.fold(command, self._at(command.weights), self._mapped)
             case msg.EvaluateMany(sites, round, place, counted):
                 each = zip(sites, counted, strict=True)
-                return msg.Done([self._evaluated(site, round, self._at(place), last) for site, last in each])
+                weights = self._at(place)
+                given = [tried(partial(self.evaluate, site, round, weights, last)) for site, last in each]
+                return msg.Done([r if isinstance(r, msg.Failed) else msg.Measured(r.metrics) for r in given])
             case msg.Choose(sites, updates):
                 from .engines import EngineTrial
 
@@ -265,7 +268,7 @@ class Workbench:
         rows = slab.arenas()
         if self._stacked is None:
             each = zip(sites, rows, counted, strict=True)
-            return [self._trained(site, round, weights, row, last) for site, row, last in each]
+            return [tried(partial(self.train, site, round, weights, row, last)) for site, row, last in each]
         try:
             pairs = [(site, self._load("data", site)) for site in sites]
             return [*self._learner.train_many(self._stacked, pairs, round, weights, slab.data, rows, counted)]
@@ -278,20 +281,6 @@ class Workbench:
                 for i, (site, last) in enumerate(zip(sites, counted, strict=True))
             ]
             return [result for results in alone for result in results]
-
-    def _trained(
-        self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int
-    ) -> Update | msg.Failed:
-        try:
-            return self.train(site, round, weights, out, counted)
-        except Exception as e:  # torch and the user's code run in this block
-            return msg.Failed.of(e)
-
-    def _evaluated(self, site: SiteId, round: int, weights: Arena, counted: int) -> msg.Measured | msg.Failed:
-        try:
-            return msg.Measured(self.evaluate(site, round, weights, counted).metrics)
-        except Exception as e:  # torch and the user's code run in this block
-            return msg.Failed.of(e)
 
     def _load(self, what: str, site: SiteId) -> Any:
         """The site's data() or eval_data(), loaded once while it is among those used last."""
@@ -339,3 +328,11 @@ def _tensor_bytes(data: Any) -> int:
 
     examples = examples_of(data)
     return sum(c.nbytes for c in examples.columns) if isinstance(examples, Tensors) else 0
+
+
+def tried(work: Callable[[], T]) -> T | msg.Failed:
+    """What the work at a site gives, or how it failed."""
+    try:
+        return work()
+    except Exception as e:  # torch and the user's code run in this block
+        return msg.Failed.of(e)
