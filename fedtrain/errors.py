@@ -24,6 +24,7 @@ FedtrainError
     Broken           a transfer ended early, or its stored part is damaged; a second try may succeed
 """
 
+import errno
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,12 +61,24 @@ def story_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line about an error for the other end: our own message, or the type and place of a foreign error,
-    whose message may quote data."""
+    """One line about an error for the other end: our own message, that memory is lacking, or the type and
+    place of a foreign error, whose message may quote data."""
     if isinstance(error, FedtrainError):
         return str(error)
+    if out_of_memory(error):
+        return "out of memory"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory could not be had: of the machine, or of a GPU."""
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or type(error).__name__ == "OutOfMemoryError"  # of torch, which is not loaded here
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
 
 
 class ConfigError(FedtrainError):
@@ -152,7 +165,7 @@ def grouped(reasons: Mapping[str, str]) -> str:
     """Sentences from {site: reason}: each reason once, with its sites; the first three reasons."""
     sites_of: dict[str, list[str]] = {}
     for site in sorted(reasons):
-        own = rf"site {re.escape(site)}, |{re.escape(repr(site))}"  # the site in a TaskError
+        own = rf"site {re.escape(site)}[,:] |{re.escape(repr(site))}"  # the site in a TaskError
         sites_of.setdefault(re.sub(own, "", reasons[site]), []).append(site)
     lines = [
         f"{some(sites)}: {(reasons[sites[0]] if len(sites) == 1 else reason).rstrip('.')}."
@@ -217,14 +230,13 @@ class Unfinished(TooFewSites):
         """`dropped`: site -> the step at which it dropped out; `blamed`: site -> its invalid message;
         `survivors`: the sites whose sum may have been opened; `failed`: site -> its own account of why."""
         known = {**(failed or {}), **blamed}
+        super().__init__("secure sum", have, need, known)
         self.told = bool(known) and known.keys() >= dropped.keys()
-        parts = (
-            f"secure sum, {what}: {have}, and {need} are needed.",
-            grouped({**dropped, **blamed}),
-            mend(known) if self.told else LESS,
-        )
-        Exception.__init__(self, " ".join(filter(None, parts)))
-        self.have, self.need, self.survivors = have, need, tuple(survivors)
+        if blamed or not self.told:
+            where, why = f"secure sum, {what}: {have}, and {need} are needed.", {**dropped, **blamed}
+            mended = mend(known) if self.told else LESS
+            self.args = (" ".join(filter(None, (where, grouped(why), mended))),)
+        self.survivors = tuple(survivors)
         self.dropped, self.blamed, self.failed = dict(dropped), dict(blamed), dict(failed or {})
 
 

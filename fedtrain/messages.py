@@ -93,6 +93,7 @@ class Folded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     metrics: dict[str, tuple[list[float], list[float]]] = {}  # name -> (sums, counts)
     scalars: dict[str, list[float]] = {}  # numbers of the strategy's, by name
     clipped: dict[int, int] = {}  # the place of a site -> how many values it clipped, where it clipped any
+    stories: dict[int, str] = {}  # the place of a site -> the traceback, where the task failed there
     # In the open float64 [blocks, numbers of a block], see aggregation.BlockSum; else a vector in the ring.
     sums: memoryview = memoryview(b"")
 
@@ -108,7 +109,7 @@ class Folded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     @classmethod
     def of(
         cls, updates: Sequence[Update | None], given: int, refused: dict[int, str], norms: list[float],
-        sums: memoryview,
+        sums: memoryview, stories: dict[int, str],
     ) -> Folded:  # fmt: skip
         """Of these sites' updates, of so many `given`; None: one that is refused, or was not given."""
         good = [update for update in updates if update is not None]
@@ -130,6 +131,7 @@ class Folded(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
             metrics={name: (metric(name, 0), metric(name, 1)) for name in names},
             scalars={name: scalar(name) for name in (good[0].scalars if good else ())},
             clipped={i: u.clipped for i, u in enumerate(updates) if u is not None and u.clipped}, sums=sums,
+            stories=stories,
         )  # fmt: skip
 
 

@@ -77,6 +77,10 @@ def binary_histogram(
     {'histogram': (tensor([[1, 0, 1],
             [0, 0, 1]]), 3)}
     """
+    if bool(scores.isnan().any()):
+        raise TaskError(
+            "metrics.binary_histogram: NaN among the scores. Look for NaN in the data, or lower train.lr"
+        )
     if not bool(((scores >= 0) & (scores <= 1)).all()):
         raise TaskError(
             "metrics.binary_histogram: scores must lie in 0..1; torch.sigmoid makes such of logits"

@@ -70,7 +70,7 @@ MODES: dict[str, Mode] = {
     "stats": Mode(
         "stats",
         ("run", "train.eval_batch_size", "strategy.min_sites", "secagg.enabled", "stats", "simulate.sites",
-         "simulate.partition", "simulate.examples"),
+         "simulate.partition", "simulate.examples", "simulate.min_examples"),
         but=("run.rounds", "stats.allow"),
         keeps=NOISE,
     ),
@@ -101,7 +101,7 @@ MODES: dict[str, Mode] = {
     "islands": Mode(
         'datacenter with parallel.sync = "local"',
         ("run", "train", "evaluate", "parallel", "checkpoint", "strategy.kind", "strategy.options",
-         "simulate.partition", "network.certs"),
+         "simulate.partition", "simulate.min_examples", "network.certs"),
         but=(*COMMANDS, "evaluate.server", "evaluate.sites", "parallel.ranks"),
         keeps=(*NOISE, *BOUNDS, "evaluate.patience", "train.command"),
     ),

@@ -156,7 +156,7 @@ def test_an_evaluation_that_fails_at_all_sites_ends_the_run_and_one_that_some_gi
 ):
     cfg, weights = config(tmp_path, strategy={"attempts": 2}), Arena.zeros(SCHEMA)
     failing = LocalCohort(at_evaluation(Failure(reason=REFUSES), *SITES))
-    with pytest.raises(TaskError, match=r"round 1: evaluation failed at all 5 sites. a: .*gives a float"):
+    with pytest.raises(TaskError, match=r"round 1: evaluation failed at a, .*, e: .*gives a float"):
         asyncio.run(answers(cfg, failing, Events()).evaluate(1, SITES, weights))
     partly = LocalCohort(at_evaluation(Failure(reason=REFUSES), "a"))
     metrics, _ = asyncio.run(answers(cfg, partly, Events()).evaluate(1, SITES, weights))

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from contextlib import aclosing
 from pathlib import Path
@@ -24,6 +25,7 @@ from fedtrain.runtime.simulations import shares
 from fedtrain.runtime.simulations.local_trainer import LocalTrainer
 from fedtrain.runtime.simulations.simulation import answers, simulate
 from fedtrain.runtime.star import federated
+from fedtrain.runtime.trainers import trainer
 from fedtrain.runtime.trainers.folding import stacks
 from fedtrain.runtime.trainers.workbench import Workbench
 from fedtrain.store import RunStore
@@ -36,8 +38,8 @@ ROUNDS = 2
 
 
 class Many(fedtrain.Task):
-    """Sites of unequal sizes, of which `bad` has NaN and `broken` raises. A process that loads the data of
-    site 20 dies while there is a file `kill`."""
+    """Sites of unequal sizes. `bad` has NaN, and data() raises at those whose names begin with `broken`. A
+    process that loads the data of site 20 dies while there is a file `kill`."""
 
     def __init__(self, bad: str = "", broken: str = "") -> None:
         self.bad, self.broken = bad, broken
@@ -49,7 +51,7 @@ class Many(fedtrain.Task):
         return SITES
 
     def data(self, site):
-        if site == self.broken:
+        if self.broken and site.startswith(self.broken):
             raise ValueError("no data here")
         if site == "site020" and (kill := Path("kill")).exists():
             kill.unlink()
@@ -175,10 +177,23 @@ def test_a_simulation_gives_the_bits_of_a_federation_of_more_sites_than_a_block(
     assert [found[0] for found in rounds] == [found[0] for found in expected[2]]
 
 
-def test_the_first_error_of_a_task_ends_a_round_that_is_folded(tmp_path, capsys):
-    with pytest.raises(TaskError, match=r"ValueError in test_folding\.py:\d+, in data, data\('site020'\)"):
-        trained(config(tmp_path, task="Many(broken='site020')"), 2)
-    assert "no data here" in capsys.readouterr().err
+def test_a_site_where_the_task_fails_is_left_out_of_the_sums(tmp_path, capsys, monkeypatch):
+    """Of folded ones as of single ones; its traceback is printed once."""
+    monkeypatch.setattr(trainer, "_printed", set())
+    broken = "Many(broken='site020')"
+    singly = trained(config(tmp_path / "singly", task=broken), 2, Singly)
+    folded = trained(config(tmp_path / "folded", task=broken), 2)
+    assert folded == singly
+    refused = [event for kind, event in folded[1] if kind == "update_refused"]
+    assert [(event["round"], event["site"]) for event in refused] == [(1, "site020"), (2, "site020")]
+    assert re.match(r"ValueError in test_folding\.py:\d+, in data, data\('site020'\)", refused[0]["reason"])
+    assert capsys.readouterr().err.count("ValueError: no data here") == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_task_that_fails_at_every_site_ends_a_folded_round(tmp_path, workers):
+    with pytest.raises(TaskError, match=r"ValueError in test_folding\.py:\d+, in data, data\('site000'\)"):
+        trained(config(tmp_path, task="Many(broken='site')"), workers)
 
 
 @pytest.mark.slow(10)

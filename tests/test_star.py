@@ -337,6 +337,27 @@ def test_it_is_deserted_when_every_site_has_heard_that_the_run_is_over(heard):
     assert end.deserted
 
 
+def test_a_site_that_joins_as_the_run_ends_is_waited_for_until_it_knows():
+    """One that had never joined before; seen where the last of the others left in the same instant."""
+    end = Aggregator()
+    session = end.joined("a")
+    end.finish("rounds done", ["a"])
+    end.greets["d"] += 1  # its call is here, and its Hello is being read
+    end.receive(session, Leaving())
+    end.lose(session, 0.0)
+    assert not end.deserted
+    late = end.joined("d")
+    end.greets["d"] -= 1
+    assert late.out[-1] == Finished(reason="rounds done")
+    end.lose(late, 0.0)  # its stream broke before it had read that
+    assert not end.deserted
+    late = end.joined("d")
+    assert late.out[-1] == Finished(reason="rounds done")
+    end.receive(late, Leaving())
+    end.lose(late, 0.0)
+    assert end.deserted
+
+
 def test_without_a_reason_sessions_just_close():
     end = Aggregator()
     session = end.joined("a")

@@ -10,7 +10,7 @@ from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import TaskError, TooFewSites, Unfinished
 from fedtrain.messages import Failure, Update
 from fedtrain.runtime.simulations.plain_sums import FixedPointSums
-from fedtrain.runtime.simulations.pool import good
+from fedtrain.runtime.simulations.shares import good
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.runtime.trainers.trainer import Trainer
 from fedtrain.runtime.trainers.trainer_messages import Failed, Trained
@@ -75,23 +75,26 @@ def fails(site):
     return lambda request: Failure(reason=f"KeyError in task.py:12, in data, data({site!r})")
 
 
+STAGES = {InTheOpen: "round 1", FixedPointSums: "secure sum"}
+
+
 @pytest.mark.parametrize("answers", [InTheOpen, FixedPointSums])
 def test_when_all_sites_raise_the_error_names_the_place_once_and_blames_no_deadline(tmp_path, answers):
     cohort = LocalCohort({site: fails(site) for site in SITES})
     with pytest.raises(TooFewSites) as error:
         round_of(answers(config(tmp_path), cohort, lambda *_, **__: None))
     assert str(error.value) == (
-        "round 1: 0 of 3 sites gave what can be used, 3 are needed. a, b, c: KeyError in task.py:12, in "
-        "data, data(). Mend that, or lower strategy.min_sites; the same command goes on from the last round."
+        f"{STAGES[answers]}: 0 of 3 sites gave what can be used, 3 are needed. a, b, c: KeyError in "
+        "task.py:12, in data, data(). Mend that, or lower strategy.min_sites; the same command goes on from "
+        "the last round."
     )
 
 
 @pytest.mark.parametrize("answers", [InTheOpen, FixedPointSums])
 def test_one_bad_site_of_three_is_named_and_the_two_good_ones_are_counted(tmp_path, answers):
     handlers = {"a": lambda r: update(), "b": lambda r: update(float("nan")), "c": lambda r: update()}
-    with pytest.raises(
-        TooFewSites, match=r"round 1: 2 of 3 sites gave what can be used, 3 .*\. b: .*[nN]"
-    ) as e:
+    why = rf"{STAGES[answers]}: 2 of 3 sites gave what can be used, 3 .*\. b: .*[nN]"
+    with pytest.raises(TooFewSites, match=why) as e:
         round_of(answers(config(tmp_path), LocalCohort(handlers), lambda *_, **__: None))
     assert "round_deadline" not in str(e.value)
 
@@ -107,9 +110,10 @@ def test_sites_that_stay_silent_beside_those_that_fail_are_named_as_that(tmp_pat
 
 
 def test_a_secure_sum_whose_sites_all_say_why_blames_no_deadline():
-    reasons = {site: f"keys: ValueError in task.py:3, in loss, site {site}, round 0" for site in SITES}
+    reasons = {site: f"ValueError in task.py:3, in loss, site {site}, round 0" for site in SITES}
     told = str(Unfinished("keys", 0, 3, dropped=reasons, blamed={}, failed=reasons))
-    assert "0, and 3 are needed. a, b, c: keys: ValueError in task.py:3, in loss, round 0. Mend that" in told
+    assert told.startswith("secure sum: 0 of 3 sites gave what can be used, 3 are needed. a, b, c: ")
+    assert "ValueError in task.py:3, in loss, round 0. Mend that" in told
     silent = str(Unfinished("keys", 2, 3, dropped={"c": "keys: no reply"}, blamed={}, failed={}))
     assert "c: keys: no reply. Lower strategy.min_sites, raise strategy.round_deadline" in silent
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from ..errors import ConfigError, FedtrainError, TaskError
+from ..errors import ConfigError, FedtrainError, TaskError, out_of_memory
 from .values import one_of
 
 T = TypeVar("T")
@@ -117,9 +117,10 @@ def user_module(name: str) -> ModuleType:
 
 
 def told(error: Exception, folder: Path) -> str:
-    """An exception of the user's code by its type and its place, the innermost frame in the user's own
-    `folder`, as "KeyError in file:line, in function". Its message may quote data, and is left out (S35)."""
-    what = type(error).__name__
+    """An exception of the user's code by its type ("out of memory" where that is it) and its place, the
+    innermost frame in the user's own `folder`, as "KeyError in file:line, in function". Its message may quote
+    data, and is left out (S35)."""
+    what = "out of memory" if out_of_memory(error) else type(error).__name__
     if isinstance(error, ModuleNotFoundError) and error.name:
         what += f" (no module named {error.name!r})"
     frames = list(traceback.walk_tb(error.__traceback__))

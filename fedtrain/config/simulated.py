@@ -30,6 +30,7 @@ class SimulateConfig(Settings):
     sites: AtLeastOne = 10  # number of sites where the task names none of its own
     partition: str = "iid"  # how one pool of examples is dealt: iid, dirichlet:0.3, shards:2, quantity:0.5
     examples: Count = 0  # of a site on average, drawn from the pool by each for itself; 0: the pool is dealt
+    min_examples: AtLeastOne = 2  # of a site at least, of one pool: the largest sites give what others lack
     workers: int | Literal["auto"] = "auto"  # processes; auto: one a core; 0: none, sites train in this one
     on: Literal["local", "ray", "torchrun"] = "local"  # where workers are: this machine, a Ray cluster, ranks
     # loop: one by one, a federation's bits; stacked: many at once; auto: by the model's size

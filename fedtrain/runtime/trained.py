@@ -18,7 +18,11 @@ from .own_code import STAR, named_in
 SECTIONS = (
     "train", "strategy", "aggregation", "asynchronous", "secagg", "compression", "limits", "privacy",
 )  # fmt: skip
-KEYS = ("run.name", "run.seed", "run.task", "simulate.sites", "simulate.partition", "simulate.examples")
+KEYS = (
+    *("run.name", "run.seed", "run.task"),
+    *("simulate.sites", "simulate.partition", "simulate.examples", "simulate.min_examples"),
+)
+UNLESS_KEPT = {"privacy.where": "'site'", "simulate.min_examples": "2"}  # kept only where it is another
 KINDS = {"strategy": "kind", "aggregation": "rule"}  # section -> whose own keys the rest of it are
 
 
@@ -32,7 +36,7 @@ def as_trained(config: Config, run: Path) -> Config:
         return config
     given = {key: source for key, source in config.given.items() if source > Source.FILE}
     found: dict[str, dict[str, Any]] = defaultdict(dict)
-    for key, text in ({"privacy.where": "'site'"} | kept).items():  # kept only of noise in sums
+    for key, text in (UNLESS_KEPT | kept).items():
         section, _, name = key.partition(".")
         if (section in SECTIONS or key in KEYS) and key not in (*MACHINE, *COMMANDS):
             found[section][name] = _value(text)

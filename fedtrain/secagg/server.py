@@ -255,8 +255,7 @@ class SumSession:
                 if isinstance(reply, kind):
                     yield site, reply
                 elif isinstance(reply, Failure):
-                    self.failed[site] = reply.reason
-                    self.dropped[site] = f"{what}: {reply.reason}"
+                    self.failed[site] = self.dropped[site] = reply.reason
                 else:
                     self.blame(site, f"{what}: a {type(reply).__name__} came")
         self.dropped |= dict.fromkeys(silent, f"{what}: no reply")

@@ -1,8 +1,8 @@
 """Draw each simulated site's examples from the pool for itself: for more sites than the pool has examples.
 
 A site's examples depend on (seed, site) alone, so nothing is kept of a site that takes no part. No example is
-twice at a site; two sites may have the same one. Sizes and labels of a site have the law that `partition`
-gives them when there are many sites, with `examples` on average:
+twice at a site; two sites may have the same one. A site has simulate.min_examples at least. Sizes and labels
+of the others have the law that `partition` gives them when there are many sites, with `examples` on average:
 
     iid            `examples` at random
     dirichlet:a    of each label examples * (the label's part of the pool) * Gamma(a) / a, rounded at random:
@@ -37,17 +37,19 @@ class Drawn:
     value: float  # its number
     examples: int  # at a site, on average
     seed: int
+    least: int = 1  # at a site
 
     def __post_init__(self) -> None:
-        fewest = int(self.value) if self.kind == "shards" else 1
+        fewest = max(self.least, int(self.value) if self.kind == "shards" else 1)
         if not fewest <= self.examples <= len(self.labels):
             raise ConfigError(
                 f"simulate.examples: {self.examples} examples can't be drawn for a site as {self.kind!r} "
-                f"from a pool of {len(self.labels)}: use {fewest} to {len(self.labels)}."
+                f"from a pool of {len(self.labels)}: use {fewest} to {len(self.labels)}, with "
+                f"simulate.min_examples = {self.least}."
             )
 
     def part(self, site: str) -> Indices:
-        """The ascending indices of the site's examples, one at least."""
+        """The ascending indices of the site's examples."""
         import numpy as np
 
         rng = self._generator(site)
@@ -55,11 +57,11 @@ class Drawn:
             return self._pieces(rng)
         expected = self._by_label.counts * (self.examples / len(self.labels))
         if self.kind == "iid":
-            return self._by_label.draw(rng, np.log(expected))
+            return self._by_label.draw(rng, np.log(expected), self.least)
         # Gamma(a) by logarithms, as for a small a nearly all gammas would round to 0.
         size, a = len(expected), self.value
         logs = np.log(rng.gamma(a + 1, size=size)) + np.log1p(-rng.random_sample(size)) / a - np.log(a)
-        return self._by_label.draw(rng, np.log(expected) + logs)
+        return self._by_label.draw(rng, np.log(expected) + logs, self.least)
 
     def alike(self, site: str, others: Indices) -> Indices:
         """The site's indices among other examples with these labels, from the same labels' numbers: of each
@@ -104,7 +106,8 @@ class Drawn:
         import numpy as np
 
         each, count = int(self.value), len(self.labels)
-        pieces = max(each, count * each // self.examples)
+        most = count // -(-self.least // each)  # pieces of which so many have enough examples
+        pieces = max(each, min(most, count * each // self.examples))
         chosen = _chosen(rng, pieces, each)
         return np.sort(np.concatenate([
             self._shuffled[i * count // pieces : (i + 1) * count // pieces] for i in chosen
@@ -126,15 +129,16 @@ class _ByLabel:
         counts = np.bincount(labels, minlength=size)
         return cls(np.argsort(labels, kind="stable"), np.cumsum(counts) - counts, counts)
 
-    def draw(self, rng: np.random.RandomState, logs: Numbers) -> Indices:
-        """Of each label exp(logs) examples, rounded at random and no more than there are; in all one at
-        least."""
+    def draw(self, rng: np.random.RandomState, logs: Numbers, least: int = 1) -> Indices:
+        """Of each label exp(logs) examples, rounded at random and no more than there are; where that is less
+        than `least` in all, more of the labels that have most."""
         import numpy as np
 
         wanted = np.exp(np.minimum(logs, np.log(self.counts.max()) + 1))
         sizes = np.minimum(np.floor(wanted + rng.random_sample(len(logs))), self.counts).astype(np.int64)
-        if not sizes.any():
-            sizes[np.argmax(logs)] = 1
+        if sizes.sum() < least:
+            for label in np.argsort(-logs, kind="stable"):
+                sizes[label] += min(least - sizes.sum(), self.counts[label] - sizes[label])
         parts = [
             self.order[self.starts[label] + _chosen(rng, int(self.counts[label]), int(sizes[label]))]
             for label in np.flatnonzero(sizes)

@@ -18,7 +18,7 @@ from ..config import TrainConfig
 from ..digest import seed_of
 from ..errors import TaskError
 from ..learning import Context, Correct
-from ..messages import Metrics, add_metrics
+from ..messages import Metrics, SiteId, add_metrics
 from .batches import Batch, move
 from .devices import seed_all, set_arithmetic
 from .examples import Examples, Stream, examples_of
@@ -268,12 +268,16 @@ class Trainable(Backend):
         with self._autocast:
             return measured(self.task, model, batch)
 
-    def measured(self, batches: Iterable[tuple[Batch, bool]]) -> Metrics:
-        """The sum over batches; one that does not count is only there for ranks that work together."""
+    def measured(self, batches: Iterable[tuple[Batch, bool]], site: SiteId = "") -> Metrics:
+        """The sum over batches; one that does not count is only there for ranks that work together. A
+        TaskError names the `site`, where there is one."""
         total: Metrics = {}
-        with user_code(self._folder, "evaluation"), torch.no_grad():
+        with user_code(self._folder, f"site {site}, evaluation" if site else "evaluation"), torch.no_grad():
             for batch, counts in batches:
-                metrics = self.measure(self.here(batch))
+                try:
+                    metrics = self.measure(self.here(batch))
+                except TaskError as e:
+                    raise (TaskError(f"site {site}: {e}") if site else e) from e.__cause__
                 if counts:
                     add_metrics(total, metrics)
         return total

@@ -178,14 +178,15 @@ class Engine(Trainable):
         """See engine.weighs_items."""
         return weighs_items(self.task, self.model, map(self.here, self.in_order(dataset)))
 
-    def evaluate(self, dataset: Any, weights: Arena, own: Arena | None = None) -> Metrics:
+    def evaluate(self, dataset: Any, weights: Arena, own: Arena | None = None, site: SiteId = "") -> Metrics:
         """What the task's evaluate() gives, summed over the dataset; the loss is always among it. `own`: the
-        tensors of this site, where they are others than those that are loaded."""
+        tensors of this site, where they are others than those that are loaded. `site`: see `measured`."""
         self.seed("evaluate")
         self.load(weights.model, training=False)
         if own is not None:
             self.own.copy_(own)
-        return self.measured((batch, True) for batch in self.in_order(dataset)) or {"loss": (0.0, 0.0)}
+        batches = ((batch, True) for batch in self.in_order(dataset))
+        return self.measured(batches, site) or {"loss": (0.0, 0.0)}
 
     # --- One round
 

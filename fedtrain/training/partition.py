@@ -5,22 +5,22 @@
     shards:2       examples sorted by label and cut into pieces; each site gets 2 pieces (McMahan et al. 2017)
     quantity:0.5   random examples, in shares from Dirichlet(0.5); smaller is more skewed
 
-Every example goes to exactly one site, and every site has at least one example. With simulate.examples sites
-draw their examples instead (drawn.py).
+Every example goes to exactly one site. A site that is dealt fewer than simulate.min_examples gets the others
+from the sites that have most. With simulate.examples sites draw their examples instead (drawn.py).
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import SimulateConfig, one_of
 from ..digest import seed_of
-from ..errors import ConfigError, TaskError
+from ..errors import ConfigError, TaskError, some
 from ..population import Population
 from .drawn import Drawn
 from .task import Task, folder_of, test_split, user_code
@@ -54,9 +54,17 @@ def parse(spec: str) -> tuple[str, float]:
     return kind, value
 
 
-def partition(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: int) -> list[Indices]:
-    """The ascending indices of each site's examples. `labels`: a label for each example, or the number of
-    examples for kinds that need no labels. ConfigError when there are too few examples."""
+def partition(
+    labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: int, least: int = 1
+) -> list[Indices]:
+    """The ascending indices of each site's examples, `least` of them or more. `labels`: a label for each
+    example, or the number of examples for kinds that need no labels. ConfigError when there are too few
+    examples."""
+    return _fill(_dealt(labels, spec, sites, seed, least), least)
+
+
+def _dealt(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: int, least: int) -> list[Indices]:
+    """The indices of each site's examples as they are dealt, fewer than `least` of some."""
     import numpy as np
 
     kind, value = parse(spec)
@@ -65,11 +73,12 @@ def partition(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: in
         raise ConfigError(f"simulate.partition: {spec!r} needs the labels, not only how many there are")
     count = labels if isinstance(labels, int) else len(labels)
     pieces = sites * int(value) if kind == "shards" else sites
-    if sites < 1 or count < pieces:
+    if sites < 1 or count < max(pieces, sites * least):
+        fewer = f" or simulate.min_examples = {least}" if count >= pieces else ""
         raise ConfigError(
             f"simulate.partition: {count} examples can't be dealt to {sites} sites as {spec!r}, "
-            f"at least {max(pieces, 1)} are needed. Lower simulate.sites, or have each site draw its own "
-            f"with simulate.examples."
+            f"at least {max(pieces, sites * least, 1)} are needed. Lower simulate.sites = {sites}{fewer}, or "
+            f"have each site draw its own with simulate.examples."
         )
     # RandomState, because its streams are frozen: a partition is the same with every version of numpy.
     rng = np.random.RandomState(np.random.MT19937(seed))
@@ -84,14 +93,8 @@ def partition(labels: Sequence[Any] | Any | int, spec: str, sites: int, seed: in
         dealt = rng.permutation(pieces).reshape(sites, -1)
         parts = [np.concatenate([shards[i] for i in row]) for row in dealt]
     else:
-        codes = _codes(labels)
-        mine: list[list[Indices]] = [[] for _ in range(sites)]
-        for label in range(codes.max() + 1):
-            cut = _cut(rng.permutation(np.flatnonzero(codes == label)), _shares(rng, value, sites))
-            for have, more in zip(mine, cut, strict=True):
-                have.append(more)
-        parts = [np.concatenate(have) for have in mine]
-    return [np.sort(part).astype(np.int64) for part in _fill(parts)]
+        parts = _by_label(rng, _codes(labels), sites, lambda label: _shares(rng, value, sites))
+    return parts
 
 
 def _shares(rng: np.random.RandomState, alpha: float, sites: int) -> npt.NDArray[np.float64]:
@@ -110,16 +113,20 @@ def _cut(order: Indices, shares: npt.NDArray[np.float64]) -> list[Indices]:
     return np.split(order, np.rint(np.cumsum(shares)[:-1] * len(order)).astype(int))
 
 
-def _fill(parts: list[Indices]) -> list[Indices]:
-    """Give each empty part one example of the largest part at that moment."""
-    sizes = [(-len(p), i) for i, p in enumerate(parts)]
+def _fill(parts: Sequence[Indices], least: int = 1) -> list[Indices]:
+    """The parts, ascending, each with `least` or more: a smaller one gets the last of the part that is the
+    largest at that moment, one by one. All together must have as many."""
+    import numpy as np
+
+    filled, sizes = [*parts], [(-len(p), i) for i, p in enumerate(parts)]
     heapq.heapify(sizes)
     for i, part in enumerate(parts):
-        if len(part) == 0:
+        for _ in range(len(part), least):
             _, largest = heapq.heappop(sizes)
-            parts[i], parts[largest] = parts[largest][-1:], parts[largest][:-1]
-            heapq.heappush(sizes, (-len(parts[largest]), largest))
-    return parts
+            filled[i] = np.append(filled[i], filled[largest][-1:])
+            filled[largest] = filled[largest][:-1]
+            heapq.heappush(sizes, (-len(filled[largest]), largest))
+    return [np.sort(part).astype(np.int64) for part in filled]
 
 
 def alike(parts: Sequence[Indices], labels: Any, others: Any, seed: int) -> list[Indices]:
@@ -134,14 +141,28 @@ def alike(parts: Sequence[Indices], labels: Any, others: Any, seed: int) -> list
             f"evaluate its own model on a part of them. Lower simulate.sites, or set evaluate.every = 0."
         )
     rng = np.random.RandomState(np.random.MT19937(seed))
-    mine: list[list[Indices]] = [[] for _ in parts]
-    for label in np.unique(others):
+
+    def shares(label: Any) -> npt.NDArray[np.float64]:
         having = np.array([np.count_nonzero(labels[part] == label) for part in parts], float)
         having = having if having.any() else np.array([len(part) for part in parts], float)
-        cut = _cut(rng.permutation(np.flatnonzero(others == label)), having / having.sum())
+        share: npt.NDArray[np.float64] = having / having.sum()
+        return share
+
+    return _fill(_by_label(rng, others, len(parts), shares))
+
+
+def _by_label(
+    rng: np.random.RandomState, labels: Any, sites: int, shares: Callable[[Any], npt.NDArray[np.float64]]
+) -> list[Indices]:
+    """The indices of each site's examples, of each label in the shares that the sites get of it."""
+    import numpy as np
+
+    mine: list[list[Indices]] = [[] for _ in range(sites)]
+    for label in np.unique(labels):
+        cut = _cut(rng.permutation(np.flatnonzero(labels == label)), shares(label))
         for have, more in zip(mine, cut, strict=True):
             have.append(more)
-    return [np.sort(part).astype(np.int64) for part in _fill([np.concatenate(have) for have in mine])]
+    return [np.concatenate(have) for have in mine]
 
 
 def _codes(labels: Any) -> Indices:
@@ -211,6 +232,7 @@ class SimulatedSites:
                 "sites() returned no name. Return one for each site, or None for one pool of data."
             )
         self.natural = natural is not None
+        self._note = ""  # what simulate.min_examples changed
         self.names: list[str] | Population
         if natural is None:
             self.names = Population(simulate.sites)
@@ -284,8 +306,20 @@ class SimulatedSites:
     @cached_property
     def _parts(self) -> list[Indices]:
         """Each site's indices in the pool that is dealt."""
-        labels, spec = self._labels(self.pool), self.simulate.partition
-        return partition(labels, spec, len(self.names), seed_of(self.seed, "partition"))
+        labels, spec, least = self._labels(self.pool), self.simulate.partition, self.simulate.min_examples
+        dealt = _dealt(labels, spec, len(self.names), seed_of(self.seed, "partition"), least)
+        if few := [name for name, part in zip(self.names, dealt, strict=True) if len(part) < least]:
+            self._note = (
+                f"simulate.min_examples: {spec} gave {len(few):,} sites fewer than {least} examples "
+                f"({some(few)}); {sum(max(0, least - len(part)) for part in dealt):,} examples moved to them "
+                f"from the largest sites"
+            )
+        return _fill(dealt, least)
+
+    def note(self) -> str:
+        """What simulate.min_examples changed where one pool is dealt, as a line; "" for nothing."""
+        alone = self.natural or self.simulate.examples or len(self.names) == 1
+        return self._note if not alone and self._parts else ""
 
     @cached_property
     def _drawn(self) -> Drawn | None:
@@ -294,7 +328,7 @@ class SimulatedSites:
             return None
         kind, value = parse(self.simulate.partition)
         codes, seed = _codes(self._labels(self.pool)), seed_of(self.seed, "examples")
-        return Drawn(codes, kind, value, self.simulate.examples, seed)
+        return Drawn(codes, kind, value, self.simulate.examples, seed, self.simulate.min_examples)
 
     def _labels(self, data: Any) -> Any:
         """Each example's label; all alike for a partition that does not look at labels."""

@@ -82,7 +82,9 @@ class SiteEngine(Protocol):
     def over_ranks(self, number: float) -> float:
         """Summed over all that train this site."""
 
-    def evaluate(self, dataset: Any, weights: Arena, own: Arena | None = None) -> Metrics: ...
+    def evaluate(
+        self, dataset: Any, weights: Arena, own: Arena | None = None, site: SiteId = ""
+    ) -> Metrics: ...
 
 
 class SiteTraining:
@@ -258,7 +260,7 @@ class SiteTraining:
 
     def evaluate(self, dataset: Any, weights: torch.Tensor) -> Metrics:
         """What the task's evaluate() gives of these weights on a dataset, with the tensors that stay here."""
-        return self._engine.evaluate(dataset, self._with(weights), self._own)
+        return self._engine.evaluate(dataset, self._with(weights), self._own, self._site)
 
     def tensors(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The same model by name, without frozen parameters."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -81,7 +80,6 @@ class RemoteCohort:
         emit = Sparing(partial(self._tell, emit))
         self._transport, self._listen, self._emit = transport, listen, emit
         self._joins, self._calls = Rate(JOINS, JOIN_S), Rate(CALLS, CALL_S)
-        self._greets = Counter[SiteId]()  # Hellos that are being read
         self._identify, self._welcome, self._admit = identify, welcome, admit
         self._inbox, self._replies, self._known = inbox, replies, known(schemas)
         described = sum(len(msgspec.msgpack.encode(schema)) for schema in schemas)
@@ -277,16 +275,17 @@ class RemoteCohort:
     @contextmanager
     def _greeting(self, site: SiteId) -> Iterator[None]:
         """The block reads a Hello of the site. BadUpdate, before a byte of it, where it joins too often."""
-        if self._joins.wait_s(site, asyncio.get_running_loop().time()) or self._greets[site] >= GREETS:
+        if self._joins.wait_s(site, asyncio.get_running_loop().time()) or self._end.greets[site] >= GREETS:
             raise BadUpdate(
                 f"it joins too often: at most {JOINS} times at once, then every {JOIN_S:g} s. Stop its other "
                 f"processes; if there are none, its key was copied: revoke its certificate"
             )
-        self._greets[site] += 1
+        self._end.greets[site] += 1
         try:
             yield
         finally:
-            self._greets[site] -= 1
+            self._end.greets[site] -= 1
+            self._sessions_changed()
 
     def _check_size(self, site: SiteId, nbytes: int) -> None:
         """JoinRefused for a site whose Hello has `nbytes` of another model."""

@@ -12,7 +12,7 @@ that joins again is asked again.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +92,7 @@ class AggregatorEnd:
         `witness` is told the head of a site's audit log, one for each that the site was told."""
         self._witness = witness
         self.sessions: dict[SiteId, SiteSession] = {}
+        self.greets = Counter[SiteId]()  # calls of each site whose Hello is being read
         self._welcome, self._idle_s, self._emit, self._frozen = welcome, idle_s, emit, frozen
         self._pending: dict[SiteId, dict[str, Pending]] = {}  # by site, by id
         self._exchanges: dict[Exchange, None] = {}  # under way
@@ -105,8 +106,8 @@ class AggregatorEnd:
 
     @property
     def deserted(self) -> bool:
-        """No session is open, and no site has yet to learn that the run is over."""
-        return not self.sessions and not self._uninformed
+        """No session is open or begins, and no site has yet to learn that the run is over."""
+        return not (self.sessions or self._uninformed or any(self.greets.values()))
 
     # --- sessions
 
@@ -127,6 +128,7 @@ class AggregatorEnd:
         self._away.pop(site, None)
         send(msgspec.structs.replace(self._welcome, proof=proof, lists=lists))
         if self._finished is not None:
+            self._uninformed.add(site)  # it may join for the first time
             send(frames.Finished(reason=self._finished))
         for pending in self._pending_of(site):
             send(pending.ask)

@@ -35,7 +35,7 @@ from ..peers.whole_models import of_all
 from ..sites.spent import Spent
 from ..trainers.workbench import Workbench
 from .simulation import agreed as agreed_simulation
-from .simulation import forget
+from .simulation import forget, names_without_certificate
 from .site_models import slowness
 
 if TYPE_CHECKING:
@@ -116,6 +116,9 @@ async def _rounds(
     checkpoint = store.latest()
     number = 0 if checkpoint is None else checkpoint.round
     journal.start("gossip", len(peers), number)
+    if number < config.run.rounds:
+        for note in filter(None, (names_without_certificate(bench.description), bench.partition_note())):
+            journal.emit(Notice(text=note))
     if checkpoint is None:
         checkpoint = _checkpoint(0, peers)
         store.commit(checkpoint, {})

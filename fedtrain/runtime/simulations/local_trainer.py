@@ -31,7 +31,6 @@ class LocalTrainer(Trains):
             raise
         except Exception as e:  # torch and the user's code run in this block
             raise Failed.of(e).error() from e
-        for failed in answer.results if isinstance(answer, msg.Done) else [answer]:
-            if isinstance(failed, Failed):
-                print_traceback(failed)
+        for failed in msg.failures_in(answer):
+            print_traceback(failed)
         return answer

@@ -136,7 +136,7 @@ class FixedPointSum:
                         checks.answers(self._request, update, self._limits, self._extras)
                     self._sum.add(site, update)
                 except (BadUpdate, SecAggError) as e:
-                    refused[place] = str(e)
+                    refused[place] = f"{site} refuses: {e}"
         self._sum.settle()  # the memory of the deltas is needed again
         return [0.0] * len(sites), refused
 

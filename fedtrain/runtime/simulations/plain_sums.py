@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from ...arena import AnyArena
 from ...config import Config
-from ...errors import BadUpdate, SecAggError, TooFewSites, some
+from ...errors import BadUpdate, SecAggError, TooFewSites
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused, heard
 from ...exchange import Cohort, Folds
 from ...learning import NO_EXTRAS, Extras
-from ...messages import Evaluation, Folded, Metrics, Reply, SiteId, Train, Update
+from ...messages import Evaluation, Failure, Folded, Metrics, Reply, SiteId, Train, Update
 from ...store import RoundPlan
 from ..sites.gate import NOTHING
 from ..star import checks
-from ..star.answers import NOBODY, Counted, evaluations, tell_clipped, train_requests
+from ..star.answers import NOBODY, Counted, check_failures, evaluations, tell_clipped, train_requests
 from ..star.gathered import Aggregate
 from ..star.guard import norm_of, sound, usual
 from ..star.secure_rounds import groups_of, one_of_groups, tell_failed
@@ -35,7 +35,8 @@ class FixedPointSums:
         check_config(config)
         self._config, self.cohort, self._emit, self._extras = config, cohort, emit, extras
         self._policy = policy(config, "", extras)
-        self._empty = set[SiteId]()  # have nothing to evaluate on, as was told
+        # Under masks no evaluation is asked for again where the others are enough.
+        self._once = replace(config, strategy=replace(config.strategy, attempts=1))
 
     async def train(self, plan: RoundPlan, weights: AnyArena) -> Aggregate:
         config, groups, schema = (
@@ -59,7 +60,7 @@ class FixedPointSums:
                         assert isinstance(reply, Update), reply
                         sum_of_these.add(sites[0], reply)
                     except (BadUpdate, SecAggError) as e:
-                        refused = {0: str(e)}
+                        refused = {0: str(e) if isinstance(reply, Failure) else f"{sites[0]} refuses: {e}"}
                 inside += self._tell(plan.round + 1, sites, refused, sum_of_these.nbytes)
                 failed |= {sites[place]: reason for place, reason in refused.items()}
         enough = list[PlainSum]()
@@ -71,7 +72,7 @@ class FixedPointSums:
         good, inside = inside, [site for site in inside if sum_of[site] in enough]
         if not enough or len(inside) < config.strategy.min_sites:
             need = max(config.strategy.min_sites, self._quorum(len(groups[0])) if not enough else 0)
-            raise TooFewSites(f"round {plan.round + 1}", len(inside or good), need, failed)
+            raise TooFewSites("secure sum", len(inside or good), need, failed)
         totals: Sequence[SumOfSites] = [
             (each.total(), [site for site in inside if sum_of[site] is each]) for each in enough
         ]
@@ -112,22 +113,20 @@ class FixedPointSums:
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
-        by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit, counted)
-        if len(sites) > 1:
-            by_site = self._with_something(number, by_site)
-            if len(by_site) < (quorum := self._quorum(len(sites))):
-                failed = TooFewSites("secure sum", len(by_site), quorum)
-                self._emit(Notice(text=f"round {number}, evaluation, attempt 1: {failed}"))
-                return {}, {}
+        several = len(sites) > 1
+        config = self._once if several else self._config
+        by_site, failed = await evaluations(config, self.cohort, number, sites, weights, self._emit, counted)
+        for site in [site for site, found in by_site.items() if Evaluation(metrics=found).of_nothing]:
+            if several:  # a sum under masks needs something of each site
+                del by_site[site]
+                failed[site] = f"{site} refuses: {NOTHING}"
+                self._emit(UpdateRefused(round=number, site=site, reason=failed[site]))
+        if several and len(by_site) < (quorum := self._quorum(len(sites))):
+            error = TooFewSites("secure sum", len(by_site), quorum, failed)
+            self._emit(Notice(text=f"round {number}, evaluation, attempt 1: {error}"))
+            check_failures(number, sites, failed)
+            return {}, {}
         return exact_sums(by_site.values()), by_site
-
-    def _with_something(self, number: int, by_site: dict[SiteId, Metrics]) -> dict[SiteId, Metrics]:
-        """Without the sites that a sum under masks would not have, which are told once."""
-        empty = {site for site, found in by_site.items() if Evaluation(metrics=found).of_nothing}
-        if new := sorted(empty - self._empty):
-            self._emit(Notice(text=f"round {number}: {some(new)}: {NOTHING}"))
-        self._empty |= empty
-        return {site: found for site, found in by_site.items() if site not in empty}
 
     def _quorum(self, sites: int) -> int:
         return self._policy.graph(sites)[0]

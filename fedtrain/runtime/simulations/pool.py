@@ -25,7 +25,7 @@ from ...config import Config
 from ...errors import ConfigError, TaskError, nearest, some
 from ...exchange import in_order
 from ...fairness import SERVER
-from ...messages import Evaluate, Evaluation, Failure, Folded, Metrics, Reply, Request, SiteId, Train, Update
+from ...messages import Evaluate, Evaluation, Folded, Metrics, Reply, Request, SiteId, Train, Update
 from ...store.memory import NEVER
 from ..journal import Averages, plain
 from ..trainers import trainer_messages as msg
@@ -38,7 +38,7 @@ from .launchers import Launcher, launched
 from .local_trainer import LocalTrainer
 from .partial_sums import bytes_of
 from .shared_memory import SharedMemory
-from .shares import Share, asked_of, folded, singly
+from .shares import Failures, Share, asked_of, folded, good, reply_of, singly
 from .training_bytes import TrainingBytes
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class PoolCohort:
         self._published: ArenaFile | None = None
         self._debugged: tuple[SiteId, Trains] | None = None  # a site that this process trains
         self.tell_lost: Callable[[str], None] = print  # a line about a trainer
+        self._failures = Failures()
 
     @classmethod
     async def start(
@@ -129,13 +130,9 @@ class PoolCohort:
         """See Trainer.beginning."""
         return await self._trainers[0].beginning(start, self._scratch)
 
-    async def initial(self) -> Arena:
-        """The task's own model before round 0."""
-        return (await self.beginning(None))[0]
-
     async def keep_initial(self) -> None:
         """As sites do that take patches."""
-        self._known = (await self.initial()).digest
+        self._known = (await self.beginning(None))[0].digest
 
     async def freeze(self, frozen: ArenaFile) -> None:
         """Have all trainers train with the run's frozen parameters."""
@@ -153,6 +150,9 @@ class PoolCohort:
     async def examples(self, site: SiteId) -> float | None:
         """See Trainer.examples."""
         return await self._at_a_trainer(lambda trainer: trainer.examples(site), [site])
+
+    async def partition_note(self) -> str:
+        return str((await self._trainers[0]._ask(msg.NotePartition())).text)
 
     async def members(self, at_least: int) -> Sequence[SiteId]:
         return self.description.sites
@@ -188,11 +188,18 @@ class PoolCohort:
                 yield sites, found
         self._site_s = (time.perf_counter() - began) * len(self._trainers) / max(1, len(requests))
 
-    async def _replies(
+    def _replies(
         self, requests: Mapping[SiteId, Request], cut: Cut, summands: int = 0, plan: Sequence[SiteId] = ()
     ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
-        """What comes of the shares, in their order. A few are asked for at a time, so that memory does not
-        grow with the sites, and the next one of whoever is done first."""
+        """What comes of the shares, in their order."""
+        about, training = self.description, isinstance(next(iter(requests.values()), None), Train)
+        results = self._results(requests, cut, summands, plan)
+        return self._failures.told(results, len(about.sites if training else about.evaluators))
+
+    async def _results(
+        self, requests: Mapping[SiteId, Request], cut: Cut, summands: int = 0, plan: Sequence[SiteId] = ()
+    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply | Failed], None]:
+        """The same with the task's failures. Few shares are under way: memory doesn't grow with the sites."""
         if not requests:
             return
         request = next(iter(requests.values()))
@@ -204,13 +211,15 @@ class PoolCohort:
         waiting = deque(asked_of(self._shared(cut, list(plan or requests)), requests))
         under_way, busy = deque[tuple[Share, asyncio.Task[Any]]](), asyncio.Semaphore(AT_A_TIME * workers)
 
-        async def work(share: Share) -> Folded | list[Reply]:
+        async def work(share: Share) -> Folded | Sequence[Reply | Failed]:
             last = [counted[site] for site in share.sites]
             async with busy:
                 if isinstance(request, Evaluate):
                     return await self._evaluate(share.sites, number, weights, last)
                 if share.folded:
-                    return await self._fold(share, number, weights, last, summands)
+                    found = await self._fold(share, number, weights, last, summands)
+                    if isinstance(found, Folded):
+                        return found
                 return await self._train(share.sites, number, weights, last)
 
         try:
@@ -226,6 +235,8 @@ class PoolCohort:
                     yield share.sites, found
                     continue
                 for site, reply in zip(share.sites, found, strict=True):
+                    if self._debugged is not None and site == self._debugged[0]:
+                        good(reply)
                     self._count((site,), request, int(isinstance(reply, Update)), asked)
                     yield (site,), reply
         except (asyncio.CancelledError, TaskError, ConfigError):  # the whole run stops
@@ -272,7 +283,7 @@ class PoolCohort:
 
     async def _train(
         self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int]
-    ) -> list[Reply]:
+    ) -> list[Reply | Failed]:
         import torch
 
         schema, slab = self.description.update, self._memory.slab
@@ -282,14 +293,13 @@ class PoolCohort:
         )
         deltas = torch.frombuffer(block, dtype=torch.uint8, count=len(sites) * schema.nbytes)
         rows = Slab(schema, deltas.view(len(sites), schema.nbytes)).arenas()
-        return [
-            Failure(reason=r.reason) if isinstance(r, Failed) and r.update else good(r).update(row)
-            for r, row in zip(results, rows, strict=True)
-        ]
+        updates = (partial(msg.Trained.update, delta=row) for row in rows)
+        return [*map(reply_of, results, updates)]
 
     async def _fold(
         self, share: Share, round: int, weights: ArenaFile, counted: list[int], summands: int
-    ) -> Folded:
+    ) -> Folded | Failed:
+        """Failed where the task failed at each of the share's sites, which are then asked one by one."""
         blocks = len(blocks_of(share.places or range(len(share.sites))))
         offset, block = self._memory.take(bytes_of(self._config, self.description, blocks, summands))
         command = msg.FoldMany(
@@ -297,18 +307,13 @@ class PoolCohort:
             str(self._memory.slab), offset, share.places, share.span,
         )  # fmt: skip
         found = await self._at_a_trainer(lambda trainer: trainer.fold(command))
-        return msgspec.structs.replace(good(found), sums=block)
+        return found if isinstance(found, Failed) else msgspec.structs.replace(found, sums=block)
 
     async def _evaluate(
         self, sites: list[SiteId], round: int, weights: ArenaFile, counted: list[int]
-    ) -> list[Reply]:
+    ) -> list[Reply | Failed]:
         results = await self._at_a_trainer(lambda t: t.evaluate_many(sites, round, weights, counted), sites)
-        return [
-            Failure(reason=r.reason)
-            if isinstance(r, Failed) and r.update
-            else Evaluation(metrics=good(r).metrics)
-            for r in results
-        ]
+        return [reply_of(r, lambda r: Evaluation(metrics=r.metrics)) for r in results]
 
     async def shown(
         self, total: Metrics, by_site: Mapping[SiteId, Metrics]
@@ -340,10 +345,3 @@ class PoolCohort:
                     self.tell_lost(f"a trainer on {trainer.machine} is lost, {self.machines()} go on")
                 elif trainer in self._trainers:
                     raise
-
-
-def good(result: T | Failed) -> T:
-    """TaskError for one that failed, which ends the run: the same machine would try again."""
-    if isinstance(result, Failed):
-        raise result.error()
-    return result

@@ -73,9 +73,8 @@ class Remote(Trains):
         finally:
             self._unanswered -= 1
         outcome = msg.outcomes.decode(body)
-        for failed in outcome.results if isinstance(outcome, msg.Done) else [outcome]:
-            if isinstance(failed, msg.Failed):
-                print_traceback(failed)
+        for failed in msg.failures_in(outcome):
+            print_traceback(failed)
         if isinstance(outcome, msg.Failed):
             raise outcome.error()
         if isinstance(message, msg.Start):

@@ -1,18 +1,24 @@
-"""Who of a simulation's workers trains which sites of a round. No bit depends on it."""
+"""Which of a simulation's workers trains which sites of a round, and what follows where the task fails at a
+site. No bit depends on it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeVar
 
 from ...aggregation.mean import BLOCK
-from ...messages import SiteId
+from ...messages import Failure, Folded, Reply, SiteId
 from ..trainers.folding import stacks
+from ..trainers.trainer_messages import Failed
 
+T = TypeVar("T")
 AHEAD = 3  # shares for each worker, where each site's update comes by itself
 SHARE_S = 0.005  # a share that takes so long costs next to nothing to ask for
 BATCH_SITES, BATCH_BYTES = 50, 16 << 20  # of a share whose updates come one by one, at most
+FEW = 10  # sites: where so many fail before any works, the task is wrong
 FOLDED_BYTES = 64 << 20  # of the sums of a share, at most, unless one block has more
 
 
@@ -75,3 +81,49 @@ def folded(
             ends.append(units - left + min(max(least, left // (2 * workers)), most))
     cuts = [0, *(unit * end for end in ends), len(sites)]
     return [Share(list(sites[a:b]), folded=True) for a, b in pairwise(cuts) if a < b]
+
+
+class Failures:
+    """The sites at which the task has failed since a site last worked."""
+
+    def __init__(self) -> None:
+        self._failed: dict[SiteId, Failed] = {}
+        self._worked = False  # whether a site ever did
+
+    async def told(
+        self, results: AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply | Failed], None], sites: int
+    ) -> AsyncGenerator[tuple[Sequence[SiteId], Folded | Reply], None]:
+        """The results of one exchange, in which a site where the task failed gives a Failure: a simulated
+        round goes on without it, as one of a federation does. The task's own error where it failed at all of
+        so many `sites`: in a federation each attempt would fail alike, and here it can be mended at once."""
+        held, works = list[tuple[Sequence[SiteId], Folded | Reply]](), False
+        async with aclosing(results):
+            async for of, found in results:
+                if isinstance(found, Failed):
+                    self._failed[of[0]] = found
+                    held.append((of, Failure(reason=found.reason)))
+                else:
+                    self._worked = works = True
+                    self._failed.clear()
+                    held.append((of, found))
+                while held and works:
+                    yield held.pop(0)
+        if held and len(self._failed) >= (sites if self._worked else min(sites, FEW)):
+            raise self._failed[held[0][0][0]].error()
+        for failure in held:
+            yield failure
+
+
+def good(result: T | Failed) -> T:
+    """The result; an error for one that failed, which ends the run."""
+    if isinstance(result, Failed):
+        raise result.error()
+    return result
+
+
+def reply_of(result: T | Failed, reply: Callable[[T], Reply]) -> Reply | Failed:
+    """The `reply` that a site's result makes; a Failure where the result can't be used, and Failed where the
+    task failed. Raises StoreError where this machine's disk did."""
+    if isinstance(result, Failed) and not result.store:
+        return Failure(reason=result.reason) if result.update else result
+    return reply(good(result))

@@ -7,19 +7,21 @@ number of workers nor their speed changes a bit of the model.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config import SITE_MODELS, Config
+from ...config import SITE_MODELS, Config, SimulateConfig
 from ...errors import ConfigError, Damaged, some
 from ...events import Emit, Muted, Notice, SiteState, UpdateReceived, noticed
 from ...exchange import Cohort
 from ...fairness import SERVER
 from ...learning import NO_EXTRAS, Extras
 from ...messages import SiteId
+from ...pki.identity import LABEL
 from ...population import EACH
 from ...store import Checkpoint, RunStore
 from ...store.disk import lock
@@ -107,6 +109,9 @@ async def simulate(
                 await pool.freeze(kept)
             if config.compression.down:
                 await pool.keep_initial()
+            if store.rounds()[-1].round < config.run.rounds:
+                for note in filter(None, (names_without_certificate(about), await pool.partition_note())):
+                    emit(Notice(text=note))
             evaluators = some_of(config, lambda number, members: about.evaluators)
             at_server = pool.at_server if server_has_data(config, about) else no_data
             clock = Clock() if config.asynchronous.enabled or config.simulate.timed else None
@@ -187,6 +192,16 @@ def enough_sites(config: Config, sites: Sequence[SiteId]) -> None:
             )
 
 
+def names_without_certificate(about: Description) -> str:
+    """A line that names the task's sites whose names no certificate takes; "" where there are none."""
+    if about.pooled or not (unfit := [s for s in about.sites[:EACH] if not re.fullmatch(LABEL, s)]):
+        return ""
+    return (
+        f"{some(unfit)}: `fedtrain certs issue` takes no such name, but 1 to 63 of a-z, 0-9 and '-', as in "
+        f"st-mary-2. Rename them before you compare numbers: seeds come from the names of sites"
+    )
+
+
 def not_too_many(config: Config, about: Description) -> None:
     """ConfigError where something would be done at each site of a large population."""
     if config.asynchronous.enabled and len(about.sites) > EACH:
@@ -223,7 +238,8 @@ def agreed(config: Config) -> dict[str, str]:
     """What must not change between the rounds of one simulation."""
     return config.agreed() | {
         f"simulate.{key}": repr(getattr(config.simulate, key))
-        for key in ("sites", "partition", "examples", "engine", *SITE_MODELS)
+        for key in ("sites", "partition", "examples", "engine", "min_examples", *SITE_MODELS)
+        if key != "min_examples" or config.simulate.min_examples != SimulateConfig.min_examples
     }
 
 

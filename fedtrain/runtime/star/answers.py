@@ -12,7 +12,7 @@ from ... import aggregation
 from ...aggregation import Rule
 from ...arena import AnyArena
 from ...config import Config
-from ...errors import BadUpdate, ConfigError, TaskError, some
+from ...errors import BadUpdate, ConfigError, TaskError, grouped, some
 from ...events import Emit, Notice, UpdateReceived, UpdateRefused, heard
 from ...exchange import Cohort, Folds, in_order
 from ...learning import NO_EXTRAS, Extras
@@ -147,7 +147,7 @@ class InTheOpen:
     async def evaluate(
         self, number: int, sites: Sequence[SiteId], weights: AnyArena, counted: Counted = NOBODY
     ) -> tuple[Metrics, dict[SiteId, Metrics]]:
-        by_site = await evaluations(self._config, self.cohort, number, sites, weights, self._emit, counted)
+        by_site, _ = await evaluations(self._config, self.cohort, number, sites, weights, self._emit, counted)
         return summed(by_site), by_site
 
 
@@ -159,8 +159,8 @@ async def evaluations(
     weights: AnyArena,
     emit: Emit,
     counted: Counted = NOBODY,
-) -> dict[SiteId, Metrics]:
-    """What each site found, of those that answered well. Whoever says that it failed is asked again, in
+) -> tuple[dict[SiteId, Metrics], dict[SiteId, str]]:
+    """What each site found, and why the others found nothing. A site that says why is asked again, in
     config.strategy.attempts altogether. TaskError when all of them failed in the last."""
     by_site: dict[SiteId, Metrics] = {}
     failed: dict[SiteId, str] = {}
@@ -186,15 +186,13 @@ async def evaluations(
             break
         asked = sorted(again)
     check_failures(number, sites, failed)
-    return alike(number, by_site, emit)
+    return alike(number, by_site, emit), failed
 
 
 def check_failures(number: int, asked: Collection[SiteId], failed: Mapping[SiteId, str]) -> None:
     """TaskError when every site that was asked to evaluate said why it can't: it could not later either."""
     if failed and failed.keys() >= set(asked):
-        site = min(failed)
-        where = f"all {len(failed)} sites. {site}" if len(failed) > 1 else site
-        raise TaskError(f"round {number}: evaluation failed at {where}: {failed[site]}")
+        raise TaskError(f"round {number}: evaluation failed at {grouped(failed)}")
 
 
 def alike(number: int, by_site: Mapping[SiteId, Metrics], emit: Emit) -> dict[SiteId, Metrics]:

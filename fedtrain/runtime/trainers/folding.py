@@ -52,7 +52,7 @@ class Folding:
 
     def fold(self, command: msg.FoldMany, weights: Arena, mapped: Mapped) -> Folded | msg.Failed:
         """The sums are written to the room in `mapped` that the command names, or sent. Failed when the task
-        failed at a site, which ends the run."""
+        failed at each site, or a disk did."""
         import torch
 
         about, count, room = self._about, len(command.sites), command.slab
@@ -65,7 +65,7 @@ class Folding:
             self._rows = torch.empty(most, about.update.nbytes, dtype=torch.uint8)
         into = sums_of(self._config, about.extras, command, weights, sums)
         found: list[Update | None] = []
-        norms, refused, given = [0.0] * count, dict[int, str](), 0
+        norms, refused, given, stories = [0.0] * count, dict[int, str](), 0, dict[int, str]()
         for ends in stacks(command.span or count, at_once):
             start, stop = (bisect_left(places, end) for end in ends)
             if start == stop:
@@ -77,12 +77,14 @@ class Folding:
             updates = [result if isinstance(result, Update) else None for result in results]
             for at, result in enumerate(results, start):
                 if isinstance(result, msg.Failed):
-                    if not result.update:
-                        return result
                     refused[at] = result.reason
+                    if not result.update:
+                        stories[at] = result.traceback
+                        if result.store or len(stories) == count:
+                            return result
             norms[some], bad = into.add(start, command.sites[some], updates)
             refused |= bad
             given += sum(update is not None for update in updates)
             found += [None if at in refused else u for at, u in enumerate(updates, start)]
         into.finish()
-        return Folded.of(found, given, refused, norms, memoryview(b"") if command.slab else sums)
+        return Folded.of(found, given, refused, norms, memoryview(b"") if command.slab else sums, stories)

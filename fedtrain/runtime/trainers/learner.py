@@ -111,8 +111,9 @@ class Learner:
     ) -> Metrics:
         """Of the site's own model where it has one, else of the global one; where the data is no site's, with
         the task's own tensors. `data`: loads what the site trains on."""
-        if not self._personal or site in (CENTRAL, SERVER):
-            return self._engine.evaluate(dataset, weights, self._engine.first_own)
+        of_no_site = site in (CENTRAL, SERVER)
+        if not self._personal or of_no_site:
+            return self._engine.evaluate(dataset, weights, self._engine.first_own, "" if of_no_site else site)
         local = self._local(site, data, round, weights, self.memory(site, counted), None)
         return local.evaluate(dataset, self._strategy.personal(local))
 

@@ -189,7 +189,7 @@ class RankGroup:
         dataset = self._loaded(lambda: self.fetch("eval_data", site))
         engine = self._engine_for(None) if self._engine else self._engine_for(self._dealt_once(dataset))
         engine.install(weights)
-        return engine.evaluate(dataset)
+        return engine.evaluate(dataset, site=site)
 
     def _dealt_once(self, dataset: Any) -> Dealt:
         mesh = self.mesh

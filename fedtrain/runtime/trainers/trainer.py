@@ -307,9 +307,8 @@ class Trainer(Trains, asyncio.Protocol):
         if isinstance(outcome, msg.Dying):
             self._reason = outcome.reason
             return
-        for failed in outcome.results if isinstance(outcome, msg.Done) else [outcome]:
-            if isinstance(failed, msg.Failed):
-                print_traceback(failed, self._log)
+        for failed in msg.failures_in(outcome):
+            print_traceback(failed, self._log)
         asked = self._waiting.popleft()
         if asked.done():  # nobody waits for it any more
             return

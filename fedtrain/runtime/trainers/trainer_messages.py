@@ -166,6 +166,10 @@ class TrainBy(msgspec.Struct, tag=True, array_like=True):
     engine: str
 
 
+class NotePartition(msgspec.Struct, tag=True, array_like=True):
+    """Say what simulate.min_examples changed where one pool is dealt."""
+
+
 class Show(msgspec.Struct, tag=True, array_like=True):
     """Derive the task's metrics() from sums over all sites, and from each site's own."""
 
@@ -278,15 +282,30 @@ class HasColumns(msgspec.Struct, tag=True, array_like=True):
     columns: tuple[Column, ...]
 
 
+class Noted(msgspec.Struct, tag=True, array_like=True):
+    text: str
+
+
 class Saved(msgspec.Struct, tag=True, array_like=True):
     digest: str
 
 
 Command = (
     Initial | Freeze | Apply | Examples | TrainOne | TrainMany | FoldMany | EvaluateMany | Show | ColumnsOf
-    | TallyOne | Choose | TrainBy
+    | TallyOne | Choose | TrainBy | NotePartition
 )  # fmt: skip
-Outcome = Description | Failed | Dying | Done | Folded | Counted | Saved | Showing | HasColumns | Chosen
+Outcome = (
+    Description | Failed | Dying | Done | Folded | Counted | Saved | Showing | HasColumns | Chosen | Noted
+)
+
+
+def failures_in(outcome: Outcome) -> list[Failed]:
+    """The failures that an outcome tells of, with their tracebacks."""
+    if isinstance(outcome, Folded):
+        return [Failed(outcome.refused[at], traceback=story) for at, story in outcome.stories.items()]
+    found = outcome.results if isinstance(outcome, Done) else [outcome]
+    return [each for each in found if isinstance(each, Failed)]
+
 
 _encoder = msgspec.msgpack.Encoder()
 outcomes = msgspec.msgpack.Decoder(Outcome)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...arena import Arena, ArenaFile, Slab
 from ...config import Config
-from ...errors import BadUpdate, Forgotten, TaskError
+from ...errors import BadUpdate, ConfigError, TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
 from ...store.disk import new_file
 from ...store.memory import NEVER
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ...training.task import Task
     from .command import OwnTrainer
 
+T = TypeVar("T")
 CACHED_SITES = 1024  # the data of so many sites stays loaded, of those used last
 CACHED_BYTES = 2 << 30  # and no more tensors than this many bytes
 
@@ -189,6 +191,12 @@ class Workbench:
             return None
         return float(examples.count)
 
+    def partition_note(self) -> str:
+        """What simulate.min_examples changed, for people; where data() fails, its training will tell."""
+        with suppress(TaskError, ConfigError):
+            return "" if self._simulated is None else self._simulated.note()
+        return ""
+
     def shown(
         self, total: Metrics, by_site: Mapping[SiteId, Metrics]
     ) -> tuple[Averages, dict[SiteId, Averages]]:
@@ -232,7 +240,9 @@ class Workbench:
                 return self._folding.fold(command, self._at(command.weights), self._mapped)
             case msg.EvaluateMany(sites, round, place, counted):
                 each = zip(sites, counted, strict=True)
-                return msg.Done([self._evaluated(site, round, self._at(place), last) for site, last in each])
+                weights = self._at(place)
+                given = [tried(partial(self.evaluate, site, round, weights, last)) for site, last in each]
+                return msg.Done([r if isinstance(r, msg.Failed) else msg.Measured(r.metrics) for r in given])
             case msg.Choose(sites, updates):
                 from .engines import choose
 
@@ -242,6 +252,8 @@ class Workbench:
             case msg.TrainBy(engine):
                 self.train_by(engine)
                 return msg.Saved("")
+            case msg.NotePartition():
+                return msg.Noted(self.partition_note())
             case msg.ColumnsOf(site) | msg.TallyOne(site):
                 from .counting import told
 
@@ -256,11 +268,11 @@ class Workbench:
         rows = slab.arenas()
         if self._stacked is None:
             each = zip(sites, rows, counted, strict=True)
-            return [self._trained(site, round, weights, row, last) for site, row, last in each]
+            return [tried(partial(self.train, site, round, weights, row, last)) for site, row, last in each]
         try:
             pairs = [(site, self._load("data", site)) for site in sites]
             return [*self._learner.train_many(self._stacked, pairs, round, weights, slab.data, rows, counted)]
-        except (TaskError, BadUpdate, Forgotten) as e:
+        except Exception as e:  # torch and the user's code run in this block
             if len(sites) == 1:
                 return [msg.Failed.of(e)]
             # One by one, so that only those fail whose fault it is.
@@ -269,20 +281,6 @@ class Workbench:
                 for i, (site, last) in enumerate(zip(sites, counted, strict=True))
             ]
             return [result for results in alone for result in results]
-
-    def _trained(
-        self, site: SiteId, round: int, weights: Arena, out: Arena, counted: int
-    ) -> Update | msg.Failed:
-        try:
-            return self.train(site, round, weights, out, counted)
-        except (TaskError, BadUpdate, Forgotten) as e:
-            return msg.Failed.of(e)
-
-    def _evaluated(self, site: SiteId, round: int, weights: Arena, counted: int) -> msg.Measured | msg.Failed:
-        try:
-            return msg.Measured(self.evaluate(site, round, weights, counted).metrics)
-        except (TaskError, Forgotten) as e:
-            return msg.Failed.of(e)
 
     def _load(self, what: str, site: SiteId) -> Any:
         """The site's data() or eval_data(), loaded once while it is among those used last."""
@@ -330,3 +328,11 @@ def _tensor_bytes(data: Any) -> int:
 
     examples = examples_of(data)
     return sum(c.nbytes for c in examples.columns) if isinstance(examples, Tensors) else 0
+
+
+def tried(work: Callable[[], T]) -> T | msg.Failed:
+    """What the work at a site gives, or how it failed."""
+    try:
+        return work()
+    except Exception as e:  # torch and the user's code run in this block
+        return msg.Failed.of(e)

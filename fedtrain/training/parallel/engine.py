@@ -21,7 +21,7 @@ from ...config import Config
 from ...digest import seed_of
 from ...errors import ConfigError, TaskError
 from ...learning import Context, Correct
-from ...messages import Metrics, summed
+from ...messages import Metrics, SiteId, summed
 from ...schema import Schema, unique_tensors
 from ..batches import Batch, cut, examples_in
 from ..building import build_model
@@ -369,14 +369,15 @@ class MeshEngine(Trainable, ShardedModel):
 
     # --- evaluation
 
-    def evaluate(self, dataset: Any, *, apart: bool = False) -> Metrics:
+    def evaluate(self, dataset: Any, *, apart: bool = False, site: SiteId = "") -> Metrics:
         """Σ over the whole dataset of what the task's evaluate() gives; the same on every rank. It is of the
-        model that gather() would give. `apart`: each island has a model and a dataset of its own."""
+        model that gather() would give. `apart`: each island has a model and a dataset of its own.
+        `site`: see `measured`."""
         self.seed("evaluate")
         self.share_buffers()
         for part in self.parts:
             part.eval()
-        mine = self.measured(self.dealt(dataset, apart=apart))
+        mine = self.measured(self.dealt(dataset, apart=apart), site)
         for part in self.parts:
             part.train()
         return self._over_all_ranks(mine, apart) or {"loss": (0.0, 0.0)}

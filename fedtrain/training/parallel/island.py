@@ -141,11 +141,11 @@ class Island:
             p.grad = None
         return self._of_all_ranks(self._engine.backward(group, scale, doing))
 
-    def evaluate(self, dataset: Any, weights: Arena, own: Arena | None = None) -> Metrics:
+    def evaluate(self, dataset: Any, weights: Arena, own: Arena | None = None, site: SiteId = "") -> Metrics:
         self.load(weights.model, training=False)
         if own is not None:
             self.own.copy_(own)
-        return self._engine.evaluate(dataset, apart=True)
+        return self._engine.evaluate(dataset, apart=True, site=site)
 
     def _dealt(self, site: SiteId, dataset: Any, config: TrainConfig) -> Dealt:
         engine, mesh = self._engine, self._engine.mesh
