@@ -308,10 +308,10 @@ class SimulatedSites:
     @cached_property
     def pool(self) -> Any:
         """All examples of a task without natural sites."""
-        from .examples import Stream, examples_of
+        from .examples import Stream, as_tensors, examples_of
 
         with user_code(folder_of(self.task), f"data({self.names[0]!r})"):
-            found = self.task.data(self.names[0])
+            found = as_tensors(self.task.data(self.names[0]))
         if len(self.names) > 1 and isinstance(examples_of(found), Stream):
             raise TaskError(
                 f"data() gives batches or a stream ({type(found).__name__}), which can't be dealt to "

@@ -63,7 +63,8 @@ class Task:
         raise NotImplementedError
 
     def data(self, site: str) -> Any:
-        """The examples of this site: a Dataset, a tuple or dict of tensors, or an iterable of ready batches.
+        """The examples of this site: a Dataset, a tuple or dict of columns (tensors, arrays or lists with an
+        entry for each example), a list of single examples, or an iterable of ready batches.
 
         An iterable of batches, such as a DataLoader, decides their size and order, and [train] does not.
         """
@@ -100,9 +101,9 @@ class Task:
 
     def collate(self, examples: list[Any]) -> Batch:
         """A batch of these examples, called when data() returns single ones; pad sequences here."""
-        from torch.utils.data import default_collate
+        from .examples import collated
 
-        return default_collate(examples)
+        return collated(examples)
 
     def columns(self, site: str) -> Mapping[str, Any] | None:
         """For `fedtrain stats`: name -> values, or (values, labels) of categories; None: those of data()."""

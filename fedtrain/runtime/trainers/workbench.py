@@ -290,8 +290,7 @@ class Workbench:
         if key in self._data:
             self._data.move_to_end(key)
             return self._data[key][0]
-        loaded = self._call_task(what, site)
-        nbytes = _tensor_bytes(loaded)
+        loaded, nbytes = _as_tensors(self._call_task(what, site))
         self._data[key] = loaded, nbytes
         self._data_bytes += nbytes
         while len(self._data) > 1 and (len(self._data) > CACHED_SITES or self._data_bytes > CACHED_BYTES):
@@ -324,9 +323,10 @@ class Workbench:
         return Slab(schema, flat.view(sites, schema.nbytes))
 
 
-def _tensor_bytes(data: Any) -> int:
-    """The bytes of data() as tensors; 0 of a Dataset, which may well lie on disk."""
-    from ...training.examples import Tensors, examples_of
+def _as_tensors(data: Any) -> tuple[Any, int]:
+    """data() with its columns as tensors, and their bytes; 0 of a Dataset, which may well lie on disk."""
+    from ...training.examples import Tensors, as_tensors, examples_of
 
-    examples = examples_of(data)
-    return sum(c.nbytes for c in examples.columns) if isinstance(examples, Tensors) else 0
+    found = as_tensors(data)
+    examples = examples_of(found)
+    return found, sum(c.nbytes for c in examples.columns) if isinstance(examples, Tensors) else 0
