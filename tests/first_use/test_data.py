@@ -149,7 +149,7 @@ def test_each_form_of_data_trains_the_line_that_its_numbers_are_on(row, here):
 def test_peers_train_the_same_line_of_any_form_of_data(row, here):
     settings = {name: value for name, value in SETTINGS.items() if name[:3] in ("run", "tra", "eva")}
     run = fedtrain.simulate(Line(row), settings | {"run.rounds": 4}, mode="gossip", progress=False)
-    assert line_of(run.model(site="a")) == pytest.approx((3, 1), abs=1e-3)
+    assert line_of(run.model()) == pytest.approx((3, 1), abs=1e-3)
 
 
 @pytest.mark.slow(6)
