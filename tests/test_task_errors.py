@@ -10,9 +10,8 @@ from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import TaskError, TooFewSites, Unfinished
 from fedtrain.messages import Failure, Update
 from fedtrain.runtime.simulations.plain_sums import FixedPointSums
-from fedtrain.runtime.simulations.pool import good
 from fedtrain.runtime.star.answers import InTheOpen
-from fedtrain.runtime.trainers.trainer import Trainer
+from fedtrain.runtime.trainers.trainer import Trainer, good
 from fedtrain.runtime.trainers.trainer_messages import Failed, Trained
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RoundPlan

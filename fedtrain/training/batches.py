@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from operator import setitem
 from typing import Any
 
 import torch
@@ -57,20 +58,19 @@ def parts_of(batch: Batch) -> dict[Any, Any]:
     if isinstance(batch, tuple | list):
         return dict(zip(getattr(batch, "_fields", range(len(batch))), batch, strict=True))
     if is_dataclass(batch) and not isinstance(batch, type):
-        found = {field.name: getattr(batch, field.name, None) for field in fields(batch)}
-        return {name: part for name, part in found.items() if part is not None}
+        pairs = ((field.name, getattr(batch, field.name, None)) for field in fields(batch))
+        return {name: part for name, part in pairs if part is not None}
     return {}
 
 
 def with_parts(like: Batch, parts: dict[Any, Any]) -> Batch:
     """A container of the type of `like`, such as a tokenizer's BatchEncoding, that holds these parts."""
     if isinstance(like, tuple | list):
-        values = parts.values()
-        return type(like)(*values) if hasattr(like, "_fields") else type(like)(values)
+        return type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
     if type(like) is dict or (isinstance(like, Mapping) and not hasattr(like, "__setitem__")):
         return parts
     made = copy(like)
-    put = type(like).__setitem__ if isinstance(like, Mapping) else object.__setattr__  # also if frozen
+    put = setitem if isinstance(like, Mapping) else object.__setattr__  # which a frozen dataclass has, too
     for name, part in parts.items():
         put(made, name, part)
     return made
@@ -89,12 +89,9 @@ def filled(like: Batch, columns: Iterator[torch.Tensor]) -> Batch:
     return rebuilt(like, lambda part: filled(part, columns))
 
 
-def tensors_in(batch: Batch) -> Iterator[torch.Tensor]:
-    """Every tensor in a batch, in the order of its containers."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    for part in parts_of(batch).values():
-        yield from tensors_in(part)
+def tensors_in(batch: Batch) -> list[torch.Tensor]:
+    """Every tensor in a batch but scalars, in the order of its containers."""
+    return [tensor for _, tensor in named_tensors(batch, "")]
 
 
 def columns_of(batch: Batch) -> dict[str, torch.Tensor]:

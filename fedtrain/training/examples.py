@@ -47,7 +47,7 @@ class Tensors:
     """Columns with the same first dimension, in the containers of `like`; so is each batch."""
 
     def __init__(self, like: Batch) -> None:
-        self.like, self.columns = like, [*tensors_in(like)]
+        self.like, self.columns = like, tensors_in(like)
         self.count = self.columns[0].shape[0]
         if any(c.shape[0] != self.count for c in self.columns):
             sizes = {len(column): name for name, column in named_tensors(like, "")}
@@ -157,17 +157,24 @@ def examples_of(data: Any, collate: Collate | None = None) -> Examples:
     examples for it, too. TaskError for data of any other type, and for a list that may be columns."""
     own = getattr(type(data), "__getitem__", None)
     data = data.tensors if own is TensorDataset.__getitem__ else data
-    opaque = own is None and not hasattr(data, "__iter__")
-    columns = isinstance(data, tuple | Mapping) or (is_dataclass(data) and opaque)
-    if (columns and parts_of(data)) or isinstance(data, torch.Tensor | np.ndarray):
+    columns = isinstance(data, tuple | Mapping) or (
+        is_dataclass(data) and own is None and not hasattr(data, "__iter__")
+    )
+    one = isinstance(data, torch.Tensor | np.ndarray) or hasattr(data, "iloc")
+    if one or (columns and parts_of(data)):
         found = Tensors(_columns(data, "data()"))
         return found if collate is None else Items(found, collate)
     if isinstance(data, IterableDataset):
         return Stream(data, collate)
-    _refuse_table(data)
     if own and hasattr(data, "__len__"):
-        if isinstance(data, list) and len(data) in (2, 3):
-            _refuse_columns(data)
+        few = data if isinstance(data, list) and len(data) in (2, 3) else ()
+        sizes = {len(x) if isinstance(x, list) or getattr(x, "shape", False) else -1 for x in few}
+        if len(sizes) == 1 and (size := sizes.pop()) >= 0:
+            raise TaskError(
+                f"data() returned a list of {len(data)} items of {size} entries each (the first is a "
+                f"{type(data[0]).__name__}): columns or examples? If they are columns, make a tuple of them: "
+                f"return x, y. If they are examples, return torch.stack(examples), or a tuple (x,) for each."
+            )
         return Items(data, collate or collated)
     if hasattr(data, "__iter__"):
         return Stream(data)
@@ -196,7 +203,10 @@ def _columns(data: Any, name: str) -> Batch:
     """The containers of `data` with a tensor for each column. TaskError for what is none."""
     if isinstance(data, torch.Tensor) and data.ndim:
         return data
-    _refuse_table(data)
+    if hasattr(data, "iloc"):
+        raise TaskError(
+            f"data() returned a {type(data).__name__}. Make a tensor of it: torch.tensor(table.to_numpy())"
+        )
     parts = {} if isinstance(data, list) else parts_of(data)
     if not all(isinstance(part, Number) for part in parts.values()):
         return with_parts(data, {key: _columns(part, f"{name}[{key!r}]") for key, part in parts.items()})
@@ -216,23 +226,6 @@ def _columns(data: Any, name: str) -> Batch:
             f"examples return a list of them; collate() may pad those of different lengths."
         )
     return found
-
-
-def _refuse_columns(data: list[Any]) -> None:
-    """TaskError for a list whose items may be columns as well as examples."""
-    sizes = {len(x) if isinstance(x, list) or getattr(x, "shape", False) else None for x in data}
-    if len(sizes) == 1 and sizes != {None}:
-        raise TaskError(
-            f"data() returned a list of {len(data)} items of {sizes.pop()} entries each (the first is a "
-            f"{type(data[0]).__name__}): columns or examples? If they are columns, make a tuple of them: "
-            f"return x, y. If they are examples, return torch.stack(examples), or a tuple (x,) for each."
-        )
-
-
-def _refuse_table(data: Any) -> None:
-    if hasattr(data, "iloc"):
-        kind = type(data).__name__
-        raise TaskError(f"data() returned a {kind}. Make a tensor of it: torch.tensor(table.to_numpy())")
 
 
 def subset(data: Any, indices: Any) -> Any:

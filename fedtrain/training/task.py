@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..config.own import told, user_module
+from ..config.own import told, told_openly, user_module
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
 from .signatures import check_methods
@@ -315,14 +315,16 @@ def user_code(folder: Path, during: str = "") -> Iterator[None]:
     """Turn any exception of the user's code, which runs inside the block, into a TaskError.
 
     A TaskError is sent over the network, so it has the exception's type and place, but not its message, which
-    may quote data (S35). The exception itself is chained, for a reader at the site.
+    may quote data (S35). The message is in `openly`, for a run of which all is on one machine, and the
+    exception itself is chained, for a reader at the site.
     """
     try:
         yield
     except FedtrainError:
         raise
     except Exception as e:
-        raise TaskError(f"{told(e, folder)}{during and f', {during}'}") from e
+        place = f"{told(e, folder)}{during and f', {during}'}"
+        raise TaskError(place, told_openly(e, folder, during)) from e
 
 
 def folder_of(task: Task) -> Path:

@@ -31,7 +31,7 @@ from ..journal import Averages, plain
 from ..trainers import trainer_messages as msg
 from ..trainers.folding import sites_at_once
 from ..trainers.supervised import Supervised, TrainerLost, on_machines
-from ..trainers.trainer import Trains
+from ..trainers.trainer import Trains, good
 from ..trainers.trainer_messages import Description, Failed
 from ..trainers.workbench import Workbench
 from .launchers import Launcher, launched
@@ -341,10 +341,3 @@ class PoolCohort:
                     self.tell_lost(f"a trainer on {trainer.machine} is lost, {self.machines()} go on")
                 elif trainer in self._trainers:
                     raise
-
-
-def good(result: T | Failed) -> T:
-    """TaskError for one that failed, which ends the run: the same machine would try again."""
-    if isinstance(result, Failed):
-        raise result.error()
-    return result
