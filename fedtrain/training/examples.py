@@ -169,9 +169,9 @@ def examples_of(data: Any, collate: Collate | None = None) -> Examples:
     if own and hasattr(data, "__len__"):
         few = data if isinstance(data, list) and len(data) in (2, 3) else ()
         sizes = {len(x) if isinstance(x, list) or getattr(x, "shape", False) else -1 for x in few}
-        if len(sizes) == 1 and (size := sizes.pop()) >= 0:
+        if len(sizes) == 1 and sizes != {-1}:
             raise TaskError(
-                f"data() returned a list of {len(data)} items of {size} entries each (the first is a "
+                f"data() returned a list of {len(data)} items of one length (the first is a "
                 f"{type(data[0]).__name__}): columns or examples? If they are columns, make a tuple of them: "
                 f"return x, y. If they are examples, return torch.stack(examples), or a tuple (x,) for each."
             )
@@ -184,10 +184,14 @@ def examples_of(data: Any, collate: Collate | None = None) -> Examples:
     )
 
 
-def as_tensors(data: Any) -> Any:
-    """The result of data() with tensors in place of arrays and lists that are columns, made once."""
+def as_tensors(data: Any) -> tuple[Any, int]:
+    """The result of data() with tensors in place of arrays and lists that are columns, made once, and the
+    bytes of these columns: 0 of a Dataset, which may well lie on disk."""
     found = examples_of(data)
-    return found.like if isinstance(found, Tensors) and not isinstance(data, TensorDataset) else data
+    if not isinstance(found, Tensors):
+        return data, 0
+    whole = data if isinstance(data, TensorDataset) else found.like
+    return whole, sum(column.nbytes for column in found.columns)
 
 
 def collated(examples: list[Any]) -> Batch:

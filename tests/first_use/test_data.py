@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fedtrain
 from fedtrain import Task
-from fedtrain.errors import TaskError
+from fedtrain.errors import ConfigError, TaskError
 from fedtrain.training.batches import columns_of, cut, examples_in, move, parts_of
-from fedtrain.training.examples import as_tensors, collated, examples_of, subset
+from fedtrain.training.examples import collated, examples_of, subset
 from fedtrain.training.parallel.data import pooled
 from fedtrain.training.parallel.sendable import by_bytes
 from fedtrain.training.partition import labels_of
@@ -169,13 +169,25 @@ def test_two_ranks_train_the_same_line_of_any_form_of_data(tmp_path):
         assert found == pytest.approx((3, 1), abs=1e-3)
 
 
+def test_a_task_defined_in_a_function_trains_where_nothing_is_sent(here):
+    class Local(Line):
+        def data(self, site):
+            return X, Y
+
+    assert line_of(fedtrain.simulate(Local(""), SETTINGS, progress=False).model()) == pytest.approx(
+        (3, 1), abs=1e-3
+    )
+    with pytest.raises(ConfigError, match=r"worker processes can't make it: it is defined inside a function"):
+        fedtrain.simulate(Local(""), SETTINGS | {"simulate.workers": 1}, progress=False)
+
+
 # --- forms that are refused
 
 REFUSED = {
-    "a list of two tensors": ([X, Y], r"of 2 items of 20 entries each .* make a tuple of them: return x, y"),
-    "a list of two lists": ([XS, YS], r"a list of 2 items of 20 entries each .*make a tuple"),
+    "a list of two tensors": ([X, Y], r"of 2 items of one length .* make a tuple of them: return x, y"),
+    "a list of two lists": ([XS, YS], r"a list of 2 items of one length .*make a tuple"),
     "a list of a tensor and a list": ([X, YS], "make a tuple of them"),
-    "a list of three arrays": ([np.ones(3)] * 3, r"a list of 3 items of 3 entries .*return torch.stack"),
+    "a list of three arrays": ([np.ones(3)] * 3, r"a list of 3 items of one length .*return torch.stack"),
     "columns of two lengths": ((torch.ones(8, 3), XS), r"different lengths: x has 8, y has 20\. Give each"),
     "nested ones of two lengths": ({"x": X, "meta": {"age": [1, 2]}}, r"x has 20, meta\.age has 2"),
     "lists of two lengths": (([[1, 2], [3]], [0, 1]), r"data\(\)\[0\] is a list of list, which is no column"),
@@ -196,7 +208,7 @@ REFUSED = {
 def test_data_that_may_mean_two_things_or_nothing_is_refused(form):
     data, says = REFUSED[form]
     with pytest.raises(TaskError, match=says) as caught:
-        as_tensors(data)
+        examples_of(data)
     assert "\n" not in str(caught.value)
 
 

@@ -31,8 +31,8 @@ from ..journal import Averages, plain
 from ..trainers import trainer_messages as msg
 from ..trainers.folding import sites_at_once
 from ..trainers.supervised import Supervised, TrainerLost, on_machines
-from ..trainers.trainer import Trains, good
-from ..trainers.trainer_messages import Description, Failed
+from ..trainers.trainer import Trains
+from ..trainers.trainer_messages import Description, Failed, good
 from ..trainers.workbench import Workbench
 from .launchers import Launcher, launched
 from .local_trainer import LocalTrainer

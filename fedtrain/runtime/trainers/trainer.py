@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
@@ -34,7 +34,6 @@ from ..processes import ending, is_stopped
 from . import trainer_messages as msg
 from .trainer_process import spawn, start_message
 
-T = TypeVar("T")
 ABANDONED_S = 5.0  # a cancelled command that takes longer than this ends the process
 POLL_S = 1.0  # how often a process that owes an answer is checked for having been stopped
 STOPPED_POLLS = 5  # a process found stopped so many times in a row is ended
@@ -117,14 +116,14 @@ class Trains:
     ) -> Update:
         """Local training; the delta is written to `out`, whole or not at all. `counted`: as in Train."""
         done = await self._ask(msg.TrainOne(site, round, msg.ModelFile.of(weights), str(out), counted))
-        result: msg.Trained = good(done.results[0])
+        result: msg.Trained = msg.good(done.results[0])
         return result.update(ArenaFile(self.description.update, out, result.digest))
 
     async def evaluate(
         self, site: SiteId, round: int, weights: ArenaFile, counted: int = NEVER
     ) -> Evaluation:
         done = await self._ask(msg.EvaluateMany([site], round, msg.ModelFile.of(weights), [counted]))
-        return Evaluation(metrics=good(done.results[0]).metrics)
+        return Evaluation(metrics=msg.good(done.results[0]).metrics)
 
     async def columns(self, site: SiteId, form: bool = False) -> tuple[Column, ...]:
         """What the columns of the site's data are; `form`: as sites compare them before a run."""
@@ -134,7 +133,7 @@ class Trains:
     async def tally(self, site: SiteId, question: Question, least: int) -> Evaluation:
         """The site's answer to a question about its data; see counting.tally."""
         done = await self._ask(msg.TallyOne(site, question, least))
-        return Evaluation(metrics=good(done.results[0]).metrics)
+        return Evaluation(metrics=msg.good(done.results[0]).metrics)
 
     async def train_many(
         self, sites: list[SiteId], round: int, weights: ArenaFile, slab: Path, offset: int, counted: list[int]
@@ -344,10 +343,3 @@ def print_traceback(failed: msg.Failed, log: Path | None = None) -> None:
     else:
         with log.open("a") as file:
             file.write(failed.traceback)
-
-
-def good(result: T | msg.Failed) -> T:
-    """TaskError for one that failed."""
-    if isinstance(result, msg.Failed):
-        raise result.error()
-    return result

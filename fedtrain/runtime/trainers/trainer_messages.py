@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from ...questions import Column, Question
 from ...schema import Schema
 from ..journal import Averages
 
+T = TypeVar("T")
 LENGTH = struct.Struct("<I")  # the bytes of a frame's message
 FRAME_BYTES = 1 << 28  # a longer frame is damaged
 
@@ -249,6 +250,13 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
         if not self.config and not self.store:
             return TaskError(self.reason, self.openly)
         return (ConfigError if self.config else StoreError)(self.reason)
+
+
+def good(result: T | Failed) -> T:
+    """TaskError for one that failed."""
+    if isinstance(result, Failed):
+        raise result.error()
+    return result
 
 
 class Dying(msgspec.Struct, tag=True, array_like=True):
