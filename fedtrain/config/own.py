@@ -136,8 +136,7 @@ def told_openly(error: Exception, folder: Path, during: str) -> str:
         said = f"{type(error).__name__}{said and f': {said}'}"
     where = during or file
     if function and function[0] != "<" and not during.startswith(f"{function}("):
-        at = " at " if during.startswith("site ") else ", "
-        where = f"{function}(){during and at}{during}"
+        where = f"{function}(){' at' if during.startswith('site ') else ','} {during}".removesuffix(", ")
     found = ((re.search(pattern, said), hint) for pattern, hint in HINTS.items())
     hint = next((f" {match.expand(hint)}" for match, hint in found if match), "")
     return f"{where}: {said}.{hint} ({file}:{line})"
@@ -151,8 +150,8 @@ def _place_of(error: Exception, folder: Path) -> tuple[str, int, str]:
     ]
     for home in (folder, Path("/")):
         for file, line, function in reversed(frames):
-            own = "site-packages" not in file.parts and not any(map(file.is_relative_to, NOT_OWN))
-            if own and file.is_relative_to(home):
+            installed = "site-packages" in file.parts or any(map(file.is_relative_to, NOT_OWN))
+            if file.is_relative_to(home) and not installed:
                 return file.relative_to(home).as_posix() if home == folder else file.name, line, function
     return frames[-1][0].name, frames[-1][1], ""
 
@@ -193,6 +192,9 @@ HINTS = {  # what a message says -> what to change
     "unpack": "A batch has the parts that data() returns, in their order.",
     "second time": "A tensor of an earlier step is kept and used again: detach() it.",
     "(same|expected) device": "Make new tensors where the batch is: device=x.device.",
-    "alloc|out of memory|MemoryError": "Lower train.batch_size; train.accumulate keeps the size of a step.",
-    "FileNotFoundError": "Paths begin in the current folder: use self.data_dir.",
+    "can't allocate|out of memory|MemoryError": (
+        "Lower train.batch_size; train.accumulate keeps the size of a step."
+    ),
+    "FileNotFoundError: .*: '[^/]": "Paths begin in the current folder: use self.data_dir.",
+    "No module named": "Install it for this Python, or put its file beside the task's.",
 }

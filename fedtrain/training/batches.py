@@ -96,7 +96,7 @@ def tensors_in(batch: Batch) -> list[torch.Tensor]:
 
 def columns_of(batch: Batch) -> dict[str, torch.Tensor]:
     """The columns of a batch's tensors, for statistics: of [n, c, …] c columns, of [n] one. Inputs and
-    targets are x and y; tensors in a mapping or a named tuple have its names. TaskError without a tensor."""
+    targets are x and y; tensors in a dict, named tuple or dataclass have its names. TaskError without any."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors(batch, ""):
         each = tensor.unbind(1) if tensor.ndim > 1 else [tensor]

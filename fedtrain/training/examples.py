@@ -190,8 +190,7 @@ def as_tensors(data: Any) -> tuple[Any, int]:
     found = examples_of(data)
     if not isinstance(found, Tensors):
         return data, 0
-    whole = data if isinstance(data, TensorDataset) else found.like
-    return whole, sum(column.nbytes for column in found.columns)
+    return data if isinstance(data, TensorDataset) else found.like, sum(c.nbytes for c in found.columns)
 
 
 def collated(examples: list[Any]) -> Batch:
