@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import modes, training
 from .config import Config, one_of
-from .errors import ConfigError, FedtrainError
+from .errors import ConfigError, FedtrainError, openly
 from .events import Emit, Event, silent
 from .results import Run
 from .tracking import EventLog
@@ -99,7 +99,7 @@ async def simulation(
         if on_ranks.rank():
             await asyncio.to_thread(on_ranks.work, config)
             return Run(run_dir, config, task)
-    with logged(run_dir, on_event) as emit:
+    with openly(), logged(run_dir, on_event) as emit:
         if mode == "gossip":
             from .runtime.simulations import gossip_simulation
 
@@ -222,7 +222,7 @@ def evaluate(
         config, task = _of(each, None) if own else first
         compared.append(cross_site.Compared(source_of(config, each), config, task, _data(task, data_dir)))
     path, config, task, data = compared[0]
-    with generators_kept():
+    with generators_kept(), openly():
         if matrix:
             return cross_site.matrix(compared, site=site, rounds=rounds)
         return evaluation.evaluate(config, path, site=site, data_dir=data, round=rounds[0], task=task)
@@ -241,7 +241,7 @@ def stats(
     from .training.devices import generators_kept
 
     config, task = resolved(project, settings, "stats")
-    with generators_kept():
+    with generators_kept(), openly():
         return statistics.stats(config, site=site, data_dir=_data(task, data_dir), task=task)
 
 

@@ -141,7 +141,22 @@ class JoinRefused(ConnectError):
 
 
 class TaskError(FedtrainError):
-    """The user's task raised an error while loading, training or evaluating."""
+    """The user's task raised an error while loading, training or evaluating. `openly`: the same with the
+    error's own message, which may quote data: it is shown where the data is, and never sent to others."""
+
+    def __init__(self, text: str, openly: str = "") -> None:
+        super().__init__(text)
+        self.openly = openly or text
+
+
+@contextmanager
+def openly() -> Iterator[None]:
+    """Work on a machine that has all the data: a TaskError says all that it knows."""
+    try:
+        yield
+    except TaskError as e:
+        e.args = (e.openly,)
+        raise
 
 
 class RoundError(FedtrainError):

@@ -208,9 +208,8 @@ def test_what_the_task_raises_is_a_task_error_with_its_place(project, heart):
     (project / "heart_task.py").write_text(
         TASK.replace("return x,", "raise KeyError('secret')\n        return x,")
     )
-    with pytest.raises(TaskError, match=r"KeyError in heart_task.py:\d+, in data") as error:
+    with pytest.raises(TaskError, match=r"^data\('a'\): KeyError: 'secret'\. \(heart_task.py:\d+\)$"):
         fedtrain.simulate(project, HERE)
-    assert "secret" not in str(error.value)
 
 
 def test_changed_settings_are_told_from_a_run_that_goes_on(project):
@@ -264,7 +263,7 @@ def test_what_a_task_raises_here_is_the_error_that_a_worker_would_tell(project):
             fedtrain.simulate(project, {"simulate.workers": workers})
         told.append(str(error.value))
     assert told[0] == told[1]
-    assert "OSError in heart_task.py" in told[0]
+    assert told[0].startswith("loss() at site a, round 1: OSError: 7. (heart_task.py:")
 
 
 def test_simulations_of_several_threads_here_don_t_draw_from_each_other(project):
@@ -411,8 +410,8 @@ def test_a_class_inside_a_function_is_told_to_move(heart):
     class Inner(heart):
         pass
 
-    with pytest.raises(ConfigError, match="Define it outside"):
-        fedtrain.simulate(Inner(), HERE)
+    with pytest.raises(ConfigError, match="is defined inside a function or class"):
+        fedtrain.simulate(Inner(), {"simulate.workers": 1})
 
 
 def test_a_strategy_of_ones_own_is_a_class_among_the_settings(project, heart, monkeypatch):

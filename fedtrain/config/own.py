@@ -10,9 +10,9 @@ import difflib
 import importlib
 import re
 import sys
-import traceback
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import TypeVar
 
@@ -21,6 +21,8 @@ from .values import one_of
 
 T = TypeVar("T")
 OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # module:Class
+
+NOT_OWN = Path(__file__).parents[1], Path(difflib.__file__).parent  # fedtrain and Python
 
 _seen: dict[Path, int] = {}  # a file of the user's -> its modification time when it was asked for
 
@@ -117,16 +119,82 @@ def user_module(name: str) -> ModuleType:
 
 
 def told(error: Exception, folder: Path) -> str:
-    """An exception of the user's code by its type ("out of memory" where that is it) and its place, the
-    innermost frame in the user's own `folder`, as "KeyError in file:line, in function". Its message may quote
-    data, and is left out (S35)."""
+    """An exception of the user's code by its type ("out of memory" where that is it) and its place, as
+    "KeyError in file:line, in function". Its message may quote data, and is left out (S35)."""
     what = "out of memory" if out_of_memory(error) else type(error).__name__
     if isinstance(error, ModuleNotFoundError) and error.name:
         what += f" (no module named {error.name!r})"
-    frames = list(traceback.walk_tb(error.__traceback__))
-    for frame, line in reversed(frames):
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(folder) and "site-packages" not in file.parts:
-            return f"{what} in {file.relative_to(folder).as_posix()}:{line}, in {frame.f_code.co_name}"
-    frame, line = frames[-1]
-    return f"{what} in {Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
+    file, line, function = _place_of(error, folder)
+    return f"{what} in {file}:{line}{function and f', in {function}'}"
+
+
+def told_openly(error: Exception, folder: Path, during: str) -> str:
+    """The same with its message and what to change, for people at a machine that has all the data."""
+    file, line, function = _place_of(error, folder)
+    said = str(error).strip().partition("\n")[0].rstrip(".")
+    if not said or not isinstance(error, RuntimeError | ValueError):
+        said = f"{type(error).__name__}{said and f': {said}'}"
+    where = during or file
+    if function and function[0] != "<" and not during.startswith(f"{function}("):
+        where = f"{function}(){' at' if during.startswith('site ') else ','} {during}".removesuffix(", ")
+    found = ((re.search(pattern, said), hint) for pattern, hint in HINTS.items())
+    hint = next((f" {match.expand(hint)}" for match, hint in found if match), "")
+    return f"{where}: {said}.{hint} ({file}:{line})"
+
+
+def _place_of(error: Exception, folder: Path) -> tuple[str, int, str]:
+    """(file, line, function) of the innermost frame in the user's own `folder`, else in what is neither ours
+    nor Python's nor installed, as a notebook; without a function of the innermost of all."""
+    frames = [
+        (Path(f.f_code.co_filename), line, f.f_code.co_name) for f, line in walk_tb(error.__traceback__)
+    ]
+    for home in (folder, Path("/")):
+        for file, line, function in reversed(frames):
+            installed = "site-packages" in file.parts or any(map(file.is_relative_to, NOT_OWN))
+            if file.is_relative_to(home) and not installed:
+                return file.relative_to(home).as_posix() if home == folder else file.name, line, function
+    return frames[-1][0].name, frames[-1][1], ""
+
+
+HINTS = {  # what a message says -> what to change
+    r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x": (
+        r"The model gets \1 features an example and its layer wants \2."
+    ),
+    r"must have the same dtype, but got|Input type .* and bias type": (
+        "Return x.float() from data(), or model.double() from model()."
+    ),
+    "target dtype to be Long": "Labels of classes are integers: return y.long() from data().",
+    r"Target -?\d+ is out of bounds|Class values must be smaller": (
+        "Labels count from 0, and the model's last layer has an output for each of them."
+    ),
+    "multi-target not supported": (
+        "Labels of classes have no second dimension: return y.squeeze(1), or y.argmax(1) of one-hot rows."
+    ),
+    "output type Long|Found dtype Long|Expected floating point type for target": (
+        "This loss wants numbers: return y.float() from data()."
+    ),
+    "arget size|size of tensor a .* must match": (
+        "Compare the shapes of what is combined there; an output of one column wants model(x).squeeze(1)."
+    ),
+    "Expected input batch_size": (
+        "The first dimension of output and target is the examples, which x.flatten(1) keeps."
+    ),
+    "more than 1 (value|spatial)": (
+        "BatchNorm wants two examples or more in a batch: set train.drop_last = true or another "
+        "train.batch_size; a site with one example wants GroupNorm."
+    ),
+    r"input to conv\dd|channels, but got": (
+        "Convolutions want [examples, channels, height, width], as in x.view(-1, 1, 28, 28)."
+    ),
+    "index out of range in self": "An index into an Embedding must be smaller than its num_embeddings.",
+    "Expected tensor for argument #1 'indices'": "Return x.long() from data() for an Embedding.",
+    r"must be Tensor, not": "Let data() or collate() return tensors there.",
+    "unpack": "A batch has the parts that data() returns, in their order.",
+    "second time": "A tensor of an earlier step is kept and used again: detach() it.",
+    "(same|expected) device": "Make new tensors where the batch is: device=x.device.",
+    "can't allocate|out of memory|MemoryError": (
+        "Lower train.batch_size; train.accumulate keeps the size of a step."
+    ),
+    "FileNotFoundError: .*: '[^/]": "Paths begin in the current folder: use self.data_dir.",
+    "No module named": "Install it for this Python, or put its file beside the task's.",
+}

@@ -1,12 +1,15 @@
 """Functions that count, move and cut batches, for all engines.
 
-A batch has tensors in tuples, named tuples, lists and dicts of any depth, or is an object with `.to()`.
+A batch has tensors in tuples, named tuples, lists, dicts and dataclasses of any depth, or is an object with
+`.to()`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
+from dataclasses import fields, is_dataclass
+from operator import setitem
 from typing import Any
 
 import torch
@@ -48,39 +51,52 @@ def cut(batch: Batch, low: int, high: int) -> Batch:
     return batch if low == 0 and high >= count else _cut(batch, low, high, count)
 
 
+def parts_of(batch: Batch) -> dict[Any, Any]:
+    """The parts of a container by name or place; {} for anything else. A dataclass leaves out None."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, tuple | list):
+        return dict(zip(getattr(batch, "_fields", range(len(batch))), batch, strict=True))
+    if is_dataclass(batch) and not isinstance(batch, type):
+        pairs = ((field.name, getattr(batch, field.name, None)) for field in fields(batch))
+        return {name: part for name, part in pairs if part is not None}
+    return {}
+
+
+def with_parts(like: Batch, parts: dict[Any, Any]) -> Batch:
+    """A container of the type of `like`, such as a tokenizer's BatchEncoding, that holds these parts."""
+    if isinstance(like, tuple | list):
+        return type(like)(*parts.values()) if hasattr(like, "_fields") else type(like)(parts.values())
+    if type(like) is dict or (isinstance(like, Mapping) and not hasattr(like, "__setitem__")):
+        return parts
+    made = copy(like)
+    put = setitem if isinstance(like, Mapping) else object.__setattr__  # which a frozen dataclass has, too
+    for name, part in parts.items():
+        put(made, name, part)
+    return made
+
+
 def rebuilt(batch: Batch, change: Callable[[Any], Any]) -> Batch:
     """A container of the same type with `change(part)` for each part; any other batch is returned as is."""
-    if isinstance(batch, Mapping):
-        return renamed(batch, {name: change(part) for name, part in batch.items()})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(change, batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)([change(part) for part in batch])
-    return batch
+    parts = parts_of(batch)
+    return with_parts(batch, {name: change(part) for name, part in parts.items()}) if parts else batch
 
 
-def renamed(like: Mapping[str, Any], parts: dict[str, Any]) -> Mapping[str, Any]:
-    """A mapping of the type of `like`, such as a tokenizer's BatchEncoding, that holds these parts."""
-    if type(like) is dict or not hasattr(like, "__setitem__"):
-        return parts
-    made: Any = copy(like)
-    for name, part in parts.items():
-        made[name] = part
-    return made  # type: ignore[no-any-return]  # of the type of `like`
+def filled(like: Batch, columns: Iterator[torch.Tensor]) -> Batch:
+    """The containers of `like`, with these columns in place of its tensors."""
+    if isinstance(like, torch.Tensor):
+        return next(columns)
+    return rebuilt(like, lambda part: filled(part, columns))
 
 
-def tensors_in(batch: Batch) -> Iterator[torch.Tensor]:
-    """Every tensor in a batch, in the order of its containers."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | tuple | list):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors_in(part)
+def tensors_in(batch: Batch) -> list[torch.Tensor]:
+    """Every tensor in a batch but scalars, in the order of its containers."""
+    return [tensor for _, tensor in named_tensors(batch, "")]
 
 
 def columns_of(batch: Batch) -> dict[str, torch.Tensor]:
     """The columns of a batch's tensors, for statistics: of [n, c, …] c columns, of [n] one. Inputs and
-    targets are x and y; tensors in a mapping or a named tuple have its names. TaskError without a tensor."""
+    targets are x and y; tensors in a dict, named tuple or dataclass have its names. TaskError without any."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors(batch, ""):
         each = tensor.unbind(1) if tensor.ndim > 1 else [tensor]
@@ -96,12 +112,9 @@ def named_tensors(batch: Batch, name: str) -> Iterator[tuple[str, torch.Tensor]]
         if batch.ndim:
             yield name or "x", batch
         return
-    parts: Mapping[Any, Any] = {}
-    if isinstance(batch, Mapping):
-        parts = batch
-    elif isinstance(batch, tuple | list):
-        pair = ("x", "y") if len(batch) == 2 else map(str, range(len(batch)))
-        parts = dict(zip(getattr(batch, "_fields", pair), batch, strict=True))
+    parts = parts_of(batch)
+    if [*parts] == [0, 1] and isinstance(batch, tuple | list):
+        parts = dict(zip("xy", batch, strict=True))
     for key, part in parts.items():
         yield from named_tensors(part, f"{name}.{key}" if name else str(key))
 
@@ -115,30 +128,32 @@ def _by_tensor(batch: Batch) -> int | None:
     size = getattr(batch, "batch_size", None)
     if size is not None:
         return int(size if isinstance(size, int) else size[0])
-    if isinstance(batch, Mapping | tuple | list):
-        parts = batch.values() if isinstance(batch, Mapping) else batch
-        return next((n for n in map(_by_tensor, parts) if n is not None), None)
-    return None
+    return next((n for n in map(_by_tensor, parts_of(batch).values()) if n is not None), None)
 
 
 def _by_length(batch: Batch) -> int | None:
     """The length of the first list in a batch without tensors."""
-    if isinstance(batch, Mapping):
-        return next((n for n in map(_by_length, batch.values()) if n is not None), None)
+    if not isinstance(batch, tuple | list) and (parts := parts_of(batch)):
+        return next((n for n in map(_by_length, parts.values()) if n is not None), None)
     return len(batch) if hasattr(batch, "__len__") and not isinstance(batch, str | bytes) else None
 
 
 def _cut(batch: Batch, low: int, high: int, count: int) -> Batch:
     if hasattr(batch, "shape"):
+        if len(batch.shape) and batch.shape[0] != count:
+            raise TaskError(
+                f"a tensor of shape {list(batch.shape)} in a batch of {count} examples can't be cut into the "
+                f"shares of several ranks: its first dimension is not the examples. Make it a buffer of the "
+                f"model, or let data() return a Dataset, and collate() make the batches."
+            )
         return batch[low:high] if len(batch.shape) else batch
-    if isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence):
-        if len(batch) == count and not any(
-            hasattr(v, "shape") or isinstance(v, Mapping | tuple | list) for v in batch
-        ):
-            return batch[low:high]  # a list with an entry for each example, such as names
-    elif not isinstance(batch, Mapping) and hasattr(batch, "to"):
+    own = isinstance(batch, PackedSequence) or hasattr(batch, "batch_size")
+    if own or (hasattr(batch, "to") and not parts_of(batch)):
         raise TaskError(
             f"a {type(batch).__name__} can't be cut into the shares of several ranks. Let data() return a "
             f"Dataset, and collate() make the batches: then each rank makes its own."
         )
+    listed = isinstance(batch, tuple | list) and len(batch) == count
+    if listed and not any(hasattr(v, "shape") or parts_of(v) for v in batch):
+        return batch[low:high]  # a list with an entry for each example, such as names
     return rebuilt(batch, lambda part: _cut(part, low, high, count))

@@ -86,7 +86,7 @@ class PrivateEngine(Engine):
         self._stream = self._streams(round, site, weights)
         if self._differentiates is None:
             self.load(weights, training=True)
-            with user_code(self._folder, f"site {site}, round {round}"):
+            with user_code(self._folder, f"site {site}, round {round + 1}"):
                 examples = self._sampled(examples_of(dataset, self._collate)).examples
                 self._differentiates = self._can(examples.take(torch.zeros(1, dtype=torch.int64)))
         return replace(super().train(site, dataset, round, weights, out), metrics={})

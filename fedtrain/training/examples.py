@@ -7,11 +7,16 @@ its own order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import partial
 from itertools import islice
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -24,21 +29,37 @@ from torch.utils.data import (
 
 from ..config import TrainConfig
 from ..errors import TaskError
-from .batches import Batch, examples_in, renamed
+from .batches import (
+    Batch,
+    examples_in,
+    filled,
+    named_tensors,
+    parts_of,
+    tensors_in,
+    with_parts,
+)
 
 Collate = Callable[[list[Any]], Batch]  # see Task.collate
 Order = Callable[[int], torch.Tensor]  # number of examples -> a permutation of their indices, int64 [count]
 
 
 class Tensors:
-    """Columns with the same first dimension; `build` makes a batch of the gathered columns."""
+    """Columns with the same first dimension, in the containers of `like`; so is each batch."""
 
-    def __init__(self, columns: Sequence[torch.Tensor], build: Callable[[Iterable[Any]], Batch]) -> None:
-        self.columns, self.build = columns, build
-        self.count = columns[0].shape[0]
-        if any(c.shape[0] != self.count for c in columns):
-            lengths = ", ".join(str(c.shape[0]) for c in columns)
-            raise TaskError(f"data() returned tensors of different lengths ({lengths})")
+    def __init__(self, like: Batch) -> None:
+        self.like, self.columns = like, tensors_in(like)
+        self.count = self.columns[0].shape[0]
+        if any(c.shape[0] != self.count for c in self.columns):
+            sizes = {len(column): name for name, column in named_tensors(like, "")}
+            lengths = ", ".join(f"{name} has {size:,}" for size, name in sizes.items())
+            raise TaskError(
+                f"data() returned columns of different lengths: {lengths}. Give each one entry for each "
+                f"example, or return a list of single examples."
+            )
+
+    def build(self, columns: Iterable[torch.Tensor]) -> Batch:
+        """A batch of these columns, or the form of one example in which collate() takes it."""
+        return filled(self.like, iter(columns))
 
     def batches(self, size: int, drop_last: bool, order: Order | None) -> Iterator[Batch]:
         """One pass in batches of `size` (0: one batch of all); `order` None: as stored."""
@@ -86,11 +107,11 @@ class Items:
     def _batch(self, chosen: list[int]) -> Batch:
         fetch = getattr(self.dataset, "__getitems__", None)
         examples = fetch(chosen) if fetch else [self.dataset[i] for i in chosen]
-        if self.collate is not default_collate:
+        if self.collate is not collated:
             return self.collate(examples)
         try:
-            return default_collate(examples)
-        except (TypeError, RuntimeError) as e:
+            return collated(examples)
+        except (TypeError, RuntimeError, KeyError) as e:
             raise TaskError(
                 f"no batch can be made of data()'s examples, each a {type(examples[0]).__name__}: let them "
                 f"be tensors of equal shape, or tuples or dicts of such, or define Task.collate"
@@ -100,8 +121,8 @@ class Items:
 class Stream:
     """Batches in the user's own order: an iterable of batches, or an IterableDataset of examples."""
 
-    def __init__(self, source: Iterable[Any], collate: Collate = default_collate) -> None:
-        self.source, self.collate = source, collate
+    def __init__(self, source: Iterable[Any], collate: Collate | None = None) -> None:
+        self.source, self.collate = source, collate or collated
         self.count = 0  # examples seen in the first pass
 
     @property
@@ -131,47 +152,91 @@ Examples = Tensors | Items | Stream
 
 
 def examples_of(data: Any, collate: Collate | None = None) -> Examples:
-    """Classify the result of data(), without reading or copying examples. `collate`: the task's own, if it
-    has one; tensors are then split into examples for it, too. What was classified before stays as it is.
-    TaskError for data of any other type, and for a generator."""
+    """Classify the result of data(), by the table in docs/training.md. No example is read, and nothing is
+    copied but lists that are columns. `collate`: the task's own, if it has one; columns are then split into
+    examples for it, too. What was classified before stays as it is. TaskError for data of any other
+    type, for a generator, and for a list that may be columns."""
     if isinstance(data, Examples):
         return data
-    parts = [data, *(data if isinstance(data, tuple) else data.values() if isinstance(data, Mapping) else ())]
-    if table := next((type(part).__name__ for part in parts if hasattr(part, "iloc")), None):
-        raise TaskError(f"data() returned a {table}. Make a tensor of it: torch.tensor(table.to_numpy())")
     if isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools"):
         raise TaskError(
             f"data() returned a {type(data).__name__}, which can be read only once, and each round reads the "
             f"data again: return a DataLoader, a Dataset, or an object whose __iter__ begins anew"
         )
-    found = _tensors_of(data)
-    if found is not None:
+    own = getattr(type(data), "__getitem__", None)
+    data = data.tensors if own is TensorDataset.__getitem__ else data
+    columns = isinstance(data, tuple | Mapping) or (
+        is_dataclass(data) and own is None and not hasattr(data, "__iter__")
+    )
+    one = isinstance(data, torch.Tensor | np.ndarray) or hasattr(data, "iloc")
+    if one or (columns and parts_of(data)):
+        found = Tensors(_columns(data, "data()"))
         return found if collate is None else Items(found, collate)
     if isinstance(data, IterableDataset):
-        return Stream(data, collate or default_collate)
-    columns = isinstance(data, Mapping) and any(isinstance(name, str) for name in data)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not columns:
-        return Items(data, collate or default_collate)
-    if hasattr(data, "__iter__") and not columns:
+        return Stream(data, collate)
+    if own and hasattr(data, "__len__"):
+        few = data if isinstance(data, list) and len(data) in (2, 3) else ()
+        sizes = {len(x) if isinstance(x, list) or getattr(x, "shape", False) else -1 for x in few}
+        if len(sizes) == 1 and sizes != {-1}:
+            raise TaskError(
+                f"data() returned a list of {len(data)} items of one length (the first is a "
+                f"{type(data[0]).__name__}): columns or examples? If they are columns, make a tuple of them: "
+                f"return x, y. If they are examples, return torch.stack(examples), or a tuple (x,) for each."
+            )
+        return Items(data, collate or collated)
+    if hasattr(data, "__iter__"):
         return Stream(data)
     raise TaskError(
-        f"data() returned a {type(data).__name__}: expected a Dataset, a tuple or dict of tensors, "
-        f"or an iterable of batches"
+        f"data() returned a {type(data).__name__}: expected a Dataset, a tuple or dict of tensors, a list of "
+        f"examples, or an iterable of batches"
     )
 
 
-def _tensors_of(data: Any) -> Tensors | None:
-    if isinstance(data, TensorDataset):
-        return Tensors(data.tensors, tuple)
-    if isinstance(data, torch.Tensor):
-        return Tensors([data], lambda chosen: next(iter(chosen)))
-    if isinstance(data, tuple) and data and all(hasattr(c, "shape") for c in data):
-        return Tensors([torch.as_tensor(c) for c in data], getattr(data, "_make", tuple))
-    if isinstance(data, Mapping) and data and all(hasattr(c, "shape") for c in data.values()):
-        names = list(data)
-        columns = [torch.as_tensor(c) for c in data.values()]
-        return Tensors(columns, lambda chosen: renamed(data, dict(zip(names, chosen, strict=True))))
-    return None
+def as_tensors(data: Any) -> tuple[Any, int]:
+    """The result of data() with tensors in place of arrays and lists that are columns, made once, and the
+    bytes of these columns: 0 of a Dataset, which may well lie on disk."""
+    found = examples_of(data)
+    if not isinstance(found, Tensors):
+        return data, 0
+    return data if isinstance(data, TensorDataset) else found.like, sum(c.nbytes for c in found.columns)
+
+
+def collated(examples: list[Any]) -> Batch:
+    """A batch of examples as a DataLoader makes it; also of dataclasses, alone or in a tuple or dict."""
+    parts = parts_of(examples[0])
+    if not any(map(is_dataclass, (examples[0], *parts.values()))):
+        return default_collate(examples)
+    each = [parts_of(example) for example in examples]
+    return with_parts(examples[0], {name: collated([one[name] for one in each]) for name in parts})
+
+
+def _columns(data: Any, name: str) -> Batch:
+    """The containers of `data` with a tensor for each column. TaskError for what is none."""
+    if isinstance(data, torch.Tensor) and data.ndim:
+        return data
+    if hasattr(data, "iloc"):
+        raise TaskError(
+            f"data() returned a {type(data).__name__}. Make a tensor of it: torch.tensor(table.to_numpy())"
+        )
+    parts = {} if isinstance(data, list) else parts_of(data)
+    if not all(isinstance(part, Number) for part in parts.values()):
+        return with_parts(data, {key: _columns(part, f"{name}[{key!r}]") for key, part in parts.items()})
+    first = data[0] if isinstance(data, list) and data else None
+    found = torch.zeros(())
+    with suppress(TypeError, ValueError, RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of arrays that pandas shares: we only read them
+        if isinstance(first, torch.Tensor):
+            found = torch.stack(data)
+        elif isinstance(data, list | tuple) or hasattr(data, "shape"):
+            found = torch.as_tensor(np.stack(data) if hasattr(first, "shape") else data)
+    if not found.ndim:
+        kind = type(data).__name__ + ("" if first is None else f" of {type(first).__name__}")
+        raise TaskError(
+            f"{name} is a {kind}, which is no column. The parts of a tuple, dict or dataclass are columns: "
+            f"tensors, arrays or lists of numbers, with an entry of one shape for each example. For single "
+            f"examples return a list of them; collate() may pad those of different lengths."
+        )
+    return found
 
 
 def subset(data: Any, indices: Any) -> Any:
@@ -179,7 +244,7 @@ def subset(data: Any, indices: Any) -> Any:
     chosen = torch.as_tensor(indices)
     examples = examples_of(data)
     if isinstance(examples, Tensors):
-        return examples.build([c.index_select(0, chosen.to(c.device)) for c in examples.columns])
+        return examples.take(chosen)
     if isinstance(examples, Items):
         return Subset(data, chosen.tolist())
     raise TaskError(

@@ -43,7 +43,7 @@ def named(classes: list[type], root: Path | None = None) -> tuple[Path, list[str
 
 def home_of(cls: type) -> Path:
     """The folder from which a class's module is imported; of a class of `__main__`, where it is put."""
-    if cls.__qualname__ != cls.__name__:
+    if cls.__qualname__ != cls.__name__ and not issubclass(cls, Task):
         raise ConfigError(f"{cls.__qualname__} is defined inside a function or class. Define it outside.")
     module = sys.modules[cls.__module__]
     file = getattr(module, "__file__", None)
@@ -58,6 +58,8 @@ def check_sendable(task: Task, lacks: Mapping[str, str]) -> None:
     why = ""
     if arguments_of(task) is None:
         why = "its constructor was given more than constants (numbers, texts, lists and dicts of them)"
+    elif "." in type(task).__qualname__:
+        why = "it is defined inside a function or class, and not outside"
     elif lacks:
         name, kind = next(iter(lacks.items()))
         why = f"it uses {name}, a {kind} that only this process has"
@@ -80,7 +82,7 @@ def written(classes: list[type], root: Path) -> tuple[str, dict[str, str]]:
     """Write the module of these classes of `__main__` below `root`: its dotted name, and what it lacks."""
     module = Extraction()
     for cls in classes:
-        module.add(cls.__name__)
+        module.add(cls.__qualname__.partition(".")[0])  # or what it is defined in
     text = "\n\n".join([*sorted(module.future), *module.statements])
     digest = hashlib.sha256("\0".join(words(parsed(text))).encode()).hexdigest()
     name = f"{classes[0].__name__.lower()}_{digest[:12]}"

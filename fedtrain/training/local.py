@@ -148,7 +148,7 @@ class Engine(Trainable):
         the place of the engine's own."""
         self._order.manual_seed(self.seed(round, site))
         steps = self._steps if config is None else Steps(self, config, correct or self.correct)
-        with user_code(self._folder, f"site {site}, round {round}"):
+        with user_code(self._folder, f"site {site}, round {round + 1}"):
             examples = examples_of(dataset, self._collate)
             seen = self._round(steps, examples, round, given)
         if not seen.examples:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int64]
 
+LABELS = "label", "labels", "target", "y"  # names of a column that may be the labels
 CENTRAL = "central"  # in place of a site: evaluates the one pool of data
 KINDS = {"iid": None, "dirichlet": 0.3, "shards": 2.0, "quantity": 0.5}  # name -> an example of the number
 
@@ -190,10 +191,8 @@ def labels_of(data: Any) -> Any:
             return np.asarray(known)
     if isinstance(data, Subset):
         return labels_of(data.dataset)[np.asarray(data.indices)]
-    if isinstance(data, dict):
-        for name in ("label", "labels", "target", "y"):
-            if name in data:
-                return np.asarray(data[name])
+    if isinstance(data, dict) and (named := [name for name in LABELS if name in data]):
+        return np.asarray(data[named[0]])
     examples = examples_of(data)
     if isinstance(examples, Tensors) and len(examples.columns) > 1:
         return examples.columns[-1].cpu().numpy()
@@ -342,10 +341,10 @@ class SimulatedSites:
     @cached_property
     def pool(self) -> Any:
         """All examples of a task without natural sites."""
-        from .examples import Stream, examples_of
+        from .examples import Stream, as_tensors, examples_of
 
         with user_code(folder_of(self.task), f"data({self.names[0]!r})"):
-            found = self.task.data(self.names[0])
+            found, _ = as_tensors(self.task.data(self.names[0]))
         if len(self.names) > 1 and isinstance(examples_of(found), Stream):
             raise TaskError(
                 f"data() gives batches or a stream ({type(found).__name__}), which can't be dealt to "

@@ -186,7 +186,7 @@ class SiteTraining:
         return total / count if count else 0.0
 
     def batches(self, draw: int = 0) -> Iterator[Group]:
-        with self._user_code(f"round {self._round}"):
+        with self._user_code(f"round {self._round + 1}"):
             yield from self._engine.step_batches(self._site, self._dataset, self._round, draw)
 
     def gradient(self, weights: torch.Tensor, batches: Group | None = None) -> torch.Tensor:

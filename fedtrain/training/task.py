@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..config.own import told, user_module
+from ..config.own import told, told_openly, user_module
 from ..errors import ConfigError, FedtrainError, TaskError, nearest
 from ..messages import MAX_SUMS, Metrics, SiteId, Sum, averages, name_and_size
 from .signatures import check_methods
@@ -63,7 +63,8 @@ class Task:
         raise NotImplementedError
 
     def data(self, site: str) -> Any:
-        """The examples of this site: a Dataset, a tuple or dict of tensors, or an iterable of ready batches.
+        """The examples of this site: a Dataset, a tuple or dict of columns (tensors, arrays or lists with an
+        entry for each example), a list of single examples, or an iterable of ready batches.
 
         An iterable of batches, such as a DataLoader, decides their size and order, and [train] does not.
         """
@@ -100,9 +101,9 @@ class Task:
 
     def collate(self, examples: list[Any]) -> Batch:
         """A batch of these examples, called when data() returns single ones; pad sequences here."""
-        from torch.utils.data import default_collate
+        from .examples import collated
 
-        return default_collate(examples)
+        return collated(examples)
 
     def columns(self, site: str) -> Mapping[str, Any] | None:
         """For `fedtrain stats`: name -> values, or (values, labels) of categories; None: those of data()."""
@@ -314,14 +315,16 @@ def user_code(folder: Path, during: str = "") -> Iterator[None]:
     """Turn any exception of the user's code, which runs inside the block, into a TaskError.
 
     A TaskError is sent over the network, so it has the exception's type and place, but not its message, which
-    may quote data (S35). The exception itself is chained, for a reader at the site.
+    may quote data (S35). The message is in `openly`, for a run of which all is on one machine, and the
+    exception itself is chained, for a reader at the site.
     """
     try:
         yield
     except FedtrainError:
         raise
     except Exception as e:
-        raise TaskError(f"{told(e, folder)}{during and f', {during}'}") from e
+        place = f"{told(e, folder)}{during and f', {during}'}"
+        raise TaskError(place, told_openly(e, folder, during)) from e
 
 
 def folder_of(task: Task) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from ...config import Config
-from ...errors import ConfigError
+from ...errors import ConfigError, openly
 from ...events import Emit, Notice, Record, noticed
 from ...messages import summed
 from ...store import Checkpoint, RunStore
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 POOL = "datacenter"  # whose data it is where all ranks share it
 
 
+@openly()
 def run(
     config: Config, *, emit: Emit, data_dir: Path | None = None, start: Path | None = None,
     done: Path | None = None, profile: int = 0,

@@ -32,13 +32,13 @@ from ..trainers import trainer_messages as msg
 from ..trainers.folding import sites_at_once
 from ..trainers.supervised import Supervised, TrainerLost, on_machines
 from ..trainers.trainer import Trains
-from ..trainers.trainer_messages import Description, Failed
+from ..trainers.trainer_messages import Description, Failed, good
 from ..trainers.workbench import Workbench
 from .launchers import Launcher, launched
 from .local_trainer import LocalTrainer
 from .partial_sums import bytes_of
 from .shared_memory import SharedMemory
-from .shares import Failures, Share, asked_of, folded, good, reply_of, singly
+from .shares import Failures, Share, asked_of, folded, reply_of, singly
 from .training_bytes import TrainingBytes
 
 if TYPE_CHECKING:

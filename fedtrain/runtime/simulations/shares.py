@@ -12,7 +12,7 @@ from typing import TypeVar
 from ...aggregation.mean import BLOCK
 from ...messages import Failure, Folded, Reply, SiteId
 from ..trainers.folding import stacks
-from ..trainers.trainer_messages import Failed
+from ..trainers.trainer_messages import Failed, good
 
 T = TypeVar("T")
 AHEAD = 3  # shares for each worker, where each site's update comes by itself
@@ -112,13 +112,6 @@ class Failures:
             raise self._failed[held[0][0][0]].error()
         for failure in held:
             yield failure
-
-
-def good(result: T | Failed) -> T:
-    """The result; an error for one that failed, which ends the run."""
-    if isinstance(result, Failed):
-        raise result.error()
-    return result
 
 
 def reply_of(result: T | Failed, reply: Callable[[T], Reply]) -> Reply | Failed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import signal
 import sys
 from collections import deque
@@ -40,7 +41,7 @@ CLOSE_S = 3.0  # a child may take so long to leave by itself before it is killed
 KILLED_S = 10.0  # until a killed process is left to the kernel: one that waits for a dead disk does not end
 TRIES = 3  # a process that dies as it starts, or over a command, is started so many times
 
-_printed: set[tuple[str, str]] = set()  # where tasks failed: sites that fail alike give one traceback
+_printed: set[tuple[str, ...]] = set()  # where tasks failed: sites that fail alike give one traceback
 
 
 class TrainerDied(TaskError):
@@ -115,14 +116,14 @@ class Trains:
     ) -> Update:
         """Local training; the delta is written to `out`, whole or not at all. `counted`: as in Train."""
         done = await self._ask(msg.TrainOne(site, round, msg.ModelFile.of(weights), str(out), counted))
-        result: msg.Trained = _good(done.results[0])
+        result: msg.Trained = msg.good(done.results[0])
         return result.update(ArenaFile(self.description.update, out, result.digest))
 
     async def evaluate(
         self, site: SiteId, round: int, weights: ArenaFile, counted: int = NEVER
     ) -> Evaluation:
         done = await self._ask(msg.EvaluateMany([site], round, msg.ModelFile.of(weights), [counted]))
-        return Evaluation(metrics=_good(done.results[0]).metrics)
+        return Evaluation(metrics=msg.good(done.results[0]).metrics)
 
     async def columns(self, site: SiteId, form: bool = False) -> tuple[Column, ...]:
         """What the columns of the site's data are; `form`: as sites compare them before a run."""
@@ -132,7 +133,7 @@ class Trains:
     async def tally(self, site: SiteId, question: Question, least: int) -> Evaluation:
         """The site's answer to a question about its data; see counting.tally."""
         done = await self._ask(msg.TallyOne(site, question, least))
-        return Evaluation(metrics=_good(done.results[0]).metrics)
+        return Evaluation(metrics=msg.good(done.results[0]).metrics)
 
     async def train_many(
         self, sites: list[SiteId], round: int, weights: ArenaFile, slab: Path, offset: int, counted: list[int]
@@ -332,7 +333,7 @@ class Trainer(Trains, asyncio.Protocol):
 
 def print_traceback(failed: msg.Failed, log: Path | None = None) -> None:
     """Print where and why the task failed, to a log or to stderr; once, however many sites fail there."""
-    place = str(log), failed.reason.partition(", in ")[0]
+    place = str(log), *re.findall(r'File ".*", line \d+', failed.traceback)
     if not failed.traceback or place in _printed:
         return
     _printed.add(place)
@@ -341,9 +342,3 @@ def print_traceback(failed: msg.Failed, log: Path | None = None) -> None:
     else:
         with log.open("a") as file:
             file.write(failed.traceback)
-
-
-def _good(result: Any) -> Any:
-    if isinstance(result, msg.Failed):
-        raise TaskError(result.reason)
-    return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from ...questions import Column, Question
 from ...schema import Schema
 from ..journal import Averages
 
+T = TypeVar("T")
 LENGTH = struct.Struct("<I")  # the bytes of a frame's message
 FRAME_BYTES = 1 << 28  # a longer frame is damaged
 
@@ -241,15 +242,25 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     store: bool = False  # a StoreError: a full disk, say
     traceback: str = ""  # for the people at this machine
     update: bool = False  # BadUpdate or Forgotten: this site's result can't be used, another site's may
+    openly: str = ""  # a TaskError's, for the people at this machine
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
         config, own = isinstance(error, ConfigError), isinstance(error, BadUpdate | Forgotten)
         store = isinstance(error, StoreError) and not own
-        return cls(reason_of(error), config, store, story_of(error), own)
+        return cls(reason_of(error), config, store, story_of(error), own, getattr(error, "openly", ""))
 
     def error(self) -> FedtrainError:
-        return (ConfigError if self.config else StoreError if self.store else TaskError)(self.reason)
+        if not self.config and not self.store:
+            return TaskError(self.reason, self.openly)
+        return (ConfigError if self.config else StoreError)(self.reason)
+
+
+def good(result: T | Failed) -> T:
+    """TaskError for one that failed."""
+    if isinstance(result, Failed):
+        raise result.error()
+    return result
 
 
 class Dying(msgspec.Struct, tag=True, array_like=True):

@@ -284,12 +284,13 @@ class Workbench:
 
     def _load(self, what: str, site: SiteId) -> Any:
         """The site's data() or eval_data(), loaded once while it is among those used last."""
+        from ...training.examples import as_tensors
+
         key = what, site
         if key in self._data:
             self._data.move_to_end(key)
             return self._data[key][0]
-        loaded = self._call_task(what, site)
-        nbytes = _tensor_bytes(loaded)
+        loaded, nbytes = as_tensors(self._call_task(what, site))
         self._data[key] = loaded, nbytes
         self._data_bytes += nbytes
         while len(self._data) > 1 and (len(self._data) > CACHED_SITES or self._data_bytes > CACHED_BYTES):
@@ -320,14 +321,6 @@ class Workbench:
         schema = self.description.update
         flat = torch.frombuffer(self._mapped.bytes_at(slab, offset, sites * schema.nbytes), dtype=torch.uint8)
         return Slab(schema, flat.view(sites, schema.nbytes))
-
-
-def _tensor_bytes(data: Any) -> int:
-    """The bytes of data() as tensors; 0 of a Dataset, which may well lie on disk."""
-    from ...training.examples import Tensors, examples_of
-
-    examples = examples_of(data)
-    return sum(c.nbytes for c in examples.columns) if isinstance(examples, Tensors) else 0
 
 
 def tried(work: Callable[[], T]) -> T | msg.Failed:
