@@ -24,7 +24,9 @@ FedtrainError
     Broken           a transfer ended early, or its stored part is damaged; a second try may succeed
 """
 
+import errno
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -284,6 +286,22 @@ def writing(path: Path) -> Iterator[None]:
         if e.filename is None:
             e.filename = str(path)
         raise
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether Python, the operating system or torch had no memory left, on this machine or a GPU."""
+    if isinstance(error, RuntimeError):  # torch's
+        return bool(re.search("out of memory|can't allocate memory", str(error)))
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+
+
+def not_installed(module: str) -> ConfigError:
+    """The error for a package without which fedtrain can't do this."""
+    package = module.partition(".")[0]
+    return ConfigError(
+        f"{package} is not installed for {sys.executable}. Install it there: "
+        f"{sys.executable} -m pip install {package}"
+    )
 
 
 def nearest(name: str, there: Iterable[str], *, most: int = 10) -> str:

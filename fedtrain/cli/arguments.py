@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ..errors import FedtrainError, TaskError, story_of
+from ..errors import FedtrainError, TaskError, not_installed, out_of_memory, story_of
+from .output import reserve_stdout, screen_of
 
 if TYPE_CHECKING:
     from ..events import Emit
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OWN_MODEL = 3  # the exit code of a peer that was to agree on one model of all, and ended with its own
+PRINTING = ("click.utils", "fedtrain.tracking.live")  # modules that write to stdout
 STOP_S = 4.0  # for a site to end in order once it was told to; what still works then is ended with it (S40)
 
 
@@ -45,12 +48,14 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         traceback = ctx.params.pop("traceback")
+        if ctx.params.get("json"):
+            reserve_stdout()
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader of our output has gone; click ends quietly
             raise
-        except (FedtrainError, OSError) as e:
-            if traceback:
+        except Exception as e:
+            if traceback or not for_a_user(e):
                 raise
             if isinstance(e, TaskError) and e.__cause__ is not None:
                 click.echo(story_of(e), nl=False, err=True)
@@ -76,9 +81,33 @@ def told_by_torchrun(line: str) -> bool:
 
 
 def line_of(error: Exception) -> str:
+    """The last line of a command that failed: what happened, and what to change."""
+    if out_of_memory(error):
+        return (
+            f"out of memory ({str(error) or type(error).__name__}). Lower train.batch_size or "
+            f"simulate.workers, or end other programs on this machine, then start the same command "
+            f"again."
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return str(not_installed(error.name or "a package"))
     room = ". Make room there, then start the same command again."
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return f"{error}{room if full else ''}"
+    return f"{_named(error)}{room if full else ''}"
+
+
+def for_a_user(error: Exception) -> bool:
+    """Whether the error has a line that a user can act on; any other is a mistake in fedtrain."""
+    ours = FedtrainError | OSError | ModuleNotFoundError
+    return isinstance(error, ours) or out_of_memory(error)
+
+
+def _named(error: Exception) -> str:
+    """The error, with stdout named where writing to stdout failed: such an OSError has no file's name."""
+    if isinstance(error, OSError) and error.filename is None and error.__traceback__ is not None:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"] in PRINTING:
+            return f"stdout: {error.strerror}"
+    return str(error)
 
 
 class Commands(click.Group):
@@ -192,9 +221,7 @@ def drive_shown(
     within_s: float | None = None,
 ) -> T:
     """As `drive`, for work that is given what shows its events: a table, plain lines, or JSON."""
-    from ..tracking.live import screen
-
-    with screen(json=json, plain=plain) as show:
+    with screen_of(json=json, plain=plain) as show:
         return drive(work(show), within_s)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
-from ..errors import FedtrainError, writing
+from ..errors import writing
 from .arguments import (
     STOP_S,
     Commands,
@@ -27,6 +27,7 @@ from .arguments import (
     code_of_peer,
     drive_shown,
     ends,
+    for_a_user,
     line_of,
     stop,
     which_round,
@@ -46,6 +47,7 @@ from .output import (
     print_runs,
     print_statistics,
     row_of_the_table,
+    screen_of,
     short,
 )
 from .pages import dashboard, report
@@ -250,20 +252,19 @@ def datacenter(
     """Train with all ranks that torchrun started, as [parallel] says."""
     from .. import api, events
     from ..runtime.datacenters import datacenter
-    from ..tracking.live import screen
     from ..training.elastic import fail
 
     first = os.environ.get("RANK", "0") == "0"
     source = None if start is None else api.source_of(config, start)
     try:
-        with screen(json=json) if first else nullcontext(None) as show:
+        with screen_of(json=json) if first else nullcontext(None) as show:
             log = api.logged(config.datacenter_dir, show) if show else nullcontext(events.silent)
             with log as emit:
                 datacenter.run(config, emit=emit, data_dir=data_dir, start=source, profile=profile or 0)
     except Exception as e:
         if "RANK" not in os.environ:
             raise
-        fail(e, line_of(e) if isinstance(e, FedtrainError | OSError) else f"{type(e).__name__}: {e}")
+        fail(e, line_of(e) if for_a_user(e) else f"{type(e).__name__}: {e}")
 
 
 @cli.command()
@@ -313,10 +314,9 @@ def watch(config: Config, run: str | None, json: bool) -> None:
     from .. import events
     from ..api import run_dir
     from ..tracking import log
-    from ..tracking.live import screen
 
     folder = run_dir(config, run)
-    with screen(json=json) as show:
+    with screen_of(json=json) as show:
         finished, idle, told = False, 0, False
         for event in log.follow(folder):
             if event is not None:
@@ -411,7 +411,7 @@ def export(
     if local := msgspec.json.decode(about).get("local"):
         click.echo(staying(source, local), err=True)
     if json:
-        click.echo(msgspec.json.format(about, indent=-1))
+        print_json(msgspec.json.format(about, indent=-1))
     else:
         click.echo(f"{folder} holds " + ", ".join(sorted(path.name for path in folder.iterdir())))
 

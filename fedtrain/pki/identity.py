@@ -189,9 +189,9 @@ def get_one(folder: Path) -> str:
     here = (folder.parents[site] / "ca" / "issuing.pem").exists()
     if site and not here:
         return (
-            f"`fedtrain join HOST:PORT CODE` makes the key here and fetches a certificate for it; the code is "
-            f"printed by `fedtrain certs invite {folder.name}`, run by those who keep the federation's "
-            f"certificate authority (as a rule the aggregator's operator)."
+            f"`fedtrain join HOST:PORT CODE` makes the key here and fetches a certificate for it. "
+            f"The code is printed by `fedtrain certs invite {folder.name}`, where the federation's "
+            f"certificate authority is (as a rule at the aggregator's operator)."
         )
     first = "" if here else "`fedtrain certs init` makes the federation's authority, once; then "
     return f"{first}`fedtrain certs issue {folder.name}` makes it."
@@ -240,9 +240,7 @@ def _check_key(key: bytes, leaf: x509.Certificate, folder: Path) -> None:
     except (ValueError, TypeError):
         raise CertificateError(f"{folder / 'key.pem'}: not an unencrypted PEM private key") from None
     if public != key_of(leaf):
-        raise CertificateError(
-            f"{folder}: key.pem and cert.pem do not belong together. {get_one(folder)}"
-        )
+        raise CertificateError(f"{folder}: key.pem and cert.pem do not belong together. {get_one(folder)}")
 
 
 def _check_chain(chain: list[x509.Certificate], folder: Path) -> None:
