@@ -70,6 +70,14 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory could not be had: of the machine, or of a GPU."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    torch = "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    return type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and torch)
+
+
 class ConfigError(FedtrainError):
     """The user's configuration, flags or task file; the message says what to change."""
 
@@ -288,20 +296,10 @@ def writing(path: Path) -> Iterator[None]:
         raise
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether Python, the operating system or torch had no memory left, on this machine or a GPU."""
-    if isinstance(error, RuntimeError):  # torch's
-        return bool(re.search("out of memory|can't allocate memory", str(error)))
-    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-
-
 def not_installed(module: str) -> ConfigError:
     """The error for a package without which fedtrain can't do this."""
-    package = module.partition(".")[0]
-    return ConfigError(
-        f"{package} is not installed for {sys.executable}. Install it there: "
-        f"{sys.executable} -m pip install {package}"
-    )
+    install = f"{sys.executable} -m pip install {module.partition('.')[0]}"
+    return ConfigError(f"the package {module} is not installed here. Install it: {install}")
 
 
 def nearest(name: str, there: Iterable[str], *, most: int = 10) -> str:

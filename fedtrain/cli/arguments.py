@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ..errors import FedtrainError, TaskError, not_installed, out_of_memory, story_of
-from .output import reserve_stdout, screen_of
 
 if TYPE_CHECKING:
     from ..events import Emit
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OWN_MODEL = 3  # the exit code of a peer that was to agree on one model of all, and ended with its own
-PRINTING = ("click.utils", "fedtrain.tracking.live")  # modules that write to stdout
+PRINTING = {"click.utils", "fedtrain.tracking.live"}  # modules that write to stdout
 STOP_S = 4.0  # for a site to end in order once it was told to; what still works then is ended with it (S40)
 
 
@@ -49,6 +48,8 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         traceback = ctx.params.pop("traceback")
         if ctx.params.get("json"):
+            from ..tracking.live import reserve_stdout
+
             reserve_stdout()
         try:
             return super().invoke(ctx)
@@ -97,17 +98,14 @@ def line_of(error: Exception) -> str:
 
 def for_a_user(error: Exception) -> bool:
     """Whether the error has a line that a user can act on; any other is a mistake in fedtrain."""
-    ours = FedtrainError | OSError | ModuleNotFoundError
-    return isinstance(error, ours) or out_of_memory(error)
+    return isinstance(error, FedtrainError | OSError | ModuleNotFoundError) or out_of_memory(error)
 
 
 def _named(error: Exception) -> str:
     """The error, with stdout named where writing to stdout failed: such an OSError has no file's name."""
-    if isinstance(error, OSError) and error.filename is None and error.__traceback__ is not None:
-        *_, (frame, _) = walk_tb(error.__traceback__)
-        if frame.f_globals["__name__"] in PRINTING:
-            return f"stdout: {error.strerror}"
-    return str(error)
+    last = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)][-1:]
+    printing = isinstance(error, OSError) and error.filename is None and {*last} & PRINTING
+    return f"stdout: {error.strerror}" if printing and isinstance(error, OSError) else str(error)
 
 
 class Commands(click.Group):
@@ -221,7 +219,9 @@ def drive_shown(
     within_s: float | None = None,
 ) -> T:
     """As `drive`, for work that is given what shows its events: a table, plain lines, or JSON."""
-    with screen_of(json=json, plain=plain) as show:
+    from ..tracking.live import screen
+
+    with screen(json=json, plain=plain) as show:
         return drive(work(show), within_s)
 
 

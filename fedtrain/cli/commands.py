@@ -47,7 +47,6 @@ from .output import (
     print_runs,
     print_statistics,
     row_of_the_table,
-    screen_of,
     short,
 )
 from .pages import dashboard, report
@@ -252,12 +251,13 @@ def datacenter(
     """Train with all ranks that torchrun started, as [parallel] says."""
     from .. import api, events
     from ..runtime.datacenters import datacenter
+    from ..tracking.live import screen
     from ..training.elastic import fail
 
     first = os.environ.get("RANK", "0") == "0"
     source = None if start is None else api.source_of(config, start)
     try:
-        with screen_of(json=json) if first else nullcontext(None) as show:
+        with screen(json=json) if first else nullcontext(None) as show:
             log = api.logged(config.datacenter_dir, show) if show else nullcontext(events.silent)
             with log as emit:
                 datacenter.run(config, emit=emit, data_dir=data_dir, start=source, profile=profile or 0)
@@ -314,9 +314,10 @@ def watch(config: Config, run: str | None, json: bool) -> None:
     from .. import events
     from ..api import run_dir
     from ..tracking import log
+    from ..tracking.live import screen
 
     folder = run_dir(config, run)
-    with screen_of(json=json) as show:
+    with screen(json=json) as show:
         finished, idle, told = False, 0, False
         for event in log.follow(folder):
             if event is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from ..runtime.simulations.policies import PolicyPlan
     from ..statistics import Statistics
     from ..tracking.export import EvaluationReport
-    from ..tracking.live import Screen
     from ..tracking.runs import Summary
 
 RUN_COLUMNS = ("RUN", "STATE", "ROUND", "LOSS", "EVALUATED", "BEST", "UPDATED")
@@ -76,33 +74,13 @@ def room() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
-_program: IO[str] | None = None  # stdout, once it is reserved for JSON
-
-
-def reserve_stdout() -> None:
-    """From now on only JSON goes to stdout: what a task's code or a library prints goes to stderr, by
-    sys.stdout and by file descriptor 1 alike."""
-    global _program
-    _program = out = sys.stdout
-    if out is sys.__stdout__ and out is not None:
-        out.flush()
-        _program = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)
-    sys.stdout = sys.stderr
-
-
-def screen_of(*, json: bool, plain: bool = False) -> Screen:
-    """What shows a command's events."""
-    from ..tracking.live import screen
-
-    return screen(json=json, plain=plain, out=_program if json else None)
-
-
 def print_json(value: Any) -> None:
     """One line for a program; bytes are JSON already."""
     import msgspec
 
-    click.echo(value if isinstance(value, bytes) else msgspec.json.encode(value), file=_program)
+    from ..tracking import live
+
+    click.echo(value if isinstance(value, bytes) else msgspec.json.encode(value), file=live.for_programs)
 
 
 def columns(rows: list[tuple[str, ...]]) -> None:

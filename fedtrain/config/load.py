@@ -6,7 +6,6 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import MISSING, fields
 from enum import IntEnum
 from functools import cache
@@ -20,8 +19,15 @@ from .values import Seconds
 
 T = TypeVar("T")
 MISMATCH = re.compile(r"Expected `([^`]+)`, got `[^`]+`( - at `[^`]*`)?")  # msgspec's words
-WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text",
-         "array": "a list in [ ]", "object": "a table", "null": "nothing"}  # fmt: skip
+WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list in [ ]",
+    "object": "a table",
+    "null": "nothing",
+}
 BITS, DEEP = 64, 16  # of an integer; of tables and lists in one another: what a file may hold
 
 
@@ -69,15 +75,14 @@ def read(
 def table_of(data: bytes, path: Path) -> dict[str, Any]:
     """What a TOML file holds; ConfigError that names the file where the bytes are something else."""
     try:
-        text = data.decode("utf-8-sig")  # Windows' editors may begin a file with a byte order mark
-        if "\0" in text:  # UTF-16 of plain letters
-            raise UnicodeDecodeError("utf-8", data, at := data.index(0), at + 1, "null")
+        # Windows' editors may begin a file with a byte order mark. Plain text in UTF-16 has null bytes.
+        text = data.decode("utf-8-sig", "surrogateescape")
+        if bad := re.search("[\0\udc80-\udcff]", text):
+            at = len(text[: bad.start()].encode())
+            byte = f"byte {ord(bad[0]) & 0xFF:#04x} at position {at}"
+            raise ConfigError(f"{path} is not UTF-8 ({byte}): save it as UTF-8.")
         table = tomllib.loads(text)
         _refuse_beyond(table)
-    except UnicodeDecodeError as e:
-        raise ConfigError(
-            f"{path} is not UTF-8 (byte {data[e.start]:#04x} at position {e.start}): save it as UTF-8."
-        ) from None
     except (ValueError, RecursionError) as e:  # ValueError: of tomllib, of UTF-8, of int() for 4,300 digits
         raise ConfigError(f"{path}: {e}") from None
     return table
@@ -141,13 +146,11 @@ def _convert(value: object, kind: Any, path: str) -> Any:
     except (msgspec.ValidationError, ValueError) as e:
         if (found := MISMATCH.fullmatch(str(e))) is None:
             raise ConfigError(f"{path} = {value!r}: {e}") from None
-        kinds, at, hint = found[1].split(" | "), ", in one of its items" * bool(found[2]), ""
-        if isinstance(value, str):
-            hint = " (text)"
-            with suppress(ConfigError, TypeError):
-                if not isinstance(bare := parsed(value), str) and _convert(bare, kind, path) is not None:
-                    hint = f" (text): write {value.strip()} without quotes"
-        elif isinstance(value, int | float) and "str" in kinds:
+        kinds, at = found[1].split(" | "), ", in one of its items" * bool(found[2])
+        bare = type(parsed(value)).__name__ if isinstance(value, str) else ""
+        fits = bare in kinds or (bare == "int" and "float" in kinds)
+        hint = f"{' (text)' * bool(bare)}{f': write {value} without quotes' * fits}"
+        if isinstance(value, int | float) and "str" in kinds:
             hint = f'. As text it stands in quotes: {path} = "{value}" (\'{path}="{value}"\' in a shell)'
         wanted = " or ".join(WORDS.get(each, each) for each in kinds)
         raise ConfigError(f"{path} must be {wanted}{at}, got {value!r}{hint}") from None

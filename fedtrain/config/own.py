@@ -7,19 +7,25 @@ refused in the same way.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import inspect
 import re
 import sys
 import traceback
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import ConfigError, FedtrainError, TaskError
 from .values import one_of
 
 T = TypeVar("T")
+OURS = __name__.partition(".")[0]
+# Methods that see a site's data, which the message of an error may quote (S35).
+AT_SITES = {"train", "finish", "correct", "personal", "site_init", "round", "take_back", "encode", "decode"}
 OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # module:Class
 
 _seen: dict[Path, int] = {}  # a file of the user's -> its modification time when it was asked for
@@ -79,7 +85,70 @@ def own_class(
             f"{key}: {spec!r} is not {what}. Write @dataclass(frozen=True) class {name}"
             f"({base.__module__.removesuffix('.base')}.{base.__name__}) in {module_name}.py."
         )
+    for method, theirs in inspect.getmembers(base, inspect.isfunction):
+        own = getattr(cls, method)
+        if method[0] != "_" and own.__module__.partition(".")[0] != OURS:
+            must = "None" not in theirs.__annotations__["return"]
+            setattr(cls, method, _guarded(own, root or Path.cwd(), must_return=must))
     return cls
+
+
+def _guarded(method: Callable[..., Any], folder: Path, *, must_return: bool) -> Callable[..., Any]:
+    """A method of the user's own, with a TaskError that says where it is written for what the method raises,
+    and for a wrong result: None, or what `wrong` of the base class names."""
+    place = f"{Path(method.__code__.co_filename).name}:{method.__code__.co_firstlineno}, in {method.__name__}"
+
+    def good(found: Any, own: Any, *given: Any) -> Any:
+        nothing = "returned None: is a return missing?" * (found is None and must_return)
+        wrong = own.wrong(method.__name__, given, found) if hasattr(own, "wrong") else ()
+        if text := next(filter(None, wrong), nothing):
+            raise TaskError(f"{place}: {text}")
+        return found
+
+    @contextmanager
+    def placed() -> Iterator[None]:
+        try:
+            yield
+        except FedtrainError:
+            raise
+        except Exception as e:
+            if (text := told(e, folder)).startswith(f"{type(e).__name__} in own.py"):
+                text = f"{place}: {e}"  # the method takes other arguments
+            elif method.__name__ not in AT_SITES or isinstance(e, NameError):
+                text += f": {e}"
+            raise TaskError(text) from e
+
+    def call(*args: Any, **named: Any) -> Any:
+        with placed():
+            return good(method(*args, **named), *args, *named.values())
+
+    def generate(*args: Any, **named: Any) -> Any:
+        with placed():
+            return good((yield from method(*args, **named)), *args, *named.values())
+
+    return functools.wraps(method, ["__name__"])(generate if inspect.isgeneratorfunction(method) else call)
+
+
+def wrong_pair(found: Any, like: Any, names: str) -> str:
+    """What is wrong with a pair, a vector of floats `like` another and a dict of tensors, which a method
+    returned; "" where nothing is. `names`: of the pair, as in "(weights, state)"."""
+    pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+    good = pair and fits(found[0], like) and all(hasattr(each, "dtype") for each in found[1].values())
+    what = f"return {names}, {kind_of(like)} and a dict of tensors: got {kind_of(found)}"
+    return "" if good else what
+
+
+def fits(vector: Any, like: Any) -> bool:
+    """Whether it is a tensor of floats, of the shape of another."""
+    return getattr(vector, "shape", None) == like.shape and "float" in str(vector.dtype)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for an error, without its numbers: "float32 [14]", "(float32 [14], None)"."""
+    if hasattr(value, "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    kind = "None" if value is None else type(value).__name__
+    return f"({', '.join(map(kind_of, value))})" if isinstance(value, tuple) else kind
 
 
 def _frozen(cls: type) -> bool:
@@ -122,10 +191,9 @@ def told(error: Exception, folder: Path) -> str:
     what = type(error).__name__
     if isinstance(error, ModuleNotFoundError) and error.name:
         what += f" (no module named {error.name!r})"
-    frames = list(traceback.walk_tb(error.__traceback__))
-    for frame, line in reversed(frames):
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(folder) and "site-packages" not in file.parts:
-            return f"{what} in {file.relative_to(folder).as_posix()}:{line}, in {frame.f_code.co_name}"
-    frame, line = frames[-1]
-    return f"{what} in {Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
+    codes = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    files = [Path(code.co_filename) for code, _ in codes]
+    own = [file.is_relative_to(folder) and "site-packages" not in file.parts for file in files]
+    at = max((i for i, is_own in enumerate(own) if is_own), default=-1)
+    place = files[at].relative_to(folder).as_posix() if own[at] else files[at].name
+    return f"{what} in {place}:{codes[at][1]}, in {codes[at][0].co_name}"
