@@ -238,7 +238,8 @@ class Watch:
             told.append(("other addresses", rest))
         for address, many in told:
             why = (
-                "refused in the TLS handshake (no certificate, another authority's, expired), or gone unheard"
+                "ended before the TLS handshake did: the caller was stopped, or its certificate is missing, "
+                "expired or another authority's"
             )
             self._emit(SiteRefused(site="?", reason=f"{many:,} connections from {address}: {why}"))
         self._refused, self._refused_s = Counter(), now

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -226,3 +225,129 @@ def test_in_python_a_strategys_mistake_is_a_fedtrain_error(project):
     (project / "my.py").write_text(f"{HEAD}{STEP}return weights\n")
     with pytest.raises(FedtrainError, match=r"^my\.py:7, in step: return \(weights, state\)"):
         fedtrain.simulate(project, {"strategy.kind": "my:Mine"})
+
+
+# --- certificates
+
+JOIN = (
+    "`fedtrain join HOST:PORT CODE` makes the key here and fetches a certificate for it. The code is printed "
+    "by `fedtrain certs invite a`, where the federation's certificate authority is"
+)
+APPROVE = "fedtrain task approve"
+
+
+@pytest.mark.parametrize("command", ["site", "peer"])
+def test_a_site_or_peer_without_a_certificate_is_sent_to_fedtrain_join(project, command):
+    line = last_line(command, "a")
+    assert JOIN in line
+    assert "certs init" not in line
+    assert "copy" not in line.lower()
+
+
+def test_beside_the_authority_a_certificate_is_issued(project):
+    pki.init(project / "certs", "r")
+    assert last_line("site", "a").endswith("sites/a does not exist. `fedtrain certs issue a` makes it.")
+
+
+def test_an_aggregator_without_a_certificate_is_told_both_steps(project):
+    line = last_line("aggregator")
+    assert "`fedtrain certs init` makes the federation's authority, once; then `fedtrain certs issue" in line
+
+
+@pytest.mark.parametrize(("days", "says"), [(-40, "has expired"), (40, "is not valid yet")])
+def test_a_certificate_out_of_its_dates_doubts_the_clock(project, days, says):
+    now = datetime.now(UTC) + timedelta(days=days)
+    pki.init(project / "certs", "r", now=now)
+    pki.issue(project / "certs", "site", "a", now=now)
+    line = last_line("site", "a")
+    assert f"cert.pem {says}: valid from" in line
+    assert "and now it is" in line
+    assert "If it is not, this machine's clock is wrong: set it." in line
+
+
+# --- what this machine lacks
+
+OUT_OF_MEMORY = "Lower train.batch_size or simulate.workers, or end other programs on this machine"
+LACKS = [
+    (MemoryError(), f"out of memory (MemoryError). {OUT_OF_MEMORY}"),
+    (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+     f"out of memory ([Errno 12] Cannot allocate memory). {OUT_OF_MEMORY}"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+     f"out of memory (DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes). "
+     f"{OUT_OF_MEMORY}"),
+    (ModuleNotFoundError("No module named 'torch'", name="torch"),
+     f"the package torch is not installed here. Install it: {sys.executable} -m pip install torch"),
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x"),
+     "[Errno 28] No space left on device: 'runs/x'. Make room there, then start the same command again."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "says"), LACKS, ids=["memory", "enomem", "torch-memory", "torch", "disk"])
+def test_what_the_machine_lacks_is_named_with_what_to_do(project, monkeypatch, error, says):
+    async def simulate(*_, **__):
+        raise error
+
+    monkeypatch.setattr(simulation, "simulate", simulate)
+    assert last_line("simulate").startswith(says)
+
+
+def test_without_torch_the_functions_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(FedtrainError, match=r"^the package torch is not installed here\. Install it: "):
+        fedtrain.__getattr__("simulate")
+
+
+@pytest.mark.slow
+def test_a_full_stdout_is_named(project):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*FEDTRAIN, "runs"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "fedtrain: stdout: No space left on device. Make room there, then start the same command again.\n"
+    )
+
+
+# --- --json
+
+NOISY = TASK.replace("import fedtrain, torch\n", "import fedtrain, torch\nprint('imported')\n").replace(
+    "        x = torch.arange", "        print('data', site)\n        x = torch.arange"
+)
+
+
+def objects(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_json_is_nothing_but_json_whatever_the_task_prints(project):
+    (project / "task.py").write_text(NOISY)
+    for command in (
+        "simulate", "stats", "plan", "evaluate r+simulate", "evaluate r+simulate --matrix",
+        "export r+simulate", "datacenter", "runs", "compare r+simulate r+datacenter", "watch r+simulate",
+        "simulate --mode gossip", "doctor",
+    ):  # fmt: skip
+        sys.modules.pop("task", None)
+        result = CliRunner().invoke(cli, [*command.split(), "--json"], prog_name="fedtrain")
+        assert objects(result.stdout), (command, result.output)
+        assert result.exit_code == 0 or command == "doctor", (command, result.output)
+
+
+@pytest.mark.slow
+def test_json_is_all_that_a_real_command_writes_to_descriptor_1(project):
+    (project / "task.py").write_text(
+        NOISY.replace("print('data', site)", "import os; os.write(1, b'raw\\n')")
+    )
+    for workers in (0, 1):
+        command = [*FEDTRAIN, "simulate", "--fresh", "--json", "--set", f"simulate.workers={workers}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert objects(done.stdout)[-1]["kind"] == "run_finished"
+        assert "raw" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_strategys_mistake_in_a_workers_process_has_the_same_line(project):
+    (project / "my.py").write_text(f"{HEAD}{TRAIN}return Contribution(lokal.train().delta)\n")
+    sets = ["--set", "strategy.kind=my:Mine", "--set", "simulate.workers=1"]
+    done = subprocess.run([*FEDTRAIN, "simulate", *sets], capture_output=True, text=True, check=False)
+    assert "NameError in my.py:10, in train: name 'lokal' is not defined" in done.stderr.splitlines()[-1]

@@ -282,7 +282,7 @@ class MeshEngine(Trainable, ShardedModel):
             self.steps.given = given
         data.begin(round)
         self.seed(round, data.name, *([data.rank] if data.rank else []))  # the first draws as a site of one
-        doing = f"site {data.name}, round {round}"
+        doing = f"site {data.name}, round {round + 1}"
         with user_code(self._folder, doing):
             return self.steps.round(data.round(), data.examples, round, rounds, doing)
 

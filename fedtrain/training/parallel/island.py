@@ -110,7 +110,7 @@ class Island:
         engine.steps, engine.config = steps, config
         try:
             seen = engine.train(data, round, self._rounds, given)
-            steps.check(f"site {site}, round {round}")
+            steps.check(f"site {site}, round {round + 1}")
         finally:
             engine.steps, engine.config = before
         self.gather_buffers()
