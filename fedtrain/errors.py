@@ -298,8 +298,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def not_installed(module: str) -> ConfigError:
     """The error for a package without which fedtrain can't do this."""
-    install = f"{sys.executable} -m pip install {module.partition('.')[0]}"
-    return ConfigError(f"the package {module} is not installed here. Install it: {install}")
+    package, pip = module.partition(".")[0], f"{sys.executable} -m pip install"
+    return ConfigError(f"the package {package} is not installed here. Install it: {pip} {package}")
 
 
 def nearest(name: str, there: Iterable[str], *, most: int = 10) -> str:

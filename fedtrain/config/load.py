@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from enum import IntEnum
 from functools import cache
@@ -114,12 +114,8 @@ def build(cls: type[T], table: object, where: str) -> T:
     return cls(**{key: _convert(value, types[key], f"{where}.{key}") for key, value in table.items()})
 
 
-def types_of(cls: type) -> dict[str, Any]:
-    """Field -> type, kept: a round builds its rule anew."""
-    return _hints(cls)
-
-
-_hints = cache(get_type_hints)
+# A class -> its fields with their types, kept: a round builds its rule anew.
+types_of: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
 def refuse_unknown(name: str, known: Iterable[str], what: str, where: str = "") -> None:

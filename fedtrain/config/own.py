@@ -134,8 +134,8 @@ def wrong_pair(found: Any, like: Any, names: str) -> str:
     returned; "" where nothing is. `names`: of the pair, as in "(weights, state)"."""
     pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
     good = pair and fits(found[0], like) and all(hasattr(each, "dtype") for each in found[1].values())
-    what = f"return {names}, {kind_of(like)} and a dict of tensors: got {kind_of(found)}"
-    return "" if good else what
+    wanted = f"{names}, {kind_of(like)} and a dict of tensors"
+    return "" if good else f"return {wanted}: got {kind_of(found)}"
 
 
 def fits(vector: Any, like: Any) -> bool:
@@ -191,9 +191,10 @@ def told(error: Exception, folder: Path) -> str:
     what = type(error).__name__
     if isinstance(error, ModuleNotFoundError) and error.name:
         what += f" (no module named {error.name!r})"
-    codes = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    files = [Path(code.co_filename) for code, _ in codes]
-    own = [file.is_relative_to(folder) and "site-packages" not in file.parts for file in files]
-    at = max((i for i, is_own in enumerate(own) if is_own), default=-1)
-    place = files[at].relative_to(folder).as_posix() if own[at] else files[at].name
-    return f"{what} in {place}:{codes[at][1]}, in {codes[at][0].co_name}"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, line in reversed(frames):
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(folder) and "site-packages" not in file.parts:
+            return f"{what} in {file.relative_to(folder).as_posix()}:{line}, in {frame.f_code.co_name}"
+    frame, line = frames[-1]
+    return f"{what} in {Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
