@@ -60,9 +60,9 @@ def reserve_stdout() -> None:
 
 def screen(*, json: bool = False, plain: bool = False, out: IO[str] | None = None) -> Screen:
     """What suits where the output goes; `plain` also on a terminal, for a debugger's sake."""
-    out = sys.stdout if out is None else out
+    out = out or (for_programs if json else None) or sys.stdout
     if json:
-        return JsonLines(for_programs or out)
+        return JsonLines(out)
     if plain or not out.isatty() or os.environ.get("TERM") == "dumb":
         return Plain(out)
     return LiveTable(out)
