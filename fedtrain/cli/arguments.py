@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OWN_MODEL = 3  # the exit code of a peer that was to agree on one model of all, and ended with its own
-PRINTING = {"click.utils", "fedtrain.tracking.live"}  # modules that write to stdout
 STOP_S = 4.0  # for a site to end in order once it was told to; what still works then is ended with it (S40)
 
 
@@ -102,9 +101,13 @@ def for_a_user(error: Exception) -> bool:
 
 
 def _named(error: Exception) -> str:
-    """The error, with stdout named where writing to stdout failed: such an OSError has no file's name."""
+    """The error, with stdout named where writing to stdout failed: that OSError names no file."""
     last = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)][-1:]
-    printing = isinstance(error, OSError) and error.filename is None and {*last} & PRINTING
+    printing = (
+        isinstance(error, OSError)
+        and error.filename is None
+        and {*last} & {"click.utils", "fedtrain.tracking.live"}
+    )
     return f"stdout: {error.strerror}" if printing and isinstance(error, OSError) else str(error)
 
 

@@ -412,7 +412,7 @@ def export(
     if local := msgspec.json.decode(about).get("local"):
         click.echo(staying(source, local), err=True)
     if json:
-        print_json(msgspec.json.format(about, indent=-1))
+        print_json(msgspec.json.decode(about))
     else:
         click.echo(f"{folder} holds " + ", ".join(sorted(path.name for path in folder.iterdir())))
 

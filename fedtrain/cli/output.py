@@ -75,12 +75,12 @@ def room() -> int:
 
 
 def print_json(value: Any) -> None:
-    """One line for a program; bytes are JSON already."""
+    """One line for a program."""
     import msgspec
 
     from ..tracking import live
 
-    click.echo(value if isinstance(value, bytes) else msgspec.json.encode(value), file=live.for_programs)
+    click.echo(msgspec.json.encode(value), file=live.for_programs)
 
 
 def columns(rows: list[tuple[str, ...]]) -> None:

@@ -75,7 +75,7 @@ def read(
 def table_of(data: bytes, path: Path) -> dict[str, Any]:
     """What a TOML file holds; ConfigError that names the file where the bytes are something else."""
     try:
-        # Windows' editors may begin a file with a byte order mark. Plain text in UTF-16 has null bytes.
+        # Editors on Windows may begin a file with a byte order mark. UTF-16 has null bytes.
         text = data.decode("utf-8-sig", "surrogateescape")
         if bad := re.search("[\0\udc80-\udcff]", text):
             at = len(text[: bad.start()].encode())

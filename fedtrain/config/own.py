@@ -25,7 +25,17 @@ from .values import one_of
 T = TypeVar("T")
 OURS = __name__.partition(".")[0]
 # Methods that see a site's data, which the message of an error may quote (S35).
-AT_SITES = {"train", "finish", "correct", "personal", "site_init", "round", "take_back", "encode", "decode"}
+AT_SITES = {
+    "train",
+    "finish",
+    "correct",
+    "personal",
+    "site_init",
+    "round",
+    "take_back",
+    "encode",
+    "decode",
+}
 OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # module:Class
 
 _seen: dict[Path, int] = {}  # a file of the user's -> its modification time when it was asked for
@@ -94,9 +104,10 @@ def own_class(
 
 
 def _guarded(method: Callable[..., Any], folder: Path, *, must_return: bool) -> Callable[..., Any]:
-    """A method of the user's own, with a TaskError that says where it is written for what the method raises,
-    and for a wrong result: None, or what `wrong` of the base class names."""
-    place = f"{Path(method.__code__.co_filename).name}:{method.__code__.co_firstlineno}, in {method.__name__}"
+    """A method of the user's own, with a TaskError that names its file and line for what the method
+    raises, and for a wrong result: None, or what `wrong` of the base class names."""
+    code = method.__code__
+    place = f"{Path(code.co_filename).name}:{code.co_firstlineno}, in {method.__name__}"
 
     def good(found: Any, own: Any, *given: Any) -> Any:
         nothing = "returned None: is a return missing?" * (found is None and must_return)
@@ -130,8 +141,8 @@ def _guarded(method: Callable[..., Any], folder: Path, *, must_return: bool) -> 
 
 
 def wrong_pair(found: Any, like: Any, names: str) -> str:
-    """What is wrong with a pair, a vector of floats `like` another and a dict of tensors, which a method
-    returned; "" where nothing is. `names`: of the pair, as in "(weights, state)"."""
+    """What is wrong with a pair that a method returned, a vector of floats `like` another and a dict of
+    tensors; "" where nothing is. `names`: of the pair, as in "(weights, state)"."""
     pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
     good = pair and fits(found[0], like) and all(hasattr(each, "dtype") for each in found[1].values())
     wanted = f"{names}, {kind_of(like)} and a dict of tensors"
@@ -144,7 +155,7 @@ def fits(vector: Any, like: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for an error, without its numbers: "float32 [14]", "(float32 [14], None)"."""
+    """What a value is, for an error, without its numbers: "(float32 [14], None)"."""
     if hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     kind = "None" if value is None else type(value).__name__

@@ -183,8 +183,8 @@ def serial_hex(certificate: x509.Certificate | x509.RevokedCertificate) -> str:
 
 
 def get_one(folder: Path) -> str:
-    """How the aggregator, a site or a peer gets the certificate of its folder. A key never leaves its
-    machine: only beside the federation's authority is one made for somebody else."""
+    """How the aggregator, a site or a peer gets the certificate of its folder: a site's key is made at
+    the site, unless the federation's authority is on the same machine."""
     site = folder.parent.name == "sites"
     here = (folder.parents[site] / "ca" / "issuing.pem").exists()
     if site and not here:

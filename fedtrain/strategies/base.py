@@ -164,8 +164,8 @@ class Strategy(Settings):
             for name, value in {"weights": found[0], **found[1]}.items():
                 if not value.isfinite().all() and given[2].mean.isfinite().all():
                     yield (
-                        f"the strategy {type(self).__name__} returned NaN or Inf in its {name}, though all "
-                        f"updates were finite"
+                        f"the strategy {type(self).__name__} returned NaN or Inf in its {name}, "
+                        f"though all updates were finite"
                     )
 
 

@@ -47,7 +47,7 @@ for_programs: IO[str] | None = None  # stdout, once it is reserved for JSON
 
 
 def reserve_stdout() -> None:
-    """From now on only JSON goes to stdout: what a task's code or a library prints goes to stderr, by
+    """From now on only JSON goes to stdout. What the task or a library prints goes to stderr, by
     sys.stdout and by file descriptor 1 alike."""
     global for_programs
     for_programs = out = sys.stdout

@@ -14,10 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 import fedtrain
-from fedtrain import pki
+from fedtrain import pki, strategies
 from fedtrain.cli import cli
-from fedtrain.errors import FedtrainError
+from fedtrain.config import Config
+from fedtrain.errors import FedtrainError, TaskError
 from fedtrain.runtime.simulations import simulation
+from tests.inprocess import federation
+from tests.ports import free_port
 
 FEDTRAIN = [sys.executable, "-m", "fedtrain"]
 TASK = """
@@ -166,7 +169,7 @@ STRATEGIES = [
      "my.py:9, in train: return a Contribution with delta as float32 [3]: got (float32 [1])"),
     (f"{TRAIN}return Contribution(lokal.train().delta)",
      "NameError in my.py:10, in train: name 'lokal' is not defined"),
-    (f"{TRAIN}raise ValueError('patient 17')", "ValueError in my.py:10, in train"),
+    (f"{TRAIN}raise ValueError('patient 17')", "my.py:10"),
     (f"{STEP}return weights, state\n    def finish(self, found, local):\n        return None",
      "my.py:9, in finish: return a Contribution with delta as float32 [3]: got None"),
     (f"{STEP}return weights, state\n    def init(self, weights):\n        pass",
@@ -233,7 +236,6 @@ JOIN = (
     "`fedtrain join HOST:PORT CODE` makes the key here and fetches a certificate for it. The code is printed "
     "by `fedtrain certs invite a`, where the federation's certificate authority is"
 )
-APPROVE = "fedtrain task approve"
 
 
 @pytest.mark.parametrize("command", ["site", "peer"])
@@ -351,3 +353,23 @@ def test_a_strategys_mistake_in_a_workers_process_has_the_same_line(project):
     sets = ["--set", "strategy.kind=my:Mine", "--set", "simulate.workers=1"]
     done = subprocess.run([*FEDTRAIN, "simulate", *sets], capture_output=True, text=True, check=False)
     assert "NameError in my.py:10, in train: name 'lokal' is not defined" in done.stderr.splitlines()[-1]
+
+
+def test_at_an_aggregator_a_strategys_mistake_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "my.py").write_text(f"{HEAD}{STEP}return weights\n")
+    table = {
+        "run": {"name": "r", "task": "task:Tiny", "rounds": 1},
+        "strategy": {"kind": "my:Mine", "min_sites": 3},
+        "network": {"listen": f"127.0.0.1:{free_port()}", "certs": "certs"},
+    }
+    with pytest.raises(ExceptionGroup) as error:
+        federation(Config.of(table, tmp_path), ["a", "b", "c"])
+    assert [str(each) for each in error.value.exceptions] == [f"my.py:7, in step: {LIKE} float32 [3]"]
+
+
+def test_s35_a_strategys_error_at_a_site_leaves_without_its_message(project):
+    (project / "my.py").write_text(f"{HEAD}{TRAIN}raise ValueError('patient 17')\n")
+    with pytest.raises(TaskError, match=r"^ValueError in my\.py:10, in train$"):
+        strategies.build("my:Mine", {}, project).train(None)
