@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -74,6 +75,10 @@ def __getattr__(name: str) -> Any:
         return import_module(".metrics", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'fedtrain' has no attribute {name!r}")
+    if _HOME[name] == "api" and find_spec("torch") is None:  # before half of it is imported
+        from .errors import not_installed
+
+        raise not_installed("torch")
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value

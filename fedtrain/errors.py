@@ -26,6 +26,7 @@ FedtrainError
 
 import errno
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,12 +74,10 @@ def reason_of(error: BaseException) -> str:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory could not be had: of the machine, or of a GPU."""
-    return (
-        isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or type(error).__name__ == "OutOfMemoryError"  # of torch, which is not loaded here
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-    )
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    torch = "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    return type(error).__name__ == "OutOfMemoryError" or (isinstance(error, RuntimeError) and torch)
 
 
 class ConfigError(FedtrainError):
@@ -311,6 +310,12 @@ def writing(path: Path) -> Iterator[None]:
         if e.filename is None:
             e.filename = str(path)
         raise
+
+
+def not_installed(module: str) -> ConfigError:
+    """The error for a package without which fedtrain can't do this."""
+    package, pip = module.partition(".")[0], f"{sys.executable} -m pip install"
+    return ConfigError(f"the package {package} is not installed here. Install it: {pip} {package}")
 
 
 def nearest(name: str, there: Iterable[str], *, most: int = 10) -> str:

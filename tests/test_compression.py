@@ -574,7 +574,7 @@ def test_a_line_says_a_compressor():
     [
         ("topq:0.1", "'topq' is not one of .* Did you mean 'topk'"),
         ("topk:2", r"compression.fraction: 2.0 must be in \(0, 1\]"),
-        ("topk:a", "compression.fraction = 'a'"),
+        ("topk:a", "compression.fraction must be a number, got 'a'"),
         ("topk:0.1,float32,2", "has more options than topk, which has fraction, values"),
         ("topk:fractoin=1", "topk has no such option. Did you mean fraction"),
         ("float16:3", "has more options than float16, which has none"),

@@ -339,7 +339,7 @@ class Raises(Mine):
         ("Double", ConfigError, r"made torch.float64 \[1\] .* must be torch.float32 \[1\]"),
         ("Squares", ConfigError, r"lift\(\) of a sum is not the sum"),
         ("error_feedback", ConfigError, r"Tripled loses 2 times the norm .*its contraction\(\)"),
-        ("Raises", TaskError, r"KeyError in parts\.py:\d+, in encode, compression\.up$"),
+        ("Raises", TaskError, r"KeyError in parts\.py:\d+, in encode$"),
     ],
 )  # fmt: skip
 def test_a_compressor_that_breaks_its_promise_is_refused_before_a_run(project, name, error, says):
@@ -380,7 +380,6 @@ class Mine(Graph):
         ("[[1]]", r"Mine\.out\(\) gave \[\[1\]\]\. For each of the 6 members it must give"),
         ("[[i] for i in range(6)]", "others to which it sends"),
         ("[[6] for i in range(6)]", "0 to 5"),
-        ("None", r"Mine\.out\(\) gave None"),
         ("[[(i + 1) % 6] for i in range(6)]", '"metropolis" wants edges that go both ways'),
         ("[[i ^ 1] for i in range(6)]", "is not connected"),
     ],

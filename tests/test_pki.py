@@ -258,7 +258,7 @@ def test_a_misspelt_site_is_told_the_nearest_or_which_there_are(tmp_path):
 @pytest.mark.parametrize("name", ["key.pem", "cert.pem", "root.pem"])
 def test_a_missing_file_is_named(certs, name):
     (certs / "aggregator" / name).unlink()
-    with pytest.raises(CertificateError, match=rf"{name} does not exist.*certs init"):
+    with pytest.raises(CertificateError, match=rf"{name} does not exist.*certs issue aggregator"):
         pki.Credentials.load(certs / "aggregator")
 
 

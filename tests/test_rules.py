@@ -328,7 +328,7 @@ def test_a_truncated_file_is_named(tmp_path):
         ("krum", {"ff": 1}, r"aggregation\.ff: krum has no such option. Did you mean f\?"),
         ("median", {"radius": 1}, 'aggregation.rule = "centered_clip" has it'),
         ("krum", {"f": -1}, "aggregation.f: -1 must be 0 or more"),
-        ("krum", {"f": 1.5}, r"aggregation\.f = 1\.5"),
+        ("krum", {"f": 1.5}, r"aggregation\.f must be a whole number, got 1\.5"),
         ("multi_krum", {"m": -1}, "aggregation.m"),
         ("trimmed_mean", {"fraction": 0.5}, "aggregation.fraction: 0.5 must be in"),
         ("trimmed_mean", {"f": -1}, "aggregation.f"),

@@ -169,7 +169,7 @@ def test_the_state_survives_being_packed_and_unpacked():
         ("fedavg", {"min_site": 3}, r"Did you mean min_sites\?"),
         ("fedavg", {"mu": 1}, 'strategy.kind = "fedprox" has it'),
         ("fedprox", {"mu": -1.0}, "strategy.mu: -1.0 must be 0 or more"),
-        ("fedprox", {"mu": "x"}, r"strategy\.mu = 'x'"),
+        ("fedprox", {"mu": "x"}, r"strategy\.mu must be a number, got 'x'"),
         ("fedadam", {"b2": 1.0}, "strategy.b2"),
         ("fedadam", {"server_lr": math.inf}, "strategy.server_lr"),
         ("fedyogi", {"tau": 0}, "strategy.tau"),

@@ -342,5 +342,5 @@ def test_draws_of_a_graph_come_from_the_seed_given():
 
 def test_drawing_without_matplotlib_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install fedtrain\[report\]"):
-        analysis.draw(parse("ring"), 4, tmp_path / "ring.png")
+    command = ["topology", "ring", "-n", "4", "--png", str(tmp_path / "ring.png")]
+    assert "-m pip install matplotlib" in CliRunner().invoke(cli, command).stderr

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ..errors import FedtrainError, TaskError, story_of
+from ..errors import FedtrainError, TaskError, not_installed, out_of_memory, story_of
 
 if TYPE_CHECKING:
     from ..events import Emit
@@ -45,12 +46,16 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         traceback = ctx.params.pop("traceback")
+        if ctx.params.get("json"):
+            from ..tracking.live import reserve_stdout
+
+            reserve_stdout()
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader of our output has gone; click ends quietly
             raise
-        except (FedtrainError, OSError) as e:
-            if traceback:
+        except Exception as e:
+            if traceback or not for_a_user(e):
                 raise
             if isinstance(e, TaskError) and e.__cause__ is not None:
                 click.echo(story_of(e), nl=False, err=True)
@@ -76,9 +81,34 @@ def told_by_torchrun(line: str) -> bool:
 
 
 def line_of(error: Exception) -> str:
+    """The last line of a command that failed: what happened, and what to change."""
+    if out_of_memory(error):
+        return (
+            f"out of memory ({str(error) or type(error).__name__}). Lower train.batch_size or "
+            f"simulate.workers, or end other programs on this machine, then start the same command "
+            f"again."
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return str(not_installed(error.name or "a package"))
     room = ". Make room there, then start the same command again."
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return f"{error}{room if full else ''}"
+    return f"{_named(error)}{room if full else ''}"
+
+
+def for_a_user(error: Exception) -> bool:
+    """Whether the error has a line that a user can act on; any other is a mistake in fedtrain."""
+    return isinstance(error, FedtrainError | OSError | ModuleNotFoundError) or out_of_memory(error)
+
+
+def _named(error: Exception) -> str:
+    """The error, with stdout named where writing to stdout failed: that OSError names no file."""
+    last = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)][-1:]
+    printing = (
+        isinstance(error, OSError)
+        and error.filename is None
+        and {*last} & {"click.utils", "fedtrain.tracking.live"}
+    )
+    return f"stdout: {error.strerror}" if printing and isinstance(error, OSError) else str(error)
 
 
 class Commands(click.Group):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
-from ..errors import FedtrainError, writing
+from ..errors import writing
 from .arguments import (
     STOP_S,
     Commands,
@@ -27,6 +27,7 @@ from .arguments import (
     code_of_peer,
     drive_shown,
     ends,
+    for_a_user,
     line_of,
     stop,
     which_round,
@@ -263,7 +264,7 @@ def datacenter(
     except Exception as e:
         if "RANK" not in os.environ:
             raise
-        fail(e, line_of(e) if isinstance(e, FedtrainError | OSError) else f"{type(e).__name__}: {e}")
+        fail(e, line_of(e) if for_a_user(e) else f"{type(e).__name__}: {e}")
 
 
 @cli.command()
@@ -411,7 +412,7 @@ def export(
     if local := msgspec.json.decode(about).get("local"):
         click.echo(staying(source, local), err=True)
     if json:
-        click.echo(msgspec.json.format(about, indent=-1))
+        print_json(msgspec.json.decode(about))
     else:
         click.echo(f"{folder} holds " + ", ".join(sorted(path.name for path in folder.iterdir())))
 

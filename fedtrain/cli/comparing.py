@@ -74,10 +74,8 @@ def _draw(config: Config, folders: Sequence[Path], path: Path) -> None:
     names = [*dict.fromkeys(name for run in runs for name in averaged(run.metrics))]
     if not names:
         raise ConfigError("--png: none of these runs has an evaluation yet.")
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("--png needs matplotlib: pip install matplotlib.") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5.0 * len(names), 4.0), layout="constrained")
     for at, name in enumerate(names, 1):
         axes = figure.add_subplot(1, len(names), at, xlabel="round", title=name)

@@ -79,7 +79,9 @@ def print_json(value: Any) -> None:
     """One line for a program."""
     import msgspec
 
-    click.echo(msgspec.json.encode(value))
+    from ..tracking import live
+
+    click.echo(msgspec.json.encode(value), file=live.for_programs)
 
 
 def columns(rows: list[tuple[str, ...]]) -> None:

@@ -83,10 +83,8 @@ def _table(metric: str, done: Sequence[Tried]) -> list[tuple[str, ...]]:
 
 
 def _draw(metric: str, done: Sequence[Tried], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("--png needs matplotlib: pip install matplotlib.") from None
+    from matplotlib.figure import Figure
+
     keys = list(dict.fromkeys(key for each in done for key in each.settings))
     figure = Figure(figsize=(4.0 * len(keys), 4.0), layout="constrained")
     for at, key in enumerate(keys, 1):

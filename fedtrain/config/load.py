@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from enum import IntEnum
 from functools import cache
@@ -17,6 +18,16 @@ from ..errors import ConfigError
 from .values import Seconds
 
 T = TypeVar("T")
+MISMATCH = re.compile(r"Expected `([^`]+)`, got `[^`]+`( - at `[^`]*`)?")  # msgspec's words
+WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list in [ ]",
+    "object": "a table",
+    "null": "nothing",
+}
 BITS, DEEP = 64, 16  # of an integer; of tables and lists in one another: what a file may hold
 
 
@@ -64,7 +75,13 @@ def read(
 def table_of(data: bytes, path: Path) -> dict[str, Any]:
     """What a TOML file holds; ConfigError that names the file where the bytes are something else."""
     try:
-        table = tomllib.loads(data.decode())
+        # Editors on Windows may begin a file with a byte order mark. UTF-16 has null bytes.
+        text = data.decode("utf-8-sig", "surrogateescape")
+        if bad := re.search("[\0\udc80-\udcff]", text):
+            at = len(text[: bad.start()].encode())
+            byte = f"byte {ord(bad[0]) & 0xFF:#04x} at position {at}"
+            raise ConfigError(f"{path} is not UTF-8 ({byte}): save it as UTF-8.")
+        table = tomllib.loads(text)
         _refuse_beyond(table)
     except (ValueError, RecursionError) as e:  # ValueError: of tomllib, of UTF-8, of int() for 4,300 digits
         raise ConfigError(f"{path}: {e}") from None
@@ -97,12 +114,8 @@ def build(cls: type[T], table: object, where: str) -> T:
     return cls(**{key: _convert(value, types[key], f"{where}.{key}") for key, value in table.items()})
 
 
-def types_of(cls: type) -> dict[str, Any]:
-    """Field -> type, kept: a round builds its rule anew."""
-    return _hints(cls)
-
-
-_hints = cache(get_type_hints)
+# A class -> its fields with their types, kept: a round builds its rule anew.
+types_of: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
 def refuse_unknown(name: str, known: Iterable[str], what: str, where: str = "") -> None:
@@ -127,9 +140,16 @@ def _convert(value: object, kind: Any, path: str) -> Any:
             return float(value)
         return msgspec.convert(value, kind, dec_hook=hook)
     except (msgspec.ValidationError, ValueError) as e:
-        quoted = isinstance(value, int | float) and "`str`" in str(e)
-        hint = f'. As text it stands in quotes: {path} = "{value}" (\'{path}="{value}"\' in a shell)'
-        raise ConfigError(f"{path} = {value!r}: {e}{hint if quoted else ''}") from None
+        if (found := MISMATCH.fullmatch(str(e))) is None:
+            raise ConfigError(f"{path} = {value!r}: {e}") from None
+        kinds, at = found[1].split(" | "), ", in one of its items" * bool(found[2])
+        bare = type(parsed(value)).__name__ if isinstance(value, str) else ""
+        fits = bare in kinds or (bare == "int" and "float" in kinds)
+        hint = f"{' (text)' * bool(bare)}{f': write {value} without quotes' * fits}"
+        if isinstance(value, int | float) and "str" in kinds:
+            hint = f'. As text it stands in quotes: {path} = "{value}" (\'{path}="{value}"\' in a shell)'
+        wanted = " or ".join(WORDS.get(each, each) for each in kinds)
+        raise ConfigError(f"{path} must be {wanted}{at}, got {value!r}{hint}") from None
 
 
 def parsed(text: str) -> Any:

@@ -7,19 +7,35 @@ refused in the same way.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import ConfigError, FedtrainError, TaskError, out_of_memory
 from .values import one_of
 
 T = TypeVar("T")
+OURS = __name__.partition(".")[0]
+# Methods that see a site's data, which the message of an error may quote (S35).
+AT_SITES = {
+    "train",
+    "finish",
+    "correct",
+    "personal",
+    "site_init",
+    "round",
+    "take_back",
+    "encode",
+    "decode",
+}
 OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")  # module:Class
 
 NOT_OWN = Path(__file__).parents[1], Path(difflib.__file__).parent  # fedtrain and Python
@@ -81,7 +97,71 @@ def own_class(
             f"{key}: {spec!r} is not {what}. Write @dataclass(frozen=True) class {name}"
             f"({base.__module__.removesuffix('.base')}.{base.__name__}) in {module_name}.py."
         )
+    for method, theirs in inspect.getmembers(base, inspect.isfunction):
+        own = getattr(cls, method)
+        if method[0] != "_" and own.__module__.partition(".")[0] != OURS:
+            must = "None" not in theirs.__annotations__["return"]
+            setattr(cls, method, _guarded(own, root or Path.cwd(), must_return=must))
     return cls
+
+
+def _guarded(method: Callable[..., Any], folder: Path, *, must_return: bool) -> Callable[..., Any]:
+    """A method of the user's own, with a TaskError that names its file and line for what the method
+    raises, and for a wrong result: None, or what `wrong` of the base class names."""
+    code = method.__code__
+    place = f"{Path(code.co_filename).name}:{code.co_firstlineno}, in {method.__name__}"
+
+    def good(found: Any, own: Any, *given: Any) -> Any:
+        nothing = "returned None: is a return missing?" * (found is None and must_return)
+        wrong = own.wrong(method.__name__, given, found) if hasattr(own, "wrong") else ()
+        if text := next(filter(None, wrong), nothing):
+            raise TaskError(f"{place}: {text}")
+        return found
+
+    @contextmanager
+    def placed() -> Iterator[None]:
+        try:
+            yield
+        except FedtrainError:
+            raise
+        except Exception as e:
+            if (text := told(e, folder)).startswith(f"{type(e).__name__} in own.py"):
+                raise TaskError(f"{place}: {e}") from e  # the method takes other arguments
+            if method.__name__ not in AT_SITES or isinstance(e, NameError):
+                text += f": {e}"
+            raise TaskError(text, told_openly(e, folder, "")) from e
+
+    def call(*args: Any, **named: Any) -> Any:
+        with placed():
+            return good(method(*args, **named), *args, *named.values())
+
+    def generate(*args: Any, **named: Any) -> Any:
+        with placed():
+            return good((yield from method(*args, **named)), *args, *named.values())
+
+    return functools.wraps(method, ["__name__"])(generate if inspect.isgeneratorfunction(method) else call)
+
+
+def wrong_pair(found: Any, like: Any, names: str) -> str:
+    """What is wrong with a pair that a method returned, a vector of floats `like` another and a dict of
+    tensors; "" where nothing is. `names`: of the pair, as in "(weights, state)"."""
+    pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
+    good = pair and fits(found[0], like) and all(hasattr(each, "dtype") for each in found[1].values())
+    wanted = f"{names}, {kind_of(like)} and a dict of tensors"
+    return "" if good else f"return {wanted}: got {kind_of(found)}"
+
+
+def fits(vector: Any, like: Any) -> bool:
+    """Whether it is a tensor of floats, of the shape of another."""
+    return getattr(vector, "shape", None) == like.shape and "float" in str(vector.dtype)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for an error, without its numbers: "(float32 [14], None)"."""
+    if hasattr(value, "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    kind = "None" if value is None else type(value).__name__
+    return f"({', '.join(map(kind_of, value))})" if isinstance(value, tuple) else kind
 
 
 def _frozen(cls: type) -> bool:

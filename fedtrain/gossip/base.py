@@ -21,11 +21,12 @@ learns later by `take_back`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from ..config.own import wrong_pair
 from ..config.values import Settings
 from ..exchange import Neighborhood, PeerId
 
@@ -155,6 +156,11 @@ class Algorithm(Settings):
     def round(self, x: Vector, state: State, near: Neighborhood, t: int) -> Round:
         """One peer's round t; returns (the new x, the new state). It must not change `x` and `state`."""
         raise NotImplementedError("an algorithm says what a round is")
+
+    def wrong(self, method: str, given: Sequence[Any], found: Any) -> Iterator[str]:
+        """What is wrong with what a method of the user's own returned; what is "" is in order."""
+        if method == "round":
+            yield wrong_pair(found, given[0], "(x, state)")
 
     def conserved(self) -> str:
         """The part of a parcel whose sum over all peers must stay: each share of it is counted by its taker,

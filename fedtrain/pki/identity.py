@@ -34,10 +34,6 @@ NAMES = {
     "aggregator": re.compile(rf"aggregator\.(?P<federation>{LABEL})\.fedtrain"),
     "site": re.compile(rf"(?P<name>{LABEL})\.site\.(?P<federation>{LABEL})\.fedtrain"),
 }
-GET_ONE = (
-    "`fedtrain certs init`, then `fedtrain certs issue NAME`, make it; "
-    "a site gets its folder from whoever runs the aggregator."
-)
 USAGE = {"aggregator": ExtendedKeyUsageOID.SERVER_AUTH, "site": ExtendedKeyUsageOID.CLIENT_AUTH}
 
 UNREADABLE = (
@@ -75,7 +71,7 @@ class Credentials:
         folder, now = Path(folder), now or datetime.now(UTC)
         if not folder.exists() and folder.parent.name == "sites":
             there = [path.parent.name for path in folder.parent.glob("*/cert.pem")]
-            raise CertificateError(f"{folder} does not exist.{nearest(folder.name, there)} {GET_ONE}")
+            raise CertificateError(f"{folder} does not exist.{nearest(folder.name, there)} {get_one(folder)}")
         key, chain, root = (_read(folder / name) for name in ("key.pem", "cert.pem", "root.pem"))
         mode = stat.S_IMODE((folder / "key.pem").stat().st_mode)
         if mode & 0o077:
@@ -186,11 +182,26 @@ def serial_hex(certificate: x509.Certificate | x509.RevokedCertificate) -> str:
     return digits.zfill(len(digits) + len(digits) % 2)
 
 
+def get_one(folder: Path) -> str:
+    """How the aggregator, a site or a peer gets the certificate of its folder: a site's key is made at
+    the site, unless the federation's authority is on the same machine."""
+    site = folder.parent.name == "sites"
+    here = (folder.parents[site] / "ca" / "issuing.pem").exists()
+    if site and not here:
+        return (
+            f"`fedtrain join HOST:PORT CODE` makes the key here and fetches a certificate for it. "
+            f"The code is printed by `fedtrain certs invite {folder.name}`, where the federation's "
+            f"certificate authority is (as a rule at the aggregator's operator)."
+        )
+    first = "" if here else "`fedtrain certs init` makes the federation's authority, once; then "
+    return f"{first}`fedtrain certs issue {folder.name}` makes it."
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise CertificateError(f"{path} does not exist. {GET_ONE}") from None
+        raise CertificateError(f"{path} does not exist. {get_one(path.parent)}") from None
     except OSError as e:
         raise CertificateError(f"{path} cannot be read: {e.strerror}") from None
 
@@ -229,9 +240,7 @@ def _check_key(key: bytes, leaf: x509.Certificate, folder: Path) -> None:
     except (ValueError, TypeError):
         raise CertificateError(f"{folder / 'key.pem'}: not an unencrypted PEM private key") from None
     if public != key_of(leaf):
-        raise CertificateError(
-            f"{folder}: key.pem and cert.pem do not belong together. Copy the whole folder again."
-        )
+        raise CertificateError(f"{folder}: key.pem and cert.pem do not belong together. {get_one(folder)}")
 
 
 def _check_chain(chain: list[x509.Certificate], folder: Path) -> None:
@@ -250,10 +259,11 @@ def _check_dates(leaf: x509.Certificate, identity: Identity, folder: Path, now: 
     valid = (
         f"valid from {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}, and now it is {now:%Y-%m-%d %H:%M} UTC"
     )
+    clock = "If it is not, this machine's clock is wrong: set it."
     if now > end:
         raise CertificateError(
-            f"{folder / 'cert.pem'} has expired: {valid}. Renew it with "
+            f"{folder / 'cert.pem'} has expired: {valid}. {clock} Else renew it with "
             f"`fedtrain certs issue {identity.name}` where the authority is, and copy its cert.pem here."
         )
     if now < start:
-        raise CertificateError(f"{folder / 'cert.pem'} is not valid yet: {valid}. Set this machine's clock.")
+        raise CertificateError(f"{folder / 'cert.pem'} is not valid yet: {valid}. {clock}")

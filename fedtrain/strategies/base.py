@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..arena import AnyArena, Arena, joined, split_into
+from ..config.own import fits, kind_of, wrong_pair
 from ..config.values import Settings, require
 from ..errors import ConfigError, nearest, some
 from ..learning import (
@@ -146,6 +147,26 @@ class Strategy(Settings):
         `round` as they are: until the round commits, the old state counts.
         """
         raise NotImplementedError("a strategy says how it steps")
+
+    def wrong(self, method: str, given: Sequence[Any], found: Any) -> Iterator[str]:
+        """What is wrong with what a method of the user's own returned; what is "" is in order."""
+        if method in ("train", "finish"):
+            names, start = ("delta", *(each.name for each in self.up)), given[-1].start
+            one = isinstance(found, Contribution)
+            parts = tuple({"delta": found.delta, **found.up}.get(name) for name in names) if one else found
+            if not one or not all(fits(part, start) for part in parts):
+                what = f"a Contribution with {', '.join(names)} as {kind_of(start)}"
+                yield f"return {what}: got {kind_of(parts)}"
+        if method == "step":
+            yield wrong_pair(found, given[2].mean, "(weights, state)")
+            lacks = ", ".join(name for name in self.down if name not in found[1])
+            yield lacks and f"the state lacks {lacks}, named by the property `down`"
+            for name, value in {"weights": found[0], **found[1]}.items():
+                if not value.isfinite().all() and given[2].mean.isfinite().all():
+                    yield (
+                        f"the strategy {type(self).__name__} returned NaN or Inf in its {name}, "
+                        f"though all updates were finite"
+                    )
 
 
 def corrects(strategy: Strategy) -> bool:

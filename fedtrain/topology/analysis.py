@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config import require
-from ..errors import ConfigError
 from . import Topology
 from .coalitions import smallest
 
@@ -174,10 +173,8 @@ def _size(nbytes: float) -> str:
 
 def draw(topology: Topology, n: int, path: Path, seed: int = 0) -> None:
     """Draw the graph into an image (matplotlib); for a graph that changes, its first rounds side by side."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ConfigError("Drawing a topology needs matplotlib: pip install fedtrain[report]") from None
+    from matplotlib.figure import Figure
+
     shown = min(topology.period(n) or 4, 6)
     angles = np.pi / 2 - 2 * np.pi * np.arange(n) / n
     x, y = np.cos(angles), np.sin(angles)

@@ -43,9 +43,24 @@ class Screen(AbstractContextManager["Screen"], Protocol):
     def __call__(self, event: Event) -> None: ...
 
 
+for_programs: IO[str] | None = None  # stdout, once it is reserved for JSON
+
+
+def reserve_stdout() -> None:
+    """From now on only JSON goes to stdout. What the task or a library prints goes to stderr, by
+    sys.stdout and by file descriptor 1 alike."""
+    global for_programs
+    for_programs = out = sys.stdout
+    if out is sys.__stdout__ and out is not None:
+        out.flush()
+        for_programs = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+
 def screen(*, json: bool = False, plain: bool = False, out: IO[str] | None = None) -> Screen:
     """What suits where the output goes; `plain` also on a terminal, for a debugger's sake."""
-    out = sys.stdout if out is None else out
+    out = out or (for_programs if json else None) or sys.stdout
     if json:
         return JsonLines(out)
     if plain or not out.isatty() or os.environ.get("TERM") == "dumb":

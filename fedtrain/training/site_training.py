@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from torch import nn
 from ..arena import Arena, joined, split_into, subtract
 from ..config import TrainConfig
 from ..digest import seed_of
-from ..errors import ConfigError, TaskError
+from ..errors import ConfigError
 from ..learning import (
     Context,
     Contribution,
@@ -244,7 +244,6 @@ class SiteTraining:
             out.data.zero_()
         check_bounds(contribution.scalars, contribution.weight, extras)
         bounds = {each.name: each.bound for each in extras.up}
-        check_vectors(contribution, bounds, sum(len(vector) for vector in out.trained().values()))
         split_into(out.trained(), contribution.delta)
         for name, view in out.extras().items():
             within, clipped = clipped_to(contribution.up[name], bounds[name])
@@ -317,22 +316,3 @@ class SiteTraining:
             return joined(target.trained())
         start = self.start if start is None else start
         return joined(engine.local.trained()).to(start) - start
-
-
-def check_vectors(contribution: Contribution, up: Collection[str], numel: int) -> None:
-    """TaskError unless a strategy's delta, and each of the vectors that its property `up` names, is a 1-D
-    float tensor of `numel` values."""
-    if contribution.up.keys() != {*up}:
-        raise TaskError(
-            f"the strategy's property `up` names {', '.join(up) or 'no vector'}, and the `up` of its "
-            f"Contribution has {', '.join(contribution.up) or 'none'}. Give both the same names."
-        )
-    for name, vector in {"delta": contribution.delta, **contribution.up}.items():
-        tensor = isinstance(vector, torch.Tensor)
-        if tensor and vector.is_floating_point() and vector.shape == (numel,):
-            continue
-        found = f"{vector.dtype}{list(vector.shape)}" if tensor else type(vector).__name__
-        raise TaskError(
-            f"{name} of the strategy's Contribution is {found.removeprefix('torch.')}. What sites send has a "
-            f"float for each of the {numel} values that they exchange: make it a 1-D tensor of {numel}."
-        )

@@ -214,9 +214,10 @@ class Watch:
         if rest := self._refused.total() - sum(many for _, many in told):
             told.append(("other addresses", rest))
         for address, many in told:
-            why = "refused in the TLS handshake (no certificate, another authority's, expired)"
-            if address in self._homes:
-                why = f"a site there stopped waiting, or {why}"
+            why = (
+                "ended before the TLS handshake did: the caller was stopped, or its certificate is missing, "
+                "expired or another authority's"
+            )
             self._emit(SiteRefused(site="?", reason=f"{many:,} connections from {address}: {why}"))
         self._refused, self._refused_s = Counter(), now
 

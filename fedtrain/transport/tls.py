@@ -66,7 +66,10 @@ def explain(details: str, address: str, joined: bool = False, said: bytes = b"")
         return f"{address}: nothing listens there yet (connection refused). Is the aggregator started?"
     if "certificate_verify_failed" in text or "verification check failed" in text:
         if "expired" in text:
-            return f"{address}: its certificate has expired. Renew it with `fedtrain certs issue aggregator`."
+            return (
+                f"{address}: its certificate has expired, or this machine's clock is wrong. Renew it with "
+                f"`fedtrain certs issue aggregator`, or set the clock."
+            )
         if "not yet valid" in text:
             return f"{address}: its certificate is not valid yet. Check both clocks."
         if "issuer" in text or "self signed" in text:

@@ -67,19 +67,19 @@ def test_own_steps_without_a_change_are_those_of_fedavg(form):
 @pytest.mark.parametrize(
     ("what", "words"),
     {
-        "short": "moment of the strategy's Contribution is float32[7].",
-        "a matrix": "moment of the strategy's Contribution is float32[1, 34].",
-        "whole numbers": "moment of the strategy's Contribution is int64[34].",
-        "a list": "moment of the strategy's Contribution is list.",
-        "another name": "names moment, and the `up` of its Contribution has momentum.",
-        "nothing": "names moment, and the `up` of its Contribution has none.",
-        "a short delta": "delta of the strategy's Contribution is float32[5].",
+        "short": "got (float32 [34], float32 [7])",
+        "a matrix": "got (float32 [34], float32 [1, 34])",
+        "whole numbers": "got (float32 [34], int64 [34])",
+        "a list": "got (float32 [34], list)",
+        "another name": "got (float32 [34], None)",
+        "nothing": "got (float32 [34], None)",
+        "a short delta": "got (float32 [5], float32 [34])",
     }.items(),
 )
 def test_a_contribution_that_does_not_fit_is_an_error_in_words(what, words):
     with pytest.raises(FedtrainError) as found:
         fedtrain.simulate(Crossed(), HERE | {"strategy.kind": Up, "strategy.what": what})
-    assert words in str(found.value)
+    assert f"return a Contribution with delta, moment as float32 [34]: {words}" in str(found.value)
 
 
 def test_a_generator_is_refused_with_what_to_return_instead():

@@ -272,12 +272,13 @@ TASKS = [
             make=lambda folder: (folder / "runs").touch()),
 ]  # fmt: skip
 OVER_TLS = [
-    Mistake("no certificates", "site a", ("certs/sites/a", "fedtrain certs issue"),
+    Mistake("no certificates", "site a", ("certs/sites/a", "fedtrain join", "fedtrain certs invite a"),
             make=lambda folder: shutil.rmtree(folder / "certs")),
     Mistake("no certificate for the aggregator", "aggregator", ("certs/aggregator", "fedtrain certs issue"),
             make=lambda folder: shutil.rmtree(folder / "certs" / "aggregator")),
     Mistake("a site's name mistyped", "site aa", ("certs/sites/aa does not exist", "Did you mean a?")),
-    Mistake("an expired certificate", "site a", ("has expired", "fedtrain certs issue a"), make=expired),
+    Mistake("an expired certificate", "site a",
+            ("has expired", "clock is wrong", "fedtrain certs issue a"), make=expired),
     Mistake("a key that all can read", "site a", ("key.pem", "chmod 600"),
             make=lambda folder: (folder / "certs/sites/a/key.pem").chmod(0o644)),
     Mistake("a key of another certificate", "site a", ("key.pem and cert.pem do not belong together",),
