@@ -227,14 +227,11 @@ def beginning(source: Path, schema: Schema, frozen: Schema) -> tuple[Arena, Aren
     """The model that a new run begins with, and its frozen parameters: the last one of a run directory, or an
     export (its folder, or its model.safetensors). StoreError unless it is a model of these schemas; what of
     it is frozen may differ."""
-    if (source / "run.db").exists():
-        with closing(RunStore(source, read_only=True)) as store:
-            last, rest = store.latest(), store.load_frozen()
-        if last is None:
-            raise StoreError(f"{source} has no model yet. Let that run finish its first round.")
-        return filled(source, last.weights.load().views() | rest.views(), schema, frozen)
-    file = source / MODEL if source.is_dir() else source
-    return filled(file, _read(file), schema, frozen)
+    tensors, about = model_of(source, None)
+    wanted = {spec.name for spec in schema.tensors} - tensors.keys()
+    if lacking := [name for name in about.get("local", ()) if name in wanted]:
+        raise StoreError(f"{staying(source, lacking)} Begin with that, or leave them at the sites here too.")
+    return filled(source, tensors, schema, frozen)
 
 
 def _read(file: Path) -> dict[str, Any]:

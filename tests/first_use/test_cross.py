@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import fedtrain
 from fedtrain import strategies
-from fedtrain.errors import ConfigError
+from fedtrain.errors import ConfigError, StoreError
 from fedtrain.results import Run
 from fedtrain.runtime import personal
 from fedtrain.strategies import STRATEGIES, Strategy
@@ -96,3 +96,15 @@ def own_model(run: Run, out: Any, own: bool) -> None:
     exported = load_file(folder / "model.safetensors")
     assert all(torch.equal(model[name], tensor) for name, tensor in exported.items())
     assert fedtrain.evaluate(run, site=site).own_models
+
+
+def test_a_start_that_lacks_what_stays_at_sites_says_so_and_what_to_do(tmp_path):
+    run = fedtrain.simulate(Crossed(), HERE | {"run.name": "first", "strategy.kind": "fedbn"})
+    settings = HERE | {"run.name": "second"}
+    for source in (run, export(run.path, tmp_path / "exported")):
+        with pytest.raises(
+            StoreError, match=r"does not have norm\.weight.*they stay at the sites.* --site NAME"
+        ):
+            fedtrain.simulate(Crossed(), settings, start=source)
+    own = personal.export(run.config, run.path, "a", tmp_path / "own")
+    assert fedtrain.simulate(Crossed(), settings, start=own).metrics
