@@ -17,6 +17,7 @@ from typing import Any
 
 from .config import COMMANDS, MACHINE, SITE_MODELS, Config, Source, is_own
 from .errors import ConfigError
+from .fairness import decided
 
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
 BOUNDS = ("aggregation.rule", "aggregation.before", "aggregation.options", "limits.max_norm",
@@ -229,6 +230,8 @@ def check(config: Config, *names: str) -> None:
             continue
         if typed or all(_refused(config, mode, key, source) for mode in names):
             raise ConfigError(f"{given} = {value!r} ({source}): {_why(config, names, key)}")
+    if "evaluate.metric" in seen:
+        decided(config.evaluate.metric, config.evaluate.lower(config.evaluate.metric))
 
 
 def idle(config: Config, name: str) -> list[str]:

@@ -33,9 +33,8 @@ HIDDEN = (
     "masks, of one pool of data, and at a peer. "
 )
 NO_SERVER = 'The server evaluates on data of its own, eval_data("server"), with evaluate.server = true. '
-AGREED_ROUNDS = (
-    "agreed_rounds"  # beside store.AGREED: of the run that they ended, whatever a peer's round was
-)
+# Beside store.AGREED: the rounds of the run that peers ended, whatever a peer's own round was
+AGREED_ROUNDS = "agreed_rounds"
 Averages = dict[str, float]
 Evaluators = Callable[[int, Sequence[SiteId]], Sequence[SiteId]]  # who of the members evaluates in a round
 # (sums over all sites, each site's own) -> what people are shown of both
@@ -259,7 +258,8 @@ class Journal:
             return metrics
         self.emit(events.Evaluated(round=number, metrics=metrics, by_site=by_site))
         if best:
-            self.emit(events.Best(round=number, metric=metric, value=value))
+            better = "lower" if self.config.evaluate.lower(metric) else "higher"
+            self.emit(events.Best(round=number, metric=metric, value=value, better=better))
         return metrics
 
     # --- the end
