@@ -39,8 +39,9 @@ STACKED = PER_BLOCK // 16  # coordinates at most of a model that is encoded with
 
 
 def rounding_seed(*parts: object) -> bytes:
-    """Of the random rounding, 16 bytes: the same in a simulation and at a real site."""
-    return hashlib.sha256("\x1f".join(str(p) for p in ("rounding", *parts)).encode()).digest()[:16]
+    """Of the random rounding, 16 bytes: the same in a simulation and at a real site, whatever its run is
+    called. "r" stands where a seed had the run's name; a run of that name goes on with the same bits."""
+    return hashlib.sha256("\x1f".join(str(p) for p in ("rounding", "r", *parts)).encode()).digest()[:16]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,17 @@ GAINS = """
     precision@5 recall recall_at_10 r2 bleu psnr ssim mAP map50 kappa mcc sensitivity specificity ndcg pearson
     log_likelihood cindex explained_variance
 """.split()  # noqa: SIM905
-NEITHER = "utility quality speed neg_mean_squared_error neg_rmse 1-accuracy one_minus_auc x kl_accuracy".split()
+NEITHER = [
+    "utility",
+    "quality",
+    "speed",
+    "neg_mean_squared_error",
+    "neg_rmse",
+    "1-accuracy",
+    "one_minus_auc",
+    "x",
+    "kl_accuracy",
+]
 
 
 @pytest.mark.parametrize(("names", "cost"), [(COSTS, True), (GAINS, False), (NEITHER, None)])
@@ -47,9 +57,9 @@ def test_a_direction_that_is_given_or_not_needed_is_no_error():
 
 
 def test_the_direction_of_no_metric_is_guessed_later_either():
-    with pytest.raises(ConfigError, match="evaluate.mode"):
+    with pytest.raises(ConfigError, match=r"evaluate\.mode"):
         EvaluateConfig(metric="utility").better(1.0, None)
-    with pytest.raises(ConfigError, match="evaluate.mode"):
+    with pytest.raises(ConfigError, match=r"evaluate\.mode"):
         sweep.ranked(Config.load(None, settings={"evaluate.metric": "utility"}), [])
 
 

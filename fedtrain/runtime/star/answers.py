@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -250,9 +251,9 @@ class SumCheck:
 
     def __init__(self, config: Config, emit: Emit, extras: Extras) -> None:
         self._emit, self._extras = emit, extras
-        self._bound, self._key = config.secagg.max_examples, "secagg.max_examples"
-        if config.privacy.in_sums:  # all sites count alike
-            self._bound = 1.0
+        # With noise in the sums all sites count alike.
+        self._bound = 1.0 if config.privacy.in_sums else config.secagg.max_examples
+        self._key = "secagg.max_examples"
         if extras.max_weight is not None:
             self._bound = extras.max_weight
             self._key = OWN_BOUNDS.get(config.strategy.kind, "the strategy's max_weight")
@@ -262,14 +263,14 @@ class SumCheck:
         """Of round `number`, the first of which is 1, with so many sites. ConfigError below LEAST_BITS."""
         tell_clipped(self._emit, number, sum(total.clipped for total in totals), self._extras)
         bits, usual = min(total.bits for total in totals), sum(total.weight for total in totals) / sites
-        if bits >= FEW_BITS or usual > self._bound / 4:  # then a lower bound would not help
+        if bits >= FEW_BITS or not 0 < usual <= self._bound / 4:  # then a lower bound would not help
             return
         text = (
             f"the sites' updates weigh {usual:.3g} on average, and may weigh {self._bound:g}, so that a "
             f"value keeps {max(int(bits), 0)} bits under masks. Lower {self._key} to what the largest site "
             f"has (its examples, or the weights that loss() gives), at the aggregator and all sites"
         )
-        if bits < LEAST_BITS:
+        if bits < LEAST_BITS <= bits + math.log2(self._bound / usual):
             raise ConfigError(f"{self._key}: {text}; {LEAST_BITS} bits are the least.")
         if not self._told:
             self._emit(Notice(text=f"round {number}: {text}."))

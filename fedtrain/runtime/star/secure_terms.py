@@ -217,7 +217,7 @@ def value_bits_of(config: Config, extras: Extras) -> int:
 
 def round_seed(config: Config, number: int, site: SiteId) -> bytes:
     """The seed of a site's random rounding in a round, 16 bytes."""
-    return rounding_seed(config.run.name, config.run.seed, number, site)
+    return rounding_seed(config.run.seed, number, site)
 
 
 def hash_of(weights: AnyArena, parallel: Parallel = serial, frozen: str = "") -> bytes:

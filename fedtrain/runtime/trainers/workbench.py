@@ -18,7 +18,7 @@ from ...config import Config
 from ...errors import BadUpdate, Forgotten, TaskError
 from ...messages import Evaluation, Metrics, SiteId, Update
 from ...store.disk import new_file
-from ...store.memory import NEVER
+from ...store.memory import NEVER, DataNotes
 from ..journal import Averages
 from ..own_code import source_digest
 from ..simulations.shared_memory import Mapped
@@ -67,6 +67,7 @@ class Workbench:
         self._task = task or load_task(config.run.task, config.root, data_dir)
         self._folder = folder_of(self._task)
         self._simulated = SimulatedSites(self._task, config.simulate, config.run.seed) if simulated else None
+        self.notes = DataNotes(config.simulate_dir)
         strategy = strategies.build(config.strategy.kind, config.strategy.options, config.root)
         strategy.check(config.train)
         check_noise(config, strategy)
@@ -302,8 +303,16 @@ class Workbench:
     def _call_task(self, what: str, site: SiteId) -> Any:
         from ...training.task import user_code
 
-        if self._simulated is not None and (what == "data" or self.description.pooled):
-            return self._simulated.data(site) if what == "data" else self._simulated.eval_set(site)
+        simulated = self._simulated
+        if simulated is not None and what == "data":
+            loaded, pooled = simulated.data(site), not simulated.natural
+            from ...training.examples import data_digest
+
+            what, of = ("the pool", simulated.pool) if pooled else (site, loaded)
+            self.notes.note(what, partial(data_digest, of))
+            return loaded
+        if simulated is not None and not simulated.natural:
+            return simulated.eval_set(site)
         with user_code(self._folder, f"{what}({site!r})"):
             return self._task.data(site) if what == "data" else self._task.eval_data(site)
 
