@@ -25,7 +25,6 @@ from ..schema import Schema
 from .disk import explained, private_folder, write_whole
 
 NEVER = -1  # in place of a round: no update of this site counted yet
-DATA = "data.txt"  # in a run's folder: a line with the digest of each site's data, and one for a later digest
 OTHER_DATA = (
     "round {}: the data of {} are not those of the rounds before (their number, shapes, types or values). "
     "The run goes on with them; --fresh begins it anew. Where nobody changed them, data() gives others each "
@@ -117,37 +116,34 @@ class DataNotes:
     """Digests of sites' training data in a run's folder. Several processes may note the same site."""
 
     def __init__(self, folder: Path) -> None:
-        self._file, self._read = folder / DATA, 0
+        self._file, self._read = folder / "data.txt", 0  # lines "digest site"; a later one of a site counts
         self._last: dict[SiteId, str] = {}
         self._noted = set[SiteId]()
-        self.changed()
-
-    def changed(self) -> list[SiteId]:
-        """The sites with other data than before, by what was noted since the last call."""
-        if not self._file.exists():
-            return []
-        lines = self._file.read_bytes().decode(errors="replace").split("\n")[:-1]
-        pairs = [line.partition(" ")[::2] for line in lines[self._read :]]
-        self._read = len(lines)
-        found = [site for digest, site in pairs if self._last.get(site, digest) != digest]
-        self._last |= {site: digest for digest, site in pairs}
-        return found
+        self._changed()
 
     def note(self, site: SiteId, digest: Callable[[], str]) -> None:
         """Note what a site has, once in a process; nothing where the digest is ""."""
-        if site in self._noted or not self._file.parent.is_dir():
-            return
-        self._noted.add(site)
-        if (found := digest()) not in ("", self._last.get(site)):
-            with self._file.open("a") as file:
-                file.write(f"{found} {site}\n")
+        if site not in self._noted and self._file.parent.is_dir():
+            self._noted.add(site)
+            if (found := digest()) not in ("", self._last.get(site)):
+                with self._file.open("a") as file:
+                    file.write(f"{found} {site}\n")
 
     def telling(self, emit: Emit) -> Emit:
         """`emit`, with a notice after a round that was trained on other data than the rounds before it."""
 
         def tell(event: Event) -> None:
             emit(event)
-            if isinstance(event, RoundCommitted) and (sites := self.changed()):
-                emit(Notice(text=OTHER_DATA.format(event.round, some(sorted({*sites})))))
+            if isinstance(event, RoundCommitted) and (sites := self._changed()):
+                emit(Notice(text=OTHER_DATA.format(event.round, some(sites))))
 
         return tell
+
+    def _changed(self) -> list[SiteId]:
+        """The sites with other data than before, by what was noted since the last call."""
+        text = self._file.read_text(errors="replace") if self._file.exists() else ""
+        pairs = [line.partition(" ")[::2] for line in text.split("\n")[self._read : -1]]
+        changed = sorted({site for digest, site in pairs if self._last.get(site, digest) != digest})
+        self._read += len(pairs)
+        self._last |= {site: digest for digest, site in pairs}
+        return changed

@@ -204,11 +204,9 @@ def data_digest(data: Any) -> str:
     examples = examples_of(data)
     if isinstance(examples, Stream):
         return ""
-    tensors = examples.columns if isinstance(examples, Tensors) else []
-    columns = [column for column in tensors if column.layout is torch.strided]
-    found = zlib.crc32(repr((examples.count, [(c.shape, c.dtype) for c in columns])).encode())
-    for column in columns:
-        rows = column[:: max(1, column.nbytes // SAMPLED_BYTES)]
-        sample = rows.detach().flatten()[:SAMPLED_BYTES].contiguous().cpu()
-        found = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), found)
-    return f"{found:08x}"
+    columns = examples.columns if isinstance(examples, Tensors) else []
+    found = [repr((examples.count, [(c.shape, c.dtype) for c in columns])).encode()]
+    for column in (c for c in columns if c.layout is torch.strided):
+        rows = column.detach()[:: max(1, column.nbytes // SAMPLED_BYTES)].flatten()[:SAMPLED_BYTES]
+        found.append(rows.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return f"{zlib.crc32(b''.join(found)):08x}"

@@ -250,14 +250,11 @@ class SumCheck:
     bound that hardly a digit of what they multiply is left."""
 
     def __init__(self, config: Config, emit: Emit, extras: Extras) -> None:
-        self._emit, self._extras = emit, extras
-        # With noise in the sums all sites count alike.
-        self._bound = 1.0 if config.privacy.in_sums else config.secagg.max_examples
-        self._key = "secagg.max_examples"
-        if extras.max_weight is not None:
-            self._bound = extras.max_weight
-            self._key = OWN_BOUNDS.get(config.strategy.kind, "the strategy's max_weight")
-        self._told = False
+        self._emit, self._extras, self._told = emit, extras, False
+        self._key = OWN_BOUNDS.get(config.strategy.kind, "the strategy's max_weight")
+        self._bound = extras.max_weight or 1.0
+        if extras.max_weight is None and not config.privacy.in_sums:  # with noise in sums sites count alike
+            self._bound, self._key = config.secagg.max_examples, "secagg.max_examples"
 
     def __call__(self, number: int, totals: Sequence[Total], sites: int) -> None:
         """Of round `number`, the first of which is 1, with so many sites. ConfigError below LEAST_BITS."""
@@ -274,7 +271,7 @@ class SumCheck:
             raise ConfigError(f"{self._key}: {text}; {LEAST_BITS} bits are the least.")
         if not self._told:
             self._emit(Notice(text=f"round {number}: {text}."))
-            self._told = True
+        self._told = True
 
 
 def received(number: int, site: SiteId, update: Update, staleness: int | None = None) -> UpdateReceived:

@@ -301,18 +301,17 @@ class Workbench:
         return loaded
 
     def _call_task(self, what: str, site: SiteId) -> Any:
+        from ...training.examples import data_digest
         from ...training.task import user_code
 
-        simulated = self._simulated
-        if simulated is not None and what == "data":
-            loaded, pooled = simulated.data(site), not simulated.natural
-            from ...training.examples import data_digest
-
-            what, of = ("the pool", simulated.pool) if pooled else (site, loaded)
-            self.notes.note(what, partial(data_digest, of))
+        pooled = self._simulated is not None and not self._simulated.natural
+        if self._simulated is not None and (what == "data" or pooled):
+            if what != "data":
+                return self._simulated.eval_set(site)
+            loaded = self._simulated.data(site)
+            all_data = self._simulated.pool if pooled else loaded
+            self.notes.note("the pool" if pooled else site, partial(data_digest, all_data))
             return loaded
-        if simulated is not None and not simulated.natural:
-            return simulated.eval_set(site)
         with user_code(self._folder, f"{what}({site!r})"):
             return self._task.data(site) if what == "data" else self._task.eval_data(site)
 
