@@ -17,6 +17,7 @@ model of its own say, has a prefix in the names that it gives, and is worked out
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +32,6 @@ SERVER = "server"  # a prefix, and the site whose eval_data() the server holds
 UNIFORM, WORST, STD = "uniform", "worst_decile", "std"
 SUFFIXES = (UNIFORM, WORST, STD)
 Lower = Callable[[str], bool | None]  # whether a smaller value of a metric is better; None: not known
-# What says a cost in itself, also within a word: "dice_loss", "logloss".
-COST = "loss|error|perplexity|entropy|divergence|deviance|distance|regret|discrepancy|misclass|deviation"
 # Words of a metric's name of which a smaller value is better
 COSTS = """
     mae mse rmse msle rmsle mape smape mase wape nmse nrmse medae mre nll ppl bpc bpb bpd wer cer ter eer
@@ -48,7 +47,6 @@ GAINS = """
     mrr hit hits likelihood loglik elbo reward rewards returns gain lift em exact correct cindex
     concordance similarity explained score success win wins pck nmi ami ari purity throughput
 """
-TURNED = r"(^|/)(neg|minus|inverse|1 ?-|(1|one)_minus)"  # of neg_mse a larger value is better, or a smaller
 
 
 def is_cost(metric: str) -> bool | None:
@@ -56,13 +54,19 @@ def is_cost(metric: str) -> bool | None:
     name = metric.lower()
     words = set(re.split(r"[^a-z0-9]+", name))
     words |= {word.rstrip("0123456789") for word in words}
-    if re.search(TURNED, name):
+    if re.search(r"(^|/)(neg|minus|inverse|1 ?-|(1|one)_minus)", name):  # of neg_mse a larger value
         return True if "lik" in name else None
-    if re.search(COST, name):
+    if re.search("loss|error|perplex|entropy|divergence|deviance|distance|regret|discrepancy|misclass", name):
         return True
     cost = not words.isdisjoint(COSTS.split())
     gain = not words.isdisjoint(GAINS.split()) and not (cost and "score" in words)
     return cost if gain != cost else None
+
+
+def mistyped(metric: str) -> bool:
+    """Whether a metric's name is nearly, and not quite, that of a known one."""
+    near = difflib.get_close_matches(metric, ["loss", *COSTS.split(), *GAINS.split()], n=1, cutoff=0.8)
+    return bool(near) and metric not in near
 
 
 def decided(metric: str, lower: bool | None) -> bool:
@@ -74,18 +78,6 @@ def decided(metric: str, lower: bool | None) -> bool:
             f"where a larger one is."
         )
     return lower
-
-
-def with_sites(
-    metrics: Mapping[str, float], by_site: Mapping[SiteId, Mapping[str, float]], lower: Lower
-) -> dict[str, float]:
-    """The averages of an evaluation, and what is worked out over sites."""
-    return joined(metrics, over_sites(by_site, lower))
-
-
-def with_server(metrics: Mapping[str, float], at_server: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of an evaluation, and those of the data that the server holds."""
-    return joined(metrics, {f"{SERVER}/{name}": value for name, value in at_server.items()})
 
 
 def joined(metrics: Mapping[str, float], ours: Mapping[str, float]) -> dict[str, float]:

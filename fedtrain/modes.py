@@ -17,9 +17,8 @@ from typing import Any
 
 from .config import COMMANDS, MACHINE, SITE_MODELS, Config, SimulateConfig, Source, is_own
 from .errors import ConfigError
-from .fairness import decided
+from .fairness import decided, mistyped
 
-DEALS = ("sites", "partition", "examples")  # keys of [simulate] that say how one pool is dealt
 EVERYWHERE = ("run", "train", "evaluate", "privacy")
 BOUNDS = ("aggregation.rule", "aggregation.before", "aggregation.options", "limits.max_norm",
           "limits.max_examples")  # fmt: skip
@@ -231,11 +230,14 @@ def check(config: Config, *names: str) -> None:
             continue
         if typed or all(_refused(config, mode, key, source) for mode in names):
             raise ConfigError(f"{given} = {value!r} ({source}): {_why(config, names, key)}")
-    if "evaluate.metric" in seen:
-        decided(config.evaluate.metric, config.evaluate.lower(config.evaluate.metric))
+    metric = config.evaluate.metric
+    if "evaluate.metric" in seen and not mistyped(metric):  # which the first evaluation says
+        decided(metric, config.evaluate.lower(metric))
 
 
-def check_dealt(config: Config, *, natural: bool, keys: tuple[str, ...] = DEALS) -> None:
+def check_dealt(
+    config: Config, *, natural: bool, keys: tuple[str, ...] = ("sites", "partition", "examples")
+) -> None:
     """ConfigError for a key that says how one pool of examples is dealt, where the task has natural sites."""
     default = SimulateConfig()
     for key in keys if natural else ():

@@ -12,7 +12,7 @@ from .. import __version__
 from ..config import Config
 from ..errors import ConfigError, some
 from ..events import Averages
-from ..fairness import Lower, averaged, with_sites
+from ..fairness import Lower, averaged, joined, over_sites
 from ..messages import SiteId, summed
 from ..tracking.export import completed, filled, model_of, own_models
 from ..training.examples import Stream, examples_of
@@ -74,7 +74,7 @@ class Yardstick:
         engine.freeze(frozen)
         found = {site: engine.evaluate(examples, weights) for site, examples in self._data.items()}
         metrics, by_site = shown(self._task, summed(found), found)
-        return {**with_sites(metrics, by_site, lower)}, {site: {**own} for site, own in by_site.items()}
+        return joined(metrics, over_sites(by_site, lower)), {site: {**own} for site, own in by_site.items()}
 
     def check_beside(self, first: Yardstick) -> None:
         """ConfigError unless its sites, and how many examples each has, are those of the first one."""

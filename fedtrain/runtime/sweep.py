@@ -137,8 +137,7 @@ def sweep(
 
 def ranked(config: Config, ended: Sequence[Tried]) -> list[Tried]:
     """By evaluate.metric, the best first; those without a value last."""
-    metric = config.evaluate.metric
-    sign = 1 if decided(metric, config.evaluate.lower(metric)) else -1
+    sign = 1 if decided(metric := config.evaluate.metric, config.evaluate.lower(metric)) else -1
     return sorted(ended, key=lambda done: (done.value is None, sign * (done.value or 0.0), done.run))
 
 

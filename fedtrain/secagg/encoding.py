@@ -211,8 +211,8 @@ class Encoding:
             values, out = slab.flat(section).numpy()[indices, start:stop], total[at : at + stop - start]
             clipped += point.add_rows(values, np.ones(len(rows)), seeds, out, at)
             at += stop - start
-        finer, pairs = self._finer, zip(rows, clipped, strict=True)
-        scalars = [[each.weight * finer, count, *each.exact] for each, count in pairs]
+        each_row = zip(rows, clipped, strict=True)
+        scalars = [[each.weight * self._finer, count, *each.exact] for each, count in each_row]
         exact = self.point.encode_scalars(np.array(scalars, np.float64))
         total[at : self.length] += exact.sum(axis=0, dtype=total.dtype)
 

@@ -85,7 +85,9 @@ def build(kind: str, options: Mapping[str, Any], root: Path | None = None) -> St
     everywhere = config.options_of(config.StrategyConfig, ["options"])
     config.check_options("strategy.kind", kind, options, {**STRATEGIES, kind: cls}, also=everywhere)
     found = config.build(cls, dict(options), "strategy")
-    allowed = " or ".join(found.weighs)
-    require(found.weights in ("auto", *found.weighs), "strategy.weights", f"{kind} has weights by a formula "
-            f"of its own, {f'and takes {allowed} alone' if allowed else 'without a choice'}")  # fmt: skip
+    require(
+        found.weights in ("auto", *found.weighs),
+        "strategy.weights",
+        f"{kind} has weights by a formula of its own: set it to {' or '.join(('auto', *found.weighs))}",
+    )
     return found

@@ -199,8 +199,8 @@ def line(event: Event, board: Board) -> str | None:
             return f"{_round(event.round, board)}{agreement(event)}  {_bytes(event)}".rstrip()
         case e.Best():
             better = f" ({event.better} is better)" if event.better else ""
-            value = f"{event.metric} {number(event.value)}{better}"
-            return f"{_round(event.round, board)}is the best so far: {value}"
+            best = f"is the best so far: {event.metric} {number(event.value)}{better}"
+            return f"{_round(event.round, board)}{best}"
         case e.Notice():
             return event.text
         case e.RunFinished():

@@ -205,8 +205,8 @@ def data_digest(data: Any) -> str:
     if isinstance(examples, Stream):
         return ""
     columns = examples.columns if isinstance(examples, Tensors) else []
-    found = [repr((examples.count, [(c.shape, c.dtype) for c in columns])).encode()]
-    for column in (c for c in columns if c.layout is torch.strided):
-        rows = column.detach()[:: max(1, column.nbytes // SAMPLED_BYTES)].flatten()[:SAMPLED_BYTES]
-        found.append(rows.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return f"{zlib.crc32(b''.join(found)):08x}"
+    found = zlib.crc32(repr((examples.count, [(c.shape, c.dtype) for c in columns])).encode())
+    for column in (c.detach() for c in columns if c.layout is torch.strided):
+        rows = column[:: max(1, column.nbytes // SAMPLED_BYTES)].flatten()[:SAMPLED_BYTES].contiguous()
+        found = zlib.crc32(rows.cpu().view(torch.uint8).numpy().tobytes(), found)
+    return f"{found:08x}"

@@ -56,6 +56,12 @@ def test_a_direction_that_is_given_or_not_needed_is_no_error():
     modes.check(Config.of({"evaluate": {"metric": "utility"}}), "site")  # there it decides nothing
 
 
+def test_a_name_that_is_nearly_a_known_one_is_left_to_the_first_evaluation():
+    """Which says what the task gives."""
+    for name in ("acuracy", "los", "accurracy"):
+        modes.check(Config.load(None, settings={"evaluate.metric": name}), "simulate")
+
+
 def test_the_direction_of_no_metric_is_guessed_later_either():
     with pytest.raises(ConfigError, match=r"evaluate\.mode"):
         EvaluateConfig(metric="utility").better(1.0, None)

@@ -31,6 +31,11 @@ class Natural(fedtrain.Task):
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+class Four(Natural):
+    def sites(self):
+        return [*"abcd"]
+
+
 class Pooled(Natural):
     def sites(self):
         return None
@@ -43,7 +48,7 @@ class Pooled(Natural):
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for at, site in enumerate("abc"):
+    for at, site in enumerate("abcd"):
         DATA[site] = torch.randn(40, 3, generator=torch.Generator().manual_seed(at))
 
 
@@ -73,7 +78,7 @@ def test_under_masks_a_runs_name_decides_no_bit_of_the_model(kind):
 def test_masks_between_peers_round_alike_whatever_the_run_is_called():
     settings = PEERS | {"gossip.masks": True, "gossip.topology": "complete"}
     found = [
-        weights(fedtrain.simulate(Natural(), settings | {"run.name": name}, mode="gossip"))
+        weights(fedtrain.simulate(Four(), settings | {"run.name": name}, mode="gossip"))
         for name in ("x", "y")
     ]
     assert torch.equal(*found)
@@ -178,4 +183,5 @@ def test_damaged_notes_about_data_stop_no_run(tmp_path):
     file = run.path / "data.txt"
     file.write_bytes(b"\xff\x00 \n\n" + file.read_bytes()[:-3])
     simulate(run__name="r", run__rounds=3)
-    assert DataNotes(tmp_path / "nowhere").changed() == []
+    DataNotes(tmp_path / "nowhere").note("a", lambda: "1")  # where there is no folder, nothing is kept
+    assert not (tmp_path / "nowhere").exists()

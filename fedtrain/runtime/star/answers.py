@@ -271,7 +271,7 @@ class SumCheck:
             raise ConfigError(f"{self._key}: {text}; {LEAST_BITS} bits are the least.")
         if not self._told:
             self._emit(Notice(text=f"round {number}: {text}."))
-        self._told = True
+            self._told = True
 
 
 def received(number: int, site: SiteId, update: Update, staleness: int | None = None) -> UpdateReceived:

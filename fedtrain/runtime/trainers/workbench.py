@@ -309,8 +309,8 @@ class Workbench:
             if what != "data":
                 return self._simulated.eval_set(site)
             loaded = self._simulated.data(site)
-            all_data = self._simulated.pool if pooled else loaded
-            self.notes.note("the pool" if pooled else site, partial(data_digest, all_data))
+            whose, of = ("the pool", self._simulated.pool) if pooled else (site, loaded)
+            self.notes.note(whose, partial(data_digest, of))
             return loaded
         with user_code(self._folder, f"{what}({site!r})"):
             return self._task.data(site) if what == "data" else self._task.eval_data(site)
